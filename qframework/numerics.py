@@ -1,0 +1,85 @@
+"""Rounding, scales and granularities: one meaning for the whole project, in plain torch.
+
+Symmetric INT8 only. A real value is ``x = q * scale`` with ``q`` in ``[-127, 127]`` and a float32 ``scale``::
+
+    scale = max|x| / 127                              (a group of zeros gets MIN_SCALE)
+    q     = clamp(round_half_even(x * (1 / scale)), -127, 127)
+
+The reciprocal is rounded to float32 once and then multiplied, as PyTorch's own ``quantized_decomposed`` operators do:
+the same bits on every device, at most one quantization step away from an exact division, and only next to a tie.
+NaN and infinity are not hidden: a group that holds one gets a NaN or infinite scale and dequantizes to NaN.
+
+**Scales broadcast against the tensor they quantize.** ``()`` or ``(1,)`` is per tensor. Per token, the last dimension is
+1: ``(*x.shape[:-1], 1)`` for dynamic scales, ``(N, 1)`` or ``(H, W, 1)`` for static scales of an ``(B, N, C)`` or
+``(B, H, W, C)`` activation, one for each position. A linear weight ``(N, K)`` has ``(1,)`` or, per channel, ``(N,)``.
+
+Follows QAttn eq. 1-3 with the range narrowed to [-127, 127] so that it is symmetric.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from qframework.errors import UnsupportedError
+
+QMIN, QMAX = -127, 127
+# Small enough to keep every normal activation, large enough that neither 1 / scale nor scale * scale leaves float32.
+MIN_SCALE = 2.0**-60
+
+ActivationGranularity = Literal["per_tensor", "per_token"]
+WeightGranularity = Literal["per_tensor", "per_channel"]
+FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def check_activation_granularity(granularity: str) -> None:
+    """Raise UnsupportedError unless ``granularity`` is one of ActivationGranularity."""
+    accepted = get_args(ActivationGranularity)
+    if granularity not in accepted:
+        raise UnsupportedError(f"granularity={granularity!r} is unknown; accepted: {', '.join(accepted)}")
+
+
+def scale_from_amax(amax: Tensor) -> Tensor:
+    """Scale of a symmetric INT8 group from its largest magnitude (any shape) as float32; NaN and inf pass through."""
+    return (amax.float() / QMAX).clamp(min=MIN_SCALE)
+
+
+def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:
+    """Scale from the data: ``()`` per tensor, ``(*x.shape[:-1], 1)`` per token. Empty groups get MIN_SCALE."""
+    if x.numel() == 0:
+        shape = () if granularity == "per_tensor" else (*x.shape[:-1], 1)
+        return x.new_full(shape, MIN_SCALE, dtype=torch.float32)
+    amax = x.abs().amax() if granularity == "per_tensor" else x.abs().amax(dim=-1, keepdim=True)
+    return scale_from_amax(amax)
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` (any float dtype) to int8 with ``scale`` broadcasting against it; saturates at +-127."""
+    return torch.clamp(torch.round(x.float() * (1.0 / scale)), QMIN, QMAX).to(torch.int8)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``q * scale`` computed in float32 and rounded once to ``dtype``."""
+    return (q.float() * scale).to(dtype)
+
+
+def weight_scale(weight: Tensor, granularity: WeightGranularity = "per_channel") -> Tensor:
+    """Scale of a linear weight ``(N, K)``: ``(N,)`` per output channel or ``(1,)`` per tensor."""
+    if granularity == "per_tensor":
+        return dynamic_scale(weight, "per_tensor").reshape(1)
+    return dynamic_scale(weight, "per_token").squeeze(-1)
+
+
+def quantize_weight(weight: Tensor, granularity: WeightGranularity = "per_channel") -> tuple[Tensor, Tensor]:
+    """Linear weight ``(N, K)`` to int8 and its scale, ``(N,)`` or ``(1,)``."""
+    scale = weight_scale(weight, granularity)
+    return quantize(weight, scale.unsqueeze(-1)), scale
+
+
+def sqnr_db(reference: Tensor, value: Tensor) -> float:
+    """Signal to quantization-noise ratio in dB, computed in float64; inf where they are equal."""
+    reference, value = reference.double(), value.double()
+    noise = (reference - value).square().sum()
+    return float("inf") if noise == 0 else float(10 * torch.log10(reference.square().sum() / noise))
