@@ -1,0 +1,73 @@
+# Every target makes .venv itself and installs what it needs from pyproject.toml, again whenever pyproject.toml changes.
+# PYTHON chooses the interpreter of a new .venv: make test PYTHON=python3.12
+
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_STAMP := $(VENV)/.stamp-demo
+DEV_STAMP := $(VENV)/.stamp-dev
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off
+# Two processes of one thread each: most tests are small, and threads of both would fight over the cores.
+PYTEST_JOBS ?= 2
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help demo test check format test-gpu bench-smoke docs wheel clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(DEMO_STAMP)  ## train, quantize, compile and compare a vision transformer on handwritten digits
+	$(BIN)/python examples/digits_demo.py
+
+test: $(DEV_STAMP)  ## all tests that need no GPU, then the Triton kernels in Triton's interpreter
+	@status=0; \
+	echo "== tests =="; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) -m "not gpu" || status=1; \
+	echo "== Triton kernels, interpreted =="; \
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) -m "interpreter and not gpu" tests/kernels || status=1; \
+	exit $$status
+
+check: $(DEV_STAMP)  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu: $(DEV_STAMP)  ## all tests on a machine with a GPU; a skipped test is a failure
+	$(BIN)/python -m pytest --require-gpu
+
+bench-smoke: $(DEV_STAMP)  ## every benchmark once, on tiny shapes
+	$(BIN)/python -m benchmarks --smoke
+
+docs: $(DEV_STAMP)  ## build the documentation into site/
+	$(BIN)/python -m mkdocs build --strict
+
+wheel: $(DEV_STAMP)  ## build the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --wheel
+
+clean:  ## remove .venv and everything that was built
+	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.stamp-venv:
+	@test -n "$(PYTHON)" && $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo "qframework needs Python 3.11 or newer, and $(if $(PYTHON),$(PYTHON) is not one,none is on the PATH)." >&2; \
+		echo "Install one and name it: make $(MAKECMDGOALS) PYTHON=/path/to/python3.11" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(DEMO_STAMP): pyproject.toml | $(VENV)/.stamp-venv
+	@echo "installing qframework and what the demo needs into $(VENV) (a minute or two the first time)"
+	$(PIP_INSTALL) --editable '.[vision]'
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(VENV)/.stamp-venv
+	@echo "installing qframework and its development tools into $(VENV) (a minute or two the first time)"
+	$(PIP_INSTALL) --editable '.[dev]'
+	@touch $(DEMO_STAMP) $@

@@ -1,0 +1,100 @@
+"""Fixtures and marks shared by all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from functools import cache
+
+import hypothesis
+import pytest
+import torch
+
+MINIMUM_CAPABILITY = (8, 0)
+
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@cache
+def why_no_gpu() -> str | None:
+    """None where the tests marked ``gpu`` can run, else the reason they cannot."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
+        return f"compute capability {torch.cuda.get_device_capability()} is below {MINIMUM_CAPABILITY}"
+    return None
+
+
+def why_no_triton() -> str | None:
+    """None where Triton kernels can be launched: interpreted, or natively on a GPU."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or why_no_gpu() is None:
+        return None
+    return f"TRITON_INTERPRET is not 1 and there is {why_no_gpu()}"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        help="refuse to start without a usable GPU, and count every skipped test as failed",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-gpu") and (reason := why_no_gpu()) is not None:
+        raise pytest.UsageError(f"--require-gpu: {reason}")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark, reason in (("gpu", why_no_gpu), ("interpreter", why_no_triton)):
+        if item.get_closest_marker(mark) is not None and (why := reason()) is not None:
+            pytest.skip(why)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if not hasattr(report, "wasxfail"):
+        fail_if_skipped(report, item.config)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    fail_if_skipped(report, collector.config)
+    return report
+
+
+def fail_if_skipped(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    """Under ``--require-gpu``, turn a skip into a failure that says why it was skipped."""
+    if report.skipped and config.getoption("--require-gpu"):
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.outcome = "failed"
+        report.longrepr = f"skipped under --require-gpu: {reason}"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each test once per device; the CUDA half is marked ``gpu``."""
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Same random tensors in every run and in any order of tests."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Forget what torch.compile compiled, before and after, so that no test sees another's cache or limits."""
+    import torch._dynamo
+
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
