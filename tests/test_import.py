@@ -1,0 +1,95 @@
+"""``import qframework`` is lean, changes nothing outside itself, and is not needed for ``torch.compile`` to find us."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+OPERATORS = {"quantize", "dynamic_quantize", "dequantize", "int8_linear"}
+HEAVY = ("torchao", "timm", "torchvision", "sklearn", "torch._inductor", "typer", "rich", "transformers", "matplotlib")
+
+NEW_MODULES = """
+import json, sys
+import torch
+before = set(sys.modules)
+import qframework
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+SIDE_EFFECTS = """
+import json, os, warnings
+import torch, torch._dynamo.config, torch._inductor.config
+
+def state():
+    return {
+        "dynamo": torch._dynamo.config.get_config_copy(),
+        "inductor": torch._inductor.config.get_config_copy(),
+        "functorch": torch._functorch.config.get_config_copy(),
+        "threads": torch.get_num_threads(),
+        "grad": torch.is_grad_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "matmul precision": torch.get_float32_matmul_precision(),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "seed": torch.initial_seed(),
+        "environment": dict(os.environ),
+        "warnings": list(warnings.filters),
+    }
+
+before = state()
+import qframework
+after = state()
+print(json.dumps({
+    "changed": sorted(key for key in before if before[key] != after[key]),
+    "cuda": torch.cuda.is_initialized(),
+    "operators": [name for name in %r if hasattr(torch.ops.qframework, name)],
+}))
+"""
+
+COMPILE = """
+import json, sys
+import torch
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4)).eval()
+x = torch.randn(3, 8)
+before = "qframework" in sys.modules
+with torch.no_grad():
+    compiled = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"})
+    y, expected = compiled(x), model(x)
+print(json.dumps({
+    "imported before": before,
+    "imported after": "qframework" in sys.modules,
+    "error": (y - expected).abs().max().item(),
+    "largest": expected.abs().max().item(),
+}))
+"""
+
+
+def run_python(source: str, cwd: Path) -> Any:
+    """Run ``source`` in a fresh interpreter and return the JSON of its last line."""
+    result = subprocess.run([sys.executable, "-c", source], cwd=cwd, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_import_is_lean(tmp_path: Path) -> None:
+    modules = run_python(NEW_MODULES, tmp_path)
+    assert "qframework" in modules
+    heavy = [module for module in modules if any(module == name or module.startswith(f"{name}.") for name in HEAVY)]
+    assert not heavy
+
+
+def test_import_changes_nothing_but_registers_the_operators(tmp_path: Path) -> None:
+    report = run_python(SIDE_EFFECTS % sorted(OPERATORS), tmp_path)
+    assert report["changed"] == []
+    assert not report["cuda"]
+    assert set(report["operators"]) == OPERATORS
+
+
+def test_entry_point_makes_the_backend_known_without_an_import(tmp_path: Path) -> None:
+    report = run_python(COMPILE, tmp_path)
+    assert not report["imported before"]
+    assert report["imported after"]
+    # Float would be equal: the difference shows that INT8 ran, its size that it ran rightly.
+    assert 0 < report["error"] < 0.05 * report["largest"]

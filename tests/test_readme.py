@@ -1,0 +1,70 @@
+"""Every python block of the README and of the documentation runs, and every command in them exists."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```(?P<language>\w+)[^\n]*\n(?P<body>.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """Line number of the first line and text of each fenced block in ``language``."""
+    text = page.read_text()
+    return [
+        (text.count("\n", 0, match.start("body")), match["body"])
+        for match in FENCE.finditer(text)
+        if match["language"] == language
+    ]
+
+
+def commands(program: str) -> list[str]:
+    """Every distinct line of a bash block that runs ``program``."""
+    lines = (line for page in PAGES for _, body in blocks(page, "bash") for line in body.splitlines())
+    return sorted({line.split("#")[0].strip() for line in lines if line.split()[:1] == [program]})
+
+
+def name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name)
+def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
+    """In order and in one namespace per page; blank lines in front make a traceback point into the page."""
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "__page__"}
+    for line, body in blocks(page, "python"):
+        exec(compile("\n" * line + body, str(page), "exec"), namespace)
+
+
+@pytest.mark.parametrize("command", commands("qframework"))
+def test_commands_parse(command: str) -> None:
+    """The subcommand exists and accepts the options and arguments shown; nothing is executed."""
+    import typer.main
+    from qframework.cli import app
+
+    group = typer.main.get_command(app)
+    subcommand, *arguments = shlex.split(command)[1:]
+    assert subcommand in group.commands
+    group.commands[subcommand].make_context(subcommand, arguments)
+
+
+@pytest.mark.parametrize("command", commands("make"))
+def test_make_targets_exist(command: str) -> None:
+    subprocess.run([*shlex.split(command), "--dry-run"], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_blocks_are_found() -> None:
+    """Guards the tests above against finding nothing to do."""
+    readme = ROOT / "README.md"
+    assert len(blocks(readme, "python")) >= 4
+    assert {"make demo", "make test"} <= set(commands("make"))
+    assert commands("qframework")
