@@ -1,0 +1,31 @@
+"""Triton where it exists. Kernels are defined against these names, so a machine without Triton can import them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any
+
+from qframework.errors import UnsupportedError
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on")
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:  # CPU-only platforms: definitions succeed, launches do not
+
+    class _NoTriton:
+        def __getattr__(self, name: str) -> Any:
+            return self
+
+        def __getitem__(self, grid: Any) -> Any:
+            raise UnsupportedError("Triton is not installed; CUDA kernels need it. On the CPU none of them is used.")
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self
+
+    triton = tl = _NoTriton()
+
+__all__ = ["HAS_TRITON", "INTERPRET", "tl", "triton"]

@@ -1,0 +1,242 @@
+"""Quantize activations to symmetric INT8: with a given scale, or with one computed from the data.
+
+Formula (QAttn eq. 1-2, range [-127, 127])::
+
+    q = clamp(round_half_even(x * (1 / scale)), -127, 127)        scale = max|x| / 127 when dynamic
+
+Layout: ``x (..., C)`` is seen as rows of C values; a scale belongs to the tensor, to a position or to a row.
+Reference: ``quantize_ref``, ``dynamic_quantize_ref``, ``dequantize_ref``, which are qframework.numerics under the
+operators' names. The operators are opaque in eager mode; the compile backend decomposes them into the references, so
+that Inductor fuses them into the LayerNorm, GELU or addition before them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qframework import numerics
+from qframework.kernels._common import (
+    LIBRARY,
+    check_device,
+    check_dtype,
+    check_float_input,
+    check_positive_scale,
+    check_same_device,
+    round_to_int8,
+    row_scale,
+    rows_of,
+)
+from qframework.kernels._triton import tl, triton
+from qframework.numerics import MIN_SCALE, ActivationGranularity
+
+_MAX_BLOCK_C = 8192
+
+
+def quantize_ref(x: Tensor, scale: Tensor) -> Tensor:
+    """Reference of ``qframework::quantize``."""
+    return numerics.quantize(x, scale)
+
+
+def dynamic_quantize_ref(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    """Reference of ``qframework::dynamic_quantize``."""
+    scale = numerics.dynamic_scale(x, granularity)
+    return numerics.quantize(x, scale), scale
+
+
+def dequantize_ref(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Reference of ``qframework::dequantize``."""
+    return numerics.dequantize(q, scale, dtype)
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr,  # (M, C) float
+    scale_ptr,  # (P,) fp32, row m uses m % P
+    q_ptr,  # (M, C) int8
+    C,
+    P,
+    stride_xm,
+    BLOCK_C: tl.constexpr,
+):
+    """q = round(x / scale). Grid (M, cdiv(C, BLOCK_C)); a program quantizes one stretch of one row."""
+    m = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    scale = tl.load(scale_ptr + m % P)
+    x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
+    tl.store(q_ptr + m * C + c, round_to_int8(x * tl.math.div_rn(1.0, scale)), mask=c < C)
+
+
+@triton.jit
+def _dynamic_quantize_kernel(
+    x_ptr,  # (M, C) float
+    q_ptr,  # (M, C) int8
+    scale_ptr,  # (M,) fp32
+    C,
+    stride_xm,
+    MIN_SCALE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """scale = max|x| / 127 and q = round(x / scale) for one row. Grid (M,); rows longer than BLOCK_C are read twice."""
+    m = tl.program_id(0).to(tl.int64)
+    offsets = tl.arange(0, BLOCK_C)
+    amax = tl.zeros((BLOCK_C,), tl.float32)
+    nan = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(0, C, BLOCK_C):
+        c = start + offsets
+        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, tl.abs(x))
+        nan = nan | (x != x).to(tl.int32)  # maximum drops NaN; a row that holds one must not look healthy
+    scale = tl.maximum(tl.math.div_rn(tl.max(amax, 0), 127.0), MIN_SCALE)
+    scale = tl.where(tl.max(nan, 0) > 0, float("nan"), scale)
+    tl.store(scale_ptr + m, scale)
+    inv_scale = tl.math.div_rn(1.0, scale)
+    for start in range(0, C, BLOCK_C):
+        c = start + offsets
+        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(q_ptr + m * C + c, round_to_int8(x * inv_scale), mask=c < C)
+
+
+def _block_c(columns: int) -> int:
+    return min(max(triton.next_power_of_2(columns), 16), _MAX_BLOCK_C)
+
+
+def _quantize_triton(x: Tensor, scale: Tensor) -> Tensor:
+    check_device(x.device)
+    period = row_scale("quantize", "scale", scale, x.shape)
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    if x.numel() == 0:
+        return q
+    rows = rows_of(x)
+    block = min(_block_c(rows.shape[1]), 2048)
+    grid = (rows.shape[0], triton.cdiv(rows.shape[1], block))
+    _quantize_kernel[grid](rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
+    return q
+
+
+def _dynamic_quantize_triton(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    check_device(x.device)
+    if granularity == "per_tensor" or x.numel() == 0:
+        scale = numerics.dynamic_scale(x, granularity)
+        return _quantize_triton(x, scale), scale
+    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    rows = rows_of(x)
+    block = _block_c(rows.shape[1])
+    _dynamic_quantize_kernel[(rows.shape[0],)](
+        rows, q, scale, rows.shape[1], rows.stride(0), MIN_SCALE=MIN_SCALE, BLOCK_C=block, num_warps=4 if block <= 2048 else 8
+    )
+    return q, scale
+
+
+def _check_quantize(x: Tensor, scale: Tensor) -> None:
+    check_float_input("quantize", x)
+    check_same_device("quantize", x, scale=scale)
+    check_positive_scale("quantize", "scale", scale)
+    row_scale("quantize", "scale", scale, x.shape)
+
+
+LIBRARY.define("quantize(Tensor x, Tensor scale) -> Tensor")
+LIBRARY.define("dynamic_quantize(Tensor x, str granularity) -> (Tensor, Tensor)")
+LIBRARY.define("dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "quantize", "CPU")
+def _quantize_cpu(x: Tensor, scale: Tensor) -> Tensor:
+    _check_quantize(x, scale)
+    return quantize_ref(x, scale).contiguous()
+
+
+@torch.library.impl(LIBRARY, "quantize", "CUDA")
+def _quantize_cuda(x: Tensor, scale: Tensor) -> Tensor:
+    _check_quantize(x, scale)
+    return _quantize_triton(x, scale)
+
+
+@torch.library.register_fake("qframework::quantize", lib=LIBRARY)
+def _quantize_fake(x: Tensor, scale: Tensor) -> Tensor:
+    check_float_input("quantize", x)
+    return x.new_empty(x.shape, dtype=torch.int8)
+
+
+@torch.library.impl(LIBRARY, "dynamic_quantize", "CPU")
+def _dynamic_quantize_cpu(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    _check_dynamic(x, granularity)
+    q, scale = dynamic_quantize_ref(x, granularity)
+    return q.contiguous(), scale.contiguous()
+
+
+@torch.library.impl(LIBRARY, "dynamic_quantize", "CUDA")
+def _dynamic_quantize_cuda(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    _check_dynamic(x, granularity)
+    return _dynamic_quantize_triton(x, granularity)
+
+
+@torch.library.register_fake("qframework::dynamic_quantize", lib=LIBRARY)
+def _dynamic_quantize_fake(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
+    _check_dynamic(x, granularity)
+    shape = () if granularity == "per_tensor" else (*x.shape[:-1], 1)
+    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
+
+
+def _check_dynamic(x: Tensor, granularity: str) -> None:
+    numerics.check_activation_granularity(granularity)
+    check_float_input("dynamic_quantize", x)
+
+
+@torch.library.impl(LIBRARY, "dequantize", "CompositeExplicitAutograd")
+def _dequantize_impl(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    check_dtype("dequantize", "q", q, (torch.int8,))
+    check_same_device("dequantize", q, scale=scale)
+    return dequantize_ref(q, scale, dtype)
+
+
+@torch.library.register_fake("qframework::dequantize", lib=LIBRARY)
+def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty_like(q, dtype=dtype)
+
+
+def quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """Quantize with a given scale: ``clamp(round_half_even(x / scale), -127, 127)``.
+
+    Args:
+        x: ``(..., C)`` fp32, fp16 or bf16, any strides.
+        scale: fp32, ``()`` or ``(1,)`` per tensor, or ``(*positions, 1)``, a trailing part of ``x.shape`` with the last
+            dimension 1, for static per-token scales (QAttn's per-channel inputs).
+
+    Returns:
+        int8, contiguous, of ``x``'s shape. Values beyond +-127 scale saturate.
+
+    Raises:
+        UnsupportedError: dtype, or a GPU below sm_80. QFrameworkError: a scale that does not broadcast row-wise.
+    """
+    return torch.ops.qframework.quantize(x, scale)
+
+
+def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token") -> tuple[Tensor, Tensor]:
+    """Quantize with the scale of the data, ``max|x| / 127`` of the tensor or of each row.
+
+    Args:
+        x: ``(..., C)`` fp32, fp16 or bf16, any strides.
+        granularity: ``"per_tensor"`` or ``"per_token"``.
+
+    Returns:
+        int8 of ``x``'s shape, and the fp32 scale: ``()`` or ``(*x.shape[:-1], 1)``. A row of zeros gets a tiny positive
+        scale; a row with NaN or infinity a scale that dequantizes to NaN.
+
+    Raises:
+        UnsupportedError: granularity, dtype, or a GPU below sm_80.
+    """
+    return torch.ops.qframework.dynamic_quantize(x, granularity)
+
+
+def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``q * scale`` in float32, rounded once to ``dtype``. ``scale`` broadcasts against the int8 tensor ``q``."""
+    return torch.ops.qframework.dequantize(q, scale, dtype)
+
+
+DECOMPOSITIONS = {
+    torch.ops.qframework.quantize.default: quantize_ref,
+    torch.ops.qframework.dynamic_quantize.default: dynamic_quantize_ref,
+    torch.ops.qframework.dequantize.default: dequantize_ref,
+}
