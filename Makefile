@@ -45,7 +45,7 @@ bench-smoke: $(DEV_STAMP)  ## every benchmark once, on tiny shapes
 	$(BIN)/python -m benchmarks --smoke
 
 docs: $(DEV_STAMP)  ## build the documentation into site/
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheel: $(DEV_STAMP)  ## build the wheel into dist/
 	rm -rf build dist
