@@ -1,4 +1,4 @@
-"""Griffe extension: a docstring's ``::`` before an indented block reads ``:`` in Markdown, where indenting is enough."""
+"""Griffe extension: ``::`` before an indented block of a docstring becomes ``:``, which is what Markdown expects."""
 
 import re
 from typing import Any
