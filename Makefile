@@ -10,6 +10,8 @@ DEV_STAMP := $(VENV)/.stamp-dev
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off
 # Two processes of one thread each: most tests are small, and threads of both would fight over the cores.
 PYTEST_JOBS ?= 2
+# The modules of benchmarks/ that can be run: benchmarks.int8_linear and the like.
+BENCHMARKS = $(subst /,.,$(basename $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -42,7 +44,10 @@ test-gpu: $(DEV_STAMP)  ## all tests on a machine with a GPU; a skipped test is 
 	$(BIN)/python -m pytest --require-gpu
 
 bench-smoke: $(DEV_STAMP)  ## every benchmark once, on tiny shapes
-	$(BIN)/python -m benchmarks --smoke
+	@set -e; for benchmark in $(BENCHMARKS); do \
+		echo "== $$benchmark =="; \
+		$(BIN)/python -m $$benchmark --smoke; \
+	done
 
 docs: $(DEV_STAMP)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
