@@ -1,0 +1,89 @@
+"""The backend: lower what is quantized to INT8 operators, hand the rest to Inductor."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from qframework.backend.float_linear import FloatWeights, lower_float_linear
+from qframework.backend.graph import Constants
+from qframework.backend.lower_linear import lower_linear
+from qframework.backend.options import BackendOptions, parse_options
+from qframework.backend.report import LayerReport
+
+logger = logging.getLogger(__name__)
+
+# How often a layer that was to be quantized was left in float, by reason. Each (layer, reason) is logged once.
+fallbacks: Counter[str] = Counter()
+_logged: set[tuple[str, str]] = set()
+
+
+def lower(
+    gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions
+) -> tuple[list[LayerReport], FloatWeights]:
+    """Run every lowering pass over the graph, in place."""
+    constants, weights = Constants(gm, example_inputs), FloatWeights()
+    reports = lower_linear(gm, constants)
+    if options.linear == "int8_dynamic":
+        lowered = [report for report in reports if report.lowered]
+        reports = lowered + lower_float_linear(gm, constants, weights)
+    gm.graph.lint()
+    gm.recompile()
+    _count_fallbacks(reports)
+    return reports, weights
+
+
+def qframework_backend(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """``torch.compile(model, backend="qframework")``.
+
+    Args:
+        gm: the graph Dynamo captured, of a float model or of one converted with PT2E.
+        example_inputs: its inputs, parameters and buffers among them.
+        mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
+        options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration; every
+            other key is an Inductor configuration.
+
+    Returns:
+        The compiled function. A graph with INT8 operators is an inference graph: its outputs carry no gradient.
+
+    Raises:
+        UnsupportedError: an unknown mode or option. QFrameworkError: a quantized layer that cannot be right, by name.
+    """
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    from qframework.kernels.quantize import DECOMPOSITIONS
+
+    settings = parse_options(mode, options)
+    reports, weights = lower(gm, example_inputs, settings)
+    lowered = sum(report.lowered for report in reports)
+    logger.info("qframework: lowered %d of %d linear layers", lowered, len(reports))
+    with torch.no_grad() if lowered else contextlib.nullcontext():
+        compiled = compile_fx(
+            gm,
+            list(example_inputs),
+            config_patches=settings.inductor or None,
+            decompositions={**select_decomp_table(), **DECOMPOSITIONS},
+        )
+    return weights.follow(compiled)
+
+
+def _count_fallbacks(reports: Sequence[LayerReport]) -> None:
+    for report in reports:
+        if report.fallback:
+            fallbacks[report.reason] += 1
+            if (report.name, report.reason) not in _logged:
+                _logged.add((report.name, report.reason))
+                logger.warning("qframework: layer %r stays in float: %s", report.name, report.reason)

@@ -1,0 +1,62 @@
+"""Report per layer what the backend lowered, to what, and why the rest stayed as it was."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions, parse_options
+from qframework.backend.report import LayerReport, Report
+from qframework.errors import QFrameworkError
+
+
+def explain(model: torch.nn.Module, inputs: Any) -> Report:
+    """Show what ``backend="qframework"`` does to each linear layer of a model.
+
+    Args:
+        model: a module compiled with ``backend="qframework"`` (its options apply), a converted or plain exported
+            module, or a float module (reported as compiled with default options).
+        inputs: the model's input, a tuple of inputs, or a dict of keyword inputs. One call traces the model with them.
+
+    Returns:
+        A Report with one LayerReport per linear layer; ``print`` it for a table.
+
+    Raises:
+        QFrameworkError: a model compiled with another backend, or an error the backend itself would raise.
+    """
+    original = getattr(model, "_orig_mod", model)
+    options = _options_of(model) if original is not model else BackendOptions()
+    args, kwargs = _as_call(inputs)
+    if isinstance(original, GraphModule) and options.linear == "off":
+        return Report(lower(copy.deepcopy(original), (), options)[0])
+    layers: list[LayerReport] = []
+
+    def report_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        # Lower a copy: the original graph runs on, in float, so that later graphs see real inputs.
+        layers.extend(lower(copy.deepcopy(gm), example_inputs, options)[0])
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(original, backend=report_only)(*args, **kwargs)
+    return Report(layers)
+
+
+def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
+def _options_of(compiled: Any) -> BackendOptions:
+    """The options a module was compiled with, found by following Dynamo's chain of wrapped backends."""
+    callback = compiled.dynamo_ctx.callback
+    while callback is not None:
+        if getattr(callback, "compiler_name", None) == "qframework" and hasattr(callback, "kwargs"):
+            return parse_options(**callback.kwargs)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    raise QFrameworkError("explain: the model was compiled with another backend; accepted: backend='qframework'")

@@ -1,0 +1,155 @@
+"""What a node of a captured graph means, whatever dialect it was captured in.
+
+The backend sees three: ``torch.nn.functional`` callables (Dynamo on a float module), ATen operators (Dynamo on an
+exported module) and ``quantized_decomposed`` operators around ATen (PT2E). Each question is answered here, once.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+aten = torch.ops.aten
+
+_LINEAR = {F.linear, aten.linear.default}
+_GELU = {F.gelu, aten.gelu.default}
+_ACTIVATIONS = {
+    **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, aten.relu.default, aten.relu_.default), "relu"),
+    **dict.fromkeys((F.silu, aten.silu.default, aten.silu_.default), "silu"),
+}
+_DROPOUT = {F.dropout, torch.dropout, aten.dropout.default}
+_ADD = {operator.add, torch.add, aten.add.Tensor}
+_ADD_IN_PLACE = {operator.iadd, aten.add_.Tensor}
+
+
+class LinearCall(NamedTuple):
+    """The operands of a linear layer's node."""
+
+    input: Node
+    weight: Node
+    bias: Node | None
+
+
+def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
+    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+
+
+def linear_call(node: Node) -> LinearCall | None:
+    """The operands of a linear layer, None for any other node."""
+    if node.op != "call_function" or node.target not in _LINEAR:
+        return None
+    return LinearCall(_argument(node, 0, "input"), _argument(node, 1, "weight"), _argument(node, 2, "bias"))
+
+
+def activation_name(node: Node) -> str | None:
+    """``int8_linear``'s name of the activation this node computes, None for any other node."""
+    if node.op != "call_function":
+        return None
+    if node.target in _GELU:
+        approximate = _argument(node, 1, "approximate", "none")
+        return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
+    return _ACTIVATIONS.get(node.target)  # type: ignore[arg-type]
+
+
+def is_inactive_dropout(node: Node) -> bool:
+    """Whether the node is a dropout that passes its input on unchanged."""
+    if node.op != "call_function" or node.target not in _DROPOUT:
+        return False
+    training_name = "training" if node.target is F.dropout else "train"
+    p, training = _argument(node, 1, "p", 0.5), _argument(node, 2, training_name, True)
+    return p == 0.0 or training is False
+
+
+def added_to(node: Node, operand: Node) -> Node | None:
+    """The tensor that ``node`` adds to ``operand``, where both have the shape of the sum; None for any other node.
+
+    ``x += operand`` does not count: it changes a tensor that others may see.
+    """
+    if node.op != "call_function" or len(node.args) != 2 or set(node.kwargs) - {"alpha"}:
+        return None
+    in_place = node.target in _ADD_IN_PLACE
+    if not (in_place or node.target in _ADD) or node.kwargs.get("alpha", 1) != 1:
+        return None
+    left, right = node.args
+    other = right if left is operand else left
+    if left is right or not isinstance(other, Node) or (in_place and left is not operand):
+        return None
+    shapes = [fake.shape if (fake := fake_value(n)) is not None else None for n in (node, operand, other)]
+    same = shapes[0] is not None and shapes[0] == shapes[1] == shapes[2]
+    return other if same and fake_value(other).dtype.is_floating_point else None  # type: ignore[union-attr]
+
+
+def fake_value(node: Node) -> Tensor | None:
+    """The fake tensor that tracing recorded for a node, None where it recorded none."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value if isinstance(value, Tensor) else None
+
+
+class Constants:
+    """The real tensors behind a graph's attributes and parameter placeholders."""
+
+    def __init__(self, gm: GraphModule, example_inputs: Sequence[Any]) -> None:
+        self._gm = gm
+        placeholders = (node for node in gm.graph.nodes if node.op == "placeholder")
+        self._inputs = dict(zip(placeholders, enumerate(example_inputs), strict=False))
+
+    def value(self, node: object) -> Tensor | None:
+        """The tensor behind a parameter, buffer or attribute; None for activations, user inputs and fake tensors."""
+        if not isinstance(node, Node):
+            return None
+        if node.op == "get_attr":
+            tensor = operator.attrgetter(str(node.target))(self._gm)
+        elif node in self._inputs and _is_module_state(node, self._inputs[node][1]):
+            tensor = self._inputs[node][1]
+        else:
+            return None
+        return tensor if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) else None
+
+    def input_index(self, node: Node) -> int | None:
+        """Position of a placeholder among the graph's inputs, None for an attribute."""
+        return self._inputs[node][0] if node in self._inputs else None
+
+
+def _is_module_state(node: Node, value: Any) -> bool:
+    static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
+    return isinstance(value, torch.nn.Parameter) or static is not None
+
+
+def layer_name(node: Node) -> str:
+    """The module path of a linear layer's node, from its module stack or else from the names of its operands."""
+    for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
+        if cleaned := _clean_path(path):
+            return cleaned
+    call = linear_call(node)
+    for operand in (call.bias, call.weight) if call else ():
+        if isinstance(operand, Node) and (name := _state_path(operand)):
+            return name
+    return node.name
+
+
+def _clean_path(path: str) -> str:
+    path = re.sub(r"^L\['(?:self|fn)'\]\.?|^L__self__\.?", "", path)
+    path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
+    parts = [part for part in path.split(".") if part not in ("", "_modules", "_parameters", "_buffers")]
+    return ".".join(parts)
+
+
+def _state_path(node: Node) -> str | None:
+    """``blocks.0.mlp.fc1`` from the placeholder or attribute of its bias or weight."""
+    if node.op == "get_attr":
+        path = str(node.target)
+    else:
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        if source is None:
+            return None
+        path = _clean_path(source.name() if callable(source.name) else source.name)
+    owner, _, leaf = path.rpartition(".")
+    return owner if leaf in ("bias", "weight") else None

@@ -1,0 +1,69 @@
+"""``options=`` and ``mode=`` of ``torch.compile(..., backend="qframework")``: checked, then split from Inductor's."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qframework.errors import UnsupportedError
+
+# Our options: the values each accepts, the default first.
+KNOWN_OPTIONS: dict[str, tuple[str, ...]] = {"linear": ("off", "int8_dynamic")}
+
+
+@dataclass(frozen=True)
+class BackendOptions:
+    """What the caller asked for: ours by name, the rest as Inductor configuration."""
+
+    linear: str = "off"
+    inductor: dict[str, Any] = field(default_factory=dict)
+
+
+def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
+    """Split ``options`` and expand ``mode``; an explicit option wins over what the mode implies.
+
+    Raises:
+        UnsupportedError: an unknown mode, option or value, with what is known.
+    """
+    inductor = _mode_options(mode)
+    ours: dict[str, str] = {}
+    for key, value in (options or {}).items():
+        if key in KNOWN_OPTIONS:
+            ours[key] = _checked_value(key, value)
+        else:
+            inductor[_inductor_name(key)] = value
+    return BackendOptions(**ours, inductor=inductor)
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode is not None and mode not in modes:
+        raise UnsupportedError(f"backend 'qframework': mode={mode!r} is unknown; known modes: {', '.join(modes)}")
+    return dict(modes[mode or "default"])
+
+
+def _checked_value(key: str, value: Any) -> str:
+    if value not in KNOWN_OPTIONS[key]:
+        accepted = ", ".join(map(repr, KNOWN_OPTIONS[key]))
+        raise UnsupportedError(f"backend 'qframework': option {key!r} has value {value!r}; accepted: {accepted}")
+    return value
+
+
+def _inductor_name(key: str) -> str:
+    from torch._inductor import list_options
+
+    name = key.replace("-", "_")
+    known = list_options()
+    if name not in known:
+        ours = "; ".join(f"{k!r}: {' | '.join(v)}" for k, v in KNOWN_OPTIONS.items())
+        close = difflib.get_close_matches(name, [*KNOWN_OPTIONS, *known])
+        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+        raise UnsupportedError(
+            f"backend 'qframework': option {key!r} is unknown.{hint} Known options of qframework: {ours}; "
+            f"Inductor's {len(known)} are known too (torch._inductor.list_options()): {', '.join(known)}"
+        )
+    return name
