@@ -1,0 +1,82 @@
+"""The vision transformers of ``vit_cpu`` and ``vit_gpu``: models, inputs, quantization, and the check of their outputs.
+
+torchao, timm and qframework's quantizer are imported where they are used: ``--help`` and the report need none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import WrongResultError, require_shape
+from qframework.numerics import sqnr_db
+
+SEED = 0
+SMOKE_MODEL = "vit_tiny_patch16_224"
+SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 2, "img_size": 32, "num_classes": 10}
+# The least SQNR in dB an image's logits may have before a provider counts as wrong. Rounding x once costs 6 dB a bit:
+# 24 bits 144 dB, 11 bits 66 dB, 8 bits 48 dB; what remains after a whole model is far less, but never this little.
+# An image whose logits are zeros, or another image's, has 0 dB or less.
+SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.0, "int8": 12.0}
+
+Forward = Callable[[Tensor], Tensor]
+
+
+def build_model(name: str, smoke: bool = False) -> nn.Module:
+    """timm's ``name`` in eval mode with seeded random weights; two blocks of it on 32 x 32 images for a smoke run."""
+    import timm
+
+    torch.manual_seed(SEED)
+    model = timm.create_model(name, **(SMOKE_ARGUMENTS if smoke else {}))
+    return model.eval().requires_grad_(False)
+
+
+def random_images(model: Any, batch: int) -> Tensor:
+    """Seeded normal images ``(batch, 3, H, W)`` fp32 of ``model``'s size; a larger batch begins like a smaller."""
+    height, width = model.patch_embed.img_size
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.stack([torch.randn(3, height, width, generator=generator) for _ in range(batch)])
+
+
+def quantize_qframework(model: nn.Module, images: Tensor, preset: str) -> nn.Module:
+    """Export, prepare, calibrate on ``images`` and convert with the preset ``static_int8`` or ``dynamic_int8``."""
+    from qframework import quantizer
+
+    configuration = getattr(quantizer, preset)()
+    return _quantize_pt2e(model, images, quantizer.QFrameworkQuantizer().set_global(configuration))
+
+
+def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Module:
+    """The same with torchao's X86InductorQuantizer and its default configuration."""
+    from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
+
+    configuration = x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
+    return _quantize_pt2e(model, images, x86.X86InductorQuantizer().set_global(configuration))
+
+
+def _quantize_pt2e(model: nn.Module, images: Tensor, quantizer: Any) -> nn.Module:
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    from qframework.quantizer import calibrate
+
+    prepared = prepare_pt2e(torch.export.export(model, (images,)).module(), quantizer)
+    calibrate(prepared, [images])
+    return convert_pt2e(prepared)
+
+
+def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any]:
+    """The ``error``, ``sqnr_db`` and ``worst_sqnr_db`` of logits ``(batch, classes)`` against FP32's.
+
+    Raises WrongResultError where an image falls below SQNR_FLOOR_DB[precision], or holds NaN.
+    """
+    require_shape(output, reference)
+    output, reference = output.double().cpu(), reference.double().cpu()
+    error = float((output - reference).norm() / reference.norm())
+    worst = min(sqnr_db(expected, row) for row, expected in zip(output, reference, strict=True))
+    floor = SQNR_FLOOR_DB[precision]
+    if not worst >= floor:  # also NaN
+        raise WrongResultError(f"worst image has an SQNR of {worst:.1f} dB, at least {floor:g} dB accepted", error)
+    return {"error": error, "sqnr_db": sqnr_db(reference, output), "worst_sqnr_db": worst}

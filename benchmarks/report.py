@@ -1,0 +1,369 @@
+"""``docs/performance.md`` and its plots from the files in ``benchmarks/results/``; never edited by hand.
+
+``python -m benchmarks.report`` writes the page, ``--check`` exits with 1 when the page or a plot is stale. Equal
+results give an equal page. Beside every table stand machine, versions, commit and date; every ratio is computed here;
+what is slower than a peer is listed first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import SCHEMA, Record
+from benchmarks.machine import REPOSITORY
+from qframework.errors import FileFormatError
+
+RESULTS = REPOSITORY / "benchmarks" / "results"
+PAGE = REPOSITORY / "docs" / "performance.md"
+OURS = "qframework"
+TITLES = {
+    "int8_linear": "INT8 linear",
+    "vit_cpu": "Vision transformers on the CPU",
+    "vit_gpu": "Vision transformers on a GPU",
+}
+# What every other provider's speed is also given as a multiple of.
+BASELINES = {"int8_linear": "torch_fp16", "vit_cpu": "fp32_eager", "vit_gpu": "fp32"}
+HEAD = """# Performance
+
+Written by `python -m benchmarks.report` from the files in `benchmarks/results/`: change those, not this page.
+
+A result is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. On a GPU, CUDA events
+with the L2 cache flushed before every call; on a CPU, wall clock with the providers taking turns. Tables hold medians.
+Absolute figures belong to one machine; ratios within a table travel better.
+"""
+NOTHING = """
+## Nothing measured yet
+
+There are no results. `python -m benchmarks.vit_cpu --output benchmarks/results/vit_cpu.json` makes the first.
+"""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One result file."""
+
+    stem: str
+    benchmark: str
+    machine: dict[str, Any]
+    peaks: dict[str, float]
+    records: list[Record]
+    digest: str  # of the file's content; the plot carries it
+
+    @property
+    def plot(self) -> str:
+        return f"performance-{self.stem}.svg"
+
+    @property
+    def title(self) -> str:
+        date = str(self.machine.get("date") or "date unknown").partition("T")[0]
+        return f"{TITLES.get(self.benchmark, self.benchmark)}: {self.machine.get('device') or 'device unknown'}, {date}"
+
+    def groups(self) -> list[list[Record]]:
+        """Records that may be compared: of one shape, or of one model and batch, in the order measured."""
+        return [list(group) for _, group in groupby(self.records, key=_subject)]
+
+
+def load_run(path: Path) -> Run | None:
+    """Read a result file; None for a smoke run's, whose times mean nothing. Raises FileFormatError on a foreign file."""
+    try:
+        document = json.loads(path.read_text())
+        if document["schema"] != SCHEMA:
+            raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
+        if document["smoke"]:
+            return None
+        records = [Record.from_json(fields) for fields in document["records"]]
+        benchmark, machine, peaks = document["benchmark"], document["machine"], document["peaks"]
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise FileFormatError(f"{path} is no result file of benchmarks.harness: {error!r}") from error
+    canonical = json.dumps(document, sort_keys=True).encode()
+    return Run(path.stem, benchmark, machine, peaks, records, hashlib.sha256(canonical).hexdigest()[:16])
+
+
+def load_runs(folder: Path) -> list[Run]:
+    """All runs in ``folder``: by benchmark, the newest first."""
+    runs = [run for path in sorted(folder.glob("*.json")) if (run := load_run(path)) is not None]
+    runs.sort(key=lambda run: str(run.machine.get("date")), reverse=True)
+    order = list(TITLES)
+    return sorted(runs, key=lambda run: order.index(run.benchmark) if run.benchmark in order else len(order))
+
+
+# The page -------------------------------------------------------------------------------------------------------------
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page as Markdown."""
+    if not runs:
+        return HEAD + NOTHING
+    return "\n".join([HEAD, _losses(runs), *(_section(run) for run in runs)])
+
+
+def _losses(runs: Sequence[Run]) -> str:
+    """Every place where the best of qframework is slower than a peer."""
+    rows = [row for run in runs for group in run.groups() for row in _lost(run, group)]
+    text = "## Where qframework is slower\n\n"
+    if not rows:
+        return text + "Nowhere in these runs.\n"
+    return text + _table(["run", "what", "best of qframework", "faster peer", "qframework / peer"], rows)
+
+
+def _lost(run: Run, group: Sequence[Record]) -> list[list[str]]:
+    ours, peers = _split(group)
+    if not ours:
+        return []
+    best = max(ours, key=_speed)
+    faster = sorted((peer for peer in peers if _speed(peer) > _speed(best)), key=_speed, reverse=True)
+    return [
+        [run.title, _subject(best), best.provider, peer.provider, _ratio(_speed(best), _speed(peer))] for peer in faster
+    ]
+
+
+def _section(run: Run) -> str:
+    parts = [f"## {run.title}\n", _machine(run), f"![{run.title}](assets/{run.plot})\n"]
+    if run.benchmark == "int8_linear":
+        parts.append("TFLOP/s of 2MNK at the median; the fastest of a row in bold.\n")
+        parts.append(_shapes_table(run))
+        parts.append("### Every measurement\n")
+    parts += [_group_table(run, group) for group in run.groups()]
+    return "\n".join(parts)
+
+
+def _machine(run: Run) -> str:
+    """Machine, versions, commit and date as a two-line table."""
+    machine = run.machine
+    commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
+    rows = {
+        "device": _joined(machine.get("device"), machine.get("capability"), _labelled("driver", machine.get("driver"))),
+        "CPU": _joined(
+            machine.get("cpu"),
+            _labelled("cores", machine.get("cores")),
+            _labelled("threads", machine.get("threads")),
+            " ".join(machine.get("cpu_flags") or ()),
+        ),
+        "versions": _joined(
+            *(
+                _labelled(name, machine.get(name))
+                for name in ("qframework", "torch", "triton", "torchao", "timm", "python")
+            )
+        ),
+        "commit": commit + (" with local changes" if machine.get("dirty") else ""),
+        "date": machine.get("date") or "unknown",
+    }
+    if run.peaks:
+        rows["best torch GEMM at 8192"] = _joined(
+            *(f"{width} {_number(peak)} TFLOP/s" for width, peak in run.peaks.items())
+        )
+    return _table(["", ""], [[key, value] for key, value in rows.items()])
+
+
+def _shapes_table(run: Run) -> str:
+    """One row for each shape, one column for each provider."""
+    providers = list(dict.fromkeys(record.provider for record in run.records))
+    rows = []
+    for group in run.groups():
+        speeds = {record.provider: _speed(record) for record in group}
+        fastest = max(speeds.values())
+        cells = [_bold(_number(speeds.get(name)), speeds.get(name) == fastest) for name in providers]
+        rows.append([_subject(group[0]), *cells, _best_ratio(group)])
+    return _table(["M,N,K", *providers, "qframework / best peer"], rows)
+
+
+def _best_ratio(group: Sequence[Record]) -> str:
+    ours, peers = _split(group)
+    return _ratio(max(map(_speed, ours)), max(map(_speed, peers))) if ours and peers else ""
+
+
+def _group_table(run: Run, group: Sequence[Record]) -> str:
+    """Everything measured for one shape, or for one model and batch; columns nobody filled are left out."""
+    baseline = next((_speed(record) for record in group if record.provider == BASELINES.get(run.benchmark)), 0.0)
+    best_peer = max((_speed(record) for record in _split(group)[1]), default=0.0)
+    columns: dict[str, Callable[[Record], str]] = {
+        "provider": lambda record: record.provider,
+        "dtype": lambda record: record.dtype or "",
+        "images/s": lambda record: _number(record.images_per_second),
+        "TFLOP/s": lambda record: _number(record.tflops),
+        "GB/s": lambda record: _number(record.gbps),
+        f"/ {BASELINES.get(run.benchmark)}": lambda record: _ratio(_speed(record), baseline),
+        "/ best peer": lambda record: _ratio(_speed(record), best_peer) if _is_ours(record) else "",
+        "p20 ms": lambda record: _number(record.p20_ms),
+        "p50 ms": lambda record: _number(record.p50_ms),
+        "p80 ms": lambda record: _number(record.p80_ms),
+        "runs": lambda record: str(record.runs or ""),
+        "% of peak": lambda record: _number(record.percent_of_peak),
+        "peak MB": lambda record: _number(record.peak_mb),
+        "error": lambda record: _scientific(record.error),
+        "quantization error": lambda record: _scientific(record.quantization_error),
+        "SQNR dB": lambda record: _number(record.sqnr_db),
+        "worst image dB": lambda record: _number(record.worst_sqnr_db),
+        "prepare s": lambda record: _number(record.prepare_s),
+        "first call s": lambda record: _number(record.first_call_s),
+        "no time because": lambda record: "" if record.status == "ok" else f"{record.status}: {record.reason}",
+    }
+    filled = {name: [column(record) for record in group] for name, column in columns.items()}
+    shown = {name: cells for name, cells in filled.items() if any(cells)}
+    rows = [list(row) for row in zip(*shown.values(), strict=True)]
+    return f"**{_subject(group[0])}**\n\n{_table(list(shown), rows)}"
+
+
+def _subject(record: Record) -> str:
+    return ",".join(map(str, record.shape)) if record.shape else f"{record.model}, batch {record.batch}"
+
+
+def _is_ours(record: Record) -> bool:
+    return record.provider.startswith(OURS)
+
+
+def _split(group: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Timed records of qframework, and of its peers."""
+    timed = [record for record in group if record.status == "ok"]
+    return [record for record in timed if _is_ours(record)], [record for record in timed if not _is_ours(record)]
+
+
+def _speed(record: Record) -> float:
+    """Larger is faster; 0 for a record without a time."""
+    return record.images_per_second or record.tflops or record.gbps or 0.0
+
+
+def _ratio(value: float, base: float) -> str:
+    return f"{value / base:.2f}" if value and base else ""
+
+
+def _number(value: float | None) -> str:
+    """Three significant digits, thousands in full."""
+    if value is None or value == 0:
+        return "" if value is None else "0"
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def _scientific(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def _bold(text: str, bold: bool) -> str:
+    return f"**{text}**" if bold and text else text
+
+
+def _labelled(name: str, value: object) -> str:
+    return f"{name} {value}" if value is not None else ""
+
+
+def _joined(*parts: object) -> str:
+    return ", ".join(str(part) for part in parts if part)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
+
+
+# The plots ------------------------------------------------------------------------------------------------------------
+
+
+def draw(run: Run, path: Path) -> None:
+    """Bars of every provider's speed, grouped by what was measured: ours in colour, peers in grey."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    groups = [[record for record in group if _speed(record)] for group in run.groups()]
+    groups = [group for group in groups if group]
+    rows = sum(len(group) for group in groups)
+    style: dict[Any, Any] = {
+        "svg.hashsalt": run.digest,
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with plt.rc_context(style):
+        figure, axes = plt.subplots(
+            max(len(groups), 1),
+            figsize=(7.5, 0.8 + 0.5 * len(groups) + 0.2 * rows),
+            squeeze=False,
+            height_ratios=[len(group) + 1 for group in groups] or None,
+            layout="constrained",
+        )
+        for axis, group in zip(axes[:, 0], groups, strict=False):
+            _draw_group(axis, group)
+        figure.suptitle(run.title)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(run)})
+        plt.close(figure)
+
+
+def _draw_group(axis: Any, group: Sequence[Record]) -> None:
+    colours = ["#c2410c" if _is_ours(record) else "#a8a29e" for record in group]
+    bars = axis.barh([record.provider for record in group], [_speed(record) for record in group], color=colours)
+    axis.bar_label(bars, labels=[_number(_speed(record)) for record in group], padding=3)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    unit = "images/s" if group[0].images_per_second else "TFLOP/s" if group[0].tflops else "GB/s"
+    axis.set_title(f"{_subject(group[0])} ({unit})", loc="left", fontsize=8)
+
+
+def _mark(run: Run) -> str:
+    """What a plot carries to show which results it was drawn from."""
+    return f"results {run.digest}"
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def stale_files(runs: Sequence[Run], page: Path) -> list[Path]:
+    """The page and plots that are missing, differ from what ``runs`` give, or belong to no run."""
+    assets = page.parent / "assets"
+    stale = [] if page.exists() and page.read_text() == render(runs) else [page]
+    plots = {assets / run.plot: run for run in runs}
+    stale += [path for path, run in plots.items() if not (path.exists() and _mark(run) in path.read_text())]
+    return stale + _orphans(runs, assets)
+
+
+def _orphans(runs: Sequence[Run], assets: Path) -> list[Path]:
+    return sorted(set(assets.glob("performance-*.svg")) - {assets / run.plot for run in runs})
+
+
+def write(runs: Sequence[Run], page: Path) -> None:
+    """Write the page, draw the plots that are not up to date, remove those of runs that are gone."""
+    assets = page.parent / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    stale = stale_files(runs, page)
+    for run in runs:
+        if assets / run.plot in stale:
+            draw(run, assets / run.plot)
+    for orphan in _orphans(runs, assets):
+        orphan.unlink()
+    page.write_text(render(runs))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Write or check the page; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page; plots go to assets/ beside it")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is stale")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = load_runs(arguments.results)
+    except FileFormatError as error:
+        print(error, file=sys.stderr)
+        return 2
+    if not arguments.check:
+        write(runs, arguments.page)
+        print(f"{arguments.page}: {len(runs)} runs")
+        return 0
+    stale = stale_files(runs, arguments.page)
+    for path in stale:
+        print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
+    return int(bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

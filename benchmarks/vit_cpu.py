@@ -1,0 +1,173 @@
+"""A vision transformer on the CPU: FP32, BF16, Inductor's X86InductorQuantizer and qframework in one run.
+
+All providers are built and checked first, then timed in turns (A B C A B C ...), so that drift of the machine hits all
+alike; the table holds medians. Preparing (export, calibrate, convert) and the first call (compilation) are recorded
+apart. Weights and images are random and seeded; every output is checked against FP32 eager's.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks import models
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, time_interleaved
+from benchmarks.models import Forward, quantize_qframework, quantize_x86
+from qframework.errors import QFrameworkError
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def _freezing() -> Iterator[None]:
+    """Constants folded and packed, as X86InductorQuantizer's tutorial asks; read by Dynamo and by Inductor."""
+    import torch._inductor.config as inductor_config
+
+    with inductor_config.patch(freezing=True):
+        yield
+
+
+@contextmanager
+def _freezing_bf16() -> Iterator[None]:
+    with _freezing(), _autocast_bf16():
+        yield
+
+
+def _autocast_bf16() -> AbstractContextManager[Any]:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Provider:
+    """From the float model to what is timed: ``quantize``, then ``compile``, called in ``context``."""
+
+    precision: str  # a key of models.SQNR_FLOOR_DB
+    dtype: str
+    compile: Callable[[nn.Module], Forward] | None = None
+    quantize: Callable[[nn.Module, Tensor], nn.Module] | None = None
+    context: Context = nullcontext
+
+
+_inductor = functools.partial(torch.compile, dynamic=False)
+_qframework = functools.partial(torch.compile, backend="qframework", dynamic=False)
+
+PROVIDERS: dict[str, Provider] = {
+    "fp32_eager": Provider("float32", "float32"),
+    "fp32_inductor": Provider("float32", "float32", _inductor),
+    "bf16_autocast_inductor": Provider("bfloat16", "bfloat16", _inductor, context=_autocast_bf16),
+    "x86_inductor_static": Provider(
+        "int8", "int8, float32", _inductor, functools.partial(quantize_x86, is_dynamic=False), _freezing
+    ),
+    "x86_inductor_dynamic": Provider(
+        "int8", "int8, float32", _inductor, functools.partial(quantize_x86, is_dynamic=True), _freezing
+    ),
+    "x86_inductor_static_bf16": Provider(
+        "int8", "int8, bfloat16", _inductor, functools.partial(quantize_x86, is_dynamic=False), _freezing_bf16
+    ),
+    "qframework_static": Provider(
+        "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="static_int8")
+    ),
+    "qframework_dynamic": Provider(
+        "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="dynamic_int8")
+    ),
+    "qframework_dynamic_float": Provider(
+        "int8", "int8, float32", functools.partial(_qframework, options={"linear": "int8_dynamic"})
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A provider that was built and whose result is right."""
+
+    record: Record
+    fn: Callable[[], Tensor]
+
+
+def get_ready(name: str, model: nn.Module, images: Tensor, reference: Tensor, identity: Record) -> Ready:
+    """Prepare, call for the first time and check; raises WrongResultError on a wrong output."""
+    provider = PROVIDERS[name]
+    start = time.perf_counter()
+    module = provider.quantize(model, images) if provider.quantize else model
+    prepare_s = time.perf_counter() - start
+    forward: Forward = provider.compile(module) if provider.compile else module
+
+    def fn() -> Tensor:
+        with torch.no_grad(), provider.context():
+            return forward(images)
+
+    start = time.perf_counter()
+    output = fn()
+    first_call_s = time.perf_counter() - start
+    quality = models.accuracy(output, reference, provider.precision)
+    record = replace(identity, dtype=provider.dtype, prepare_s=prepare_s, first_call_s=first_call_s, **quality)
+    return Ready(record, fn)
+
+
+def measure(results: Results, name: str, batch: int, providers: Sequence[str], rounds: int, smoke: bool) -> None:
+    """Build and check ``providers``, time the right ones in turns, add a record for each."""
+    model = models.build_model(name, smoke)
+    images = models.random_images(model, batch)
+    with torch.no_grad():
+        reference = model(images)
+
+    ready: dict[str, Ready] = {}
+    for provider in providers:
+        print(f"preparing {provider} ...", flush=True)
+        identity = Record(benchmark="vit_cpu", model=name, batch=batch, provider=provider)
+
+        def build(provider: str = provider, identity: Record = identity) -> Record:
+            ready[provider] = get_ready(provider, model, images, reference, identity)
+            return ready[provider].record
+
+        record = guarded(identity, build)
+        if record.status != "ok":
+            results.add(record)
+
+    compiled_before = _compiled_graphs()
+    timings = time_interleaved({provider: item.fn for provider, item in ready.items()}, rounds)
+    if _compiled_graphs() != compiled_before:
+        raise QFrameworkError("a provider was compiled again while it was timed: the timings mean nothing")
+    for provider, timing in timings.items():
+        results.add(replace(ready[provider].record, **timing.fields(), images_per_second=batch / timing.median_s))
+
+
+def _compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on the CPU; returns the exit status."""
+    parser = argument_parser("vit_cpu", __doc__)
+    parser.add_argument(
+        "--model", help=f"timm model (default: vit_base_patch16_224; with --smoke {models.SMOKE_MODEL})"
+    )
+    parser.add_argument("--batch", type=int, help="images per call (default: 8; with --smoke 2)")
+    parser.add_argument("--rounds", type=int, help="timed turns of every provider (default: 10; with --smoke 2)")
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    arguments = parser.parse_args(argv)
+    smoke = arguments.smoke
+    results = Results.start("vit_cpu", "cpu", arguments)
+    measure(
+        results,
+        arguments.model or (models.SMOKE_MODEL if smoke else "vit_base_patch16_224"),
+        arguments.batch or (2 if smoke else 8),
+        arguments.providers,
+        arguments.rounds or (2 if smoke else 10),
+        smoke,
+    )
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
