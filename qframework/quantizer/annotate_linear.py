@@ -1,0 +1,171 @@
+"""Annotate ``aten.linear``: which tensors of a linear get an observer, and which share one.
+
+From::
+
+    x -> linear(x, weight, bias) -> y
+
+to, once converted::
+
+    x -> quantize -> dequantize -> linear(_, dequantize(int8 weight), bias) -> y
+
+Layers that read the same tensor with the same configuration (the projections of queries, keys and values) share one
+observer, hence one quantize. Counterpart: qframework/backend/lower_linear.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, SharedQuantizationSpec
+from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, EdgeOrNode, QuantizationSpecBase
+
+from qframework.errors import UnsupportedError
+from qframework.numerics import FLOAT_DTYPES, QMAX, QMIN
+from qframework.quantizer.config import ActivationConfig, LinearConfig
+from qframework.quantizer.observers import activation_observer, weight_observer
+
+
+@dataclass
+class LinearAnnotation(QuantizationAnnotation):
+    """torchao's annotation, which also remembers the layer's name and configuration."""
+
+    layer: str = ""
+    config: LinearConfig = field(default_factory=LinearConfig)
+
+
+@dataclass
+class SharedObservers:
+    """Where the observer of a tensor was first placed, by tensor and configuration."""
+
+    places: dict[tuple[Node, Any], EdgeOrNode] = field(default_factory=dict)
+
+    def spec(self, tensor: Node, config: Any, place: EdgeOrNode, fresh: QuantizationSpec) -> QuantizationSpecBase:
+        """``fresh`` for the first place that quantizes ``tensor`` this way, a reference to that place afterwards."""
+        first = self.places.setdefault((tensor, config), place)
+        return fresh if first == place else SharedQuantizationSpec(first)
+
+
+def is_linear(node: Node) -> bool:
+    """Whether ``node`` is a linear whose weight is a parameter or buffer."""
+    if node.op != "call_function" or node.target != torch.ops.aten.linear.default:
+        return False
+    weight = node.args[1]
+    return isinstance(weight, Node) and weight.op == "get_attr"
+
+
+def is_annotated(node: Node) -> bool:
+    """Whether a quantizer, ours or another, has taken ``node``."""
+    annotation = node.meta.get(Q_ANNOTATION_KEY)
+    return annotation is not None and annotation._annotated
+
+
+def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: SharedObservers) -> None:
+    """Annotate one linear; ``shared`` carries the observers placed so far.
+
+    Raises:
+        UnsupportedError: no kernel can do ``config`` on this layer; see check_linear.
+    """
+    check_linear(node, layer, config)
+    x, weight = _input_and_weight(node)
+    qspecs = {
+        x: shared.spec(x, config.activation, (x, node), _activation_spec(x, layer, config.activation)),
+        weight: shared.spec(weight, config.weight, (weight, node), _weight_spec(layer, config)),
+    }
+    output = None
+    if config.output == "always":
+        output = shared.spec(
+            node, config.activation, node, _activation_spec(node, f"{layer}:output", config.activation)
+        )
+    # Sharing is explicit: torchao's implicit sharing looks at the dtype and range only, not at the granularity.
+    node.meta[Q_ANNOTATION_KEY] = LinearAnnotation(
+        input_qspec_map=qspecs,
+        output_qspec=output,
+        allow_implicit_sharing=False,
+        _annotated=True,
+        layer=layer,
+        config=config,
+    )
+
+
+def check_linear(node: Node, layer: str, config: LinearConfig) -> None:
+    """Raise UnsupportedError, naming the layer, where no kernel can do ``config`` on the linear ``node``."""
+    x, weight = _input_and_weight(node)
+    for name, tensor in (("activation", x), ("weight", weight)):
+        dtype = _value(tensor, layer).dtype
+        if dtype not in FLOAT_DTYPES:
+            raise UnsupportedError(
+                f"layer {layer!r}: {name} of dtype {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}, "
+                f"or set_module_name({layer!r}, None) to leave the layer as it is"
+            )
+    if config.activation.granularity == "per_token" and not config.activation.dynamic:
+        _check_positions(x, layer)
+
+
+def _check_positions(x: Node, layer: str) -> None:
+    shape = tuple(_value(x, layer).shape)
+    for dim, size in enumerate(shape[:-1]):
+        is_batch = dim == 0 and len(shape) > 2
+        if not is_batch and not isinstance(size, int):
+            what = "batch" if dim == 0 else "position"
+            raise UnsupportedError(
+                f"layer {layer!r}: static per-token scales belong to positions, but dimension {dim} ({what}) of its "
+                f"activation of shape ({', '.join(map(str, shape))}) is dynamic; accepted: a fixed size, "
+                f"a dynamic or per-tensor activation, or set_module_name({layer!r}, None)"
+            )
+
+
+def _input_and_weight(node: Node) -> tuple[Node, Node]:
+    x, weight = node.args[:2]
+    assert isinstance(x, Node)
+    assert isinstance(weight, Node)
+    return x, weight
+
+
+def _value(node: Node, layer: str) -> torch.Tensor:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedError(
+            f"layer {layer!r}: the graph does not say the shape and dtype of {node.name!r}; accepted: "
+            "a module from torch.export.export(...).module()"
+        )
+    return value
+
+
+def _positions(x: Node, layer: str) -> tuple[int, ...]:
+    """Dimensions that have a static per-token scale each: all but channels, and but the batch of 3 or more."""
+    shape = _value(x, layer).shape[:-1]
+    return tuple(shape[1:] if len(shape) > 1 else shape)
+
+
+def _activation_spec(x: Node, layer: str, config: ActivationConfig) -> QuantizationSpec:
+    per_position = config.granularity == "per_token" and not config.dynamic
+    positions = _positions(x, layer) if per_position else ()
+    # is_dynamic stays False: it would have torchao look for its own choose_qparams nodes. The observer knows.
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=activation_observer(config, layer, positions),
+        quant_min=QMIN,
+        quant_max=QMAX,
+        qscheme=torch.per_tensor_symmetric if not (per_position or config.dynamic) else None,
+    )
+
+
+def _weight_spec(layer: str, config: LinearConfig) -> QuantizationSpec:
+    per_channel = config.weight.granularity == "per_channel"
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=weight_observer(config.weight, layer),
+        quant_min=QMIN,
+        quant_max=QMAX,
+        qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
+        ch_axis=0 if per_channel else None,
+    )
+
+
+def annotated_linears(model: GraphModule) -> list[tuple[Node, LinearAnnotation]]:
+    """The linears that this quantizer annotated, in graph order."""
+    annotations = ((node, node.meta.get(Q_ANNOTATION_KEY)) for node in model.graph.nodes)
+    return [(node, annotation) for node, annotation in annotations if isinstance(annotation, LinearAnnotation)]

@@ -1,0 +1,203 @@
+"""Run data through a prepared model so that its observers see what the model sees."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from qframework.errors import CalibrationError
+from qframework.quantizer.observers import StaticObserver
+
+Batch = Any
+Forward = Callable[[GraphModule, Batch], object]
+
+
+def calibrate(
+    prepared: GraphModule,
+    data: Iterable[Batch],
+    *,
+    batches: int | None = None,
+    device: torch.device | str | None = None,
+    progress: bool = True,
+    forward: Forward | None = None,
+) -> int:
+    """Run ``data`` through ``prepared`` (from ``prepare_pt2e``) without gradients; keeps nothing of the outputs.
+
+    Args:
+        prepared: the model with its observers.
+        data: batches: any iterable or DataLoader. A batch is a tensor; a tuple or list, of which the model gets as many
+            leading items as it has inputs, so that ``(images, labels)`` works; or a mapping from the names of its
+            inputs.
+        batches: stop after this many; default: all of ``data``.
+        device: where to run; the model is moved there. Default: where the model is.
+        progress: show a progress bar while standard error is a terminal.
+        forward: called as ``forward(prepared, batch)``, with the batch on the device, instead of the rules above.
+
+    Returns:
+        The number of batches seen.
+
+    Raises:
+        CalibrationError: no data, a batch that does not fit the model's inputs, or NaN or infinity in a batch or in an
+            activation; names the batch and the input or layer.
+    """
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    if device is not None:
+        prepared.to(device)
+    target = torch.device(device) if device is not None else _device_of(prepared)
+    inputs = _Inputs(prepared)
+    run = forward or inputs.run
+    observers = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
+    seen = 0
+    with torch.no_grad(), _progress(data, batches, progress) as advance:
+        for batch in islice(iter(data), batches):
+            batch = _move(batch, target)
+            _check_finite_batch(batch, seen)
+            if forward is None:
+                inputs.check(batch, seen)
+            run(prepared, batch)
+            _check_finite_activations(observers, seen)
+            seen += 1
+            advance()
+    if seen == 0:
+        raise CalibrationError("calibrate saw no data: data yielded no batch; accepted: at least one")
+    return seen
+
+
+class _Inputs:
+    """Names, shapes and dtypes of the inputs of a prepared model, and how a batch becomes its arguments."""
+
+    def __init__(self, prepared: GraphModule) -> None:
+        placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
+        info = getattr(prepared.graph._codegen, "pytree_info", None)
+        if info is None:
+            self.positional = [str(node.target) for node in placeholders]
+            self.keyword: list[str] = []
+        else:
+            args, kwargs = info.in_spec.children()
+            self.positional = list(info.orig_args[: args.num_children])
+            self.keyword = list(kwargs.context)
+        # a nested input has several placeholders, whose names are not its own
+        self.values = {str(node.target): node.meta.get("val") for node in placeholders}
+
+    @property
+    def names(self) -> list[str]:
+        return [*self.positional, *self.keyword]
+
+    def arguments(self, batch: Batch) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and keyword arguments of the model; ``batch`` has passed ``check``."""
+        if isinstance(batch, Mapping):
+            return [batch[name] for name in self.positional], {name: batch[name] for name in self.keyword}
+        if isinstance(batch, Sequence):
+            return list(batch[: len(self.positional)]), {}
+        return [batch], {}
+
+    def run(self, prepared: GraphModule, batch: Batch) -> None:
+        args, kwargs = self.arguments(batch)
+        prepared(*args, **kwargs)
+
+    def check(self, batch: Batch, index: int) -> None:
+        """Raise CalibrationError unless ``batch`` fits: enough inputs, of the shapes and dtypes of the export."""
+        if isinstance(batch, Mapping):
+            self._check_mapping(batch, index)
+        else:
+            self._check_count(batch, index)
+        args, kwargs = self.arguments(batch)
+        for name, value in [*zip(self.positional, args, strict=False), *kwargs.items()]:
+            expected = self.values.get(name)
+            if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                _check_tensor(value, expected, name, index)
+
+    def _check_mapping(self, batch: Mapping[str, Any], index: int) -> None:
+        missing = [name for name in self.names if name not in batch]
+        if missing:
+            raise CalibrationError(
+                f"batch {index}: a mapping with the keys {', '.join(map(repr, batch))} lacks the model's inputs "
+                f"{', '.join(map(repr, missing))}; accepted: the keys {', '.join(map(repr, self.names))}"
+            )
+
+    def _check_count(self, batch: Batch, index: int) -> None:
+        given = len(batch) if isinstance(batch, Sequence) else 1
+        if self.keyword:
+            raise CalibrationError(
+                f"batch {index}: the model takes the keyword inputs {', '.join(map(repr, self.keyword))}; "
+                f"accepted: a mapping with the keys {', '.join(map(repr, self.names))}"
+            )
+        if given < len(self.positional):
+            raise CalibrationError(
+                f"batch {index} of type {type(batch).__name__} holds {given} inputs; accepted: {len(self.positional)} "
+                f"({', '.join(self.positional)})"
+            )
+
+
+def _check_tensor(value: Tensor, expected: Tensor, name: str, index: int) -> None:
+    if value.dtype != expected.dtype:
+        raise CalibrationError(f"batch {index}: input {name!r} has dtype {value.dtype}; accepted: {expected.dtype}")
+    fits = value.dim() == expected.dim() and all(
+        not isinstance(wanted, int) or size == wanted for size, wanted in zip(value.shape, expected.shape, strict=True)
+    )
+    if not fits:
+        raise CalibrationError(
+            f"batch {index}: input {name!r} has shape {tuple(value.shape)}; accepted: "
+            f"({', '.join(map(str, expected.shape))}), as exported. Export with dynamic_shapes to vary a dimension, or "
+            "let the DataLoader drop_last"
+        )
+
+
+def _device_of(prepared: GraphModule) -> torch.device | None:
+    for tensor in [*prepared.parameters(), *prepared.buffers()]:
+        return tensor.device
+    return None
+
+
+def _move(batch: Batch, device: torch.device | None) -> Batch:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+def _check_finite_batch(batch: Batch, index: int) -> None:
+    for path, value in pytree.tree_leaves_with_path(batch):
+        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            where = pytree.keystr(path)
+            raise CalibrationError(f"batch {index}{where} holds NaN or infinity; finite values are accepted")
+
+
+def _check_finite_activations(observers: list[StaticObserver], index: int) -> None:
+    """Ask all observers at once: one wait for the device in a batch. The first in graph order is the culprit."""
+    if not observers:
+        return
+    for observer, held in zip(observers, torch.stack([o.nonfinite() for o in observers]).tolist(), strict=True):
+        if held:
+            raise CalibrationError(
+                f"batch {index}: the activation of layer {observer.layer!r} holds NaN or infinity; finite values are accepted"
+            )
+
+
+@contextlib.contextmanager
+def _progress(data: Iterable[Batch], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
+    """Yields what to call after each batch; a transient bar on standard error, or nothing."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("calibrating", total=_total(data, batches))
+        yield lambda: bar.advance(task)
+
+
+def _total(data: Iterable[Batch], batches: int | None) -> int | None:
+    try:
+        length = len(data)  # type: ignore[arg-type]
+    except TypeError:  # an iterator, or a DataLoader over an IterableDataset
+        return batches
+    return length if batches is None else min(length, batches)

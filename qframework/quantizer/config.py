@@ -1,0 +1,282 @@
+"""What to quantize a linear layer to: activation, weight and output, checked when written down.
+
+Configurations are frozen, hashable and turn into JSON and back (``to_dict``, ``from_dict``). The presets cover the usual
+choices::
+
+    static_int8()                        one scale per layer from calibration, weights per output channel
+    static_int8("per_token")             one scale per position (token), as QAttn uses for SAM
+    static_int8(observer="percentile", percentile=99.9)
+    dynamic_int8()                       one scale per token, computed from the data; needs no calibration
+    qattn_paper()                        static, and every linear output is requantized too
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, get_args
+
+from qframework.errors import UnsupportedError
+from qframework.numerics import ActivationGranularity, WeightGranularity
+
+OutputPolicy = Literal["consumer", "always"]
+ObserverArgs = Mapping[str, float] | tuple[tuple[str, float], ...]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_share(value: object) -> bool:
+    return _is_number(value) and 0 < value <= 1  # type: ignore[operator]
+
+
+def _is_percentile(value: object) -> bool:
+    return _is_number(value) and 0 < value <= 100  # type: ignore[operator]
+
+
+def _is_bins(value: object) -> bool:
+    return isinstance(value, int) and 256 <= value <= 2**20 and value % 2 == 0
+
+
+@dataclass(frozen=True)
+class _ArgRule:
+    accepts: Callable[[object], bool]
+    accepted: str
+
+
+_BINS = _ArgRule(_is_bins, "an even number from 256 to 1048576")
+
+
+@dataclass(frozen=True)
+class _ObserverRule:
+    granularities: tuple[str, ...]
+    args: dict[str, _ArgRule] = field(default_factory=dict)
+
+
+ACTIVATION_OBSERVERS: dict[str, _ObserverRule] = {
+    "minmax": _ObserverRule(("per_tensor", "per_token")),
+    "moving_average": _ObserverRule(
+        ("per_tensor", "per_token"), {"averaging_constant": _ArgRule(_is_share, "a number in (0, 1]")}
+    ),
+    "percentile": _ObserverRule(
+        ("per_tensor",), {"percentile": _ArgRule(_is_percentile, "a number in (0, 100]"), "bins": _BINS}
+    ),
+    "mse": _ObserverRule(("per_tensor",), {"bins": _BINS}),
+    "entropy": _ObserverRule(("per_tensor",), {"bins": _BINS}),
+}
+WEIGHT_OBSERVERS = ("minmax", "mse")
+
+
+def _check_choice(owner: str, name: str, value: object, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise UnsupportedError(f"{owner}: {name}={value!r} is unknown; accepted: {', '.join(accepted)}")
+
+
+def _check_observer_args(observer: str, args: tuple[tuple[str, Any], ...]) -> None:
+    rules = ACTIVATION_OBSERVERS[observer].args
+    for name, value in args:
+        if name not in rules:
+            accepted = ", ".join(rules) or "none"
+            raise UnsupportedError(f"observer {observer!r} has no argument {name!r}; accepted: {accepted}")
+        if not rules[name].accepts(value):
+            raise UnsupportedError(f"observer {observer!r}: {name}={value!r}; accepted: {rules[name].accepted}")
+
+
+def _check_keys(cls: type, values: Mapping[str, Any]) -> None:
+    if not isinstance(values, Mapping):
+        raise UnsupportedError(f"{cls.__name__}: {values!r} is no mapping; accepted: what to_dict() returns")
+    known = [f.name for f in fields(cls)]
+    for name in values:
+        if name not in known:
+            raise UnsupportedError(f"{cls.__name__} has no field {name!r}; accepted: {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class ActivationConfig:
+    """How the input of a linear is quantized: symmetric INT8 with float32 scales.
+
+    Attributes:
+        granularity: ``"per_tensor"`` or ``"per_token"``. A static per-token scale belongs to a position: the activation
+            ``(B, N, C)`` has scales ``(N, 1)``, ``(B, H, W, C)`` has ``(H, W, 1)``.
+        dynamic: compute the scale from the data at run time instead of calibrating it.
+        observer: ``"minmax"``, ``"moving_average"``, ``"percentile"``, ``"mse"`` or ``"entropy"``; the last three work
+            per tensor. A dynamic activation has none to choose.
+        observer_args: arguments of the observer, a mapping; kept as sorted pairs so that the configuration hashes.
+
+    Raises:
+        UnsupportedError: for a combination that no kernel or observer implements.
+    """
+
+    granularity: ActivationGranularity = "per_tensor"
+    dynamic: bool = False
+    observer: str = "minmax"
+    observer_args: ObserverArgs = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "observer_args", tuple(sorted(dict(self.observer_args).items())))
+        _check_choice("ActivationConfig", "granularity", self.granularity, get_args(ActivationGranularity))
+        _check_choice("ActivationConfig", "observer", self.observer, tuple(ACTIVATION_OBSERVERS))
+        if not isinstance(self.dynamic, bool):
+            raise UnsupportedError(f"ActivationConfig: dynamic={self.dynamic!r}; accepted: True, False")
+        if self.dynamic:
+            self._check_dynamic()
+        else:
+            self._check_static()
+
+    def _check_dynamic(self) -> None:
+        if self.observer != "minmax" or self.observer_args:
+            raise UnsupportedError(
+                f"ActivationConfig: observer={self.observer!r} with arguments {dict(self.observer_args)} on a dynamic "
+                "activation, whose scale comes from the data; accepted: no observer, or dynamic=False"
+            )
+
+    def _check_static(self) -> None:
+        accepted = ACTIVATION_OBSERVERS[self.observer].granularities
+        if self.granularity not in accepted:
+            raise UnsupportedError(
+                f"ActivationConfig: observer {self.observer!r} does not work {self.granularity!r}; accepted: "
+                f"{', '.join(accepted)}, or the observers "
+                f"{', '.join(n for n, rule in ACTIVATION_OBSERVERS.items() if self.granularity in rule.granularities)}"
+            )
+        _check_observer_args(self.observer, self.observer_args)  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; ``from_dict`` reads it back."""
+        return {
+            "granularity": self.granularity,
+            "dynamic": self.dynamic,
+            "observer": self.observer,
+            "observer_args": dict(self.observer_args),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> ActivationConfig:
+        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
+        _check_keys(cls, values)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class WeightConfig:
+    """How the weight ``(N, K)`` of a linear is quantized: symmetric INT8 with float32 scales.
+
+    Attributes:
+        granularity: ``"per_tensor"`` (one scale) or ``"per_channel"`` (one for each of the N output channels).
+        observer: ``"minmax"``, or ``"mse"``: clip where the mean squared rounding error is smallest.
+
+    Raises:
+        UnsupportedError: for an unknown value.
+    """
+
+    granularity: WeightGranularity = "per_channel"
+    observer: str = "minmax"
+
+    def __post_init__(self) -> None:
+        _check_choice("WeightConfig", "granularity", self.granularity, get_args(WeightGranularity))
+        _check_choice("WeightConfig", "observer", self.observer, WEIGHT_OBSERVERS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; ``from_dict`` reads it back."""
+        return {"granularity": self.granularity, "observer": self.observer}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> WeightConfig:
+        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
+        _check_keys(cls, values)
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class LinearConfig:
+    """How a linear layer is quantized.
+
+    Attributes:
+        activation: its input.
+        weight: its weight.
+        output: ``"consumer"`` quantizes an output only where a quantized layer reads it (linear -> GELU -> linear is
+            quantized after the GELU), so that residual sums stay in float. ``"always"`` requantizes the output itself,
+            with the activation's granularity and observer, as QAttn does for static quantization.
+
+    Raises:
+        UnsupportedError: for an unknown value, or ``output="always"`` with a dynamic activation: a dynamic layer's output
+            is float (QAttn eq. 9).
+    """
+
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    weight: WeightConfig = field(default_factory=WeightConfig)
+    output: OutputPolicy = "consumer"
+
+    def __post_init__(self) -> None:
+        for name, cls in (("activation", ActivationConfig), ("weight", WeightConfig)):
+            if not isinstance(getattr(self, name), cls):
+                raise UnsupportedError(f"LinearConfig: {name}={getattr(self, name)!r}; accepted: a {cls.__name__}")
+        _check_choice("LinearConfig", "output", self.output, get_args(OutputPolicy))
+        if self.output == "always" and self.activation.dynamic:
+            raise UnsupportedError(
+                "LinearConfig: output='always' with a dynamic activation, whose output is float; accepted: 'consumer'"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; ``from_dict`` reads it back."""
+        return {"activation": self.activation.to_dict(), "weight": self.weight.to_dict(), "output": self.output}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> LinearConfig:
+        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
+        _check_keys(cls, values)
+        values = dict(values)
+        if "activation" in values:
+            values["activation"] = ActivationConfig.from_dict(values["activation"])
+        if "weight" in values:
+            values["weight"] = WeightConfig.from_dict(values["weight"])
+        return cls(**values)
+
+
+def static_int8(
+    activation: ActivationGranularity = "per_tensor",
+    weight: WeightGranularity = "per_channel",
+    observer: str = "minmax",
+    **observer_args: float,
+) -> LinearConfig:
+    """Static INT8: activation scales are calibrated, an output is quantized where a quantized layer reads it.
+
+    Args:
+        activation: ``"per_tensor"`` or ``"per_token"``.
+        weight: ``"per_channel"`` or ``"per_tensor"``.
+        observer: see ActivationConfig.
+        **observer_args: its arguments: ``averaging_constant`` of ``"moving_average"``, ``percentile`` of
+            ``"percentile"``, ``bins`` of ``"percentile"``, ``"mse"`` and ``"entropy"``.
+
+    Raises:
+        UnsupportedError: for an unknown value or combination.
+    """
+    return LinearConfig(ActivationConfig(activation, False, observer, observer_args), WeightConfig(weight))
+
+
+def dynamic_int8(
+    activation: ActivationGranularity = "per_token", weight: WeightGranularity = "per_channel"
+) -> LinearConfig:
+    """Dynamic INT8: activation scales come from the data at run time; needs no calibration.
+
+    Raises:
+        UnsupportedError: for an unknown granularity.
+    """
+    return LinearConfig(ActivationConfig(activation, True), WeightConfig(weight))
+
+
+def qattn_paper(
+    weight: WeightGranularity = "per_channel",
+    activation: ActivationGranularity = "per_tensor",
+    dynamic: bool = False,
+) -> LinearConfig:
+    """QAttn's linear layers: static ones requantize every output to INT8 (eq. 6), dynamic ones return float (eq. 9).
+
+    The paper's ``per_channel`` is ``weight``, its ``input_per_channel`` is ``activation="per_token"`` and its
+    ``is_dynamic`` is ``dynamic`` (Algorithm 1).
+
+    Raises:
+        UnsupportedError: for an unknown granularity.
+    """
+    output: OutputPolicy = "consumer" if dynamic else "always"
+    return LinearConfig(ActivationConfig(activation, dynamic), WeightConfig(weight), output)

@@ -1,0 +1,224 @@
+"""The PT2E quantizer: rules that say how each linear is quantized, applied to an exported graph."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.quantizer import Quantizer
+
+from qframework.errors import UnsupportedError
+from qframework.quantizer.annotate_linear import (
+    SharedObservers,
+    annotate_linear,
+    annotated_linears,
+    check_linear,
+    is_annotated,
+    is_linear,
+)
+from qframework.quantizer.config import LinearConfig
+
+NodeFilter = Callable[[Node], bool]
+RuleKind = Literal["global", "module_type", "filter", "module_name"]
+# from weakest to strongest
+_PRECEDENCE: tuple[RuleKind, ...] = ("global", "module_type", "filter", "module_name")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One call of a ``set_`` method: what it selects and the configuration of what is selected (None: float)."""
+
+    kind: RuleKind
+    selector: Any
+    config: LinearConfig | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; types and functions by their qualified name."""
+        selector = self.selector
+        if selector is not None and not isinstance(selector, str):
+            selector = _qualified_name(selector)
+        return {"kind": self.kind, "selector": selector, "config": self.config and self.config.to_dict()}
+
+
+class QFrameworkQuantizer(Quantizer):
+    """Quantizes the linears of an exported model to INT8, for torchao's ``prepare_pt2e`` and ``convert_pt2e``.
+
+    Each layer takes the configuration of the strongest rule that selects it: module name, then filter, then module
+    type, then global; of two rules of one kind the later call. The configuration ``None`` leaves a layer in float.
+    Linears that another quantizer has annotated are left alone, so that it composes with ``ComposableQuantizer``::
+
+        quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("head", None)
+        prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
+
+    Only ``aten.linear`` whose weight is a parameter or buffer is quantized; everything else stays in float.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rules: list[Rule] = []
+
+    def set_global(self, config: LinearConfig | None) -> QFrameworkQuantizer:
+        """Every linear that no other rule selects."""
+        return self._add("global", None, config)
+
+    def set_module_name(self, pattern: str, config: LinearConfig | None) -> QFrameworkQuantizer:
+        """The modules whose qualified name matches ``pattern``, and everything inside them.
+
+        ``"blocks.0"`` covers ``blocks.0.attn.qkv`` and not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards; they
+        match dots too (``"*.fc1"``). ``prepare_pt2e`` raises UnsupportedError where the pattern matches no module.
+        """
+        if not isinstance(pattern, str) or not pattern:
+            raise UnsupportedError(f"set_module_name: pattern={pattern!r}; accepted: a module's qualified name")
+        return self._add("module_name", pattern, config)
+
+    def set_module_type(self, module_type: type, config: LinearConfig | None) -> QFrameworkQuantizer:
+        """Modules of this type or a subclass, and everything inside them.
+
+        Modules are those whose ``forward`` ran during the export. ``prepare_pt2e`` raises UnsupportedError where there
+        is none of the type.
+        """
+        if not isinstance(module_type, type):
+            raise UnsupportedError(f"set_module_type: module_type={module_type!r}; accepted: a subclass of nn.Module")
+        return self._add("module_type", module_type, config)
+
+    def set_filter(self, function: NodeFilter, config: LinearConfig | None) -> QFrameworkQuantizer:
+        """The linears for whose ``aten.linear`` node ``function(node)`` is true."""
+        if not callable(function):
+            raise UnsupportedError(f"set_filter: function={function!r}; accepted: a function of a torch.fx.Node")
+        return self._add("filter", function, config)
+
+    def _add(self, kind: RuleKind, selector: Any, config: LinearConfig | None) -> QFrameworkQuantizer:
+        if config is not None and not isinstance(config, LinearConfig):
+            raise UnsupportedError(f"set_{kind}: config={config!r}; accepted: a LinearConfig, or None for float")
+        self.rules.append(Rule(kind, selector, config))
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description of the rules in the order of the calls."""
+        return {"quantizer": type(self).__name__, "rules": [rule.to_dict() for rule in self.rules]}
+
+    def transform_for_annotation(self, model: GraphModule) -> GraphModule:
+        """Nothing to rewrite: returns ``model``."""
+        return model
+
+    def annotate(self, model: GraphModule) -> GraphModule:
+        """Annotate every selected linear of ``model``.
+
+        Raises:
+            UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel can do what was asked.
+        """
+        if not self.rules:
+            raise UnsupportedError(
+                "QFrameworkQuantizer has no rules; call set_global(static_int8()) or another set_ method"
+            )
+        _check_rules_match(self.rules, model)
+        linears = [node for node in model.graph.nodes if is_linear(node)]
+        if not linears:
+            warnings.warn("QFrameworkQuantizer found no aten.linear with a parameter as its weight", stacklevel=2)
+        shared = SharedObservers()
+        for node in linears:
+            config = self.config_for(node)
+            if config is not None and not is_annotated(node):
+                annotate_linear(node, layer_name(node), config, shared)
+        return model
+
+    def validate(self, model: GraphModule) -> None:
+        """Raise UnsupportedError, naming the layer, where no kernel can do what is annotated."""
+        for node, annotation in annotated_linears(model):
+            check_linear(node, annotation.layer, annotation.config)
+
+    def config_for(self, node: Node) -> LinearConfig | None:
+        """Configuration of the linear ``node``; None is float."""
+        selecting = [rule for rule in self.rules if _selects(rule, node)]
+        # max() keeps the first of equals, so the latest call goes first
+        strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
+        return strongest.config if strongest else None
+
+
+def _selects(rule: Rule, node: Node) -> bool:
+    if rule.kind == "global":
+        return True
+    if rule.kind == "filter":
+        return bool(rule.selector(node))
+    if rule.kind == "module_type":
+        return not _type_names(rule.selector).isdisjoint(kind for _, kind in module_stack(node))
+    return any(fnmatchcase(name, rule.selector) for name in _enclosing(layer_name(node)))
+
+
+def module_stack(node: Node) -> list[tuple[str, str]]:
+    """Qualified name and type of each module around ``node``, outermost first; the model itself is ``""``."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return [
+        (_plain_path(path), kind if isinstance(kind, str) else _qualified_name(kind)) for path, kind in stack.values()
+    ]
+
+
+def _plain_path(path: str) -> str:
+    return path.removeprefix("L['self']").lstrip(".")
+
+
+def layer_name(node: Node) -> str:
+    """Qualified name of the module that owns the linear ``node``.
+
+    The innermost module of the stack, or the owner of the weight where that is further inside: modules such as
+    ``nn.MultiheadAttention`` use the parameters of a child without calling it.
+    """
+    stack = module_stack(node)
+    module = stack[-1][0] if stack else ""
+    weight: Any = node.args[1]
+    owner = str(weight.target).rpartition(".")[0]
+    if not module or owner.startswith(f"{module}."):
+        module = owner
+    return module or str(weight.target)
+
+
+def _enclosing(name: str) -> list[str]:
+    """``a.b.c`` as ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[: i + 1]) for i in range(len(parts))]
+
+
+def _qualified_name(thing: Any) -> str:
+    module = getattr(thing, "__module__", type(thing).__module__)
+    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
+
+
+def _type_names(module_type: type) -> set[str]:
+    """Names of a type and all its subclasses: exported graphs keep the names of types only."""
+    names = {_qualified_name(module_type)}
+    for subclass in module_type.__subclasses__():
+        names |= _type_names(subclass)
+    return names
+
+
+def _check_rules_match(rules: list[Rule], model: GraphModule) -> None:
+    names, types = _known_modules(model)
+    for rule in rules:
+        if rule.kind == "module_name" and not any(fnmatchcase(name, rule.selector) for name in names):
+            raise UnsupportedError(_no_match(f"module name pattern {rule.selector!r}", rule.selector, names))
+        if rule.kind == "module_type" and types.isdisjoint(_type_names(rule.selector)):
+            name = _qualified_name(rule.selector)
+            raise UnsupportedError(_no_match(f"module type {name}", name, types))
+
+
+def _known_modules(model: GraphModule) -> tuple[set[str], set[str]]:
+    names: set[str] = set()
+    types: set[str] = set()
+    for node in model.graph.nodes:
+        for name, kind in module_stack(node):
+            names.update(_enclosing(name))
+            types.add(kind)
+        if is_linear(node):
+            names.update(_enclosing(layer_name(node)))
+    return names - {""}, types
+
+
+def _no_match(what: str, wanted: str, known: set[str]) -> str:
+    close = difflib.get_close_matches(wanted, sorted(known), n=5, cutoff=0.5)
+    shown = close or sorted(known, key=lambda name: (name.count("."), name))[:10]
+    return f"{what} matches nothing in this model; {'close' if close else 'it has'}: {', '.join(shown) or 'no modules'}"
