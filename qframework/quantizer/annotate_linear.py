@@ -50,7 +50,7 @@ class SharedObservers:
 
 def is_linear(node: Node) -> bool:
     """Whether ``node`` is a linear whose weight is a parameter or buffer."""
-    if node.op != "call_function" or node.target != torch.ops.aten.linear.default:
+    if node.op != "call_function" or node.target != torch.ops.aten.linear.default or len(node.args) < 2:
         return False
     weight = node.args[1]
     return isinstance(weight, Node) and weight.op == "get_attr"

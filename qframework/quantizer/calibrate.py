@@ -54,16 +54,12 @@ def calibrate(
         prepared.to(device)
     target = torch.device(device) if device is not None else _device_of(prepared)
     inputs = _Inputs(prepared)
-    run = forward or inputs.run
-    observers = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
+    run = inputs.run if forward is None else lambda model, batch, _: forward(model, batch)
+    observers: list[StaticObserver] = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
     seen = 0
     with torch.no_grad(), _progress(data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
-            batch = _move(batch, target)
-            _check_finite_batch(batch, seen)
-            if forward is None:
-                inputs.check(batch, seen)
-            run(prepared, batch)
+            run(prepared, _move(batch, target), seen)
             _check_finite_activations(observers, seen)
             seen += 1
             advance()
@@ -93,28 +89,34 @@ class _Inputs:
         return [*self.positional, *self.keyword]
 
     def arguments(self, batch: Batch) -> tuple[list[Any], dict[str, Any]]:
-        """Positional and keyword arguments of the model; ``batch`` has passed ``check``."""
+        """Positional and keyword arguments of the model; ``batch`` has been checked to hold them."""
         if isinstance(batch, Mapping):
             return [batch[name] for name in self.positional], {name: batch[name] for name in self.keyword}
         if isinstance(batch, Sequence):
             return list(batch[: len(self.positional)]), {}
         return [batch], {}
 
-    def run(self, prepared: GraphModule, batch: Batch) -> None:
-        args, kwargs = self.arguments(batch)
-        prepared(*args, **kwargs)
-
-    def check(self, batch: Batch, index: int) -> None:
-        """Raise CalibrationError unless ``batch`` fits: enough inputs, of the shapes and dtypes of the export."""
+    def run(self, prepared: GraphModule, batch: Batch, index: int) -> None:
+        """Run one batch. Raises CalibrationError unless it fits the model's inputs."""
         if isinstance(batch, Mapping):
             self._check_mapping(batch, index)
         else:
             self._check_count(batch, index)
         args, kwargs = self.arguments(batch)
-        for name, value in [*zip(self.positional, args, strict=False), *kwargs.items()]:
-            expected = self.values.get(name)
-            if isinstance(value, Tensor) and isinstance(expected, Tensor):
-                _check_tensor(value, expected, name, index)
+        for name, value in [*zip(self.positional, args, strict=True), *kwargs.items()]:
+            self._check_input(name, value, index)
+        prepared(*args, **kwargs)
+
+    def _check_input(self, name: str, value: Any, index: int) -> None:
+        expected = self.values.get(name)
+        if isinstance(value, Tensor) and isinstance(expected, Tensor):
+            _check_tensor(value, expected, name, index)
+        for leaf in pytree.tree_leaves(value):
+            # -inf may stand in an additive attention mask; where it reaches a quantized layer, its observer objects
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool((leaf < float("inf")).all()):
+                raise CalibrationError(
+                    f"batch {index}: input {name!r} holds NaN or infinity; finite values are accepted"
+                )
 
     def _check_mapping(self, batch: Mapping[str, Any], index: int) -> None:
         missing = [name for name in self.names if name not in batch]
@@ -159,14 +161,9 @@ def _device_of(prepared: GraphModule) -> torch.device | None:
 
 
 def _move(batch: Batch, device: torch.device | None) -> Batch:
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # other mappings are leaves to pytree
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
-
-
-def _check_finite_batch(batch: Batch, index: int) -> None:
-    for path, value in pytree.tree_leaves_with_path(batch):
-        if isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            where = pytree.keystr(path)
-            raise CalibrationError(f"batch {index}{where} holds NaN or infinity; finite values are accepted")
 
 
 def _check_finite_activations(observers: list[StaticObserver], index: int) -> None:
@@ -176,7 +173,8 @@ def _check_finite_activations(observers: list[StaticObserver], index: int) -> No
     for observer, held in zip(observers, torch.stack([o.nonfinite() for o in observers]).tolist(), strict=True):
         if held:
             raise CalibrationError(
-                f"batch {index}: the activation of layer {observer.layer!r} holds NaN or infinity; finite values are accepted"
+                f"batch {index}: the activation of layer {observer.layer!r} holds NaN or infinity; "
+                "finite values are accepted"
             )
 
 

@@ -1,7 +1,7 @@
 """What to quantize a linear layer to: activation, weight and output, checked when written down.
 
-Configurations are frozen, hashable and turn into JSON and back (``to_dict``, ``from_dict``). The presets cover the usual
-choices::
+Configurations are frozen, hashable and turn into JSON and back (``to_dict``, ``from_dict``). The presets cover the
+usual choices::
 
     static_int8()                        one scale per layer from calibration, weights per output channel
     static_int8("per_token")             one scale per position (token), as QAttn uses for SAM
@@ -199,8 +199,8 @@ class LinearConfig:
             with the activation's granularity and observer, as QAttn does for static quantization.
 
     Raises:
-        UnsupportedError: for an unknown value, or ``output="always"`` with a dynamic activation: a dynamic layer's output
-            is float (QAttn eq. 9).
+        UnsupportedError: for an unknown value, or ``output="always"`` with a dynamic activation: a dynamic layer's
+            output is float (QAttn eq. 9).
     """
 
     activation: ActivationConfig = field(default_factory=ActivationConfig)

@@ -13,8 +13,8 @@ All are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics); t
 The last three read one histogram of magnitudes. torchao's HistogramObserver is not used: it searches a signed range
 greedily and resamples its counts when the range grows, whereas the counts here stay exact.
 
-Every observer knows the layer it belongs to. Converting raises CalibrationError with that name when nothing was observed
-or when NaN or infinity was. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
+Every observer knows the layer it belongs to. Converting raises CalibrationError with that name when nothing was
+observed, or NaN or infinity was. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
 """
 
 from __future__ import annotations
@@ -71,12 +71,14 @@ class StaticObserver:
         """Float32 scale, at least MIN_SCALE. Raises CalibrationError if nothing, NaN or infinity was observed."""
         if bool(self.nonfinite()):
             raise CalibrationError(
-                f"layer {self.layer!r}: its activation held NaN or infinity during calibration; finite values are accepted"
+                f"layer {self.layer!r}: its activation held NaN or infinity during calibration; "
+                "finite values are accepted"
             )
         threshold = self.threshold()
         if threshold is None:
             raise CalibrationError(
-                f"layer {self.layer!r}: its activation was never observed; run calibrate(prepared, data) before convert_pt2e"
+                f"layer {self.layer!r}: its activation was never observed; "
+                "run calibrate(prepared, data) before convert_pt2e"
             )
         return scale_from_amax(threshold)
 
@@ -123,7 +125,7 @@ def replace_by_per_channel(model: GraphModule, node: Node, scale: Tensor, name: 
     _finish(model, node, q, dq)
 
 
-def _out_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
+def _out_dtype(dtype: torch.dtype) -> dict[str, Any]:
     return {} if dtype == torch.float32 else {"out_dtype": dtype}
 
 
@@ -144,7 +146,7 @@ def _finish(model: GraphModule, node: Node, q: Node, dq: Node) -> None:
 
 
 class _ExtremesObserver(StaticObserver):
-    """Reads torchao's ``min_val`` and ``max_val``. Their NaN and infinity stick, so no pass over the data looks for any."""
+    """Reads torchao's ``min_val`` and ``max_val``; NaN and infinity stick to them and need no pass over the data."""
 
     min_val: Tensor
     max_val: Tensor
@@ -239,7 +241,7 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
     """
 
     counts: Tensor  # (bins,) int64
-    limit: Tensor  # () float32, 0 before the first batch
+    limit: Tensor  # () float64, 0 before the first batch
     amax: Tensor  # () float32, largest magnitude seen
     held_nonfinite: Tensor  # () bool
 
@@ -247,7 +249,7 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
         super().__init__(dtype=torch.int8)
         self.layer, self.bins = layer, bins
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.int64))
-        self.register_buffer("limit", torch.tensor(0.0))
+        self.register_buffer("limit", torch.tensor(0.0, dtype=torch.float64))
         self.register_buffer("amax", torch.tensor(0.0))
         self.register_buffer("held_nonfinite", torch.tensor(False))
 
@@ -406,6 +408,7 @@ class WeightObserver(ObserverBase):
     def __init__(self, layer: str, config: WeightConfig, **_: Any) -> None:
         super().__init__(dtype=torch.int8)
         self.layer, self.config = layer, config
+        self.weight_scale: Tensor
         # seen only where another quantizer stands between the weight and its observer
         self.register_buffer("weight_scale", torch.empty(0), persistent=False)
 
@@ -443,7 +446,10 @@ class WeightObserver(ObserverBase):
 
 
 def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
-    """Scale of least squared error of a weight ``(N, K)``: ``(N,)`` or ``(1,)``, 32 candidates to an octave, 3 octaves."""
+    """Scale of least squared error of a weight ``(N, K)``: ``(N,)`` or ``(1,)``; 32 candidates to an octave, 3 octaves.
+
+    Squared errors are taken of the weight over its largest magnitude, so that tiny weights do not underflow.
+    """
     rows = weight.detach().float()
     rows = rows if granularity == "per_channel" else rows.reshape(1, -1)
     if rows.numel() == 0:

@@ -69,8 +69,8 @@ class QFrameworkQuantizer(Quantizer):
     def set_module_name(self, pattern: str, config: LinearConfig | None) -> QFrameworkQuantizer:
         """The modules whose qualified name matches ``pattern``, and everything inside them.
 
-        ``"blocks.0"`` covers ``blocks.0.attn.qkv`` and not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards; they
-        match dots too (``"*.fc1"``). ``prepare_pt2e`` raises UnsupportedError where the pattern matches no module.
+        ``"blocks.0"`` covers ``blocks.0.attn.qkv`` and not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards;
+        they match dots too (``"*.fc1"``). ``prepare_pt2e`` raises UnsupportedError where the pattern matches no module.
         """
         if not isinstance(pattern, str) or not pattern:
             raise UnsupportedError(f"set_module_name: pattern={pattern!r}; accepted: a module's qualified name")
@@ -191,9 +191,7 @@ def _qualified_name(thing: Any) -> str:
 def _type_names(module_type: type) -> set[str]:
     """Names of a type and all its subclasses: exported graphs keep the names of types only."""
     names = {_qualified_name(module_type)}
-    for subclass in module_type.__subclasses__():
-        names |= _type_names(subclass)
-    return names
+    return names.union(*map(_type_names, type.__subclasses__(module_type)))
 
 
 def _check_rules_match(rules: list[Rule], model: GraphModule) -> None:
