@@ -2,7 +2,8 @@
 
 Every provider starts from the same float activations (M, K), weight (N, K) and bias (N,), brought to its own format
 outside the timed region. ``error`` is the kernel's error against FP64 on the operands it is given,
-``quantization_error`` what the format costs against the float product. ``torch_int_mm`` returns raw INT32: no scale, no bias.
+``quantization_error`` what the format costs against the float product. ``torch_int_mm`` returns raw INT32: no scale,
+no bias.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from qframework.numerics import sqnr_db
 
 SEED = 0
 SMOKE_MODEL = "vit_tiny_patch16_224"
-SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 2, "img_size": 32, "num_classes": 10}
+SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 1, "img_size": 32, "num_classes": 10}
 # The least SQNR in dB an image's logits may have before a provider counts as wrong. Rounding x once costs 6 dB a bit:
 # 24 bits 144 dB, 11 bits 66 dB, 8 bits 48 dB; what remains after a whole model is far less, but never this little.
 # An image whose logits are zeros, or another image's, has 0 dB or less.
@@ -26,7 +26,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def build_model(name: str, smoke: bool = False) -> nn.Module:
-    """timm's ``name`` in eval mode with seeded random weights; two blocks of it on 32 x 32 images for a smoke run."""
+    """timm's ``name`` in eval mode with seeded random weights; one block of it on 32 x 32 images for a smoke run."""
     import timm
 
     torch.manual_seed(SEED)

@@ -11,13 +11,14 @@ import argparse
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import SCHEMA, Record
+from benchmarks.harness import SCHEMA, Record, Results
 from benchmarks.machine import REPOSITORY
 from qframework.errors import FileFormatError
 
@@ -72,7 +73,7 @@ class Run:
 
 
 def load_run(path: Path) -> Run | None:
-    """Read a result file; None for a smoke run's, whose times mean nothing. Raises FileFormatError on a foreign file."""
+    """Read a result file; None for a smoke run's, whose times mean nothing. Raises FileFormatError on any other."""
     try:
         document = json.loads(path.read_text())
         if document["schema"] != SCHEMA:
@@ -341,6 +342,16 @@ def write(runs: Sequence[Run], page: Path) -> None:
     page.write_text(render(runs))
 
 
+def _smoke() -> int:
+    """A page with one made-up run, written and checked in a temporary folder."""
+    record = Record(benchmark="int8_linear", op="int8_linear", shape=[1, 2, 3], provider=OURS, p50_ms=1.0, tflops=1.0)
+    with tempfile.TemporaryDirectory() as folder:
+        results = Path(folder, "results")
+        Results("int8_linear", {"device": "made up"}, results / "made_up.json").add(record)
+        arguments = ["--results", str(results), "--page", str(Path(folder, "performance.md"))]
+        return main(arguments) or main([*arguments, "--check"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Write or check the page; returns the exit status."""
     parser = argparse.ArgumentParser(
@@ -348,8 +359,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument("--page", type=Path, default=PAGE, help="the page; plots go to assets/ beside it")
+    parser.add_argument("--smoke", action="store_true", help="draw a page of made-up results and throw it away")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is stale")
     arguments = parser.parse_args(argv)
+    if arguments.smoke:
+        return _smoke()
     try:
         runs = load_runs(arguments.results)
     except FileFormatError as error:

@@ -99,7 +99,7 @@ def measure_boxed(results: Results, model: str, providers: Sequence[str], batche
         command = [sys.executable, "-m", "benchmarks.vit_gpu", "--worker", "--output", str(output), "--models", model]
         command += ["--providers", ",".join(providers), "--batches", ",".join(map(str, batches))]
         command += ["--smoke"] * results.smoke
-        status, reason = run_boxed(command, limit, _cold_caches(folder))
+        status, reason = run_boxed(command, limit, dict(os.environ) if results.smoke else _cold_caches(folder))
         document = json.loads(output.read_text()) if output.exists() else {"machine": {}, "records": []}
     results.machine = document["machine"] or results.machine
     records = [Record.from_json(fields) for fields in document["records"]]

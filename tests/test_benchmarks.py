@@ -1,0 +1,399 @@
+"""The benchmarks run, refuse wrong results, and the performance page says what the result files say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import harness, int8_linear, models, report, vit_cpu, vit_gpu
+from benchmarks.harness import Record, Results, UnavailableError, WrongResultError
+from benchmarks.machine import describe_machine
+
+SHAPE = (8, 16, 32)
+IDENTITY = Record(benchmark="int8_linear", op="int8_linear", shape=[8, 16, 32], provider="any")
+MACHINE = {
+    "device": "Chip 9000", "capability": "sm_90", "driver": "1.2", "cpu": "CPU", "cores": 4, "threads": 4,
+    "cpu_flags": ["avx2"], "torch": "2.11.0", "triton": "3.6.0", "torchao": "0.17.0", "timm": "1.0", "python": "3.12.1",
+    "qframework": "0.1.0", "commit": "abc123", "dirty": False, "date": "2026-01-02T03:04:05+00:00",
+}  # fmt: skip
+
+
+def read(path: Path) -> dict:
+    return json.loads(path.read_text())
+
+
+# Harness
+
+
+@pytest.fixture
+def reference() -> torch.Tensor:
+    return torch.randn(64, 48, dtype=torch.float64)
+
+
+def zero_one_row(value: torch.Tensor) -> torch.Tensor:
+    value = value.clone()
+    value[5] = 0
+    return value
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        zero_one_row,
+        lambda v: 2 * v,
+        lambda v: v.roll(1, 0),
+        lambda v: v[:-1],
+        lambda v: v.masked_fill(v > 2, torch.nan),
+    ],
+    ids=["zeroed row", "twice", "shifted rows", "shape", "nan"],
+)
+@pytest.mark.parametrize("kind", ["rows_within", "elements_within", "one_step_apart"])
+def test_checks_refuse_wrong_results(reference, spoil, kind):
+    right = (reference * 30).round() if kind == "one_step_apart" else reference
+    check = {
+        "rows_within": harness.rows_within(lambda: right, 1e-6),
+        "elements_within": harness.elements_within(lambda: right, lambda r: 1e-6 * r.abs()),
+        "one_step_apart": harness.one_step_apart(lambda: right, 1e-2),
+    }[kind]
+    assert check(right) == 0
+    with pytest.raises(WrongResultError):
+        check(spoil(right))
+
+
+def test_rows_within_returns_the_error_of_a_right_result(reference):
+    error = harness.rows_within(lambda: reference, 1e-2)(reference * 1.001)
+    assert error == pytest.approx(1e-3, rel=1e-9)
+
+
+def test_one_step_apart_counts_the_steps():
+    reference = torch.zeros(10, 100)
+    value = reference.clone()
+    value[0, :5] = 1
+    harness.one_step_apart(lambda: reference, 5e-3)(value)
+    with pytest.raises(WrongResultError, match="up to 1 steps apart"):
+        harness.one_step_apart(lambda: reference, 4e-3)(value)
+
+
+def test_a_wrong_result_is_never_timed():
+    calls = []
+
+    def fn() -> torch.Tensor:
+        calls.append(1)
+        return torch.zeros(2, 2)
+
+    with pytest.raises(WrongResultError):
+        harness.check_then_time(fn, harness.exactly(lambda: torch.ones(2, 2, dtype=torch.float64)), "cpu")
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code"),
+    [
+        (WrongResultError("off", 0.5), "wrong", 1),
+        (RuntimeError("boom\nlong trace"), "failed", 1),
+        (UnavailableError("no such chip"), "unsupported", 0),
+    ],
+)
+def test_errors_become_rows_and_the_exit_status(error, status, exit_code):
+    def measure() -> Record:
+        raise error
+
+    results = Results("int8_linear", MACHINE)
+    results.attempt(IDENTITY, measure)
+    (record,) = results.records
+    assert record.status == status
+    assert record.reason in (str(error), "RuntimeError: boom")
+    assert record.p50_ms is None
+    assert results.exit_code == exit_code
+
+
+def test_a_wrong_provider_makes_the_benchmark_fail(monkeypatch, tmp_path):
+    """A provider that computes something else is recorded as wrong, without a time, and the exit status is 1."""
+
+    def doubled(given):
+        case = int8_linear._qframework(given)
+        return dataclasses.replace(case, fn=lambda: case.fn() * 2)
+
+    monkeypatch.setitem(int8_linear.PROVIDERS, "qframework", doubled)
+    output = tmp_path / "out.json"
+    assert int8_linear.main(["--smoke", "--device", "cpu", "--providers", "qframework", "--output", str(output)]) == 1
+    records = read(output)["records"]
+    assert {record["status"] for record in records} == {"wrong"}
+    assert not any("p50_ms" in record for record in records)
+
+
+def test_interleaving_takes_turns_after_one_round_that_does_not_count():
+    order = []
+    timings = harness.time_interleaved({name: lambda name=name: order.append(name) for name in "abc"}, rounds=2)
+    assert "".join(order) == "abcabcabc"
+    assert {name: timing.fields()["runs"] for name, timing in timings.items()} == {"a": 2, "b": 2, "c": 2}
+
+
+def test_timing_quantiles():
+    fields = harness.Timing(tuple(float(ms) for ms in range(11))).fields()
+    assert fields == {"p20_ms": 2.0, "p50_ms": 5.0, "p80_ms": 8.0, "runs": 11}
+
+
+def test_records_survive_the_file(tmp_path):
+    """Also those with values JSON has no number for; absent values stay absent."""
+    record = dataclasses.replace(IDENTITY, p50_ms=1.23456, sqnr_db=float("inf"), error=0.0)
+    path = tmp_path / "deep" / "out.json"
+    Results("int8_linear", MACHINE, path).add(record)
+    (fields,) = read(path)["records"]
+    assert "gbps" not in fields
+    assert Record.from_json(fields) == dataclasses.replace(record, p50_ms=1.235)
+
+
+def test_machine_header_names_everything():
+    machine = describe_machine("cpu")
+    assert set(machine) == set(MACHINE)
+    assert machine["torch"] == torch.__version__
+    assert machine["date"].endswith("+00:00")
+
+
+# Smoke runs
+
+
+def test_int8_linear_smoke(tmp_path):
+    output = tmp_path / "out.json"
+    assert int8_linear.main(["--smoke", "--device", "cpu", "--output", str(output)]) == 0
+    document = read(output)
+    assert document["smoke"] is True
+    assert len(document["records"]) == len(int8_linear.SMOKE_SHAPES) * len(int8_linear.PROVIDERS)
+    timed = [record for record in document["records"] if record["status"] == "ok"]
+    assert {record["provider"] for record in timed} == set(int8_linear.PROVIDERS) - {
+        "scaled_mm_fp8_tensorwise",
+        "scaled_mm_fp8_rowwise",
+    }
+    for record in timed:
+        assert 0 < record["p20_ms"] <= record["p50_ms"] <= record["p80_ms"]
+        rate = 2e-9 * record["shape"][0] * record["shape"][1] * record["shape"][2] / record["p50_ms"]
+        assert record["tflops"] == pytest.approx(rate, rel=2e-3)
+
+
+def test_int8_costs_what_eight_bits_cost():
+    """The step of a group is amax/127 and its error uniform: about 1 percent of a normal row, well above fp16."""
+    records = {
+        name: int8_linear.measure((64, 64, 256), name, "cpu", {}, IDENTITY) for name in ("qframework", "torch_fp16")
+    }
+    assert 2.0**-11 < records["qframework"].quantization_error < 0.02
+    assert records["torch_fp16"].quantization_error < 2.0**-10
+    assert records["qframework"].error < 2.0**-11
+
+
+def test_vit_cpu_smoke(tmp_path, fresh_dynamo):
+    output = tmp_path / "out.json"
+    providers = ["fp32_eager", "qframework_static", "qframework_dynamic_float"]
+    assert vit_cpu.main(["--smoke", "--providers", ",".join(providers), "--output", str(output)]) == 0
+    records = read(output)["records"]
+    assert [record["provider"] for record in records] == providers
+    eager, static, dynamic = records
+    assert eager["sqnr_db"] == "inf"
+    for record in (static, dynamic):
+        assert record["runs"] == 2
+        assert record["first_call_s"] > 0
+        assert models.SQNR_FLOOR_DB["int8"] < record["worst_sqnr_db"] <= record["sqnr_db"] < 60
+
+
+@pytest.mark.slow
+def test_vit_cpu_smoke_of_every_provider(tmp_path, fresh_dynamo):
+    output = tmp_path / "out.json"
+    assert vit_cpu.main(["--smoke", "--output", str(output)]) == 0
+    assert [record["provider"] for record in read(output)["records"]] == list(vit_cpu.PROVIDERS)
+
+
+def test_vit_cpu_refuses_a_wrong_provider(monkeypatch, tmp_path):
+    wrong = vit_cpu.Provider("float32", "float32", compile=lambda module: lambda images: 2 * module(images))
+    monkeypatch.setitem(vit_cpu.PROVIDERS, "fp32_inductor", wrong)
+    output = tmp_path / "out.json"
+    assert vit_cpu.main(["--smoke", "--providers", "fp32_eager,fp32_inductor", "--output", str(output)]) == 1
+    status = {record["provider"]: record["status"] for record in read(output)["records"]}
+    assert status == {"fp32_eager": "ok", "fp32_inductor": "wrong"}
+
+
+def test_accuracy_looks_at_every_image():
+    """One image's logits of 64 are zeros: the SQNR over all is 18 dB, the image's own is 0."""
+    logits = torch.randn(64, 1000)
+    assert models.accuracy(logits * 1.01, logits, "float16")["worst_sqnr_db"] == pytest.approx(40, abs=0.1)
+    with pytest.raises(WrongResultError, match=r"worst image has an SQNR of 0\.0 dB, at least 12 dB"):
+        models.accuracy(zero_one_row(logits), logits, "int8")
+    with pytest.raises(WrongResultError, match="nan dB"):
+        models.accuracy(logits * torch.nan, logits, "int8")
+
+
+def test_vit_gpu_smoke_measures_in_a_process_of_its_own(tmp_path):
+    output = tmp_path / "out.json"
+    arguments = ["--smoke", "--providers", "fp32,qframework_dynamic", "--batches", "2", "--limit", "240"]
+    assert vit_gpu.main([*arguments, "--output", str(output)]) == 0
+    document = read(output)
+    assert document["machine"]["torch"] == torch.__version__
+    assert [(record["provider"], record["batch"]) for record in document["records"]] == [
+        ("fp32", 2),
+        ("qframework_dynamic", 2),
+    ]
+    assert all(record["images_per_second"] > 0 for record in document["records"])
+
+
+@pytest.mark.gpu
+def test_vit_gpu_smoke_of_every_provider(tmp_path):
+    output = tmp_path / "out.json"
+    assert vit_gpu.main(["--smoke", "--limit", "500", "--output", str(output)]) == 0
+    assert all(record["peak_mb"] > 0 for record in read(output)["records"])
+
+
+def boxed(monkeypatch, tmp_path, code: str, limit: float) -> Results:
+    """``measure_boxed`` with ``code`` as the worker; ``OUTPUT`` in it is the worker's file."""
+    run = vit_gpu.run_boxed
+
+    def run_code(command, limit, environment):
+        output = command[command.index("--output") + 1]
+        return run([sys.executable, "-c", code.replace("OUTPUT", repr(output))], limit, environment)
+
+    monkeypatch.setattr(vit_gpu, "run_boxed", run_code)
+    results = Results("vit_gpu", {"device": None}, tmp_path / "out.json")
+    vit_gpu.measure_boxed(results, "m", ["fp16"], [256, 1], limit)
+    return results
+
+
+def test_vit_gpu_keeps_what_a_provider_got_done_before_its_limit(monkeypatch, tmp_path):
+    document = Results("vit_gpu", MACHINE)
+    document.add(Record(benchmark="vit_gpu", model="m", batch=256, provider="fp16", p50_ms=1.0, images_per_second=9.0))
+    worker = f"import time; open(OUTPUT, 'w').write({json.dumps(document.to_json())!r}); time.sleep(60)"
+    results = boxed(monkeypatch, tmp_path, worker, limit=2)
+    assert [(record.batch, record.status) for record in results.records] == [(256, "ok"), (1, "timeout")]
+    assert results.machine == MACHINE
+    assert results.exit_code == 0
+    assert len(read(tmp_path / "out.json")["records"]) == 2
+
+
+def test_vit_gpu_records_a_crash_with_its_message(monkeypatch, tmp_path):
+    results = boxed(monkeypatch, tmp_path, "raise SystemExit('illegal memory access')", limit=60)
+    assert [record.status for record in results.records] == ["failed", "failed"]
+    assert results.records[0].reason == "exit status 1: illegal memory access"
+    assert results.exit_code == 1
+
+
+def test_unknown_providers_are_refused_with_the_known_ones(capsys):
+    with pytest.raises(SystemExit):
+        vit_cpu.main(["--providers", "fp32_eager,magic"])
+    assert "unknown: magic; accepted: fp32_eager, fp32_inductor" in capsys.readouterr().err
+
+
+# Report
+
+
+def gemm(provider: str, tflops: float, shape: list[int]) -> Record:
+    return dataclasses.replace(
+        IDENTITY, provider=provider, shape=shape, tflops=tflops, p20_ms=0.9, p50_ms=1.0, p80_ms=1.1, runs=7, error=1e-4
+    )
+
+
+def vit(provider: str, images_per_second: float) -> Record:
+    return Record(
+        benchmark="vit_cpu", model="vit", batch=8, provider=provider, images_per_second=images_per_second, p50_ms=1.0,
+        sqnr_db=30.0, first_call_s=12.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def site(tmp_path):
+    """A folder with two fabricated runs: a GEMM one with a win, a loss and a failure, and one of a model with a win."""
+    folder = tmp_path / "results"
+    linear = Results("int8_linear", MACHINE, folder / "linear.json", peaks={"8-bit": 1000.0})
+    linear.add(gemm("qframework", 500, [1, 2, 3]), gemm("torch_fp16", 400, [1, 2, 3]))
+    linear.add(gemm("qframework", 100, [4, 5, 6]), gemm("torch_fp16", 400, [4, 5, 6]))
+    linear.add(dataclasses.replace(IDENTITY, provider="torch_bf16", shape=[4, 5, 6], status="failed", reason="a | b"))
+    cpu = Results("vit_cpu", {**MACHINE, "dirty": True}, folder / "cpu.json")
+    cpu.add(vit("fp32_eager", 5.0), vit("x86_inductor_static", 8.0), vit("qframework_static", 12.0))
+    return tmp_path
+
+
+def run_report(site: Path, *arguments: str) -> int:
+    return report.main(["--results", str(site / "results"), "--page", str(site / "performance.md"), *arguments])
+
+
+def page(site: Path) -> str:
+    return (site / "performance.md").read_text()
+
+
+def test_report_names_machine_versions_commit_and_date_beside_every_table(site):
+    assert run_report(site) == 0
+    for section in page(site).split("\n## ")[2:]:
+        for fact in ("Chip 9000, sm_90, driver 1.2", "torch 2.11.0", "triton 3.6.0", "`abc123`", "2026-01-02T03:04:05"):
+            assert fact in section
+    assert "`abc123` with local changes" in page(site)
+
+
+def test_report_computes_ratios(site):
+    run_report(site)
+    assert "| 1,2,3 | **500** | 400 |  | 1.25 |" in page(site)
+    assert "| qframework_static | 12 | 2.40 | 1.50 |" in page(site)
+    assert "| x86_inductor_static | 8 | 1.60 |  |" in page(site)
+
+
+def test_report_shows_losses_and_failures(site):
+    run_report(site)
+    losses = page(site).split("## Where qframework is slower")[1].split("\n## ")[0]
+    assert "| 4,5,6 | qframework | torch_fp16 | 0.25 |" in losses
+    assert "1,2,3" not in losses
+    assert "vit" not in losses
+    assert "failed: a / b |" in page(site)
+
+
+def test_report_check_finds_a_stale_page_plot_or_leftover(site):
+    assert run_report(site, "--check") == 1
+    run_report(site)
+    assert run_report(site, "--check") == 0
+    results = Results("vit_cpu", MACHINE, site / "results" / "new.json")
+    results.add(vit("fp32_eager", 5.0))
+    assert run_report(site, "--check") == 1
+    run_report(site)
+    plot = site / "assets" / "performance-new.svg"
+    plot.write_text(plot.read_text().replace(report.load_run(results.path).digest, "0"))
+    assert run_report(site, "--check") == 1
+    results.path.unlink()
+    run_report(site)
+    assert not plot.exists()
+    assert run_report(site, "--check") == 0
+
+
+def test_report_is_idempotent(site):
+    run_report(site)
+    before = {path: path.read_bytes() for path in [site / "performance.md", *(site / "assets").iterdir()]}
+    for plot in (site / "assets").iterdir():
+        plot.unlink()
+    run_report(site)
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def test_report_leaves_smoke_runs_out(site):
+    Results("vit_gpu", MACHINE, site / "results" / "smoke.json", smoke=True).add(vit("tiny", 1e6))
+    run_report(site)
+    assert "tiny" not in page(site)
+
+
+def test_report_without_results_says_so(tmp_path):
+    assert run_report(tmp_path) == 0
+    assert "Nothing measured yet" in page(tmp_path)
+    assert run_report(tmp_path, "--check") == 0
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"schema": 1}', '{"schema": 99}'])
+def test_report_refuses_a_foreign_file(tmp_path, content, capsys):
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "odd.json").write_text(content)
+    assert run_report(tmp_path) == 2
+    assert "odd.json" in capsys.readouterr().err
+
+
+def test_report_smoke():
+    assert report.main(["--smoke"]) == 0
+
+
+def test_the_tracked_page_is_up_to_date():
+    assert report.main(["--check"]) == 0
