@@ -26,9 +26,11 @@ demo: $(DEMO_STAMP)  ## train, quantize, compile and compare a vision transforme
 test: $(DEV_STAMP)  ## all tests that need no GPU, then the Triton kernels in Triton's interpreter
 	@status=0; \
 	echo "== tests =="; \
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) -m "not gpu" || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
+		-m "not gpu and not interpreter" || status=1; \
 	echo "== Triton kernels, interpreted =="; \
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) -m "interpreter and not gpu" tests/kernels || status=1; \
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) \
+		-m "interpreter and not gpu" tests/kernels || status=1; \
 	exit $$status
 
 check: $(DEV_STAMP)  ## lint, formatting and types
