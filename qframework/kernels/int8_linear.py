@@ -183,8 +183,8 @@ def choose_tile(m: int, n: int, k: int, capability: tuple[int, int], processors:
     """
     if capability == (0, 0):  # 64 KB of shared memory
         candidates = [Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)]
-    elif capability[0] in (9, 10):  # 227 KB, wgmma and tcgen05 take their operands from it
-        candidates = [Tile(128, 256, 128, 8, 3), Tile(128, 128, 128, 8, 4), Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 4)]
+    elif capability[0] in (9, 10):  # 227 KB; wgmma and tcgen05 read their operands from it
+        candidates = [Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
     elif capability == (8, 0):  # 163 KB
         candidates = [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)]
     else:  # 99 KB
