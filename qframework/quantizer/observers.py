@@ -312,12 +312,12 @@ class PercentileObserver(MagnitudeHistogram):
 class MSEObserver(MagnitudeHistogram):
     """Threshold of least mean squared error of quantize then dequantize, clipping included.
 
-    Candidates are 32 to an octave below the largest magnitude, down to a quantization step one bin wide: steps narrower
+    Candidates are 16 to an octave below the largest magnitude, down to a quantization step one bin wide: steps narrower
     than that cannot be told apart by the histogram. The error curve is flat at its minimum, so a finer search gains
     less than a percent of error.
     """
 
-    def __init__(self, layer: str, bins: int = 16384, **kwargs: Any) -> None:
+    def __init__(self, layer: str, bins: int = 8192, **kwargs: Any) -> None:
         super().__init__(layer, bins, **kwargs)
 
     def search(self, counts: Tensor, width: float) -> float:
@@ -326,7 +326,7 @@ class MSEObserver(MagnitudeHistogram):
         points = ((used.unsqueeze(1) + (torch.arange(4, dtype=torch.float64) + 0.5) / 4) * width).flatten()
         weights = counts[used].repeat_interleave(4)
         amax = float(self.amax)
-        candidates = [amax * 2 ** (-k / 32) for k in range(32 * 20)]
+        candidates = [amax * 2 ** (-k / 16) for k in range(16 * 20)]
         candidates = [c for c in candidates if c >= QMAX * width] or [amax]
         errors = torch.stack([_squared_error(points, weights, c) for c in candidates])
         return candidates[int(errors.argmin())]
@@ -436,6 +436,7 @@ class WeightObserver(ObserverBase):
         observed: Any = node.args[0]
         if observed.op == "get_attr":
             self.weight_scale = self._scale_of(_attribute(model, observed.target).detach())
+            _move_to_top_level(model, observed)
         scale, _ = self.calculate_qparams()
         with model.graph.inserting_before(node):
             if self.config.granularity == "per_tensor":
@@ -446,7 +447,7 @@ class WeightObserver(ObserverBase):
 
 
 def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
-    """Scale of least squared error of a weight ``(N, K)``: ``(N,)`` or ``(1,)``; 32 candidates to an octave, 3 octaves.
+    """Scale of least squared error of a weight ``(N, K)``: ``(N,)`` or ``(1,)``; 16 candidates to an octave, 3 octaves.
 
     Squared errors are taken of the weight over its largest magnitude, so that tiny weights do not underflow.
     """
@@ -458,8 +459,8 @@ def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
     relative = rows / amax.clamp(min=MIN_SCALE)
     best = torch.ones_like(amax)
     best_error = torch.full_like(amax, float("inf"))
-    for k in range(3 * 32):
-        step = 2 ** (-k / 32) / QMAX
+    for k in range(3 * 16):
+        step = 2 ** (-k / 16) / QMAX
         error = (relative - torch.round(relative / step).clamp(QMIN, QMAX) * step).square().sum(1, keepdim=True)
         best = torch.where(error < best_error, step * QMAX, best)
         best_error = torch.minimum(error, best_error)
@@ -471,6 +472,21 @@ def _attribute(model: GraphModule, target: str) -> Tensor:
     for part in target.split("."):
         value = getattr(value, part)
     return value
+
+
+def _move_to_top_level(model: GraphModule, node: Node) -> None:
+    """Rename ``blocks.0.fc1.weight`` to ``_float_blocks_0_fc1_weight``, so that torchao frees it once it is folded.
+
+    torchao's constant folding deletes attributes of the top module only; others would stay, in float, unused.
+    """
+    owner, _, leaf = node.target.rpartition(".")  # type: ignore[union-attr]
+    sharing = [other for other in model.graph.find_nodes(op="get_attr") if other.target == node.target]
+    if not owner or len(sharing) > 1:
+        return
+    name = f"_float_{attribute_name(str(node.target))}"
+    setattr(model, name, _attribute(model, str(node.target)))
+    delattr(model.get_submodule(owner), leaf)
+    node.target = name
 
 
 def attribute_name(layer: str) -> str:
