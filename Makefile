@@ -55,7 +55,7 @@ docs: $(DEV_STAMP)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 wheel: $(DEV_STAMP)  ## build the wheel into dist/
-	rm -rf build dist
+	rm -rf build/lib build/bdist.* dist  # not build/: the demo keeps its checkpoint there
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove .venv and everything that was built
