@@ -12,8 +12,8 @@ from qframework import kernels
 
 if TYPE_CHECKING:
     from qframework import backend, evaluation, quantizer
-    from qframework.backend import explain
-    from qframework.quantizer import calibrate
+    from qframework.backend.explain import explain
+    from qframework.quantizer.calibrate import calibrate
     from qframework.serialization import load, save
 
 __version__ = "0.1.0"

@@ -70,12 +70,10 @@ def qframework_backend(
     reports, weights = lower(gm, example_inputs, settings)
     lowered = sum(report.lowered for report in reports)
     logger.info("qframework: lowered %d of %d linear layers", lowered, len(reports))
+    decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
     with torch.no_grad() if lowered else contextlib.nullcontext():
-        compiled = compile_fx(
-            gm,
-            list(example_inputs),
-            config_patches=settings.inductor or None,
-            decompositions={**select_decomp_table(), **DECOMPOSITIONS},
+        compiled: Any = compile_fx(
+            gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
         )
     return weights.follow(compiled)
 

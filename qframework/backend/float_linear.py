@@ -134,5 +134,3 @@ def _insert_dynamic_quantize(gm: GraphModule, node: Node, call: LinearCall) -> Q
         return Quantized(value, scale)
     value, scale = sorted(existing.users, key=lambda user: user.args[1])  # type: ignore[arg-type,return-value]
     return Quantized(value, scale)
-
-

@@ -56,7 +56,7 @@ def activation_name(node: Node) -> str | None:
     if node.target in _GELU:
         approximate = _argument(node, 1, "approximate", "none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
-    return _ACTIVATIONS.get(node.target)  # type: ignore[arg-type]
+    return _ACTIVATIONS.get(node.target)
 
 
 def is_inactive_dropout(node: Node) -> bool:

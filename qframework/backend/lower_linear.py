@@ -104,6 +104,8 @@ def dequantized(node: Node, constants: Constants, layer: str, weight: bool) -> Q
     Raises _Refused for a form no kernel computes and QFrameworkError for a scale that is zero, negative or not finite.
     """
     role = "weight" if weight else "input"
+    value: Any
+    scale: Any
     if node.op != "call_function":
         return None
     if node.target is _ours.dequantize.default:
@@ -261,4 +263,3 @@ def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node)
         node = gm.graph.get_attr(name)
     node.meta["example_value"] = node.meta["val"] = value
     return node
-

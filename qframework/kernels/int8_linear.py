@@ -147,10 +147,7 @@ def _int8_linear_kernel(
     a_scale = tl.load(a_scale_ptr + m % PA)
     b_scale = tl.load(b_scale_ptr + n, mask=n < N, other=0.0) if PER_CHANNEL else tl.load(b_scale_ptr)
     y = acc.to(tl.float32) * a_scale[:, None]
-    if PER_CHANNEL:
-        y = y * b_scale[None, :]
-    else:
-        y = y * b_scale
+    y = y * b_scale[None, :] if PER_CHANNEL else y * b_scale
     if HAS_BIAS:
         y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     y = _activate(y, ACTIVATION)
@@ -176,32 +173,50 @@ class Tile(NamedTuple):
     num_stages: int
 
 
-def choose_tile(m: int, n: int, k: int, capability: tuple[int, int], processors: int) -> Tile:
-    """Tile for a problem on a chip: as large as still gives every multiprocessor a tile of its own.
+# Candidates for a chip, largest first. The last one also serves everything smaller.
+_TILES: dict[str, list[Tile]] = {
+    "sm_90": [Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],  # swept on an H100
+    "sm_100": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
+    "sm_80": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)],
+    "99 KB": [Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), Tile(64, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4)],
+    "amd": [Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
+}
 
-    ``capability`` is CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
+
+def choose_tile(
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    activation: bool = False,
+    residual: bool = False,
+) -> Tile:
+    """Tile for a problem on a chip: the largest that still gives every multiprocessor a tile of its own.
+
+    ``capability`` is CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU. ``activation`` and ``residual`` say what
+    the epilogue has to keep in registers beside the accumulator.
     """
-    if capability == (0, 0):  # 64 KB of shared memory
-        candidates = [Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)]
-    elif capability[0] in (9, 10):  # 227 KB; wgmma and tcgen05 read their operands from it
-        candidates = [Tile(128, 128, 128, 4, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
-    elif capability == (8, 0):  # 163 KB
-        candidates = [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)]
-    else:  # 99 KB
-        candidates = [Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), Tile(64, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4)]
+    chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
+        capability, "99 KB"
+    )
+    candidates = _TILES[chip]
+    if chip == "sm_90" and activation:  # 128 accumulators a thread leave no registers for erf or exp
+        candidates = candidates[1:]
+    elif chip == "sm_90" and residual:
+        candidates = [candidates[0]._replace(num_warps=8), *candidates[1:]]
     for tile in candidates:
-        enough_rows = m > tile.block_m // 2 or tile is candidates[-1]
-        if enough_rows and math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) >= processors:
+        if m > tile.block_m // 2 and math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) >= processors:
             break
-    return tile if k > 64 else tile._replace(block_k=64 if capability == (0, 0) else max(32, min(tile.block_k, 64)))
+    return tile if k > 64 else tile._replace(block_k=64)
 
 
-def _tile_for(device: torch.device, m: int, n: int, k: int) -> Tile:
+def _tile_for(device: torch.device, m: int, n: int, k: int, activation: bool, residual: bool) -> Tile:
     if device.type != "cuda":  # interpreted: any tile is right, a small one shows masks and loops at work
         return Tile(32, 32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return choose_tile(m, n, k, capability, properties.multi_processor_count)
+    return choose_tile(m, n, k, capability, properties.multi_processor_count, activation, residual)
 
 
 def _int8_linear_triton(
@@ -226,7 +241,7 @@ def _int8_linear_triton(
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     out_period = row_scale("int8_linear", "out_scale", out_scale, shape) if out_scale is not None else a_period
     m = a_rows.shape[0]
-    tile = _tile_for(a.device, m, n, k)
+    tile = _tile_for(a.device, m, n, k, activation != "none", residual is not None)
     _int8_linear_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
         a_rows,
         a_period,
@@ -303,7 +318,9 @@ def _check(
     if out_scale is not None and out_dtype not in (None, torch.int8):
         raise UnsupportedError(f"{name}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
     if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
-        raise UnsupportedError(f"{name}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale")
+        raise UnsupportedError(
+            f"{name}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
+        )
 
 
 LIBRARY.define(
@@ -313,13 +330,17 @@ LIBRARY.define(
 
 
 @torch.library.impl(LIBRARY, "int8_linear", "CUDA")
-def _int8_linear_cuda(a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None):
+def _int8_linear_cuda(
+    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
+):
     _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     return _int8_linear_triton(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
 
 
 @torch.library.impl(LIBRARY, "int8_linear", "CPU")
-def _int8_linear_cpu(a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None):
+def _int8_linear_cpu(
+    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
+):
     _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     from qframework.kernels.int8_linear_cpu import int8_linear_cpu
 
@@ -327,13 +348,17 @@ def _int8_linear_cpu(a, a_scale, b, b_scale, bias=None, activation="none", resid
 
 
 @torch.library.register_fake("qframework::int8_linear", lib=LIBRARY)
-def _int8_linear_fake(a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None):
+def _int8_linear_fake(
+    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
+):
     _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=_result_dtype(out_scale, out_dtype))
 
 
 def _no_backward(ctx, grad):
-    raise QFrameworkError("int8_linear is an inference operator and has no gradient; run the model under torch.no_grad()")
+    raise QFrameworkError(
+        "int8_linear is an inference operator and has no gradient; run the model under torch.no_grad()"
+    )
 
 
 torch.library.register_autograd("qframework::int8_linear", _no_backward, lib=LIBRARY)

@@ -1,7 +1,7 @@
 """INT8 linear on the CPU: the fastest of PyTorch's INT8 products that is exact on this machine.
 
-``onednn``: ``torch.ops.onednn.qlinear_pointwise``. Its fast form multiplies unsigned activations, so ``a + 128`` goes in
-with a zero point of 128, which oneDNN takes out again exactly; the epilogue runs inside. Weights are packed once.
+``onednn``: ``torch.ops.onednn.qlinear_pointwise``. Its fast form multiplies unsigned activations, so ``a + 128`` goes
+in with a zero point of 128, which oneDNN takes out again exactly; the epilogue runs inside. Weights are packed once.
 ``int_mm``: ``torch._int_mm``, the epilogue in torch.
 ``reference``: float64 products, for machines where neither is exact (u8 x s8 without VNNI saturates at INT16).
 """
@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
 from qframework.kernels._common import check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import apply_activation, int8_linear_ref
+from qframework.kernels.int8_linear import Activation, apply_activation, int8_linear_ref
 from qframework.numerics import QMIN
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def int8_linear_cpu(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
-    activation: str,
+    activation: Activation,
     residual: Tensor | None,
     out_scale: Tensor | None,
     out_dtype: torch.dtype | None,
@@ -95,10 +95,7 @@ class _Epilogue(NamedTuple):
 
 def _finish(product: Tensor, a_scale: Tensor, fused: _Epilogue) -> Tensor:
     """Epilogue in torch of ``acc * b_scale``, float32 and owned by us, so that it is overwritten."""
-    if fused.bias is not None:
-        y = torch.addcmul(fused.bias.float(), product, a_scale)
-    else:
-        y = product.mul_(a_scale)
+    y = product.mul_(a_scale) if fused.bias is None else torch.addcmul(fused.bias.float(), product, a_scale)
     return _store(apply_activation(y, fused.activation), fused)
 
 
@@ -166,6 +163,8 @@ def _packed_weight(b: Tensor) -> tuple[Tensor, Tensor]:
         for stale in [k for k, e in _packed.items() if e.storage.expired()]:
             del _packed[stale]
         weight = torch.ops.onednn.qlinear_prepack(b.contiguous(), None)
-        entry = _Packed(StorageWeakRef(b.untyped_storage()), version, weight, torch.zeros(b.shape[0], dtype=torch.int32))
+        entry = _Packed(
+            StorageWeakRef(b.untyped_storage()), version, weight, torch.zeros(b.shape[0], dtype=torch.int32)
+        )
         _packed[key] = entry
     return entry.weight, entry.zero_point

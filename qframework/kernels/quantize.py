@@ -124,7 +124,14 @@ def _dynamic_quantize_triton(x: Tensor, granularity: ActivationGranularity) -> t
     rows = rows_of(x)
     block = _block_c(rows.shape[1])
     _dynamic_quantize_kernel[(rows.shape[0],)](
-        rows, q, scale, rows.shape[1], rows.stride(0), MIN_SCALE=MIN_SCALE, BLOCK_C=block, num_warps=4 if block <= 2048 else 8
+        rows,
+        q,
+        scale,
+        rows.shape[1],
+        rows.stride(0),
+        MIN_SCALE=MIN_SCALE,
+        BLOCK_C=block,
+        num_warps=4 if block <= 2048 else 8,
     )
     return q, scale
 

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
+
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import int8_linear
 from qframework.kernels.int8_linear import ACTIVATIONS, _int8_linear_triton, int8_linear_ref
@@ -204,7 +205,7 @@ def test_compiles_without_graph_break(device, fresh_dynamo):
 
 
 def test_has_no_gradient():
-    a, a_scale, b, b_scale, bias, residual = make_case(torch.device("cpu"), (2, 5, 24), 8, residual=True)
+    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
     out = int8_linear(a, a_scale, b, b_scale, bias.requires_grad_())
     with pytest.raises(QFrameworkError, match="inference operator"):
         out.sum().backward()

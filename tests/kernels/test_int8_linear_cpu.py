@@ -7,9 +7,10 @@ import logging
 import pytest
 import torch
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
+from test_int8_linear import make_case
+
 from qframework.kernels import int8_linear, int8_linear_cpu
 from qframework.kernels.int8_linear import ACTIVATIONS
-from test_int8_linear import make_case
 
 CPU = torch.device("cpu")
 

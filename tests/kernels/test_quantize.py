@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import UNIT, assert_int8_close, numpy64
+
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import dequantize, dynamic_quantize, quantize
 from qframework.kernels.quantize import _dynamic_quantize_triton, _quantize_triton

@@ -1,0 +1,131 @@
+"""Every kernel compiles for every supported chip without a GPU, uses INT8 tensor cores, and keeps its registers.
+
+Spills are read from the compiled binary: NVIDIA's stack frame by cuobjdump, AMD's spill counts from the assembly.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
+from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.int8_linear import _int8_linear_kernel, choose_tile
+from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
+
+pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+
+if HAS_TRITON and not INTERPRET:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+CHIPS = {
+    "sm_80": (("cuda", 80, 32), (8, 0), r"mma\.sync\S*s32\.s8\.s8"),
+    "sm_89": (("cuda", 89, 32), (8, 9), r"mma\.sync\S*s32\.s8\.s8"),
+    "sm_90": (("cuda", 90, 32), (9, 0), r"wgmma\.mma_async\S*s32\.s8\.s8"),
+    # Triton 3.6 knows no tcgen05 for INT8 and takes the older instruction, which the chip still has.
+    "sm_100": (("cuda", 100, 32), (10, 0), r"tcgen05\.mma\S*kind::i8|mma\.sync\S*s32\.s8\.s8"),
+    "sm_120": (("cuda", 120, 32), (12, 0), r"mma\.sync\S*s32\.s8\.s8"),
+    "gfx942": (("hip", "gfx942", 64), (0, 0), r"v_mfma_i32_\d+x\d+x\d+_i8"),
+}
+# Bytes of stack a thread may spill: eight registers, once, after the loop over K. Blackwell's loop is not tuned yet.
+MAX_STACK = {"sm_100": 128}
+MULTIPROCESSORS = 108
+EPILOGUES = {
+    "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "REQUANTIZE": False},
+    "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "REQUANTIZE": False},
+    "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "REQUANTIZE": True},
+    "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "REQUANTIZE": False},
+    "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "REQUANTIZE": False},
+}
+LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
+
+
+def compile_for(chip, kernel, types, constants, **options):
+    """Compile a kernel with pointers and strides aligned to 16, as the launchers pass them."""
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types[name] for name in names}
+    aligned = [name for name in types if name.endswith("_ptr") or name in ("K", "C") or name.startswith("stride")]
+    source = ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)
+
+
+def stack_bytes(compiled, tmp_path: Path) -> int:
+    """Bytes of registers spilled to memory by one thread."""
+    if "amdgcn" in compiled.asm:
+        return sum(int(n) for n in re.findall(r"\.[sv]gpr_spill_count:\s*(\d+)", compiled.asm["amdgcn"])) * 4
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    usage = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"STACK:(\d+)", usage)
+    assert found, usage
+    return max(int(n) for n in found)
+
+
+@pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_int8_linear(chip, epilogue, shape, tmp_path):
+    _, capability, instruction = CHIPS[chip]
+    flags = EPILOGUES[epilogue]
+    tile = choose_tile(*shape, capability, MULTIPROCESSORS, flags["ACTIVATION"] != "none", flags["HAS_RESIDUAL"])
+    out = "*i8" if flags["REQUANTIZE"] else "*fp16"
+    pointers = {"a": "*i8", "a_scale": "*fp32", "b": "*i8", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
+    types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": out}).items()}
+    types |= dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
+    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": 8}
+    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True} | flags | blocks
+    compiled = compile_for(
+        chip, _int8_linear_kernel, types, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
+    )
+    assembly = compiled.asm["amdgcn" if chip == "gfx942" else "ptx"]
+    assert re.search(instruction, assembly), f"no INT8 tensor-core instruction for {tile}"
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK.get(chip, 32), tile
+    assert compiled.metadata.shared <= {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}.get(chip, 99) * 1024
+
+
+@pytest.mark.parametrize("columns", [768, 8192])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_quantize(chip, columns, tmp_path):
+    types = {"x_ptr": "*fp16", "scale_ptr": "*fp32", "q_ptr": "*i8", "C": "i32", "P": "i32", "stride_xm": "i32"}
+    block = 1 << (columns - 1).bit_length()
+    static = compile_for(chip, _quantize_kernel, types, {"BLOCK_C": min(block, 2048)}, num_warps=4)
+    del types["P"]
+    dynamic = compile_for(chip, _dynamic_quantize_kernel, types, {"BLOCK_C": block, "MIN_SCALE": 2.0**-60}, num_warps=8)
+    for compiled in (static, dynamic):
+        assert stack_bytes(compiled, tmp_path) == 0
+
+
+def test_a_spill_would_be_seen(tmp_path):
+    """The measuring stick itself: a tile too large for its warps must show a stack frame."""
+    types = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
+    pointers = (
+        ("a_ptr", "b_ptr"),
+        ("a_scale_ptr", "b_scale_ptr", "out_scale_ptr"),
+        ("bias_ptr", "residual_ptr", "out_ptr"),
+    )
+    for names, kind in zip(pointers, ("*i8", "*fp32", "*fp16"), strict=True):
+        types |= dict.fromkeys(names, kind)
+    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
+    constants |= {"GROUP_M": 8} | EPILOGUES["residual"]
+    compiled = compile_for("sm_80", _int8_linear_kernel, types, constants, num_warps=4, num_stages=2)
+    assert stack_bytes(compiled, tmp_path) > 0
+
+
+@pytest.mark.parametrize("m", [1, 197, 1576, 50432])
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_tiles_fill_the_chip(m, capability):
+    tile = choose_tile(m, 768, 768, capability, MULTIPROCESSORS)
+    assert tile.block_k <= 768
+    if m == 50432:
+        assert tile.block_m == 128
