@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qframework.errors import CalibrationError
-from qframework.quantizer.observers import StaticObserver
+from qframework.quantizer.static_observer import StaticObserver
 
 Batch = Any
 Forward = Callable[[GraphModule, Batch], object]

@@ -15,7 +15,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 import qframework
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
-from qframework.quantizer.observers import StaticObserver
+from qframework.quantizer.static_observer import StaticObserver
 
 X = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
 

@@ -252,6 +252,11 @@ def test_weight_is_stored_as_the_numerics_say(x):
     assert "weight" not in state
 
 
+def test_float_weights_are_freed_inside_modules_too(net, x):
+    state = quantized(net, QFrameworkQuantizer().set_global(static_int8()), x).state_dict()
+    assert [value.dtype for value in state.values() if value.dim() == 2] == [torch.int8] * 11
+
+
 def test_zero_weight_and_zero_activation_give_the_bias():
     model = nn.Linear(4, 3)
     nn.init.zeros_(model.weight)

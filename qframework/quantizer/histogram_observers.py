@@ -1,0 +1,152 @@
+"""Observers of one histogram of magnitudes: percentile, mean squared error, entropy."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchao.quantization.pt2e.observer import ObserverBase
+
+from qframework.numerics import MIN_SCALE, QMAX
+from qframework.quantizer.static_observer import StaticObserver
+
+
+class MagnitudeHistogram(StaticObserver, ObserverBase):
+    """Counts of ``|x|`` in equal bins over ``[0, limit]``, in int64.
+
+    ``limit`` starts at the first batch's maximum and doubles when a value exceeds it: pairs of bins then merge, so that
+    earlier counts stay exact and at least half of the bins stay in use.
+    """
+
+    counts: Tensor  # (bins,) int64
+    limit: Tensor  # () float64, 0 before the first batch
+    amax: Tensor  # () float32, largest magnitude seen
+    held_nonfinite: Tensor  # () bool
+
+    def __init__(self, layer: str, bins: int, **_: Any) -> None:
+        super().__init__(dtype=torch.int8)
+        self.layer, self.bins = layer, bins
+        self.register_buffer("counts", torch.zeros(bins, dtype=torch.int64))
+        self.register_buffer("limit", torch.tensor(0.0, dtype=torch.float64))
+        self.register_buffer("amax", torch.tensor(0.0))
+        self.register_buffer("held_nonfinite", torch.tensor(False))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Count the magnitudes of ``x`` (any shape and float dtype) and return ``x``."""
+        if x.numel() == 0:
+            return x
+        magnitude = x.detach().abs().float()
+        amax = magnitude.amax()
+        if not bool(torch.isfinite(amax)):
+            self.held_nonfinite.fill_(True)
+            return x
+        self._grow(amax)
+        width = float(self.limit) / self.bins
+        index = (magnitude / width).to(torch.int64).clamp_(max=self.bins - 1)
+        self.counts += torch.bincount(index.flatten(), minlength=self.bins)
+        return x
+
+    def _grow(self, amax: Tensor) -> None:
+        self.amax.copy_(torch.maximum(self.amax, amax))
+        if float(self.limit) == 0:
+            self.limit.copy_(amax.clamp(min=MIN_SCALE * QMAX))
+        while float(self.limit) < float(amax):
+            pairs = self.counts.reshape(-1, 2).sum(1)
+            self.counts.zero_()[: pairs.numel()] = pairs
+            self.limit.mul_(2)
+
+    def nonfinite(self) -> Tensor:
+        return self.held_nonfinite
+
+    def threshold(self) -> Tensor | None:
+        if not bool(self.counts.any()):
+            return None
+        counts = self.counts.cpu().double()
+        threshold = self.search(counts, float(self.limit) / self.bins)
+        return self.amax.new_tensor(threshold).minimum(self.amax)
+
+    @abstractmethod
+    def search(self, counts: Tensor, width: float) -> float:
+        """Threshold from ``counts (bins,)`` float64 on the CPU of bins ``width`` wide."""
+
+
+class PercentileObserver(MagnitudeHistogram):
+    """Magnitude below which ``percentile`` percent of all observed values lie, interpolated within a bin."""
+
+    def __init__(self, layer: str, percentile: float = 99.99, bins: int = 16384, **kwargs: Any) -> None:
+        super().__init__(layer, bins, **kwargs)
+        self.percentile = percentile
+
+    def search(self, counts: Tensor, width: float) -> float:
+        below = counts.cumsum(0)
+        wanted = self.percentile / 100 * float(below[-1])
+        bin_ = int(torch.searchsorted(below, wanted).clamp(max=self.bins - 1))
+        inside = float(counts[bin_])
+        missing = wanted - (float(below[bin_]) - inside)
+        return (bin_ + (missing / inside if inside else 1.0)) * width
+
+
+class MSEObserver(MagnitudeHistogram):
+    """Threshold of least mean squared error of quantize then dequantize, clipping included.
+
+    Candidates are 16 to an octave below the largest magnitude, down to a quantization step one bin wide: steps narrower
+    than that cannot be told apart by the histogram. The error curve is flat at its minimum, so a finer search gains
+    less than a percent of error.
+    """
+
+    def __init__(self, layer: str, bins: int = 8192, **kwargs: Any) -> None:
+        super().__init__(layer, bins, **kwargs)
+
+    def search(self, counts: Tensor, width: float) -> float:
+        used = counts.nonzero().flatten()
+        # four points stand for the values of a bin: its middle alone resonates with steps of a few bins
+        points = ((used.unsqueeze(1) + (torch.arange(4, dtype=torch.float64) + 0.5) / 4) * width).flatten()
+        weights = counts[used].repeat_interleave(4)
+        amax = float(self.amax)
+        candidates = [amax * 2 ** (-k / 16) for k in range(16 * 20)]
+        candidates = [c for c in candidates if c >= QMAX * width] or [amax]
+        errors = torch.stack([_squared_error(points, weights, c) for c in candidates])
+        return candidates[int(errors.argmin())]
+
+
+def _squared_error(points: Tensor, weights: Tensor, threshold: float) -> Tensor:
+    scale = max(threshold / QMAX, MIN_SCALE)
+    rounded = torch.round(points / scale).clamp(max=QMAX) * scale
+    return torch.dot((points - rounded).square(), weights)
+
+
+class EntropyObserver(MagnitudeHistogram):
+    """Threshold of least Kullback-Leibler divergence KL(P || Q).
+
+    P is the histogram up to the threshold with everything above added to its last bin. Q is the histogram up to the
+    threshold on the 128 levels of ``|q|``: the mass of a level spreads evenly over the level's bins that P uses.
+    """
+
+    def __init__(self, layer: str, bins: int = 2048, **kwargs: Any) -> None:
+        super().__init__(layer, bins, **kwargs)
+
+    def search(self, counts: Tensor, width: float) -> float:
+        top = int(counts.nonzero().max()) + 1
+        candidates = [*range(QMAX + 1, top, max(1, top // 256)), top]
+        divergences = torch.stack([_divergence(counts, n) for n in candidates])
+        return candidates[int(divergences.argmin())] * width
+
+
+def _divergence(counts: Tensor, n: int) -> Tensor:
+    """KL(P || Q) for a threshold at the upper end of bin ``n - 1``; infinite where Q misses a value of P."""
+    inside = counts[:n]
+    p = inside.clone()
+    p[-1] += counts[n:].sum()
+    level = torch.round((torch.arange(n, dtype=torch.float64) + 0.5) * (QMAX / n)).long()
+    used = (p > 0).double()
+    mass = torch.zeros(QMAX + 1, dtype=torch.float64).scatter_add_(0, level, inside)
+    members = torch.zeros(QMAX + 1, dtype=torch.float64).scatter_add_(0, level, used)
+    q = used * (mass / members.clamp(min=1))[level]
+    if not bool(inside.any()):
+        return torch.tensor(float("inf"), dtype=torch.float64)
+    p, q = p / p.sum(), q / q.sum()
+    keep = p > 0
+    return (p[keep] * (p[keep] / q[keep]).log()).sum()
