@@ -97,7 +97,7 @@ def load(path: str | os.PathLike[str]) -> GraphModule:
         import torchao.quantization.pt2e.quantize_pt2e  # noqa: F401
 
         try:
-            return _load_program(file).module()  # type: ignore[return-value]
+            return _load_program(file).module()
         except _DAMAGE as error:
             versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
             raise FileFormatError(
@@ -177,6 +177,9 @@ def _checked_metadata(file: BinaryIO, path: Path) -> dict[str, Any]:
     """The metadata of a file that is whole, ours, of a known format and free of code to execute."""
     try:
         with zipfile.ZipFile(file) as archive:
+            # A cut-off archive can end in another one that it holds: PyTorch nests them.
+            if archive.infolist() and archive.infolist()[0].header_offset != 0:
+                raise FileFormatError(f"{path} is damaged: the end of the archive is missing")
             damaged = archive.testzip()
             if damaged is not None:
                 raise FileFormatError(f"{path} is damaged: the checksum of its member {damaged!r} is wrong")

@@ -27,7 +27,6 @@ class Classifier:
 
     name: str
     model: nn.Module
-    input_size: tuple[int, int, int]
     data_config: dict[str, Any]
 
     def describe(self) -> dict[str, Any]:
@@ -39,6 +38,7 @@ def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bo
     """A timm model by name, or the digits ViT, which is trained when ``checkpoint`` does not hold it yet.
 
     Args:
+        name: ``"digits"`` or a name of ``timm.list_models()``.
         checkpoint: weights of a timm model as ``timm.create_model(checkpoint_path=...)`` reads them; for the digits
             where the trained model is kept (default ``build/digits_vit.safetensors``).
         pretrained: download timm's weights; the only thing here that needs a network. With neither, they are random.
@@ -49,10 +49,9 @@ def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bo
     """
     if name == DIGITS:
         model = digits_vit.load_or_train(checkpoint or Path("build", "digits_vit.safetensors"))
-        return Classifier(DIGITS, model, (1, digits.IMAGE_SIZE, digits.IMAGE_SIZE), {})
+        return Classifier(DIGITS, model, {})
     model = _timm_model(name, checkpoint, pretrained)
-    data_config = _data_config(model)
-    return Classifier(name, model, data_config["input_size"], data_config)
+    return Classifier(name, model, _data_config(model))
 
 
 def _timm_model(name: str, checkpoint: Path | None, pretrained: bool) -> nn.Module:
@@ -60,8 +59,8 @@ def _timm_model(name: str, checkpoint: Path | None, pretrained: bool) -> nn.Modu
 
     if not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models())
-        hint = f"; did you mean {', '.join(close)}?" if close else ""
-        raise QFrameworkError(f"model {name!r} is unknown{hint} Accepted: 'digits' or a name of timm.list_models()")
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise QFrameworkError(f"model {name!r} is unknown; {hint}accepted: 'digits' or a name of timm.list_models()")
     if checkpoint is not None and not checkpoint.is_file():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     try:
@@ -80,16 +79,17 @@ def images_for(description: Mapping[str, Any], data: str, *, batch_size: int, ca
     """Batches of ``(images, labels)`` for a ``Classifier.describe()``, to evaluate or, shuffled, to calibrate with.
 
     Args:
+        description: of the classifier the images are for.
         data: ``"digits"``, or a directory with one folder of images per class, in the order of the model's classes.
+        batch_size: images in a batch; the last one may be smaller.
+        calibration: images to calibrate with: of the digits, training images; of a folder, in shuffled order.
 
     Raises:
         QFrameworkError: ``data`` is neither, holds no image, or does not fit the model.
     """
     if data == DIGITS or description["model"] == DIGITS:
         if data != description["model"]:
-            raise QFrameworkError(
-                f"data {data!r} does not fit model {description['model']!r}: the digits fit each other"
-            )
+            raise QFrameworkError(f"data {data!r} does not fit model {description['model']!r}; digits go with digits")
         sets = digits.load_digits()
         return digits.loader(sets.calibration if calibration else sets.held_out, batch_size)
     return _image_folder(Path(data), description["data_config"], batch_size, shuffle=calibration)
@@ -109,3 +109,11 @@ def _image_folder(root: Path, data_config: Mapping[str, Any], batch_size: int, s
         raise QFrameworkError(f"data {str(root)!r} does not hold one folder of images per class: {error}") from error
     # Shuffled by a fixed seed: calibration sees all classes, and the same images every time.
     return DataLoader(images, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
+
+
+def input_size(description: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Channels, height and width of the images of a ``Classifier.describe()``."""
+    if description["model"] == DIGITS:
+        return 1, digits.IMAGE_SIZE, digits.IMAGE_SIZE
+    channels, height, width = description["data_config"]["input_size"]
+    return channels, height, width

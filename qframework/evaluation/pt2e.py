@@ -33,10 +33,12 @@ def quantize_model(
     """Quantize ``model``, which must be in eval mode and on the device of ``images``.
 
     Args:
+        model: a classifier of images.
         images: an example ``(B, C, H, W)`` with B of at least 2, since PyTorch takes a batch of 1 for a constant.
         quantizer: says what is quantized and how.
         calibration: batches of images or of ``(images, labels)``; None where every activation is dynamic.
         batches: use only so many of them.
+        show_progress: draw a progress bar while calibrating.
 
     Raises:
         UnsupportedError: no kernel can do what the quantizer asks for.
@@ -48,4 +50,4 @@ def quantize_model(
     prepared = prepare_pt2e(program.module(), quantizer)
     if calibration is not None:
         calibrate(prepared, calibration, batches=batches, device=images.device, progress=show_progress)
-    return QuantizedModel(program.module(), convert_pt2e(prepared))  # type: ignore[arg-type]
+    return QuantizedModel(program.module(), convert_pt2e(prepared))

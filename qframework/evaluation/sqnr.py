@@ -23,6 +23,7 @@ def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs
     Args:
         float_exported: ``torch.export.export(...).module()``, before ``prepare_pt2e``.
         converted: what ``convert_pt2e`` made of it.
+        inputs: the model's input, a batch of real images.
 
     Raises:
         QFrameworkError: the two graphs do not hold the same linears.

@@ -1,0 +1,127 @@
+"""Training is seeded, and only a checkpoint of exactly this configuration is trusted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from qframework.evaluation import digits, digits_vit
+from qframework.evaluation.accuracy import top1
+
+TINY = digits_vit.TrainingConfig(embed_dim=12, depth=1, epochs=1, batch_size=256)
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_training_learns() -> None:
+    """Far above the 10 % of guessing, after seconds; the whole training is judged by the demo's test."""
+    config = digits_vit.TrainingConfig(embed_dim=48, depth=1, epochs=10, learning_rate=3e-3)
+    model = digits_vit.train(config, show_progress=False)
+    assert not model.training
+    assert top1(model, digits.loader(digits.load_digits().held_out)) > 60
+
+
+def test_the_seed_decides_the_weights() -> None:
+    torch.manual_seed(1)
+    first = digits_vit.train(TINY, show_progress=False)
+    torch.manual_seed(2)
+    assert same_weights(first, digits_vit.train(TINY, show_progress=False))
+    assert not same_weights(first, digits_vit.train(replace(TINY, seed=1), show_progress=False))
+
+
+def test_training_leaves_the_global_generator_alone() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    digits_vit.train(TINY, show_progress=False)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_shift_moves_whole_images_by_at_most_a_pixel() -> None:
+    images = torch.full((200, 1, 8, 8), -1.0)
+    images[:, 0, 4, 4] = 1.0
+    shifted = digits_vit.shift_by_a_pixel(images)
+    assert shifted.shape == images.shape
+    _, _, rows, columns = torch.nonzero(shifted == 1.0, as_tuple=True)
+    assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {(r, c) for r in (3, 4, 5) for c in (3, 4, 5)}
+    assert len(rows) == 200
+
+
+def test_shift_moves_background_in() -> None:
+    shifted = digits_vit.shift_by_a_pixel(torch.ones(200, 1, 8, 8))
+    lost = (shifted == -1).sum(dim=(1, 2, 3))
+    # nothing, one row or column of 8, or both, which share a pixel
+    assert set(lost.tolist()) == {0, 8, 15}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    path = tmp_path / "build" / "vit.safetensors"
+    digits_vit.load_or_train(path, TINY, show_progress=False)
+    return path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[digits_vit.TrainingConfig]:
+    """The configurations trained from here on."""
+    calls: list[digits_vit.TrainingConfig] = []
+    original = digits_vit.train
+
+    def train(config: digits_vit.TrainingConfig, **kwargs: bool) -> torch.nn.Module:
+        calls.append(config)
+        return original(config, **kwargs)
+
+    monkeypatch.setattr(digits_vit, "train", train)
+    return calls
+
+
+def test_the_checkpoint_is_used(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+    model = digits_vit.load_or_train(checkpoint, TINY)
+    assert not trained
+    assert not model.training
+    assert same_weights(model, digits_vit.train(TINY, show_progress=False))
+
+
+def test_another_configuration_is_trained_again(
+    checkpoint: Path, trained: list[digits_vit.TrainingConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(TINY, learning_rate=1e-4)
+    with caplog.at_level(logging.WARNING):
+        digits_vit.load_or_train(checkpoint, other, show_progress=False)
+    assert trained == [other]
+    assert "0.0001" in caplog.text
+    digits_vit.load_or_train(checkpoint, other)
+    assert trained == [other]  # the new checkpoint replaced the old one
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1
+    path.write_bytes(data)
+
+
+def strip_metadata(path: Path) -> None:
+    save_file(load_file(path), path)
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit, strip_metadata, lambda path: path.write_bytes(b"")])
+def test_a_damaged_checkpoint_is_trained_again(
+    damage, checkpoint: Path, trained: list[digits_vit.TrainingConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(checkpoint)
+    with caplog.at_level(logging.WARNING):
+        model = digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
+    assert trained == [TINY]
+    assert str(checkpoint) in caplog.text
+    assert same_weights(model, digits_vit.train(TINY, show_progress=False))
