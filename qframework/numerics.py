@@ -80,6 +80,6 @@ def quantize_weight(weight: Tensor, granularity: WeightGranularity = "per_channe
 
 def sqnr_db(reference: Tensor, value: Tensor) -> float:
     """Signal to quantization-noise ratio in dB, computed in float64; inf where they are equal."""
-    reference, value = reference.double(), value.double()
+    reference, value = reference.detach().double(), value.detach().double()
     noise = (reference - value).square().sum()
     return float("inf") if noise == 0 else float(10 * torch.log10(reference.square().sum() / noise))

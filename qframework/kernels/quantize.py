@@ -12,6 +12,9 @@ that Inductor fuses them into the LayerNorm, GELU or addition before them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -242,7 +245,7 @@ def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return torch.ops.qframework.dequantize(q, scale, dtype)
 
 
-DECOMPOSITIONS = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     torch.ops.qframework.quantize.default: quantize_ref,
     torch.ops.qframework.dynamic_quantize.default: dynamic_quantize_ref,
     torch.ops.qframework.dequantize.default: dequantize_ref,

@@ -1,0 +1,59 @@
+"""Small models and the PT2E steps that bring them to the backend."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+from qframework.backend.report import LayerReport
+from qframework.quantizer import LinearConfig, QFrameworkQuantizer, calibrate, static_int8
+
+
+class Block(nn.Module):
+    """LayerNorm -> linear -> activation -> dropout -> linear -> dropout -> residual sum, as in a transformer."""
+
+    def __init__(self, activation: nn.Module | None = None, dim: int = 32) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.fc1 = nn.Linear(dim, 2 * dim)
+        self.act = activation or nn.GELU()
+        self.drop = nn.Dropout(0.1)
+        self.fc2 = nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.fc2(self.drop(self.act(self.fc1(self.norm(x))))))
+
+
+def example(dim: int = 32) -> Tensor:
+    return torch.randn(2, 7, dim)
+
+
+def exported(model: nn.Module, x: Tensor) -> GraphModule:
+    batch = torch.export.Dim("batch", min=1, max=512)
+    return torch.export.export(model.eval(), (x,), dynamic_shapes=({0: batch},)).module()
+
+
+def converted(model: nn.Module, x: Tensor, config: LinearConfig | None = None, **rules: None) -> GraphModule:
+    quantizer = QFrameworkQuantizer().set_global(config or static_int8())
+    for name, rule in rules.items():
+        quantizer.set_module_name(name, rule)
+    prepared = prepare_pt2e(exported(model, x), quantizer)
+    calibrate(prepared, [x], progress=False)
+    return convert_pt2e(prepared)
+
+
+def lowered(gm: GraphModule, **options: str) -> tuple[GraphModule, list[LayerReport]]:
+    reports, _ = lower(gm, (), BackendOptions(**options))
+    return gm, reports
+
+
+def targets(gm: GraphModule) -> list[object]:
+    return [node.target for node in gm.graph.nodes if node.op == "call_function"]
+
+
+def count(gm: GraphModule, target: object) -> int:
+    return targets(gm).count(target)

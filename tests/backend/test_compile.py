@@ -1,0 +1,127 @@
+"""The whole backend, Inductor included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, converted, example
+from torch import nn
+from torch._dynamo.utils import counters
+
+import qframework
+from qframework import numerics
+from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
+
+pytestmark = pytest.mark.usefixtures("fresh_dynamo")
+
+
+def profiled_calls(run, name):
+    """How often an operator runs in one call of a function that is compiled already."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        run()
+    return sum(event.count for event in profile.key_averages() if event.key == name)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [static_int8(), static_int8(activation="per_token"), dynamic_int8(), qattn_paper()],
+    ids=["static", "static per token", "dynamic", "paper"],
+)
+def test_converted_model(config):
+    x = example()
+    gm = converted(Block(), x, config)
+    compiled = torch.compile(gm, backend="qframework", fullgraph=True)
+    with torch.no_grad():
+        reference, y = gm(x), compiled(x)
+        assert numerics.sqnr_db(reference, y) > 60
+        assert profiled_calls(lambda: compiled(x), "qframework::int8_linear") == 2
+        assert profiled_calls(lambda: compiled(x), "aten::addmm") == 0
+
+
+def test_float_model_with_and_without_gradients():
+    model, x = Block().eval(), example()
+    compiled = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"}, fullgraph=True)
+    y = compiled(x)  # parameters require gradients, and grad mode is on
+    assert not y.requires_grad
+    assert numerics.sqnr_db(model(x), y) > 30
+    assert profiled_calls(lambda: compiled(x), "qframework::int8_linear") == 2
+
+
+def test_a_plain_float_model_is_inductors_and_trains():
+    model, x = Block().eval(), example()
+    y = torch.compile(model, backend="qframework")(x)
+    torch.testing.assert_close(y, model(x))
+    y.sum().backward()
+    assert model.fc1.weight.grad is not None
+
+
+def test_batch_sizes_share_a_compilation():
+    x = example()
+    gm = converted(Block(), x)
+    counters.clear()
+    compiled = torch.compile(gm, backend="qframework")
+    with torch.no_grad():
+        for batch in (2, 3, 5, 8):
+            other = torch.randn(batch, 7, 32)
+            assert numerics.sqnr_db(gm(other), compiled(other)) > 60
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+
+
+def test_unknown_option_reaches_the_user():
+    with pytest.raises(Exception, match="option 'linaer' is unknown"):
+        torch.compile(nn.Linear(4, 4), backend="qframework", options={"linaer": "off"})(torch.randn(2, 4))
+
+
+def test_inductor_options_reach_inductor(monkeypatch):
+    from torch._inductor import compile_fx
+
+    seen = {}
+    original = compile_fx.compile_fx
+
+    def spy(gm, inputs, **kwargs):
+        seen.update(kwargs.get("config_patches") or {})
+        return original(gm, inputs, **kwargs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", spy)
+    model = nn.Linear(4, 4).eval()
+    options = {"linear": "int8_dynamic", "epilogue_fusion": False}
+    with torch.no_grad():
+        torch.compile(model, backend="qframework", options=options)(torch.randn(2, 4))
+    assert seen == {"epilogue_fusion": False}
+
+
+class TestExplain:
+    def test_compiled_converted_model(self):
+        x = example()
+        gm = converted(Block(), x, fc2=None)
+        report = qframework.explain(torch.compile(gm, backend="qframework"), x)
+        assert (report.lowered, report.total) == (1, 2)
+        assert [layer.name for layer in report.layers] == ["fc1", "fc2"]
+        assert "1 of 2 linear layers lowered" in str(report)
+        assert "not quantized" in report.layers[1].reason
+
+    def test_the_model_is_left_as_it_was(self):
+        x = example()
+        gm = converted(Block(), x)
+        nodes = len(gm.graph.nodes)
+        qframework.explain(gm, x)
+        assert len(gm.graph.nodes) == nodes
+
+    def test_compiled_float_model_keeps_its_options(self):
+        model, x = nn.Sequential(Block(), Block()).eval(), example()
+        options = {"linear": "int8_dynamic"}
+        report = qframework.explain(torch.compile(model, backend="qframework", options=options), x)
+        assert [layer.name for layer in report.layers] == ["0.fc1", "0.fc2", "1.fc1", "1.fc2"]
+        assert report.lowered == 4
+
+    def test_float_model(self):
+        report = qframework.explain(Block().eval(), (example(),))
+        assert (report.lowered, report.total) == (0, 2)
+
+    def test_keyword_inputs(self):
+        assert qframework.explain(Block().eval(), {"x": example()}).total == 2
+
+    def test_another_backend_is_refused(self):
+        with pytest.raises(qframework.errors.QFrameworkError, match="accepted: backend='qframework'"):
+            qframework.explain(torch.compile(Block(), backend="eager"), example())

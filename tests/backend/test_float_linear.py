@@ -1,0 +1,124 @@
+"""options={"linear": "int8_dynamic"}: float models quantized while they are compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, example
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from qframework import numerics
+from qframework.backend.compile import fallbacks, lower
+from qframework.backend.options import BackendOptions
+
+DYNAMIC = BackendOptions(linear="int8_dynamic")
+
+
+def eager_backend(record=None):
+    """The lowering without Inductor: what it makes of the graph runs in eager mode."""
+
+    def backend(gm, example_inputs):
+        reports, weights = lower(gm, example_inputs, DYNAMIC)
+        if record is not None:
+            record.extend(reports)
+        return weights.follow(gm.forward)
+
+    return backend
+
+
+@pytest.fixture
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_grad")
+class TestLowering:
+    def test_every_linear_is_quantized(self):
+        model, x, reports = Block().eval(), example(), []
+        y = torch.compile(model, backend=eager_backend(reports), fullgraph=True)(x)
+        assert [(r.name, r.lowered) for r in reports] == [("fc1", True), ("fc2", True)]
+        assert numerics.sqnr_db(model(x), y) > 30
+
+    def test_result_is_that_of_the_formula(self):
+        layer, x = nn.Linear(32, 16).eval(), example()
+        y = torch.compile(layer, backend=eager_backend())(x)
+        scale = x.abs().amax(-1, keepdim=True) / 127
+        w_scale = layer.weight.abs().amax(1, keepdim=True) / 127
+        a, b = torch.round(x / scale), torch.round(layer.weight / w_scale)
+        exact = (a.double() * scale) @ (b.double() * w_scale).t() + layer.bias
+        torch.testing.assert_close(y.double(), exact, rtol=1e-5, atol=1e-5)
+
+    def test_follows_changed_weights(self):
+        model, x = Block().eval(), example()
+        compiled = torch.compile(model, backend=eager_backend())
+        compiled(x)
+        model.load_state_dict(Block().state_dict())
+        assert numerics.sqnr_db(model(x), compiled(x)) > 30
+        model.fc1.weight.mul_(-3)
+        assert numerics.sqnr_db(model(x), compiled(x)) > 30
+
+    def test_tied_weights_are_quantized_once(self):
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)).eval()
+        model[2].weight = model[0].weight
+        graphs = []
+
+        def backend(gm, example_inputs):
+            _, weights = lower(gm, example_inputs, DYNAMIC)
+            graphs.append(gm)
+            return weights.follow(gm.forward)
+
+        x = example()
+        y = torch.compile(model, backend=backend)(x)
+        assert sum(name.startswith("_qframework_weight_scale") for name, _ in graphs[0].named_buffers()) == 1
+        assert numerics.sqnr_db(model(x), y) > 30
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision(self, dtype):
+        model, x = Block().eval().to(dtype), example().to(dtype)
+        y = torch.compile(model, backend=eager_backend())(x)
+        assert y.dtype == dtype
+        assert numerics.sqnr_db(model(x), y) > 30
+
+    def test_autocast(self):
+        model, x = Block().eval(), example()
+
+        def run(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return model(x)
+
+        y = torch.compile(run, backend=eager_backend(), fullgraph=True)(x)
+        assert y.dtype == run(x).dtype
+        assert numerics.sqnr_db(model(x), y) > 30
+
+    def test_a_weight_that_is_an_input_stays_in_float(self, caplog):
+        reports = []
+        x, w = example(), torch.randn(8, 32)
+        before = sum(fallbacks.values())
+        y = torch.compile(lambda x, w: F.linear(x, w), backend=eager_backend(reports))(x, w)
+        assert torch.equal(y, F.linear(x, w))
+        assert "computed in the graph or passed in" in reports[0].reason
+        assert sum(fallbacks.values()) == before + 1
+        assert "stays in float" in caplog.text
+
+    def test_one_compilation_serves_every_batch_size(self):
+        counter = CompileCounterWithBackend("eager")
+        counter.backend = eager_backend()
+        compiled = torch.compile(Block().eval(), backend=lambda gm, ex: (counter(gm, ex), eager_backend()(gm, ex))[1])
+        for batch in (4, 5, 6, 7, 8):
+            compiled(torch.randn(batch, 7, 32))
+        assert counter.frame_count == 2  # the first size, then any size
+
+    def test_training_mode_dropout_stays(self):
+        model, x = Block().train(), example()
+        graphs = []
+
+        def backend(gm, example_inputs):
+            lower(gm, example_inputs, DYNAMIC)
+            graphs.append(gm)
+            return gm.forward
+
+        torch.compile(model, backend=backend)(x)
+        assert sum(node.target is F.dropout for node in graphs[0].graph.nodes) == 2

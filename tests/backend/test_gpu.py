@@ -1,0 +1,122 @@
+"""The backend on a GPU: the CPU's results, right CUDA graphs, every linear lowered."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, converted, example
+from torch import nn
+
+import qframework
+from qframework import numerics
+from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
+CONFIGS = {
+    "static": static_int8(),
+    "static per token": static_int8(activation="per_token"),
+    "dynamic": dynamic_int8(),
+    "paper": qattn_paper(),
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad():
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_same_result_as_on_the_cpu(name):
+    x = example()
+    gm = converted(nn.Sequential(Block(), Block()), x, CONFIGS[name])
+    on_cpu = torch.compile(gm, backend="qframework")(x)
+    torch._dynamo.reset()
+    on_gpu = torch.compile(gm.cuda(), backend="qframework")(x.cuda()).cpu()
+    # The same int8 values but for a few next to a tie, where float32 sums in another order round the other way.
+    assert numerics.sqnr_db(on_cpu, on_gpu) > 50
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    model, x = Block().to("cuda", dtype), example().to("cuda", dtype)
+    gm = converted(model, x)
+    y = torch.compile(gm, backend="qframework", fullgraph=True)(x)
+    assert y.dtype == dtype
+    assert numerics.sqnr_db(gm(x), y) > 40
+    assert numerics.sqnr_db(model(x), y) > 25
+
+
+@pytest.mark.parametrize("source", ["converted static", "converted dynamic", "float"])
+def test_cuda_graph_replays_see_new_inputs(source):
+    model = nn.Sequential(Block(), Block()).eval().cuda().half()
+    x = example().cuda().half()
+    options = {"linear": "int8_dynamic"} if source == "float" else None
+    if source != "float":
+        model = converted(model, x, dynamic_int8() if source.endswith("dynamic") else static_int8())
+    eager = torch.compile(model, backend="qframework", options=options)
+    graphed = torch.compile(model, backend="qframework", options=options, mode="reduce-overhead")
+    for _ in range(3):  # warm up, capture, replay
+        graphed(x)
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        torch.compiler.cudagraph_mark_step_begin()
+        assert torch.equal(graphed(x).clone(), eager(x))
+
+
+def test_cuda_graphs_follow_changed_weights():
+    model, x = Block().eval().cuda().half(), example().cuda().half()
+    options = {"linear": "int8_dynamic"}
+    graphed = torch.compile(model, backend="qframework", options=options, mode="reduce-overhead")
+    for _ in range(3):
+        graphed(x)
+    model.load_state_dict(Block().state_dict())
+    torch.compiler.cudagraph_mark_step_begin()
+    assert numerics.sqnr_db(model(x), graphed(x).clone()) > 25
+
+
+def test_operators_under_capture():
+    """The operators themselves in a hand-made graph: capture, overwrite the input, replay."""
+    x = torch.randn(130, 96, device="cuda", dtype=torch.half)
+    w, w_scale = numerics.quantize_weight(torch.randn(64, 96, device="cuda"))
+
+    def run():
+        q, scale = qframework.kernels.dynamic_quantize(x)
+        return qframework.kernels.int8_linear(q, scale, w, w_scale, activation="gelu", out_dtype=torch.half)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run()
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    assert torch.equal(y, run())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [static_int8(), dynamic_int8()], ids=["static", "dynamic"])
+@pytest.mark.parametrize("name", ["vit_base_patch16_224", "vit_large_patch16_224"])
+def test_whole_vit(name, config):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(name).eval()
+    x = torch.randn(4, 3, 224, 224)
+    half = model.cuda().half()
+    gm = converted(half, x.cuda().half(), config)
+    compiled = torch.compile(gm, backend="qframework", fullgraph=True)
+    report = qframework.explain(compiled, x.cuda().half())
+    assert report.lowered == report.total == sum(isinstance(m, nn.Linear) for m in model.modules())
+    y = compiled(x.cuda().half())
+    assert numerics.sqnr_db(gm(x.cuda().half()), y) > 30
+    assert numerics.sqnr_db(half(x.cuda().half()), y) > 15
+
+
+@pytest.mark.slow
+def test_vit_on_both_devices():
+    timm = pytest.importorskip("timm")
+    model = timm.create_model("vit_base_patch16_224", depth=4).eval()
+    x = torch.randn(2, 3, 224, 224)
+    gm = converted(model, x)
+    on_cpu = gm(x)
+    on_gpu = torch.compile(gm.cuda(), backend="qframework")(x.cuda()).cpu()
+    assert numerics.sqnr_db(on_cpu, on_gpu) > 30

@@ -1,0 +1,38 @@
+"""options= and mode= of torch.compile: split between us and Inductor, unknown ones refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from qframework.backend.options import parse_options
+from qframework.errors import UnsupportedError
+
+
+def test_ours_and_inductors():
+    options = parse_options(None, {"linear": "int8_dynamic", "max-autotune": True, "triton.cudagraphs": True})
+    assert options.linear == "int8_dynamic"
+    assert options.inductor == {"max_autotune": True, "triton.cudagraphs": True}
+
+
+def test_modes_reach_inductor():
+    assert parse_options("reduce-overhead").inductor["triton.cudagraphs"] is True
+    assert parse_options("max-autotune").inductor["max_autotune"] is True
+    assert parse_options("default").inductor == parse_options().inductor == {}
+
+
+def test_an_option_wins_over_the_mode():
+    assert parse_options("reduce-overhead", {"triton.cudagraphs": False}).inductor["triton.cudagraphs"] is False
+
+
+@pytest.mark.parametrize(
+    ("mode", "options", "message"),
+    [
+        ("fast", None, "mode='fast' is unknown; known modes: default, .*reduce-overhead.*max-autotune"),
+        (None, {"linear": "int4"}, "'linear' has value 'int4'; accepted: 'off', 'int8_dynamic'"),
+        (None, {"linaer": "off"}, "option 'linaer' is unknown. Did you mean linear.*'linear': off | int8_dynamic"),
+        (None, {"max_autotun": True}, "Did you mean max_autotune"),
+    ],
+)
+def test_unknown_ones_are_refused_with_what_is_known(mode, options, message):
+    with pytest.raises(UnsupportedError, match=message):
+        parse_options(mode, options)
