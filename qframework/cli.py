@@ -213,7 +213,7 @@ def benchmark(
 ) -> None:
     """Measure images per second on random images: float eager, float compiled, static and dynamic INT8.
 
-    A saved model is measured as it is, compiled. A timm model has random weights without --checkpoint; they are as fast.
+    A saved model is measured compiled. Without --checkpoint a timm model has random weights, which are as fast.
     """
     import torch
     from rich.progress import track

@@ -214,9 +214,7 @@ def test_a_flipped_bit_in_any_member_is_found(saved: Path) -> None:
             serialization.read_metadata(saved)
 
 
-def test_a_flipped_bit_anywhere_is_found_or_harmless(
-    saved: Path, converted: torch.fx.GraphModule, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flipped_bit_anywhere_is_found_or_harmless(saved: Path, converted: torch.fx.GraphModule) -> None:
     original, x = saved.read_bytes(), torch.randn(4, 5, 16)
     expected = converted(x)
     directory = original.rindex(b"PK\x05\x06")
@@ -228,10 +226,9 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(
         saved.write_bytes(damaged)
         try:
             restored = qframework.load(saved)
-        except FileFormatError as error:
-            assert "model.pt2" in str(error)
-        else:
-            assert torch.equal(restored(x), expected)
+        except FileFormatError:
+            continue
+        assert torch.equal(restored(x), expected)
 
 
 def torch_save(path: Path) -> None:
