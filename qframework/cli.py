@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -388,4 +387,4 @@ def _format(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -125,3 +125,12 @@ def test_a_damaged_checkpoint_is_trained_again(
     assert trained == [TINY]
     assert str(checkpoint) in caplog.text
     assert same_weights(model, digits_vit.train(TINY, show_progress=False))
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    factors = [digits_vit._rate_factor(step, 100, 0.1) for step in range(101)]
+    assert factors[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
+    assert factors[10:] == sorted(factors[10:], reverse=True)
+    assert factors[55] == pytest.approx(0.5)
+    assert factors[100] == pytest.approx(0.0)
+    assert [digits_vit._rate_factor(step, 1, 0.1) for step in range(2)] == [1.0, 1.0]
