@@ -13,7 +13,8 @@ from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
 from qframework.backend.graph import Constants
-from qframework.backend.lower_linear import lower_linear
+from qframework.backend.lower_linear import ScaleConstants, lower_linear
+from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport
 
@@ -28,11 +29,12 @@ def lower(
     gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions
 ) -> tuple[list[LayerReport], FloatWeights]:
     """Run every lowering pass over the graph, in place."""
-    constants, weights = Constants(gm, example_inputs), FloatWeights()
-    reports = lower_linear(gm, constants)
+    constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
+    reports = lower_linear(gm, constants, scales)
     if options.linear == "int8_dynamic":
         lowered = [report for report in reports if report.lowered]
-        reports = lowered + lower_float_linear(gm, constants, weights)
+        reports = lowered + lower_float_linear(gm, constants, scales, weights)
+    lower_quantize(gm, scales)
     gm.graph.lint()
     gm.recompile()
     _count_fallbacks(reports)

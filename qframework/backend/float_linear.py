@@ -89,9 +89,10 @@ class FloatWeights:
         return run
 
 
-def lower_float_linear(gm: GraphModule, constants: Constants, weights: FloatWeights) -> list[LayerReport]:
+def lower_float_linear(
+    gm: GraphModule, constants: Constants, scales: ScaleConstants, weights: FloatWeights
+) -> list[LayerReport]:
     """Replace every linear layer whose weight is a float parameter, in place; report on every linear layer."""
-    scales = ScaleConstants(gm)
     reports = []
     for node in list(gm.graph.nodes):
         call = linear_call(node)

@@ -68,9 +68,8 @@ class _Refused(Exception):
     """A layer no kernel can take; the message is the reason."""
 
 
-def lower_linear(gm: GraphModule, constants: Constants) -> list[LayerReport]:
+def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> list[LayerReport]:
     """Replace every linear layer that stands between dequantize nodes, in place; report on every linear layer."""
-    scales = ScaleConstants(gm)
     reports = []
     for node in list(gm.graph.nodes):
         call = linear_call(node)
@@ -162,7 +161,7 @@ def find_epilogue(linear: Node) -> Epilogue:
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
             epilogue.end, epilogue.residual = user, residual
-        elif (scale := _static_quantize_scale(user, epilogue.end)) is not None:
+        elif (scale := static_quantize_scale(user, epilogue.end)) is not None:
             epilogue.end, epilogue.out_scale = user, scale
             break
         else:
@@ -170,7 +169,7 @@ def find_epilogue(linear: Node) -> Epilogue:
     return epilogue
 
 
-def _static_quantize_scale(node: Node, value: Node) -> float | Node | None:
+def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
     """The scale of a static symmetric quantize node of ``value``, None for any other node."""
     if node.target is _ours.quantize.default and node.args[0] is value:
         return node.args[1]  # type: ignore[return-value]

@@ -12,6 +12,7 @@ Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel or ``torch._
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal, NamedTuple, get_args
 
@@ -211,6 +212,7 @@ def choose_tile(
     return tile if k > 64 else tile._replace(block_k=64)
 
 
+@functools.lru_cache(4096)
 def _tile_for(device: torch.device, m: int, n: int, k: int, activation: bool, residual: bool) -> Tile:
     if device.type != "cuda":  # interpreted: any tile is right, a small one shows masks and loops at work
         return Tile(32, 32, 32, 4, 1)

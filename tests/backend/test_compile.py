@@ -38,6 +38,16 @@ def test_converted_model(config):
         assert profiled_calls(lambda: compiled(x), "aten::addmm") == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision(dtype):
+    x = example().to(dtype)
+    gm = converted(Block().to(dtype), x)
+    with torch.no_grad():
+        y = torch.compile(gm, backend="qframework", fullgraph=True)(x)
+        assert y.dtype == dtype
+        assert numerics.sqnr_db(gm(x), y) > 40  # LayerNorm's output is not rounded to the dtype in between
+
+
 def test_float_model_with_and_without_gradients():
     model, x = Block().eval(), example()
     compiled = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"}, fullgraph=True)

@@ -26,6 +26,26 @@ def no_grad():
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_tf32(monkeypatch):
+    """The patch embedding's convolution in float32, as on the CPU."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+
+
+def assert_as_close_to_float(reference, quantized, other):
+    """Two ways to run one quantized model: no further from float, and no further apart than quantization itself.
+
+    A value next to a tie rounds either way when float sums run in another order, and every layer multiplies that; so
+    the two drift apart, but never beyond the noise that rounding to int8 makes anyway.
+    """
+    noise, other_noise = numerics.sqnr_db(reference, quantized), numerics.sqnr_db(reference, other)
+    apart = numerics.sqnr_db(quantized, other)
+    print(f"SQNR against float {noise:.1f} dB and {other_noise:.1f} dB, between the two {apart:.1f} dB")
+    assert other_noise > noise - 1
+    assert apart > noise
+    assert noise > 15
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_same_result_as_on_the_cpu(name):
     x = example()
@@ -106,9 +126,8 @@ def test_whole_vit(name, config):
     compiled = torch.compile(gm, backend="qframework", fullgraph=True)
     report = qframework.explain(compiled, x.cuda().half())
     assert report.lowered == report.total == sum(isinstance(m, nn.Linear) for m in model.modules())
-    y = compiled(x.cuda().half())
-    assert numerics.sqnr_db(gm(x.cuda().half()), y) > 30
-    assert numerics.sqnr_db(half(x.cuda().half()), y) > 15
+    images = x.cuda().half()
+    assert_as_close_to_float(half(images), gm(images), compiled(images))
 
 
 @pytest.mark.slow
@@ -116,7 +135,8 @@ def test_vit_on_both_devices():
     timm = pytest.importorskip("timm")
     model = timm.create_model("vit_base_patch16_224", depth=4).eval()
     x = torch.randn(2, 3, 224, 224)
+    reference = model(x)
     gm = converted(model, x)
     on_cpu = gm(x)
     on_gpu = torch.compile(gm.cuda(), backend="qframework")(x.cuda()).cpu()
-    assert numerics.sqnr_db(on_cpu, on_gpu) > 30
+    assert_as_close_to_float(reference, on_cpu, on_gpu)

@@ -58,7 +58,7 @@ def test_static_block_has_nothing_between_its_linears():
     assert dequantizes(gm) == []
     assert count(gm, torch.ops.aten.gelu.default) == 0
     assert count(gm, torch.ops.aten.add.Tensor) == 0
-    assert count(gm, torch.ops.quantized_decomposed.quantize_per_tensor.default) == 1  # of LayerNorm's output
+    assert count(gm, torch.ops.qframework.quantize.default) == 1  # of LayerNorm's output
     first, second = (node for node in gm.graph.nodes if node.target is INT8_LINEAR)
     assert first.args[5] == "gelu"
     assert first.args[7] is not None

@@ -1,0 +1,59 @@
+"""Lower what PT2E left around float operators: static quantize and dequantize nodes.
+
+From::
+
+    x -> quantized_decomposed.quantize_per_tensor         x_int8 -> quantized_decomposed.dequantize_per_tensor
+
+To::
+
+    x -> qframework::quantize                             x_int8 -> qframework::dequantize
+
+so that one definition rounds everywhere. The compile backend decomposes both for Inductor, which fuses them into the
+LayerNorm, softmax or GELU beside them; Inductor's own form of ``quantize_per_tensor`` takes float32 alone on some
+versions.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.backend.graph import fake_value
+from qframework.backend.lower_linear import ScaleConstants, static_quantize_scale
+from qframework.numerics import FLOAT_DTYPES, QMAX
+
+_decomposed = torch.ops.quantized_decomposed
+_ours = torch.ops.qframework
+
+
+def lower_quantize(gm: GraphModule, scales: ScaleConstants) -> None:
+    """Replace every static symmetric INT8 quantize and dequantize of one scale, in place."""
+    for node in list(gm.graph.nodes):
+        if node.target is _decomposed.quantize_per_tensor.default:
+            _lower_one_quantize(gm, node, scales)
+        elif node.target is _decomposed.dequantize_per_tensor.default:
+            _lower_one_dequantize(gm, node, scales)
+
+
+def _lower_one_quantize(gm: GraphModule, node: Node, scales: ScaleConstants) -> None:
+    x = node.args[0]
+    scale = static_quantize_scale(node, x) if isinstance(x, Node) else None
+    fake = fake_value(x) if isinstance(x, Node) else None
+    if scale is not None and fake is not None and fake.dtype in FLOAT_DTYPES and fake.ndim > 0:
+        _replace(gm, node, _ours.quantize.default, (x, scales.node(scale, fake.device)))
+
+
+def _lower_one_dequantize(gm: GraphModule, node: Node, scales: ScaleConstants) -> None:
+    q, scale, zero_point, quant_min, quant_max, dtype = node.args
+    fake = fake_value(node)
+    symmetric = (zero_point, quant_min, quant_max, dtype) == (0, -QMAX, QMAX, torch.int8)
+    if symmetric and isinstance(scale, float) and fake is not None and fake.dtype in FLOAT_DTYPES:
+        _replace(gm, node, _ours.dequantize.default, (q, scales.node(scale, fake.device), fake.dtype))
+
+
+def _replace(gm: GraphModule, node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
+    with gm.graph.inserting_before(node):
+        new = gm.graph.call_function(target, args)
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    gm.graph.erase_node(node)
