@@ -8,6 +8,7 @@ Exit code 1 when INT8 loses more than 0.5 points of top-1 or takes more than 30 
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from pathlib import Path
 
@@ -27,6 +28,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.TrainingConfig()
     name = "digits_vit_smoke" if options.smoke else "digits_vit"
     model = digits_vit.load_or_train(options.build / f"{name}.safetensors", config)
