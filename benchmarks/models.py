@@ -22,6 +22,9 @@ SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 1, "img_size": 32, "num_classes": 10
 # An image whose logits are zeros, or another image's, has 0 dB or less.
 SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.0, "int8": 12.0}
 
+# The most an INT8 result may have: rounding once to 8 bits leaves about 48 dB; more means that nothing was quantized.
+SQNR_CEILING_DB = {"int8": 60.0}
+
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -50,27 +53,42 @@ def quantize_qframework(model: nn.Module, images: Tensor, preset: str) -> nn.Mod
 
 
 def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Module:
-    """The same with torchao's X86InductorQuantizer and its default configuration."""
+    """The same with torchao's X86InductorQuantizer and its default configuration, which quantizes convolutions as well.
+
+    It finds layers by ``source_fn_stack``, which torch 2.11 records only in a strict export; without it, it quantizes
+    nothing there and says nothing.
+    """
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     configuration = x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
-    return _quantize_pt2e(model, images, x86.X86InductorQuantizer().set_global(configuration))
+    return _quantize_pt2e(model, images, x86.X86InductorQuantizer().set_global(configuration), strict=True)
 
 
-def _quantize_pt2e(model: nn.Module, images: Tensor, quantizer: Any) -> nn.Module:
+def _quantize_pt2e(model: nn.Module, images: Tensor, quantizer: Any, strict: bool = False) -> nn.Module:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     from qframework.quantizer import calibrate
 
-    prepared = prepare_pt2e(torch.export.export(model, (images,)).module(), quantizer)
+    prepared = prepare_pt2e(torch.export.export(model, (images,), strict=strict).module(), quantizer)
     calibrate(prepared, [images])
-    return convert_pt2e(prepared)
+    converted = convert_pt2e(prepared)
+    require_quantized(converted)
+    return converted
+
+
+def require_quantized(converted: Any) -> None:
+    """Raise WrongResultError unless the weight of every linear of a converted graph is a dequantized one."""
+    linears = [node for node in converted.graph.nodes if node.target is torch.ops.aten.linear.default]
+    floats = [node.name for node in linears if "dequantize" not in str(node.args[1].target)]
+    if floats or not linears:
+        raise WrongResultError(f"{len(floats)} of {len(linears)} linears were left in float: {', '.join(floats[:5])}")
 
 
 def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any]:
     """The ``error``, ``sqnr_db`` and ``worst_sqnr_db`` of logits ``(batch, classes)`` against FP32's.
 
-    Raises WrongResultError where an image falls below SQNR_FLOOR_DB[precision], or holds NaN.
+    Raises WrongResultError where an image falls below SQNR_FLOOR_DB[precision] or holds NaN, and where the whole is
+    more exact than the precision can be (SQNR_CEILING_DB).
     """
     require_shape(output, reference)
     output, reference = output.double().cpu(), reference.double().cpu()
@@ -79,4 +97,7 @@ def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any
     floor = SQNR_FLOOR_DB[precision]
     if not worst >= floor:  # also NaN
         raise WrongResultError(f"worst image has an SQNR of {worst:.1f} dB, at least {floor:g} dB accepted", error)
-    return {"error": error, "sqnr_db": sqnr_db(reference, output), "worst_sqnr_db": worst}
+    overall, ceiling = sqnr_db(reference, output), SQNR_CEILING_DB.get(precision, float("inf"))
+    if overall > ceiling:
+        raise WrongResultError(f"SQNR of {overall:.1f} dB: too exact for {precision}, at most {ceiling:g} dB", error)
+    return {"error": error, "sqnr_db": overall, "worst_sqnr_db": worst}

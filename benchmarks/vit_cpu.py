@@ -85,20 +85,36 @@ PROVIDERS: dict[str, Provider] = {
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A provider that was built and whose result is right."""
+class Subject:
+    """What every provider starts from and is held against."""
 
+    model: nn.Module
+    images: Tensor  # (batch, 3, H, W) fp32
+    reference: Tensor  # (batch, classes) fp32
+
+
+@dataclass
+class Entry:
+    """One provider on its way to being timed; its record grows with every step."""
+
+    provider: Provider
     record: Record
-    fn: Callable[[], Tensor]
+    module: nn.Module
+    fn: Callable[[], Tensor] | None = None
 
 
-def get_ready(name: str, model: nn.Module, images: Tensor, reference: Tensor, identity: Record) -> Ready:
-    """Prepare, call for the first time and check; raises WrongResultError on a wrong output."""
-    provider = PROVIDERS[name]
+def quantize(entry: Entry, subject: Subject) -> Record:
+    """Replace the float model by the quantized one where the provider does so."""
     start = time.perf_counter()
-    module = provider.quantize(model, images) if provider.quantize else model
-    prepare_s = time.perf_counter() - start
-    forward: Forward = provider.compile(module) if provider.compile else module
+    if entry.provider.quantize:
+        entry.module = entry.provider.quantize(subject.model, subject.images)
+    return replace(entry.record, prepare_s=time.perf_counter() - start)
+
+
+def compile_and_check(entry: Entry, subject: Subject) -> Record:
+    """Compile, call for the first time and check; raises WrongResultError on a wrong output."""
+    provider, images = entry.provider, subject.images
+    forward: Forward = provider.compile(entry.module) if provider.compile else entry.module
 
     def fn() -> Tensor:
         with torch.no_grad(), provider.context():
@@ -107,9 +123,25 @@ def get_ready(name: str, model: nn.Module, images: Tensor, reference: Tensor, id
     start = time.perf_counter()
     output = fn()
     first_call_s = time.perf_counter() - start
-    quality = models.accuracy(output, reference, provider.precision)
-    record = replace(identity, dtype=provider.dtype, prepare_s=prepare_s, first_call_s=first_call_s, **quality)
-    return Ready(record, fn)
+    entry.fn = fn
+    quality = models.accuracy(output, subject.reference, provider.precision)
+    return replace(entry.record, first_call_s=first_call_s, **quality)
+
+
+def get_ready(results: Results, entries: Sequence[Entry], subject: Subject) -> list[Entry]:
+    """The entries whose results are right; a record says why for each of the others.
+
+    All are quantized before any is compiled: a strict export drops what Dynamo has compiled of the same ``forward``.
+    """
+    right = list(entries)
+    for step in (quantize, compile_and_check):
+        for entry in list(right):
+            print(f"{step.__name__}: {entry.record.provider} ...", flush=True)
+            entry.record = guarded(entry.record, functools.partial(step, entry, subject))
+            if entry.record.status != "ok":
+                results.add(entry.record)
+                right.remove(entry)
+    return right
 
 
 def measure(results: Results, name: str, batch: int, providers: Sequence[str], rounds: int, smoke: bool) -> None:
@@ -117,23 +149,16 @@ def measure(results: Results, name: str, batch: int, providers: Sequence[str], r
     model = models.build_model(name, smoke)
     images = models.random_images(model, batch)
     with torch.no_grad():
-        reference = model(images)
-
-    ready: dict[str, Ready] = {}
-    for provider in providers:
-        print(f"preparing {provider} ...", flush=True)
-        identity = Record(benchmark="vit_cpu", model=name, batch=batch, provider=provider)
-
-        def build(provider: str = provider, identity: Record = identity) -> Record:
-            ready[provider] = get_ready(provider, model, images, reference, identity)
-            return ready[provider].record
-
-        record = guarded(identity, build)
-        if record.status != "ok":
-            results.add(record)
+        subject = Subject(model, images, model(images))
+    identity = Record(benchmark="vit_cpu", model=name, batch=batch, provider="")
+    entries = [
+        Entry(PROVIDERS[each], replace(identity, provider=each, dtype=PROVIDERS[each].dtype), model)
+        for each in providers
+    ]
+    ready = {entry.record.provider: entry for entry in get_ready(results, entries, subject)}
 
     compiled_before = _compiled_graphs()
-    timings = time_interleaved({provider: item.fn for provider, item in ready.items()}, rounds)
+    timings = time_interleaved({provider: entry.fn for provider, entry in ready.items() if entry.fn}, rounds)
     if _compiled_graphs() != compiled_before:
         raise QFrameworkError("a provider was compiled again while it was timed: the timings mean nothing")
     for provider, timing in timings.items():

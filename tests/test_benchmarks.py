@@ -226,6 +226,22 @@ def test_accuracy_looks_at_every_image():
         models.accuracy(logits * torch.nan, logits, "int8")
 
 
+def test_int8_that_was_never_quantized_is_refused():
+    """A quantizer that annotates nothing gives a perfect answer at float speed: no INT8 row may come of it."""
+    logits = torch.randn(4, 10)
+    with pytest.raises(WrongResultError, match="too exact for int8"):
+        models.accuracy(logits, logits, "int8")
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)).eval()
+    with pytest.raises(WrongResultError, match="2 of 2 linears were left in float: linear, linear_1"):
+        models.require_quantized(torch.export.export(model, (torch.randn(2, 4),)).module())
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_the_x86_rival_quantizes_every_linear(is_dynamic):
+    model = models.build_model(models.SMOKE_MODEL, smoke=True)
+    models.require_quantized(models.quantize_x86(model, models.random_images(model, 2), is_dynamic=is_dynamic))
+
+
 def test_vit_gpu_smoke_measures_in_a_process_of_its_own(tmp_path):
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--providers", "fp32,qframework_dynamic", "--batches", "2", "--limit", "240"]
