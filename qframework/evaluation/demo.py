@@ -61,11 +61,11 @@ class Demo:
         table = Table(
             title="A vision transformer on handwritten digits",
             caption="FP32: the float model, eager. INT8: compiled with backend='qframework'.\n"
-            "Worst SQNR: of the layer with the lowest. Lowered: linear layers that run in INT8.\n"
+            "SQNR: of the worst layer's output. Lowered: linear layers in INT8.\n"
             f"FP32 compiled by Inductor: {self.compiled_fp32_images_per_second:,.0f} images/s.",
         )
         table.add_column("configuration", no_wrap=True)
-        for name in ("top-1 %", "images/s", "weight bytes", "worst SQNR", "lowered"):
+        for name in ("top-1 %", "images/s", "weight bytes", "SQNR dB", "lowered"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.rows:
             table.add_row(*_cells(row, self.rows[0]))
@@ -92,8 +92,8 @@ def _cells(row: Row, fp32: Row) -> tuple[str, ...]:
         row.configuration,
         f"{row.top1:.2f}",
         f"{row.images_per_second:,.0f}",
-        f"{row.weight_bytes:,} ({row.weight_bytes / fp32.weight_bytes:.1%})",
-        "" if row.worst_sqnr_db is None else f"{row.worst_sqnr_db:.1f} dB",
+        f"{row.weight_bytes:,} ({row.weight_bytes / fp32.weight_bytes:.0%})",
+        "" if row.worst_sqnr_db is None else f"{row.worst_sqnr_db:.1f}",
         f"{row.lowered_linears} / {row.linears}",
     )
 
