@@ -9,8 +9,8 @@ The reciprocal is rounded to float32 once and then multiplied, as PyTorch's own 
 the same bits on every device, at most one quantization step away from an exact division, and only next to a tie.
 NaN and infinity are not hidden: a group that holds one gets a NaN or infinite scale and dequantizes to NaN.
 
-**Scales broadcast against the tensor they quantize.** ``()`` or ``(1,)`` is per tensor. Per token, the last dimension is
-1: ``(*x.shape[:-1], 1)`` for dynamic scales, ``(N, 1)`` or ``(H, W, 1)`` for static scales of an ``(B, N, C)`` or
+**Scales broadcast against the tensor they quantize.** ``()`` or ``(1,)`` is per tensor. Per token, the last dimension
+is 1: ``(*x.shape[:-1], 1)`` for dynamic scales, ``(N, 1)`` or ``(H, W, 1)`` for static scales of an ``(B, N, C)`` or
 ``(B, H, W, C)`` activation, one for each position. A linear weight ``(N, K)`` has ``(1,)`` or, per channel, ``(N,)``.
 
 Follows QAttn eq. 1-3 with the range narrowed to [-127, 127] so that it is symmetric.

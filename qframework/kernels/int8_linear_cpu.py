@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
 from qframework.kernels._common import check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import Activation, apply_activation, int8_linear_ref
+from qframework.kernels.int8_linear import Activation, int8_linear_ref
 from qframework.numerics import QMIN
 
 logger = logging.getLogger(__name__)
@@ -95,8 +95,22 @@ class _Epilogue(NamedTuple):
 
 def _finish(product: Tensor, a_scale: Tensor, fused: _Epilogue) -> Tensor:
     """Epilogue in torch of ``acc * b_scale``, float32 and owned by us, so that it is overwritten."""
-    y = product.mul_(a_scale) if fused.bias is None else torch.addcmul(fused.bias.float(), product, a_scale)
-    return _store(apply_activation(y, fused.activation), fused)
+    if fused.bias is None:
+        product.mul_(a_scale)
+    else:
+        torch.addcmul(fused.bias.float(), product, a_scale, out=product)
+    return _store(_activate_in_place(product, fused.activation), fused)
+
+
+def _activate_in_place(y: Tensor, activation: str) -> Tensor:
+    """As ``apply_activation``; a new tensor of this size would cost more in page faults than the arithmetic."""
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(y)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_(y, approximate="tanh")
+    if activation == "silu":
+        return torch.ops.aten.silu_(y)
+    return y.relu_() if activation == "relu" else y
 
 
 def _store(y: Tensor, fused: _Epilogue) -> Tensor:

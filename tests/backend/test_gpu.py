@@ -35,14 +35,14 @@ def no_tf32(monkeypatch):
 def assert_as_close_to_float(reference, quantized, other):
     """Two ways to run one quantized model: no further from float, and no further apart than quantization itself.
 
-    A value next to a tie rounds either way when float sums run in another order, and every layer multiplies that; so
-    the two drift apart, but never beyond the noise that rounding to int8 makes anyway.
+    A value next to a tie rounds either way when float sums run in another order, and every layer multiplies that. At
+    worst the two are independent roundings of the same model, whose difference has twice the power of one's noise: 3 dB.
     """
     noise, other_noise = numerics.sqnr_db(reference, quantized), numerics.sqnr_db(reference, other)
     apart = numerics.sqnr_db(quantized, other)
     print(f"SQNR against float {noise:.1f} dB and {other_noise:.1f} dB, between the two {apart:.1f} dB")
     assert other_noise > noise - 1
-    assert apart > noise
+    assert apart > noise - 3
     assert noise > 15
 
 
@@ -67,6 +67,13 @@ def test_half_precision(dtype):
     assert numerics.sqnr_db(model(x), y) > 25
 
 
+def with_cuda_graphs(model, options):
+    """torch.compile takes a mode or options, not both."""
+    if options is None:
+        return torch.compile(model, backend="qframework", mode="reduce-overhead")
+    return torch.compile(model, backend="qframework", options={**options, "triton.cudagraphs": True})
+
+
 @pytest.mark.parametrize("source", ["converted static", "converted dynamic", "float"])
 def test_cuda_graph_replays_see_new_inputs(source):
     model = nn.Sequential(Block(), Block()).eval().cuda().half()
@@ -75,7 +82,7 @@ def test_cuda_graph_replays_see_new_inputs(source):
     if source != "float":
         model = converted(model, x, dynamic_int8() if source.endswith("dynamic") else static_int8())
     eager = torch.compile(model, backend="qframework", options=options)
-    graphed = torch.compile(model, backend="qframework", options=options, mode="reduce-overhead")
+    graphed = with_cuda_graphs(model, options)
     for _ in range(3):  # warm up, capture, replay
         graphed(x)
     for _ in range(3):
@@ -86,8 +93,7 @@ def test_cuda_graph_replays_see_new_inputs(source):
 
 def test_cuda_graphs_follow_changed_weights():
     model, x = Block().eval().cuda().half(), example().cuda().half()
-    options = {"linear": "int8_dynamic"}
-    graphed = torch.compile(model, backend="qframework", options=options, mode="reduce-overhead")
+    graphed = with_cuda_graphs(model, {"linear": "int8_dynamic"})
     for _ in range(3):
         graphed(x)
     model.load_state_dict(Block().state_dict())
