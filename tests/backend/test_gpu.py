@@ -36,7 +36,7 @@ def assert_as_close_to_float(reference, quantized, other):
     """Two ways to run one quantized model: no further from float, and no further apart than quantization itself.
 
     A value next to a tie rounds either way when float sums run in another order, and every layer multiplies that. At
-    worst the two are independent roundings of the same model, whose difference has twice the power of one's noise: 3 dB.
+    worst the two are independent roundings of one model, and their difference has twice the power of one noise: 3 dB.
     """
     noise, other_noise = numerics.sqnr_db(reference, quantized), numerics.sqnr_db(reference, other)
     apart = numerics.sqnr_db(quantized, other)
