@@ -49,6 +49,7 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
 def test_commands_parse(command: str) -> None:
     """The subcommand exists and accepts the options and arguments shown; nothing is executed."""
     import typer.main
+
     from qframework.cli import app
 
     group = typer.main.get_command(app)
