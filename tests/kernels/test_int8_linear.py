@@ -157,14 +157,20 @@ def test_inputs_are_unchanged(run, case):
     exponent=st.integers(-30, 20),
     activation=st.sampled_from(ACTIVATIONS),
     out_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    data=st.randoms(use_true_random=False),
+    strided=st.booleans(),
+    outlier=st.sampled_from([1.0, 1e4]),
+    seed=st.integers(0, 2**31),
 )
-def test_any_shape_and_scale(m, n, k, exponent, activation, out_dtype, data):
-    generator = torch.Generator().manual_seed(data.randrange(2**31))
+def test_any_shape_stride_and_scale(m, n, k, exponent, activation, out_dtype, strided, outlier, seed):
+    generator = torch.Generator().manual_seed(seed)
     a = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=generator)
     b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+    a[m // 2] = 0
+    if strided:
+        a, b = a.t().contiguous().t(), torch.stack([b, b], -1)[..., 0]
     a_scale = torch.rand(m, 1, generator=generator).clamp(min=1e-3) * 2.0**exponent
     b_scale = torch.rand(n, generator=generator).clamp(min=1e-3)
+    b_scale[0] *= outlier
     bias = torch.randn(n, generator=generator)
     got = int8_linear(a, a_scale, b, b_scale, bias, activation, out_dtype=out_dtype)
     assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, activation))

@@ -118,12 +118,17 @@ def test_empty(static, dynamic, place, shape):
     exponent=st.integers(-60, 60),
     dtype=st.sampled_from(DTYPES),
     granularity=st.sampled_from(["per_token", "per_tensor"]),
-    data=st.randoms(use_true_random=False),
+    strided=st.booleans(),
+    outlier=st.sampled_from([0.0, 1.0, 1e4]),
+    seed=st.integers(0, 2**31),
 )
-def test_dynamic_for_any_magnitude(shape, exponent, dtype, granularity, data):
-    generator = torch.Generator().manual_seed(data.randrange(2**31))
+def test_dynamic_for_any_shape_stride_and_magnitude(shape, exponent, dtype, granularity, strided, outlier, seed):
+    generator = torch.Generator().manual_seed(seed)
     limit = torch.finfo(dtype).max
-    x = (torch.randn(shape, generator=generator) * 2.0**exponent).clamp(-limit, limit).to(dtype)
+    x = torch.randn(shape, generator=generator) * 2.0**exponent
+    x[0] *= outlier  # 0: a group of zeros
+    x = x.clamp(-limit, limit).to(dtype)
+    x = x.movedim(0, -1) if strided else x
     q, scale = dynamic_quantize(x, granularity)
     assert (scale >= MIN_SCALE).all()
     assert scale.isfinite().all()
