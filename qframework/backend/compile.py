@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # How often a layer that was to be quantized was left in float, by reason. Each (layer, reason) is logged once.
 fallbacks: Counter[str] = Counter()
-_logged: set[tuple[str, str]] = set()
+_warned: set[str] = set()
 
 
 def lower(
@@ -73,6 +74,8 @@ def qframework_backend(
     lowered = sum(report.lowered for report in reports)
     logger.info("qframework: lowered %d of %d linear layers", lowered, len(reports))
     decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
+    if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
+        _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     with torch.no_grad() if lowered else contextlib.nullcontext():
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
@@ -84,6 +87,10 @@ def _count_fallbacks(reports: Sequence[LayerReport]) -> None:
     for report in reports:
         if report.fallback:
             fallbacks[report.reason] += 1
-            if (report.name, report.reason) not in _logged:
-                _logged.add((report.name, report.reason))
-                logger.warning("qframework: layer %r stays in float: %s", report.name, report.reason)
+            _warn_once(f"layer {report.name!r} stays in float: {report.reason}")
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        logger.warning("qframework: %s", message)

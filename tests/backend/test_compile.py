@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 
 import qframework
 from qframework import numerics
+from qframework.backend import compile
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
@@ -48,11 +49,13 @@ def test_half_precision(dtype):
         assert numerics.sqnr_db(gm(x), y) > 40  # LayerNorm's output is not rounded to the dtype in between
 
 
-def test_float_model_with_and_without_gradients():
+def test_float_model_with_and_without_gradients(caplog):
     model, x = Block().eval(), example()
     compiled = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"}, fullgraph=True)
+    compile._warned.clear()
     y = compiled(x)  # parameters require gradients, and grad mode is on
     assert not y.requires_grad
+    assert "carry no gradient; call the model under torch.no_grad()" in caplog.text
     assert numerics.sqnr_db(model(x), y) > 30
     assert profiled_calls(lambda: compiled(x), "qframework::int8_linear") == 2
 
