@@ -59,10 +59,11 @@ def qframework_backend(
             other key is an Inductor configuration.
 
     Returns:
-        The compiled function. A graph with INT8 operators is an inference graph: its outputs carry no gradient.
+        The compiled function. A graph with INT8 operators is an inference graph, and its outputs carry no gradient.
 
     Raises:
-        UnsupportedError: an unknown mode or option. QFrameworkError: a quantized layer that cannot be right, by name.
+        UnsupportedError: an unknown mode or option.
+        QFrameworkError: a quantized layer that cannot be right, by name.
     """
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table

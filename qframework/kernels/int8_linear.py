@@ -397,6 +397,7 @@ def int8_linear(
     requantized value saturates at +-127.
 
     Raises:
-        UnsupportedError: a dtype, activation or device no kernel can do. QFrameworkError: shapes that do not fit.
+        UnsupportedError: a dtype, activation or device no kernel can do.
+        QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
     """
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)

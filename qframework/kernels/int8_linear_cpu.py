@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from typing import NamedTuple
 
 import torch
@@ -31,6 +32,10 @@ _ONEDNN_ACTIVATIONS = {
     "relu": ("relu", ""),
     "silu": ("swish", ""),
 }
+
+
+# What an activation never falls below.
+_MINIMUM = {"gelu": -0.171, "gelu_tanh": -0.171, "relu": 0.0, "silu": -0.279}
 
 
 @functools.cache
@@ -63,9 +68,7 @@ def int8_linear_cpu(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """``qframework::int8_linear`` for checked arguments on the CPU."""
-    check_positive_scale("int8_linear", "b_scale", b_scale)
-    if out_scale is not None:
-        check_positive_scale("int8_linear", "out_scale", out_scale)
+    _check_scales(b_scale, out_scale)
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
     if out_scale is not None:
@@ -82,6 +85,25 @@ def int8_linear_cpu(
     else:
         product = (_int_mm(rows, b).float() * b_scale).view(shape)
     return _finish(product, a_scale if a_period.numel() > 1 else a_period, fused)
+
+
+_checked: dict[int, tuple[StorageWeakRef, int]] = {}
+
+
+def _check_scales(b_scale: Tensor, out_scale: Tensor | None) -> None:
+    """Refuse scales that are not positive. A weight's scales are looked at once for as long as they live unchanged."""
+    if out_scale is not None:
+        check_positive_scale("int8_linear", "out_scale", out_scale)
+    seen = _checked.get(b_scale.data_ptr())
+    if seen is None or seen[0].expired() or seen[1] != _version(b_scale):
+        check_positive_scale("int8_linear", "b_scale", b_scale)
+        for stale in [key for key, (storage, _) in _checked.items() if storage.expired()]:
+            del _checked[stale]
+        _checked[b_scale.data_ptr()] = StorageWeakRef(b_scale.untyped_storage()), _version(b_scale)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class _Epilogue(NamedTuple):
@@ -125,8 +147,11 @@ def _onednn_per_tensor(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue
     bias = fused.bias.float() if fused.bias is not None else None
     call = functools.partial(_onednn, rows, a_scale, b, fused.b_scale, bias, fused.activation)
     if fused.residual is None and fused.out_scale is not None and fused.out_scale.numel() == 1:
-        # oneDNN saturates at -128; the project's range is symmetric.
-        return call(float(fused.out_scale), torch.int8).clamp_(min=QMIN).view(shape)
+        out_scale = float(fused.out_scale)
+        q = call(out_scale, torch.int8)
+        if _MINIMUM.get(fused.activation, -math.inf) < QMIN * out_scale:
+            q.clamp_(min=QMIN)  # oneDNN saturates at -128; the project's range is symmetric
+        return q.view(shape)
     if fused.residual is None and fused.out_scale is None and fused.out_dtype == torch.bfloat16:
         return call(1.0, torch.bfloat16).view(shape)
     return _store(call(1.0, torch.float32).view(shape), fused)
@@ -171,7 +196,7 @@ _packed: dict[tuple[object, ...], _Packed] = {}
 def _packed_weight(b: Tensor) -> tuple[Tensor, Tensor]:
     """oneDNN's layout of a weight, made once for as long as the weight lives unchanged, and a zero point of zeros."""
     key = (b.data_ptr(), b.shape, b.stride())
-    version = 0 if b.is_inference() else b._version
+    version = _version(b)
     entry = _packed.get(key)
     if entry is None or entry.storage.expired() or entry.version != version:
         for stale in [k for k, e in _packed.items() if e.storage.expired()]:

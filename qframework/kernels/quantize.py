@@ -218,7 +218,8 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
         int8, contiguous, of ``x``'s shape. Values beyond +-127 scale saturate.
 
     Raises:
-        UnsupportedError: dtype, or a GPU below sm_80. QFrameworkError: a scale that does not broadcast row-wise.
+        UnsupportedError: dtype, or a GPU below sm_80.
+        QFrameworkError: a scale that does not broadcast row-wise; on the CPU also one that is not positive.
     """
     return torch.ops.qframework.quantize(x, scale)
 
@@ -231,7 +232,7 @@ def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token"
         granularity: ``"per_tensor"`` or ``"per_token"``.
 
     Returns:
-        int8 of ``x``'s shape, and the fp32 scale: ``()`` or ``(*x.shape[:-1], 1)``. A row of zeros gets a tiny positive
+        int8 of ``x``'s shape, and the fp32 scale, ``()`` or ``(*x.shape[:-1], 1)``. A row of zeros gets a tiny positive
         scale; a row with NaN or infinity a scale that dequantizes to NaN.
 
     Raises:

@@ -114,6 +114,16 @@ def test_saturates_symmetrically(run, place):
     assert got.flatten().tolist() == [127, -127]
 
 
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_an_activation_s_small_negative_values_saturate_symmetrically(run, place, activation):
+    a = torch.tensor([[1], [-1]], dtype=torch.int8, device=place)
+    one = torch.ones(1, device=place)
+    for step in (1e-4, 1e-2):  # activation(-1) is about -0.16 or -0.27: beyond -127 steps, and within
+        y = linear(a, one, a[:1], one, act=activation)[0]
+        got = run(a, one, a[:1], one, None, activation, None, step * one)
+        assert got.flatten().tolist() == np.clip(np.rint(y / step), -127, 127).flatten().tolist()
+
+
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0), (2, 0, 8)])
 @pytest.mark.parametrize("n", [0, 3])
 def test_empty(run, place, shape, n):

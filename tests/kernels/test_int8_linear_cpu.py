@@ -9,6 +9,7 @@ import torch
 from oracle import assert_float_close, assert_int8_close, linear, numpy64
 from test_int8_linear import make_case
 
+from qframework.errors import QFrameworkError
 from qframework.kernels import int8_linear, int8_linear_cpu
 from qframework.kernels.int8_linear import ACTIVATIONS
 
@@ -52,6 +53,14 @@ def test_a_missing_product_is_not_chosen(monkeypatch):
     monkeypatch.setattr(int8_linear_cpu, "_onednn_product", missing)
     monkeypatch.setattr(int8_linear_cpu, "_int_mm", missing)
     assert int8_linear_cpu.cpu_implementation.__wrapped__() == "reference"
+
+
+def test_scales_are_looked_at_again_when_they_change():
+    a, a_scale, b, b_scale, bias, _ = make_case(CPU, (4, 32), 16, "per_tensor")
+    int8_linear(a, a_scale, b, b_scale, bias)
+    b_scale[3] = 0
+    with pytest.raises(QFrameworkError, match=r"b_scale holds 0.0"):
+        int8_linear(a, a_scale, b, b_scale, bias)
 
 
 def test_packed_weight_follows_the_weight():
