@@ -44,11 +44,11 @@ def random_images(model: Any, batch: int) -> Tensor:
     return torch.stack([torch.randn(3, height, width, generator=generator) for _ in range(batch)])
 
 
-def quantize_qframework(model: nn.Module, images: Tensor, preset: str) -> nn.Module:
+def quantize_qframework(model: nn.Module, images: Tensor, preset: str, **arguments: Any) -> nn.Module:
     """Export, prepare, calibrate on ``images`` and convert with the preset ``static_int8`` or ``dynamic_int8``."""
     from qframework import quantizer
 
-    configuration = getattr(quantizer, preset)()
+    configuration = getattr(quantizer, preset)(**arguments)
     return _quantize_pt2e(model, images, quantizer.QFrameworkQuantizer().set_global(configuration))
 
 

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,10 @@ class Run:
 
     def groups(self) -> list[list[Record]]:
         """Records that may be compared: of one shape, or of one model and batch, in the order measured."""
-        return [list(group) for _, group in groupby(self.records, key=_subject)]
+        groups: dict[str, list[Record]] = {}
+        for record in self.records:
+            groups.setdefault(_subject(record), []).append(record)
+        return list(groups.values())
 
 
 def load_run(path: Path) -> Run | None:

@@ -63,6 +63,13 @@ PROVIDERS: dict[str, Provider] = {
     "fp32_eager": Provider("float32", "float32"),
     "fp32_inductor": Provider("float32", "float32", _inductor),
     "bf16_autocast_inductor": Provider("bfloat16", "bfloat16", _inductor, context=_autocast_bf16),
+    # X86InductorQuantizer's INT8 kernels need Inductor's freezing, which a plain torch.compile leaves off.
+    "x86_inductor_static_unfrozen": Provider(
+        "int8", "int8, float32", _inductor, functools.partial(quantize_x86, is_dynamic=False)
+    ),
+    "x86_inductor_dynamic_unfrozen": Provider(
+        "int8", "int8, float32", _inductor, functools.partial(quantize_x86, is_dynamic=True)
+    ),
     "x86_inductor_static": Provider(
         "int8", "int8, float32", _inductor, functools.partial(quantize_x86, is_dynamic=False), _freezing
     ),
@@ -77,6 +84,12 @@ PROVIDERS: dict[str, Provider] = {
     ),
     "qframework_dynamic": Provider(
         "int8", "int8, float32", _qframework, functools.partial(quantize_qframework, preset="dynamic_int8")
+    ),
+    "qframework_dynamic_per_tensor": Provider(
+        "int8",
+        "int8, float32",
+        _qframework,
+        functools.partial(quantize_qframework, preset="dynamic_int8", activation="per_tensor"),
     ),
     "qframework_dynamic_float": Provider(
         "int8", "int8, float32", functools.partial(_qframework, options={"linear": "int8_dynamic"})

@@ -282,7 +282,7 @@ def _result_dtype(out_scale: Tensor | None, out_dtype: torch.dtype | None) -> to
     return torch.int8 if out_scale is not None else out_dtype or torch.float32
 
 
-def _check(
+def check_arguments(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
@@ -335,25 +335,15 @@ LIBRARY.define(
 def _int8_linear_cuda(
     a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
 ):
-    _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     return _int8_linear_triton(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-
-
-@torch.library.impl(LIBRARY, "int8_linear", "CPU")
-def _int8_linear_cpu(
-    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
-):
-    _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-    from qframework.kernels.int8_linear_cpu import int8_linear_cpu
-
-    return int8_linear_cpu(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
 
 
 @torch.library.register_fake("qframework::int8_linear", lib=LIBRARY)
 def _int8_linear_fake(
     a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
 ):
-    _check(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=_result_dtype(out_scale, out_dtype))
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
-from qframework.kernels._common import check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import Activation, int8_linear_ref
+from qframework.kernels._common import LIBRARY, check_positive_scale, row_scale, rows_of
+from qframework.kernels.int8_linear import Activation, check_arguments, int8_linear_ref
 from qframework.numerics import QMIN
 
 logger = logging.getLogger(__name__)
@@ -56,18 +56,19 @@ def cpu_implementation() -> str:
     return "reference"
 
 
-def int8_linear_cpu(
+@torch.library.impl(LIBRARY, "int8_linear", "CPU")
+def _int8_linear_cpu(
     a: Tensor,
     a_scale: Tensor,
     b: Tensor,
     b_scale: Tensor,
-    bias: Tensor | None,
-    activation: Activation,
-    residual: Tensor | None,
-    out_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """``qframework::int8_linear`` for checked arguments on the CPU."""
+    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     _check_scales(b_scale, out_scale)
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
