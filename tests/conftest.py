@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Generator, Iterator
 from functools import cache
+from importlib.metadata import version
 
 import hypothesis
 import pytest
@@ -27,9 +28,19 @@ def why_no_gpu() -> str | None:
     return None
 
 
+def why_no_interpreter() -> str | None:
+    """None where Triton's interpreter runs loops: before 3.7 it takes int() of arrays, which NumPy 2.4 refuses."""
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    if triton < (3, 7) and numpy >= (2, 4):
+        return f"the interpreter of Triton {version('triton')} needs NumPy below 2.4, this is {version('numpy')}"
+    return None
+
+
 def why_no_triton() -> str | None:
     """None where Triton kernels can be launched: interpreted, or natively on a GPU."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or why_no_gpu() is None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return why_no_interpreter()
+    if why_no_gpu() is None:
         return None
     return f"TRITON_INTERPRET is not 1 and there is {why_no_gpu()}"
 
