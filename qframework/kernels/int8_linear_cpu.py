@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -98,9 +98,15 @@ def _check_scales(b_scale: Tensor, out_scale: Tensor | None) -> None:
     seen = _checked.get(b_scale.data_ptr())
     if seen is None or seen[0].expired() or seen[1] != _version(b_scale):
         check_positive_scale("int8_linear", "b_scale", b_scale)
-        for stale in [key for key, (storage, _) in _checked.items() if storage.expired()]:
-            del _checked[stale]
+        _drop_expired(_checked)
         _checked[b_scale.data_ptr()] = StorageWeakRef(b_scale.untyped_storage()), _version(b_scale)
+
+
+def _drop_expired(cache: dict[Any, Any]) -> None:
+    """Forget entries whose tensor is gone; each entry begins with a weak reference. Other threads may do the same."""
+    for key, entry in list(cache.items()):
+        if entry[0].expired():
+            cache.pop(key, None)
 
 
 def _version(tensor: Tensor) -> int:
@@ -200,8 +206,7 @@ def _packed_weight(b: Tensor) -> tuple[Tensor, Tensor]:
     version = _version(b)
     entry = _packed.get(key)
     if entry is None or entry.storage.expired() or entry.version != version:
-        for stale in [k for k, e in _packed.items() if e.storage.expired()]:
-            del _packed[stale]
+        _drop_expired(_packed)
         weight = torch.ops.onednn.qlinear_prepack(b.contiguous(), None)
         entry = _Packed(
             StorageWeakRef(b.untyped_storage()), version, weight, torch.zeros(b.shape[0], dtype=torch.int32)
