@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
-from qframework.backend.graph import Constants, LinearCall, fake_value, layer_name, linear_call
+from qframework.backend.graph import Constants, LinearCall, fake_value, layer_name, linear_call, writes_in_place
 from qframework.backend.lower_linear import (
     Quantized,
     ScaleConstants,
@@ -94,6 +94,7 @@ def lower_float_linear(
 ) -> list[LayerReport]:
     """Replace every linear layer whose weight is a float parameter, in place; report on every linear layer."""
     reports = []
+    shared: dict[Node, Quantized] = {}
     for node in list(gm.graph.nodes):
         call = linear_call(node)
         if call is None:
@@ -105,7 +106,7 @@ def lower_float_linear(
             continue
         assert weight is not None
         b = Quantized(*weights.nodes(gm, call.weight, weight, constants))
-        a = _insert_dynamic_quantize(gm, node, call)
+        a = _insert_dynamic_quantize(gm, node, call, shared)
         epilogue = find_epilogue(node)
         insert_int8_linear(gm, call, a, b, epilogue, scales)
         reports.append(LayerReport(name, True, f"{epilogue.describe()} after dynamic_quantize", ""))
@@ -123,15 +124,24 @@ def _reason_against(call: LinearCall, weight: Tensor | None) -> str | None:
     return None
 
 
-def _insert_dynamic_quantize(gm: GraphModule, node: Node, call: LinearCall) -> Quantized:
+def _insert_dynamic_quantize(gm: GraphModule, node: Node, call: LinearCall, shared: dict[Node, Quantized]) -> Quantized:
     """``dynamic_quantize`` of the layer's input, shared by layers that read the same tensor (q, k and v)."""
-    target = torch.ops.qframework.dynamic_quantize.default
-    existing = next((user for user in call.input.users if user.target is target), None)
-    if existing is None:
-        with gm.graph.inserting_before(node):
-            existing = gm.graph.call_function(target, (call.input, "per_token"))
-            value = gm.graph.call_function(operator.getitem, (existing, 0))
-            scale = gm.graph.call_function(operator.getitem, (existing, 1))
-        return Quantized(value, scale)
-    value, scale = sorted(existing.users, key=lambda user: user.args[1])  # type: ignore[arg-type,return-value]
-    return Quantized(value, scale)
+    if call.input in shared and not _written_between(shared[call.input].value, node):
+        return shared[call.input]
+    with gm.graph.inserting_before(node):
+        target = torch.ops.qframework.dynamic_quantize.default
+        quantized = gm.graph.call_function(target, (call.input, "per_token"))
+        value = gm.graph.call_function(operator.getitem, (quantized, 0))
+        scale = gm.graph.call_function(operator.getitem, (quantized, 1))
+    shared[call.input] = Quantized(value, scale)
+    return shared[call.input]
+
+
+def _written_between(first: Node, last: Node) -> bool:
+    """Whether an operation between two nodes changes a tensor in place, which may be another name of the input."""
+    node = first.next
+    while node is not last:
+        if writes_in_place(node):
+            return True
+        node = node.next
+    return False

@@ -87,6 +87,19 @@ def added_to(node: Node, operand: Node) -> Node | None:
     return other if same and fake_value(other).dtype.is_floating_point else None  # type: ignore[union-attr]
 
 
+def writes_in_place(node: Node) -> bool:
+    """Whether the node may change one of its inputs: ``x += y``, ``x.add_(y)``, ``relu(x, inplace=True)``."""
+    if node.op not in ("call_function", "call_method"):
+        return False
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target._schema.is_mutable
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    in_place_operator = getattr(operator, f"__{name}__", None) is node.target and name.startswith("i")
+    return (
+        node.kwargs.get("inplace") is True or name.rstrip("_") + "_" == name or in_place_operator or name == "setitem"
+    )
+
+
 def fake_value(node: Node) -> Tensor | None:
     """The fake tensor that tracing recorded for a node, None where it recorded none."""
     value = node.meta.get("example_value", node.meta.get("val"))

@@ -88,18 +88,19 @@ def _int8_linear_cpu(
     return _finish(product, a_scale if a_period.numel() > 1 else a_period, fused)
 
 
-_checked: dict[int, tuple[StorageWeakRef, int]] = {}
+_checked: dict[tuple[object, ...], tuple[StorageWeakRef, int]] = {}
 
 
 def _check_scales(b_scale: Tensor, out_scale: Tensor | None) -> None:
     """Refuse scales that are not positive. A weight's scales are looked at once for as long as they live unchanged."""
     if out_scale is not None:
         check_positive_scale("int8_linear", "out_scale", out_scale)
-    seen = _checked.get(b_scale.data_ptr())
+    key = (b_scale.data_ptr(), b_scale.shape, b_scale.stride())
+    seen = _checked.get(key)
     if seen is None or seen[0].expired() or seen[1] != _version(b_scale):
         check_positive_scale("int8_linear", "b_scale", b_scale)
         _drop_expired(_checked)
-        _checked[b_scale.data_ptr()] = StorageWeakRef(b_scale.untyped_storage()), _version(b_scale)
+        _checked[key] = StorageWeakRef(b_scale.untyped_storage()), _version(b_scale)
 
 
 def _drop_expired(cache: dict[Any, Any]) -> None:

@@ -75,6 +75,35 @@ class TestLowering:
         assert sum(name.startswith("_qframework_weight_scale") for name, _ in graphs[0].named_buffers()) == 1
         assert numerics.sqnr_db(model(x), y) > 30
 
+    @pytest.mark.parametrize(
+        "write", [lambda x: x.add_(3), lambda x: x.view(-1).mul_(2), lambda x: F.relu(x, inplace=True)]
+    )
+    def test_an_input_changed_between_two_linears_is_quantized_again(self, write):
+        first, second = nn.Linear(32, 16).eval(), nn.Linear(32, 16).eval()
+
+        def run(x):
+            x = x * 1.0
+            a = first(x)
+            write(x)
+            return a, second(x)
+
+        x = example()
+        for value, reference in zip(torch.compile(run, backend=eager_backend())(x), run(x), strict=True):
+            assert numerics.sqnr_db(reference, value) > 30
+
+    def test_linears_of_one_input_share_its_quantization(self):
+        q, k = nn.Linear(32, 16).eval(), nn.Linear(32, 16).eval()
+        graphs = []
+
+        def backend(gm, example_inputs):
+            lower(gm, example_inputs, DYNAMIC)
+            graphs.append(gm)
+            return gm.forward
+
+        torch.compile(lambda x: q(x) + k(x), backend=backend)(example())
+        target = torch.ops.qframework.dynamic_quantize.default
+        assert sum(node.target is target for node in graphs[0].graph.nodes) == 1
+
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
     def test_half_precision(self, dtype):
         model, x = Block().eval().to(dtype), example().to(dtype)
