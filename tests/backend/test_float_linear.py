@@ -91,6 +91,19 @@ class TestLowering:
         for value, reference in zip(torch.compile(run, backend=eager_backend())(x), run(x), strict=True):
             assert numerics.sqnr_db(reference, value) > 30
 
+    def test_a_sum_in_place_is_seen_by_every_name_of_its_tensor(self):
+        layer = nn.Linear(32, 32).eval()
+
+        def run(x):
+            x = x * 1.0
+            other_name = x
+            x += layer(x)
+            return other_name
+
+        x = example()
+        y = torch.compile(run, backend=eager_backend())(x)
+        assert numerics.sqnr_db(run(x), y) > 30
+
     def test_linears_of_one_input_share_its_quantization(self):
         q, k = nn.Linear(32, 16).eval(), nn.Linear(32, 16).eval()
         graphs = []
