@@ -53,11 +53,11 @@ def check_float_input(operator: str, x: Tensor) -> None:
         raise UnsupportedError(f"{operator}: x has shape (); accepted: one dimension or more")
 
 
-def row_scale(operator: str, argument: str, scale: Tensor, shape: torch.Size) -> Tensor:
+def row_scale(operator: str, argument: str, scale: Tensor, shape: torch.Size, also: str = "") -> Tensor:
     """Flatten a scale that broadcasts against ``shape`` into one of period P: row m uses element m % P.
 
     P is 1 per tensor, the number of positions for static per-token scales and the number of rows for dynamic ones.
-    Raises QFrameworkError when the scale does not broadcast row-wise.
+    Raises QFrameworkError when the scale does not broadcast row-wise; ``also`` names what else the caller accepts.
     """
     check_dtype(operator, argument, scale, (torch.float32,))
     if scale.numel() == 1:
@@ -69,7 +69,7 @@ def row_scale(operator: str, argument: str, scale: Tensor, shape: torch.Size) ->
         per_row = (*tuple(shape[:-1]), 1)
         raise QFrameworkError(
             f"{operator}: {argument} has shape {tuple(scale.shape)}, which is no scale per tensor or per row of "
-            f"{tuple(shape)}; accepted: (1,), {per_row} or a trailing part of {per_row}"
+            f"{tuple(shape)}; accepted: {also}(1,), {per_row} or a trailing part of {per_row}"
         )
     return scale.reshape(-1).contiguous()
 
@@ -94,7 +94,12 @@ def rows_of(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def round_half_even(x):
+    """Round a float32 of magnitude below 2**22 to an integer by pushing the fraction out of its mantissa."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
 def round_to_int8(x):
-    """Saturate to [-127, 127], then round half to even by pushing the fraction out of a float32's mantissa."""
-    clamped = tl.minimum(tl.maximum(x, -127.0), 127.0)
-    return ((clamped + 12582912.0) - 12582912.0).to(tl.int8)
+    """Saturate to [-127, 127], then round half to even."""
+    return round_half_even(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)

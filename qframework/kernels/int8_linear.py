@@ -6,6 +6,9 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
     y   = activation(acc * a_scale * b_scale + bias) + residual    float32
     out = y rounded once to out_dtype, or clamp(round(y / out_scale), -127, 127) as int8
 
+``out_scale`` is one scale, one for each position, or one for each output channel: a linear that computes queries, keys
+and values at once writes each with its own.
+
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
 Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel or ``torch._int_mm``, see int8_linear_cpu.py.
 """
@@ -92,7 +95,7 @@ def _int8_linear_kernel(
     b_scale_ptr,  # (N,) or (1,) fp32
     bias_ptr,  # (N,) float
     residual_ptr,  # (M, N) float
-    out_scale_ptr,  # (PO,) fp32, row m uses m % PO
+    out_scale_ptr,  # (PO,) fp32, row m uses m % PO; (N,) with OUT_PER_CHANNEL
     out_ptr,  # (M, N) float or int8
     M,
     N,
@@ -108,6 +111,7 @@ def _int8_linear_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     REQUANTIZE: tl.constexpr,
+    OUT_PER_CHANNEL: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -157,8 +161,11 @@ def _int8_linear_kernel(
     if HAS_RESIDUAL:
         y += tl.load(residual_ptr + rows * stride_rm + n[None, :], mask=mask, other=0.0).to(tl.float32)
     if REQUANTIZE:
-        out_scale = tl.load(out_scale_ptr + m % PO)
-        out = round_to_int8(y * tl.math.div_rn(1.0, out_scale)[:, None])
+        if OUT_PER_CHANNEL:
+            out_scale = tl.load(out_scale_ptr + n, mask=n < N, other=1.0)[None, :]
+        else:
+            out_scale = tl.load(out_scale_ptr + m % PO)[:, None]
+        out = round_to_int8(y * tl.math.div_rn(1.0, out_scale))
     else:
         out = y.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + rows * stride_om + n[None, :], out, mask=mask)
@@ -192,11 +199,12 @@ def choose_tile(
     processors: int,
     activation: bool = False,
     residual: bool = False,
+    out_per_channel: bool = False,
 ) -> Tile:
     """Tile for a problem on a chip: the largest that still gives every multiprocessor a tile of its own.
 
-    ``capability`` is CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU. ``activation`` and ``residual`` say what
-    the epilogue has to keep in registers beside the accumulator.
+    ``capability`` is CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU. The flags say what the epilogue has
+    to keep in registers beside the accumulator.
     """
     chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
         capability, "99 KB"
@@ -204,7 +212,7 @@ def choose_tile(
     candidates = _TILES[chip]
     if chip == "sm_90" and activation:  # 128 accumulators a thread leave no registers for erf or exp
         candidates = candidates[1:]
-    elif chip == "sm_90" and residual:
+    elif chip == "sm_90" and (residual or out_per_channel):
         candidates = [candidates[0]._replace(num_warps=8), *candidates[1:]]
     for tile in candidates:
         if m > tile.block_m // 2 and math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) >= processors:
@@ -213,12 +221,12 @@ def choose_tile(
 
 
 @functools.lru_cache(4096)
-def _tile_for(device: torch.device, m: int, n: int, k: int, activation: bool, residual: bool) -> Tile:
+def _tile_for(device: torch.device, m: int, n: int, k: int, *epilogue: bool) -> Tile:
     if device.type != "cuda":  # interpreted: any tile is right, a small one shows masks and loops at work
         return Tile(32, 32, 32, 4, 1)
     properties = torch.cuda.get_device_properties(device)
     capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return choose_tile(m, n, k, capability, properties.multi_processor_count, activation, residual)
+    return choose_tile(m, n, k, capability, properties.multi_processor_count, *epilogue)
 
 
 def _int8_linear_triton(
@@ -241,9 +249,10 @@ def _int8_linear_triton(
     a_rows, b_rows, out_rows = rows_of(a), rows_of(b), out.view(-1, n)
     residual_rows = rows_of(residual) if residual is not None else out_rows
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
-    out_period = row_scale("int8_linear", "out_scale", out_scale, shape) if out_scale is not None else a_period
+    out_period = flat_out_scale(out_scale, shape) if out_scale is not None else a_period
     m = a_rows.shape[0]
-    tile = _tile_for(a.device, m, n, k, activation != "none", residual is not None)
+    out_per_channel = out_scale is not None and is_per_channel(out_scale, n)
+    tile = _tile_for(a.device, m, n, k, activation != "none", residual is not None, out_per_channel)
     _int8_linear_kernel[(triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n),)](
         a_rows,
         a_period,
@@ -267,6 +276,7 @@ def _int8_linear_triton(
         HAS_BIAS=bias is not None,
         HAS_RESIDUAL=residual is not None,
         REQUANTIZE=out_scale is not None,
+        OUT_PER_CHANNEL=out_per_channel,
         EVEN_K=k % tile.block_k == 0,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
@@ -276,6 +286,20 @@ def _int8_linear_triton(
         num_stages=tile.num_stages,
     )
     return out
+
+
+def is_per_channel(out_scale: Tensor, n: int) -> bool:
+    """Whether ``out_scale`` holds one scale for each of ``n`` output channels: ``(N,)``, or ones before the N."""
+    return n > 1 and out_scale.ndim > 0 and out_scale.shape[-1] == n == out_scale.numel()
+
+
+def flat_out_scale(out_scale: Tensor, shape: torch.Size) -> Tensor:
+    """``out_scale`` as ``(N,)`` per channel, else as row_scale gives it. Raises QFrameworkError where it is neither."""
+    name, n = "int8_linear", shape[-1]
+    check_dtype(name, "out_scale", out_scale, (torch.float32,))
+    if is_per_channel(out_scale, n):
+        return out_scale.reshape(-1).contiguous()
+    return row_scale(name, "out_scale", out_scale, shape, also=f"({n},) per channel, ")
 
 
 def _result_dtype(out_scale: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -377,7 +401,8 @@ def int8_linear(
         bias: ``(N,)`` fp32, fp16 or bf16.
         activation: ``"none"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``, applied after the bias.
         residual: ``(..., N)`` fp32, fp16 or bf16, added after the activation.
-        out_scale: fp32 like ``a_scale``; the result is requantized to int8 with it (QAttn eq. 7-8).
+        out_scale: fp32 like ``a_scale``, or ``(N,)`` per output channel; the result is requantized to int8 with it
+            (QAttn eq. 7-8).
         out_dtype: float32 (default), float16 or bfloat16; int8 goes with ``out_scale``.
 
     Returns:

@@ -19,7 +19,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
 from qframework.kernels._common import LIBRARY, check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import Activation, check_arguments, int8_linear_ref
+from qframework.kernels.int8_linear import (
+    Activation,
+    check_arguments,
+    flat_out_scale,
+    int8_linear_ref,
+    is_per_channel,
+)
 from qframework.numerics import QMIN
 
 logger = logging.getLogger(__name__)
@@ -73,7 +79,7 @@ def _int8_linear_cpu(
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
     if out_scale is not None:
-        row_scale("int8_linear", "out_scale", out_scale, shape)
+        flat_out_scale(out_scale, shape)
     implementation = cpu_implementation()
     if implementation == "reference" or 0 in (a.numel(), b.numel()):
         return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
@@ -152,6 +158,8 @@ def _store(y: Tensor, fused: _Epilogue) -> Tensor:
 
 
 def _onednn_per_tensor(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue, shape: torch.Size) -> Tensor:
+    if fused.residual is None and fused.activation == "none" and _requantizes_channels(fused, b.shape[0]):
+        return _onednn_per_channel(rows, a_scale, b, fused).view(shape)
     bias = fused.bias.float() if fused.bias is not None else None
     call = functools.partial(_onednn, rows, a_scale, b, fused.b_scale, bias, fused.activation)
     if fused.residual is None and fused.out_scale is not None and fused.out_scale.numel() == 1:
@@ -163,6 +171,18 @@ def _onednn_per_tensor(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue
     if fused.residual is None and fused.out_scale is None and fused.out_dtype == torch.bfloat16:
         return call(1.0, torch.bfloat16).view(shape)
     return _store(call(1.0, torch.float32).view(shape), fused)
+
+
+def _requantizes_channels(fused: _Epilogue, n: int) -> bool:
+    return fused.out_scale is not None and is_per_channel(fused.out_scale, n)
+
+
+def _onednn_per_channel(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue) -> Tensor:
+    """oneDNN requantizes with one scale: a channel's own goes into the scale of its weight and into its bias."""
+    assert fused.out_scale is not None
+    out_scale = fused.out_scale.reshape(-1)
+    bias = fused.bias.float() / out_scale if fused.bias is not None else None
+    return _onednn(rows, a_scale, b, fused.b_scale / out_scale, bias, "none", 1.0, torch.int8).clamp_(min=QMIN)
 
 
 def _onednn(

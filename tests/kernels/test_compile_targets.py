@@ -39,6 +39,7 @@ EPILOGUES = {
     "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "REQUANTIZE": False},
     "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "REQUANTIZE": False},
     "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "REQUANTIZE": True},
+    "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "REQUANTIZE": True, "OUT_PER_CHANNEL": True},
     "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "REQUANTIZE": False},
     "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "REQUANTIZE": False},
 }
@@ -78,13 +79,14 @@ def stack_bytes(compiled, tmp_path: Path) -> int:
 def test_int8_linear(chip, epilogue, shape, tmp_path):
     _, capability, instruction = CHIPS[chip]
     flags = EPILOGUES[epilogue]
-    tile = choose_tile(*shape, capability, MULTIPROCESSORS, flags["ACTIVATION"] != "none", flags["HAS_RESIDUAL"])
+    kept = (flags["ACTIVATION"] != "none", flags["HAS_RESIDUAL"], flags.get("OUT_PER_CHANNEL", False))
+    tile = choose_tile(*shape, capability, MULTIPROCESSORS, *kept)
     out = "*i8" if flags["REQUANTIZE"] else "*fp16"
     pointers = {"a": "*i8", "a_scale": "*fp32", "b": "*i8", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
     types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": out}).items()}
     types |= dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": 8}
-    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True} | flags | blocks
+    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True, "OUT_PER_CHANNEL": False} | flags | blocks
     compiled = compile_for(
         chip, _int8_linear_kernel, types, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
     )
@@ -117,7 +119,7 @@ def test_a_spill_would_be_seen(tmp_path):
     for names, kind in zip(pointers, ("*i8", "*fp32", "*fp16"), strict=True):
         types |= dict.fromkeys(names, kind)
     constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
-    constants |= {"GROUP_M": 8} | EPILOGUES["residual"]
+    constants |= {"GROUP_M": 8, "OUT_PER_CHANNEL": False} | EPILOGUES["residual"]
     compiled = compile_for("sm_80", _int8_linear_kernel, types, constants, num_warps=4, num_stages=2)
     assert stack_bytes(compiled, tmp_path) > 0
 

@@ -107,6 +107,37 @@ def test_requantized_output(run, case, activation, residual, out_scale):
     assert int(got.min()) >= -127
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("a_scale", ["per_tensor", "per_token"])
+def test_output_requantized_per_channel(run, case, activation, residual, bias, a_scale):
+    a, scale, b, b_scale, added_bias, added = case((3, 11, 200), 70, a_scale, residual)
+    added_bias = added_bias if bias else None
+    exact, error = linear(a, scale, b, b_scale, added_bias, activation, added)
+    step = np.abs(exact).max((0, 1)) / 90 * np.linspace(0.2, 2.0, 70)  # some channels saturate, some hardly move
+    out_scale = torch.from_numpy(step).float()
+    got = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.to(a.device))
+    assert_int8_close(got, exact, error, numpy64(out_scale))
+    assert int(got.min()) == -127 or activation != "none"
+    with_ones = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.view(1, 1, 70).to(a.device))
+    assert torch.equal(got, with_ones)
+
+
+def test_queries_keys_and_values_each_have_their_scale(run, case):
+    """Scales of three blocks of channels give what three layers would."""
+    a, a_scale, b, b_scale, bias, _ = case((2, 9, 64), 48, "per_tensor")
+    scales = torch.tensor([0.01, 0.2, 3.0], device=a.device)
+    together = run(a, a_scale, b, b_scale, bias, "none", None, scales.repeat_interleave(16))
+    apart = [
+        run(a, a_scale, b[i : i + 16], b_scale[i : i + 16], bias[i : i + 16], "none", None, scale)
+        for i, scale in zip((0, 16, 32), scales, strict=True)
+    ]
+    off = (together.int() - torch.cat(apart, -1).int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() < 0.01
+
+
 def test_saturates_symmetrically(run, place):
     a = torch.tensor([[127], [-127]], dtype=torch.int8, device=place)
     one = torch.ones(1, device=place)
@@ -196,6 +227,7 @@ OPCHECK_CASES = {
     "float": {},
     "epilogue": {"activation": "gelu", "residual": True, "out_dtype": torch.bfloat16},
     "requantized": {"out_scale": torch.tensor([0.5])},
+    "requantized per channel": {"out_scale": torch.linspace(0.1, 0.8, 8)},
 }
 
 
@@ -238,11 +270,13 @@ BAD_INPUT = {
     r"residual has shape \(2, 5\)": {"residual": torch.ones(2, 5)},
     r"activation='swish' is unknown; accepted: none, gelu": {"activation": "swish"},
     r"a_scale has shape \(3, 1\), which is no scale": {"a_scale": torch.ones(3, 1)},
-    r"out_scale has shape \(5, 8\), which is no scale": {"out_scale": torch.ones(5, 8)},
+    r"out_scale has shape \(5, 8\), which is no scale .* accepted: \(8,\) per channel": {"out_scale": torch.ones(5, 8)},
+    r"out_scale has shape \(7,\), which is no scale": {"out_scale": torch.ones(7)},
     r"out_dtype=torch.float64; accepted": {"out_dtype": torch.float64},
     r"out_dtype=torch.float16 with out_scale": {"out_scale": torch.ones(1), "out_dtype": torch.float16},
     r"b_scale holds 0.0; scales must be positive": {"b_scale": torch.zeros(8)},
     r"out_scale holds -1.0; scales must be positive": {"out_scale": -torch.ones(1)},
+    r"out_scale holds 0.0; scales must be positive": {"out_scale": torch.arange(8.0)},
 }
 
 

@@ -37,6 +37,10 @@ def test_every_implementation_is_right(forced, activation, scale):
         out_scale = torch.tensor([0.5])
         got = int8_linear(a, a_scale, b, b_scale, bias, activation, added, out_scale)
         assert_int8_close(got, exact, error, numpy64(out_scale))
+        channels = torch.linspace(0.1, 0.9, 65)
+        got = int8_linear(a, a_scale, b, b_scale, bias, activation, added, channels)
+        assert_int8_close(got, exact, error, numpy64(channels))
+        assert got.min() >= -127
 
 
 def test_an_inexact_product_is_not_chosen(monkeypatch, caplog):
