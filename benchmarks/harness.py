@@ -54,7 +54,8 @@ class Record:
     benchmark: str
     provider: str
     op: str | None = None
-    shape: list[int] | None = None  # M, N, K
+    shape: list[int] | None = None  # of a linear M, N, K; of attention B, H, N, D
+    causal: bool | None = None
     model: str | None = None
     batch: int | None = None
     dtype: str | None = None
@@ -71,6 +72,7 @@ class Record:
     peak_mb: float | None = None
     error: float | None = None  # relative L2 error against the FP64 or FP32 oracle on the operands the provider sees
     quantization_error: float | None = None  # relative L2 error against the product of the float operands
+    relative_l1: float | None = None  # against float attention
     sqnr_db: float | None = None
     worst_sqnr_db: float | None = None  # the image with the lowest
     prepare_s: float | None = None  # export, calibrate, convert
@@ -85,9 +87,16 @@ class Record:
         finite: dict[str, Any] = {key: _number(value) for key, value in fields.items()}
         return cls(**finite)
 
+    @property
+    def subject(self) -> str:
+        """What was measured: a shape, or a model and its batch."""
+        if not self.shape:
+            return f"{self.model}, batch {self.batch}"
+        return ",".join(map(str, self.shape)) + (" causal" if self.causal else "")
+
     def __str__(self) -> str:
         what = self.op or self.model
-        size = ",".join(map(str, self.shape)) if self.shape else f"batch {self.batch}"
+        size = self.subject if self.shape else f"batch {self.batch}"
         head = f"{what:<24} {size:<18} {self.provider:<28}"
         if self.status != "ok":
             return f"{head} {self.status}: {self.reason}"

@@ -1,0 +1,226 @@
+"""Attention: every variant of qframework beside PyTorch's SDPA backends and SageAttention, at the shapes of models.
+
+Whole calls: smoothing, quantization and the kernel. ``tflops`` counts 4 B H N N D operations, half of them if causal.
+``error`` is the relative L2 error against float32 attention (of the INT8 operands, for INT8 in and out), and
+``relative_l1`` always the relative L1 error against float32 attention of the float operands.
+
+Every provider has a process of its own and two deadlines: one to compile and be checked at all shapes, some providers
+at a time, and one to be timed, alone on the GPU. ``sageattention`` (1.0.6, Triton) is measured where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import secrets
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, relative_l1
+from benchmarks.boxed import Worker
+from benchmarks.harness import (
+    Record,
+    Results,
+    UnavailableError,
+    argument_parser,
+    comma_separated,
+    guarded,
+    time_provider,
+)
+from qframework.errors import UnsupportedError
+
+SHAPES = (
+    Shape(64, 12, 197, 64), Shape(512, 12, 197, 64), Shape(512, 16, 197, 64),
+    Shape(128, 16, 577, 64), Shape(128, 16, 785, 64), Shape(1, 16, 4096, 80),
+    Shape(4, 32, 1024, 64), Shape(4, 32, 4096, 64), Shape(4, 32, 16384, 64),
+    Shape(4, 32, 1024, 128), Shape(4, 32, 4096, 128), Shape(4, 32, 8192, 128), Shape(4, 32, 16384, 128),
+    Shape(4, 32, 8192, 128, causal=True),
+)  # fmt: skip
+SMOKE_SHAPES = (Shape(2, 2, 37, 16), Shape(1, 2, 65, 24, causal=True))
+REP_MS = 60.0
+Phase = Literal["check", "time"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a worker measures, and on which random numbers."""
+
+    providers: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    device: str
+    seed: int
+
+
+# The worker ---------------------------------------------------------------------------------------------------------
+
+
+class Measurement:
+    """A process's side: checks its providers at all shapes, then times what was right."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked: dict[tuple[str, Shape], Record] = {}
+        torch.backends.cuda.matmul.allow_tf32 = False
+        torch.set_grad_enabled(False)
+
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        for shape in self.plan.shapes:
+            for name in self.plan.providers:
+                if phase == "check":
+                    self.checked[name, shape] = self.check(name, shape)
+                    yield self.checked[name, shape]
+                elif self.checked[name, shape].status == "ok":
+                    yield self.time(name, shape)
+            _free(self.plan.device)
+
+    def check(self, name: str, shape: Shape) -> Record:
+        identity = identify(name, shape)
+        return guarded(identity, functools.partial(self._check, name, shape, identity))
+
+    def _check(self, name: str, shape: Shape, identity: Record) -> Record:
+        start = time.perf_counter()
+        case, oracle = self._case(name, shape)
+        with _refusals():
+            out = case.fn()
+        _synchronize(self.plan.device)
+        first_call_s = time.perf_counter() - start
+        error = case.check(out)
+        return replace(
+            identity,
+            dtype=case.dtype,
+            error=error,
+            relative_l1=relative_l1(case.to_real(out), oracle()),
+            first_call_s=first_call_s,
+        )
+
+    def time(self, name: str, shape: Shape) -> Record:
+        checked = self.checked[name, shape]
+        return guarded(checked, functools.partial(self._time, name, shape, checked))
+
+    def _time(self, name: str, shape: Shape, checked: Record) -> Record:
+        case, _ = self._case(name, shape)
+        on_gpu = self.plan.device == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        timing = time_provider(case.fn, self.plan.device, rep_ms=REP_MS)
+        return replace(
+            checked,
+            **timing.fields(),
+            tflops=shape.operations / timing.median_s / 1e12,
+            peak_mb=torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+        )
+
+    def _case(self, name: str, shape: Shape) -> tuple[Case, Callable[[], torch.Tensor]]:
+        given = make_inputs(shape, self.plan.device, self.plan.seed)
+        with _refusals():
+            return PROVIDERS[name](given), lambda: given.oracle
+
+
+class _refusals:
+    """What qframework refuses by name on this machine is unavailable, not broken."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, UnsupportedError):
+            raise UnavailableError(str(error)) from error
+
+
+def identify(name: str, shape: Shape) -> Record:
+    return Record(benchmark="attention", op="attention", shape=shape.sizes, causal=shape.causal or None, provider=name)
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _free(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# The parent ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: of one provider's check, of one provider's timing, and of the whole run."""
+
+    check: float
+    time: float
+    deadline: float  # of time.monotonic()
+
+    def of(self, phase: Phase) -> float:
+        return max(min(getattr(self, phase), self.deadline - time.monotonic()), 0.0)
+
+
+def run_workers(results: Results, plans: Sequence[Plan], limits: Limits, jobs: int) -> None:
+    """Check all plans, ``jobs`` at a time, then time them one after the other; rows are added as they come."""
+
+    def check(plan: Plan) -> tuple[Worker, list[Record]]:
+        worker = Worker(Measurement, plan)
+        return worker, list(worker.request("check", limits.of("check")))
+
+    with ThreadPoolExecutor(jobs) as pool:
+        for plan, (worker, checked) in zip(plans, list(pool.map(check, plans)), strict=True):
+            timed = list(worker.request("time", limits.of("time")))
+            worker.close()
+            results.add(*complete(plan, checked, timed, worker.status))
+
+
+def complete(
+    plan: Plan, checked: Sequence[Record], timed: Sequence[Record], ended: tuple[str, str] | None
+) -> Iterator[Record]:
+    """One record for each provider and shape: timed, or refused, or with the reason its process was ended."""
+    best = {_key(record): record for record in [*checked, *timed]}
+    status, reason = ended or ("failed", "no record")
+    for shape in plan.shapes:
+        for name in plan.providers:
+            record = best.get(_key(identify(name, shape)), identify(name, shape))
+            untimed = record.status == "ok" and record.p50_ms is None
+            yield replace(record, status=status, reason=reason) if untimed else record
+
+
+def _key(record: Record) -> tuple[object, ...]:
+    return (record.provider, tuple(record.shape or ()), record.causal)
+
+
+# Command line -------------------------------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argument_parser("attention", __doc__)
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
+    parser.add_argument("--check-limit", type=float, default=100.0, help="seconds for one provider, all shapes")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for one provider, all shapes")
+    parser.add_argument("--limit", type=float, default=230.0, help="seconds for everything")
+    parser.add_argument("--seed", type=int, help="of the inputs (default: another one each time, printed)")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every provider at every shape; returns the exit status."""
+    arguments = _parser().parse_args(argv)
+    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+    seed = arguments.seed if arguments.seed is not None else secrets.randbelow(2**31)
+    print(f"seed {seed}")
+    small = arguments.smoke or arguments.device == "cpu"
+    plan = functools.partial(Plan, shapes=SMOKE_SHAPES if small else SHAPES, device=arguments.device, seed=seed)
+    results = Results.start("attention", arguments.device, arguments)
+    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
+    groups = [tuple(arguments.providers)] if small else [(name,) for name in arguments.providers]
+    run_workers(results, [plan(group) for group in groups], limits, arguments.jobs)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""What the attention benchmark compares: inputs, the oracle, and one case for each provider.
+
+Inputs are float16: normal Q and V, and K with a bias per channel, as real keys have. Every provider starts from the
+same values; ``qframework_mixed_static`` from their INT8 values, its format. The oracle is float32 attention without
+TF32, one group of heads at a time.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import (
+    Check,
+    UnavailableError,
+    WrongResultError,
+    one_step_apart,
+    relative_error,
+    require_shape,
+    worst_row_error,
+)
+from qframework import numerics
+from qframework.kernels.attention_variants import VARIANTS, AttentionVariant, choose_variant, resolve
+
+KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
+ORACLE_BYTES = 2**30  # of logits at a time
+MATH_BYTES = 2**33  # SDPA's unfused path keeps the logits of all heads in float32
+# What a row may be off: an all-zero or a shifted row is 1 or more off. Rows whose few large P decide are the worst.
+FLOAT_BOUND = (2.0**-9, 2.0**-7)
+INT8_PV_BOUND = (0.15, 0.9)  # P in steps of 1/127: in a long row with one large P, all others round to 0 or 1 step
+FP8_PV_BOUND = (0.06, 0.3)
+FP16_PV_BOUND = (0.03, 0.15)
+INT4_BOUND = (0.25, 0.8)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """``B, H, N, D``; as many keys as queries."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    causal: bool = False
+
+    @property
+    def sizes(self) -> list[int]:
+        return [self.batch, self.heads, self.tokens, self.head_dim]
+
+    @property
+    def operations(self) -> float:
+        """4 B H N N D, of which a causal mask leaves half."""
+        return 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim / (2 if self.causal else 1)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Seeded inputs of one shape; ``(B, H, N, D)`` float16."""
+
+    shape: Shape
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @functools.cached_property
+    def oracle(self) -> Tensor:
+        return float32_attention(self.query, self.key, self.value, self.shape.causal)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One provider at one shape: what is timed, what is right, and how to read the output as real values."""
+
+    fn: Callable[[], Tensor]
+    check: Check
+    dtype: str
+    to_real: Callable[[Tensor], Tensor] = Tensor.float
+
+
+def make_inputs(shape: Shape, device: str, seed: int) -> Inputs:
+    """The same values for every provider of a run."""
+    generator = torch.Generator(device).manual_seed(seed + sum(shape.sizes))
+
+    def normal(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator, device=device, dtype=torch.float16)
+
+    bias = KEY_BIAS * normal(1, shape.heads, 1, shape.head_dim)
+    return Inputs(shape, normal(*shape.sizes), normal(*shape.sizes) + bias, normal(*shape.sizes))
+
+
+def float32_attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """softmax(Q K^T / sqrt(D)) V in float32, ``(B, H, N, D)``; TF32 must be off."""
+    tokens = query.shape[-2]
+    heads = max(ORACLE_BYTES // (4 * tokens * tokens), 1)
+    out = torch.empty(query.shape, dtype=torch.float32, device=query.device)
+    groups = [tensor.flatten(0, 1).split(heads) for tensor in (query, key, value, out)]
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1) if causal else None
+    for q, k, v, o in zip(*groups, strict=True):
+        logits = (q.float() * query.shape[-1] ** -0.5) @ k.float().mT
+        if future is not None:
+            logits.masked_fill_(future, -math.inf)
+        o.copy_(logits.softmax(-1) @ v.float())
+    return out
+
+
+def relative_l1(value: Tensor, reference: Tensor) -> float:
+    """``sum |value - reference| / sum |reference|``, the papers' measure."""
+    return float((value - reference).abs().sum(dtype=torch.float64) / reference.abs().sum(dtype=torch.float64))
+
+
+def attention_within(oracle: Callable[[], Tensor], bound: tuple[float, float]) -> Check:
+    """Relative L1 error at most ``bound[0]`` over all, relative L2 error at most ``bound[1]`` in the worst row."""
+
+    def check(value: Tensor) -> float:
+        reference = oracle()
+        require_shape(value, reference)
+        mean, worst = relative_l1(value.float(), reference), worst_row_error(value, reference)
+        if not (mean <= bound[0] and worst <= bound[1]):
+            message = f"relative L1 error {mean:.3g}, worst row {worst:.3g}; at most {bound[0]:.3g} and {bound[1]:.3g}"
+            raise WrongResultError(message, worst)
+        return relative_error(value, reference)
+
+    return check
+
+
+def bound_of(variant: AttentionVariant) -> tuple[float, float]:
+    """What ``attention_within`` accepts of a variant."""
+    if variant.qk_bits == 4:
+        return INT4_BOUND
+    return {"int8": INT8_PV_BOUND, "fp8": FP8_PV_BOUND}.get(variant.pv, FP16_PV_BOUND)
+
+
+# Peers --------------------------------------------------------------------------------------------------------------
+
+
+def _torch_sdpa(given: Inputs, backend: SDPBackend) -> Case:
+    shape = given.shape
+    if backend == SDPBackend.MATH and 4 * shape.batch * shape.heads * shape.tokens**2 > MATH_BYTES:
+        raise UnavailableError(f"the logits of all heads take more than {MATH_BYTES / 2**30:g} GiB")
+    if given.query.device.type == "cpu" and backend not in (SDPBackend.MATH, SDPBackend.FLASH_ATTENTION):
+        raise UnavailableError(f"{backend.name} runs on a GPU only")
+
+    def fn() -> Tensor:
+        with sdpa_kernel(backend):
+            return F.scaled_dot_product_attention(given.query, given.key, given.value, is_causal=shape.causal)
+
+    return Case(fn, attention_within(lambda: given.oracle, FLOAT_BOUND), "float16")
+
+
+def _sageattention(given: Inputs) -> Case:
+    """The package ``sageattention``; it takes head dims 64, 96 and 128, and others are padded, in the timed call."""
+    if given.query.device.type != "cuda":
+        raise UnavailableError("sageattention runs on a GPU only")
+    try:
+        from sageattention import sageattn
+    except ImportError as error:
+        raise UnavailableError(f"pip install sageattention==1.0.6 ({error})") from error
+    head_dim, causal = given.shape.head_dim, given.shape.causal
+    padding = next(size - head_dim for size in (64, 96, 128) if size >= head_dim)
+    key = given.key.clone()  # it subtracts K's mean in place
+
+    def fn() -> Tensor:
+        if not padding:
+            return sageattn(given.query, key, given.value, tensor_layout="HND", is_causal=causal)
+        query, padded_key, value = (F.pad(tensor, (0, padding)) for tensor in (given.query, key, given.value))
+        scale = head_dim**-0.5
+        out = sageattn(query, padded_key, value, tensor_layout="HND", is_causal=causal, sm_scale=scale)
+        return out[..., :head_dim]
+
+    return Case(fn, attention_within(lambda: given.oracle, FP16_PV_BOUND), "float16, Q K int8")
+
+
+# qframework ---------------------------------------------------------------------------------------------------------
+
+
+def _sage(given: Inputs, name: str) -> Case:
+    """A variant through the public operator, from float16 tensors to a float16 tensor."""
+    shape = given.shape
+    query, key, value = given.query, given.key, given.value
+    chosen = name
+    if name == "auto":
+        chosen = choose_variant(query.device, shape.tokens, shape.tokens, shape.head_dim, query.dtype)
+
+    def fn() -> Tensor:
+        return torch.ops.qframework.sage_attention(query, key, value, is_causal=shape.causal, variant=name)[0]
+
+    variant = resolve(chosen)
+    check = attention_within(lambda: given.oracle, bound_of(variant))
+    return Case(fn, check, f"float16, Q K int{variant.qk_bits}, PV {variant.pv}")
+
+
+def _mixed_static(given: Inputs) -> Case:
+    """QAttn static: int8 in and out, one scale per tensor."""
+    int8, scales = zip(*(_quantized(tensor) for tensor in (given.query, given.key, given.value)), strict=True)
+    out_scale = numerics.dynamic_scale(given.oracle, "per_tensor").reshape(1)
+    causal = given.shape.causal
+
+    def fn() -> Tensor:
+        return torch.ops.qframework.mixed_attention(*int8, *scales, is_causal=causal, out_scale=out_scale)
+
+    def oracle() -> Tensor:
+        real_query, real_key, real_value = (q.float() * scale for q, scale in zip(int8, scales, strict=True))
+        return (
+            (float32_attention(real_query, real_key, real_value, causal) / out_scale)
+            .round()
+            .clamp(numerics.QMIN, numerics.QMAX)
+        )
+
+    # P in 16 bit is off by 2^-11 of up to 127 steps; few values are that large, and few of those near a tie.
+    check = one_step_apart(oracle, fraction=0.05)
+    return Case(fn, check, "int8 to int8", lambda q: q.float() * out_scale)
+
+
+def _quantized(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    scale = numerics.dynamic_scale(tensor, "per_tensor").reshape(1)
+    return numerics.quantize(tensor, scale), scale
+
+
+PROVIDERS: dict[str, Callable[[Inputs], Case]] = {
+    "torch_flash": functools.partial(_torch_sdpa, backend=SDPBackend.FLASH_ATTENTION),
+    "torch_cudnn": functools.partial(_torch_sdpa, backend=SDPBackend.CUDNN_ATTENTION),
+    "torch_efficient": functools.partial(_torch_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION),
+    "torch_math": functools.partial(_torch_sdpa, backend=SDPBackend.MATH),
+    "sageattention": _sageattention,
+    **{f"qframework_{name}": functools.partial(_sage, name=name) for name in ("auto", *VARIANTS)},
+    "qframework_mixed_static": _mixed_static,
+}
