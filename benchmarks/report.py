@@ -9,29 +9,37 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import SCHEMA, Record, Results
 from benchmarks.machine import REPOSITORY
+from benchmarks.plots import draw, mark
+from benchmarks.report_attention import attention_tables
+from benchmarks.tables import (
+    OURS,
+    TITLES,
+    Run,
+    bold_if,
+    is_ours,
+    joined,
+    labelled,
+    number,
+    ratio,
+    scientific,
+    speed,
+    split,
+    table,
+)
 from qframework.errors import FileFormatError
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "performance.md"
-OURS = "qframework"
-TITLES = {
-    "int8_linear": "INT8 linear",
-    "vit_cpu": "Vision transformers on the CPU",
-    "vit_gpu": "Vision transformers on a GPU",
-}
 # What every other provider's speed is also given as a multiple of.
-BASELINES = {"int8_linear": "torch_fp16", "vit_cpu": "fp32_eager", "vit_gpu": "fp32"}
+BASELINES = {"int8_linear": "torch_fp16", "attention": "torch_flash", "vit_cpu": "fp32_eager", "vit_gpu": "fp32"}
 HEAD = """# Performance
 
 Written by `python -m benchmarks.report` from the files in `benchmarks/results/`: change those, not this page.
@@ -48,34 +56,6 @@ NOTHING = """
 
 There are no results. `python -m benchmarks.vit_cpu --output benchmarks/results/vit_cpu.json` makes the first.
 """
-
-
-@dataclass(frozen=True)
-class Run:
-    """One result file."""
-
-    stem: str
-    benchmark: str
-    machine: dict[str, Any]
-    peaks: dict[str, float]
-    records: list[Record]
-    digest: str  # of the file's content; the plot carries it
-
-    @property
-    def plot(self) -> str:
-        return f"performance-{self.stem}.svg"
-
-    @property
-    def title(self) -> str:
-        date = str(self.machine.get("date") or "date unknown").partition("T")[0]
-        return f"{TITLES.get(self.benchmark, self.benchmark)}: {self.machine.get('device') or 'device unknown'}, {date}"
-
-    def groups(self) -> list[list[Record]]:
-        """Records that may be compared: of one shape, or of one model and batch, in the order measured."""
-        groups: dict[str, list[Record]] = {}
-        for record in self.records:
-            groups.setdefault(_subject(record), []).append(record)
-        return list(groups.values())
 
 
 def load_run(path: Path) -> Run | None:
@@ -118,19 +98,19 @@ def _losses(runs: Sequence[Run]) -> str:
     text = "## Where qframework is slower\n\n"
     if not rows:
         return text + "Nowhere in these runs.\n"
-    return text + _table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
+    return text + table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
 
 
 def _lost(run: Run, group: Sequence[Record]) -> list[str]:
     """The row of one shape or model, empty where nothing is faster than the best of qframework."""
-    ours, peers = _split(group)
-    best = max(ours, key=_speed, default=None)
-    faster = [peer for peer in peers if best and _speed(peer) > _speed(best)]
+    ours, peers = split(group)
+    best = max(ours, key=speed, default=None)
+    faster = [peer for peer in peers if best and speed(peer) > speed(best)]
     if best is None or not faster:
         return []
-    faster.sort(key=_speed, reverse=True)
-    multiples = ", ".join(f"{_ratio(_speed(best), _speed(peer))} {peer.provider}" for peer in faster)
-    return [run.title, _subject(best), best.provider, multiples]
+    faster.sort(key=speed, reverse=True)
+    multiples = ", ".join(f"{ratio(speed(best), speed(peer))} {peer.provider}" for peer in faster)
+    return [run.title, best.subject, best.provider, multiples]
 
 
 def _section(run: Run) -> str:
@@ -139,6 +119,8 @@ def _section(run: Run) -> str:
         parts.append(SHAPES_NOTE)
         parts.append(_shapes_table(run))
         parts.append("### Every measurement\n")
+    if run.benchmark == "attention":
+        parts.append(attention_tables(run))
     parts += [_group_table(run, group) for group in run.groups()]
     return "\n".join(parts)
 
@@ -148,16 +130,16 @@ def _machine(run: Run) -> str:
     machine = run.machine
     commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
     rows = {
-        "device": _joined(machine.get("device"), machine.get("capability"), _labelled("driver", machine.get("driver"))),
-        "CPU": _joined(
+        "device": joined(machine.get("device"), machine.get("capability"), labelled("driver", machine.get("driver"))),
+        "CPU": joined(
             machine.get("cpu"),
-            _labelled("cores", machine.get("cores")),
-            _labelled("threads", machine.get("threads")),
+            labelled("cores", machine.get("cores")),
+            labelled("threads", machine.get("threads")),
             " ".join(machine.get("cpu_flags") or ()),
         ),
-        "versions": _joined(
+        "versions": joined(
             *(
-                _labelled(name, machine.get(name))
+                labelled(name, machine.get(name))
                 for name in ("qframework", "torch", "triton", "torchao", "timm", "python")
             )
         ),
@@ -165,10 +147,10 @@ def _machine(run: Run) -> str:
         "date": machine.get("date") or "unknown",
     }
     if run.peaks:
-        rows["best torch GEMM at 8192"] = _joined(
-            *(f"{width} {_number(peak)} TFLOP/s" for width, peak in run.peaks.items())
+        rows["best torch GEMM at 8192"] = joined(
+            *(f"{width} {number(peak)} TFLOP/s" for width, peak in run.peaks.items())
         )
-    return _table(["", ""], [[key, value] for key, value in rows.items()])
+    return table(["", ""], [[key, value] for key, value in rows.items()])
 
 
 def _shapes_table(run: Run) -> str:
@@ -176,150 +158,49 @@ def _shapes_table(run: Run) -> str:
     providers = list(dict.fromkeys(record.provider for record in run.records))
     rows = []
     for group in run.groups():
-        speeds = {record.provider: _speed(record) for record in group}
+        speeds = {record.provider: speed(record) for record in group}
         fastest = max(speeds.values())
-        cells = [_bold(_number(speeds.get(name)), speeds.get(name) == fastest) for name in providers]
-        rows.append([_subject(group[0]), *cells, _best_ratio(group)])
-    return _table(["M,N,K", *providers, "qframework / best peer"], rows)
+        cells = [bold_if(speeds.get(name) == fastest, number(speeds.get(name))) for name in providers]
+        rows.append([group[0].subject, *cells, _best_ratio(group)])
+    return table(["M,N,K", *providers, "qframework / best peer"], rows)
 
 
 def _best_ratio(group: Sequence[Record]) -> str:
-    ours, peers = _split(group)
-    return _ratio(max(map(_speed, ours)), max(map(_speed, peers))) if ours and peers else ""
+    ours, peers = split(group)
+    return ratio(max(map(speed, ours)), max(map(speed, peers))) if ours and peers else ""
 
 
 def _group_table(run: Run, group: Sequence[Record]) -> str:
     """Everything measured for one shape, or for one model and batch; columns nobody filled are left out."""
-    baseline = next((_speed(record) for record in group if record.provider == BASELINES.get(run.benchmark)), 0.0)
-    best_peer = max((_speed(record) for record in _split(group)[1]), default=0.0)
+    baseline = next((speed(record) for record in group if record.provider == BASELINES.get(run.benchmark)), 0.0)
+    best_peer = max((speed(record) for record in split(group)[1]), default=0.0)
     columns: dict[str, Callable[[Record], str]] = {
         "provider": lambda record: record.provider,
         "dtype": lambda record: record.dtype or "",
-        "images/s": lambda record: _number(record.images_per_second),
-        "TFLOP/s": lambda record: _number(record.tflops),
-        "GB/s": lambda record: _number(record.gbps),
-        f"/ {BASELINES.get(run.benchmark)}": lambda record: _ratio(_speed(record), baseline),
-        "/ best peer": lambda record: _ratio(_speed(record), best_peer) if _is_ours(record) else "",
-        "p20 ms": lambda record: _number(record.p20_ms),
-        "p50 ms": lambda record: _number(record.p50_ms),
-        "p80 ms": lambda record: _number(record.p80_ms),
+        "images/s": lambda record: number(record.images_per_second),
+        "TOP/s" if run.benchmark == "attention" else "TFLOP/s": lambda record: number(record.tflops),
+        "GB/s": lambda record: number(record.gbps),
+        f"/ {BASELINES.get(run.benchmark)}": lambda record: ratio(speed(record), baseline),
+        "/ best peer": lambda record: ratio(speed(record), best_peer) if is_ours(record) else "",
+        "p20 ms": lambda record: number(record.p20_ms),
+        "p50 ms": lambda record: number(record.p50_ms),
+        "p80 ms": lambda record: number(record.p80_ms),
         "runs": lambda record: str(record.runs or ""),
-        "% of peak": lambda record: _number(record.percent_of_peak),
-        "peak MB": lambda record: _number(record.peak_mb),
-        "error": lambda record: _scientific(record.error),
-        "quantization error": lambda record: _scientific(record.quantization_error),
-        "SQNR dB": lambda record: _number(record.sqnr_db),
-        "worst image dB": lambda record: _number(record.worst_sqnr_db),
-        "prepare s": lambda record: _number(record.prepare_s),
-        "first call s": lambda record: _number(record.first_call_s),
+        "% of peak": lambda record: number(record.percent_of_peak),
+        "peak MB": lambda record: number(record.peak_mb),
+        "error": lambda record: scientific(record.error),
+        "quantization error": lambda record: scientific(record.quantization_error),
+        "relative L1": lambda record: scientific(record.relative_l1),
+        "SQNR dB": lambda record: number(record.sqnr_db),
+        "worst image dB": lambda record: number(record.worst_sqnr_db),
+        "prepare s": lambda record: number(record.prepare_s),
+        "first call s": lambda record: number(record.first_call_s),
         "no time because": lambda record: "" if record.status == "ok" else f"{record.status}: {record.reason}",
     }
     filled = {name: [column(record) for record in group] for name, column in columns.items()}
     shown = {name: cells for name, cells in filled.items() if any(cells)}
     rows = [list(row) for row in zip(*shown.values(), strict=True)]
-    return f"**{_subject(group[0])}**\n\n{_table(list(shown), rows)}"
-
-
-def _subject(record: Record) -> str:
-    return ",".join(map(str, record.shape)) if record.shape else f"{record.model}, batch {record.batch}"
-
-
-def _is_ours(record: Record) -> bool:
-    return record.provider.startswith(OURS)
-
-
-def _split(group: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Timed records of qframework, and of its peers."""
-    timed = [record for record in group if record.status == "ok"]
-    return [record for record in timed if _is_ours(record)], [record for record in timed if not _is_ours(record)]
-
-
-def _speed(record: Record) -> float:
-    """Larger is faster; 0 for a record without a time."""
-    return record.images_per_second or record.tflops or record.gbps or 0.0
-
-
-def _ratio(value: float, base: float) -> str:
-    return f"{value / base:.2f}" if value and base else ""
-
-
-def _number(value: float | None) -> str:
-    """Three significant digits, thousands in full."""
-    if value is None or value == 0:
-        return "" if value is None else "0"
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _scientific(value: float | None) -> str:
-    return "" if value is None else "0" if value == 0 else f"{value:.1e}"
-
-
-def _bold(text: str, bold: bool) -> str:
-    return f"**{text}**" if bold and text else text
-
-
-def _labelled(name: str, value: object) -> str:
-    return f"{name} {value}" if value is not None else ""
-
-
-def _joined(*parts: object) -> str:
-    return ", ".join(str(part) for part in parts if part)
-
-
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
-
-
-# The plots ------------------------------------------------------------------------------------------------------------
-
-
-def draw(run: Run, path: Path) -> None:
-    """Bars of every provider's speed, grouped by what was measured: ours in colour, peers in grey."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    from matplotlib import pyplot as plt
-
-    groups = [[record for record in group if _speed(record)] for group in run.groups()]
-    groups = [group for group in groups if group]
-    rows = sum(len(group) for group in groups)
-    style: dict[Any, Any] = {
-        "svg.hashsalt": run.digest,
-        "svg.fonttype": "none",  # text stays text: a quarter of the size
-        "font.size": 8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-    }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(
-            max(len(groups), 1),
-            figsize=(7.5, 0.8 + 0.5 * len(groups) + 0.2 * rows),
-            squeeze=False,
-            height_ratios=[len(group) + 1 for group in groups] or None,
-            layout="constrained",
-        )
-        for axis, group in zip(axes[:, 0], groups, strict=False):
-            _draw_group(axis, group)
-        figure.suptitle(run.title)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(run)})
-        plt.close(figure)
-
-
-def _draw_group(axis: Any, group: Sequence[Record]) -> None:
-    colours = ["#c2410c" if _is_ours(record) else "#a8a29e" for record in group]
-    bars = axis.barh([record.provider for record in group], [_speed(record) for record in group], color=colours)
-    axis.bar_label(bars, labels=[_number(_speed(record)) for record in group], padding=3)
-    axis.invert_yaxis()
-    axis.margins(x=0.12)
-    unit = "images/s" if group[0].images_per_second else "TFLOP/s" if group[0].tflops else "GB/s"
-    axis.set_title(f"{_subject(group[0])} ({unit})", loc="left", fontsize=8)
-
-
-def _mark(run: Run) -> str:
-    """What a plot carries to show which results it was drawn from, and by which code."""
-    code = inspect.getsource(draw) + inspect.getsource(_draw_group)
-    return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+    return f"**{group[0].subject}**\n\n{table(list(shown), rows)}"
 
 
 # Command line ---------------------------------------------------------------------------------------------------------
@@ -330,7 +211,7 @@ def stale_files(runs: Sequence[Run], page: Path) -> list[Path]:
     assets = page.parent / "assets"
     stale = [] if page.exists() and page.read_text() == render(runs) else [page]
     plots = {assets / run.plot: run for run in runs}
-    stale += [path for path, run in plots.items() if not (path.exists() and _mark(run) in path.read_text())]
+    stale += [path for path, run in plots.items() if not (path.exists() and mark(run) in path.read_text())]
     return stale + _orphans(runs, assets)
 
 
