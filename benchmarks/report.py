@@ -18,7 +18,7 @@ from pathlib import Path
 from benchmarks.harness import SCHEMA, Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
-from benchmarks.report_attention import attention_tables
+from benchmarks.report_attention import PARTS, attention_tables
 from benchmarks.tables import (
     OURS,
     TITLES,
@@ -121,7 +121,7 @@ def _section(run: Run) -> str:
         parts.append("### Every measurement\n")
     if run.benchmark == "attention":
         parts.append(attention_tables(run))
-    parts += [_group_table(run, group) for group in run.groups()]
+    parts += [_group_table(run, group) for group in run.groups() if group[0].op not in PARTS]
     return "\n".join(parts)
 
 

@@ -1,0 +1,213 @@
+"""The attention benchmark refuses wrong results, keeps what a hanging provider got done, and reports whole calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from benchmarks import attention, attention_cases, report
+from benchmarks.attention import Limits, Measurement, Plan
+from benchmarks.attention_cases import PROVIDERS, Shape, attention_within, float32_attention, make_inputs
+from benchmarks.boxed import Worker
+from benchmarks.harness import Record, Results, WrongResultError
+
+SHAPE = Shape(2, 2, 33, 16)
+GPU_ONLY = {"torch_cudnn", "torch_efficient", "sageattention"}
+
+
+def plan(*providers: str, shape: Shape = SHAPE) -> Plan:
+    return Plan(providers, (shape,), "cpu", seed=0)
+
+
+# Cases
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_oracle_is_attention(causal, monkeypatch):
+    """Also in groups of heads that do not divide them."""
+    monkeypatch.setattr(attention_cases, "ORACLE_BYTES", 3 * 4 * 33 * 33)
+    given = make_inputs(dataclasses.replace(SHAPE, causal=causal), "cpu", 0)
+    tensors = [tensor.double() for tensor in (given.query, given.key, given.value)]
+    expected = F.scaled_dot_product_attention(*tensors, is_causal=causal)
+    got = float32_attention(given.query, given.key, given.value, causal)
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_operations_are_those_of_two_products():
+    assert Shape(2, 3, 5, 7).operations == 2 * (2 * 2 * 3 * 5 * 5 * 7)
+    assert Shape(2, 3, 5, 7, causal=True).operations == 2 * 2 * 3 * 5 * 5 * 7
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda out: out * 1.2,
+        lambda out: out.roll(1, 2),
+        lambda out: out.index_fill(2, torch.tensor(5), 0.0),
+        lambda out: out.masked_fill(out > 1, torch.nan),
+        lambda out: out[..., :-1],
+    ],
+    ids=["scaled", "shifted", "zeroed row", "nan", "shape"],
+)
+def test_checks_refuse_wrong_attention(spoil):
+    given = make_inputs(SHAPE, "cpu", 0)
+    for bound in (attention_cases.FP16_PV_BOUND, attention_cases.INT8_PV_BOUND, attention_cases.FP8_PV_BOUND):
+        check = attention_within(lambda: given.oracle, bound)
+        assert check(given.oracle) == 0
+        with pytest.raises(WrongResultError):
+            check(spoil(given.oracle))
+
+
+@pytest.mark.parametrize("provider", sorted(set(PROVIDERS) - GPU_ONLY))
+def test_every_provider_is_right(provider):
+    (record,) = Measurement(plan(provider))("check")
+    assert record.status == "ok", record.reason
+    if provider.startswith("qframework"):
+        assert 2.0**-11 < record.relative_l1 < 0.25
+
+
+# Workers
+
+
+def test_every_provider_in_a_smoke_run(tmp_path):
+    output = tmp_path / "out.json"
+    assert attention.main(["--smoke", "--device", "cpu", "--output", str(output)]) == 0
+    document = json.loads(output.read_text())
+    records = [Record.from_json(fields) for fields in document["records"]]
+    assert document["smoke"] is True
+    assert len(records) == len(PROVIDERS) * len(attention.SMOKE_SHAPES)
+    assert {record.provider for record in records if record.status != "ok"} == GPU_ONLY
+    for record in records:
+        if record.status == "ok":
+            assert 0 < record.p20_ms <= record.p50_ms <= record.p80_ms
+            b, h, n, d = record.shape
+            operations = 4 * b * h * n * n * d / (2 if record.causal else 1)
+            assert record.tflops == pytest.approx(1e-9 * operations / record.p50_ms, rel=2e-3)
+
+
+@pytest.mark.gpu
+def test_every_provider_on_a_gpu(tmp_path):
+    output = tmp_path / "out.json"
+    assert attention.main(["--smoke", "--device", "cuda", "--output", str(output)]) == 0
+    assert all(record["peak_mb"] > 0 for record in json.loads(output.read_text())["records"] if "p50_ms" in record)
+
+
+def test_a_wrong_provider_is_never_timed(monkeypatch):
+    def doubled(given):
+        case = PROVIDERS["torch_math"](given)
+        return dataclasses.replace(case, fn=lambda: 2 * case.fn())
+
+    monkeypatch.setitem(attention.PROVIDERS, "torch_flash", doubled)
+    measurement = Measurement(plan("torch_flash"))
+    (record,) = measurement("check")
+    assert record.status == "wrong"
+    assert list(measurement("time")) == []
+
+
+class Hangs:
+    """A worker that answers once and then sleeps."""
+
+    def __call__(self, seconds: float) -> Iterator[Record]:
+        yield Record(benchmark="attention", provider="slow")
+        time.sleep(seconds)
+
+
+class Exits:
+    def __call__(self, status: int) -> Iterator[Record]:
+        raise SystemExit(status)
+
+
+def test_a_worker_that_is_late_is_ended_and_keeps_what_it_sent():
+    worker = Worker(Hangs)
+    assert [record.provider for record in worker.request(0.0, 60)] == ["slow"]
+    assert worker.status is None
+    start = time.monotonic()
+    assert len(list(worker.request(60.0, 1.5))) == 1
+    assert time.monotonic() - start < 10
+    assert worker.status == ("timeout", "not done after 1.5 s")
+    assert list(worker.request(0.0, 60)) == []
+    worker.close()
+
+
+def test_a_worker_that_dies_says_how():
+    worker = Worker(Exits)
+    assert list(worker.request(3, 60)) == []
+    assert worker.status == ("failed", "the process ended with exit status 3")
+    worker.close()
+
+
+def test_records_of_a_provider_that_was_ended_say_so():
+    other = Shape(1, 1, 8, 16)
+    both = dataclasses.replace(plan("a"), shapes=(SHAPE, other))
+    checked = [attention.identify("a", SHAPE)]
+    timed = [dataclasses.replace(checked[0], p50_ms=1.0)]
+    first, second = attention.complete(both, checked, timed, ("timeout", "late"))
+    assert (first.status, first.p50_ms) == ("ok", 1.0)
+    assert (second.status, second.reason, second.shape) == ("timeout", "late", other.sizes)
+
+
+def test_no_time_is_left_after_the_deadline():
+    limits = Limits(check=100, time=20, deadline=time.monotonic() + 5)
+    assert 4 < limits.of("check") <= 5
+    assert dataclasses.replace(limits, deadline=time.monotonic() - 1).of("time") == 0
+
+
+# The page
+
+
+@pytest.fixture
+def site(tmp_path) -> Path:
+    results = Results("attention", {"device": "Chip 9000"}, tmp_path / "results" / "attention.json")
+    record = Record(
+        benchmark="attention", op="attention", provider="", shape=[1, 2, 3, 4], p50_ms=1.0, relative_l1=0.01
+    )
+
+    def add(provider: str, tflops: float, **fields) -> None:
+        results.add(dataclasses.replace(record, provider=provider, tflops=tflops, **fields))
+
+    add("torch_cudnn", 400.0)
+    add("torch_cudnn", 900.0, causal=True)
+    add("qframework_sage_t", 300.0, relative_l1=0.0123)
+    add("qframework_sage_vb", 500.0)
+    add("qframework_sage_vb", 450.0, causal=True)
+    add("qframework_sage_vb", 0.0, op="attention_quantize", p50_ms=0.25)
+    add("qframework_sage_vb", 9999.0, op="attention_kernel", p50_ms=0.75)
+    return tmp_path
+
+
+def page(site: Path) -> str:
+    assert report.main(["--results", str(site / "results"), "--page", str(site / "performance.md")]) == 0
+    return (site / "performance.md").read_text()
+
+
+def test_the_page_compares_whole_calls(site):
+    """A kernel alone is no call, so it is compared with nothing; causal is a shape of its own."""
+    text = page(site)
+    assert "| 1,2,3,4 | 400 | **500** | sage_vb | 1.25 |" in text
+    assert "| 1,2,3,4 causal | **900** | 450 | sage_vb | 0.50 |" in text
+    losses = text.split("## Where qframework is slower")[1].split("\n## ")[0]
+    assert "| 1,2,3,4 causal | qframework_sage_vb | 0.50 torch_cudnn |" in losses
+    assert "| 1,2,3,4 |" not in losses
+
+
+def test_the_page_shows_accuracy_and_what_a_call_is_made_of(site):
+    text = page(site)
+    assert "| 1,2,3,4 | 0.0100 | 0.0123 | 0.0100 |" in text
+    assert "| 1,2,3,4 | 0.25 + 0.75 |" in text
+
+
+def test_the_plot_names_every_peer_and_the_fastest_variant(site):
+    page(site)
+    (plot,) = (site / "assets").iterdir()
+    text = plot.read_text()
+    assert ">cudnn<" in text
+    assert ">sage_vb<" in text
+    assert ">sage_t<" not in text
+    assert report.main(["--results", str(site / "results"), "--page", str(site / "performance.md"), "--check"]) == 0
