@@ -1,7 +1,21 @@
 """Operators, each with a plain-torch reference, a Triton kernel for GPUs and a CPU implementation."""
 
+import qframework.kernels.sage_attention
+import qframework.kernels.sage_attention_backward  # both register operators
+from qframework.kernels.attention_quantize import attention_quantize
 from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation
+from qframework.kernels.mixed_attention import mixed_attention
 from qframework.kernels.quantize import dequantize, dynamic_quantize, quantize
+from qframework.kernels.value_quantize import value_quantize
 
-__all__ = ["cpu_implementation", "dequantize", "dynamic_quantize", "int8_linear", "quantize"]
+__all__ = [
+    "attention_quantize",
+    "cpu_implementation",
+    "dequantize",
+    "dynamic_quantize",
+    "int8_linear",
+    "mixed_attention",
+    "quantize",
+    "value_quantize",
+]

@@ -1,0 +1,115 @@
+"""What the attention kernels share: how a tensor of heads is addressed, dense or packed with variable lengths."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention_variants import AttentionVariant, fp8_ranges
+
+_MAX_OFFSET = 2**31 - 1
+LOG2_E = math.log2(math.e)
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of a tensor of heads: dense ``(B, H, N, D)``, or packed ``(total, H, D)`` with ``starts (B + 1,)`` int32.
+
+    ``tokens`` is N, or the longest sequence when packed.
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    channels: int
+    starts: Tensor | None = None
+
+    @classmethod
+    def of(cls, x: Tensor, starts: Tensor | None = None, longest: int = 0) -> AttentionShape:
+        """Sizes of ``x``; ``starts`` and ``longest`` belong to a packed tensor."""
+        if starts is None:
+            return cls(*x.shape)
+        return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts)
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Strides of batch, head and token in elements; packed tensors have no batch."""
+        if self.starts is None:
+            return x.stride(0), x.stride(1), x.stride(2)
+        return 0, x.stride(1), x.stride(0)
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """``x`` itself where its last dimension is contiguous, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def check_offsets(operator: str, **tensors: Tensor) -> None:
+    """Raise UnsupportedError where one head spans more than 2**31 elements: kernels count inside a head in 32 bits."""
+    for name, x in tensors.items():
+        token = -2 if x.ndim == 4 else 0
+        span = (x.shape[token] - 1) * x.stride(token) if x.shape[token] else 0
+        if span > _MAX_OFFSET:
+            raise UnsupportedError(
+                f"{operator}: {name} of shape {tuple(x.shape)} has strides {x.stride()}; its tokens span {span} "
+                f"elements, accepted: at most {_MAX_OFFSET}. Make it contiguous."
+            )
+
+
+def query_memory_order(batch: int, heads: int, tokens: int, channels: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty (B, H, N, D) whose memory order is (B, N, H, D), so that merging the heads is a view."""
+    return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
+
+
+class QuantizedQK(NamedTuple):
+    """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries."""
+
+    q: Tensor  # (B, H, N, D) int8, or half the channels for INT4; packed (total, H, D) with variable lengths
+    q_scale: Tensor  # (B, H, Gq) fp32
+    k: Tensor  # (B, Hkv, Nk, D) int8
+    k_scale: Tensor  # (B, Hkv, Gk) fp32
+    channels: int  # D, which INT4 halves
+    row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
+
+
+class Values(NamedTuple):
+    """Values as the second product reads them."""
+
+    v: Tensor  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) when `transposed`
+    scale: Tensor | None = None  # (B, Hkv, Dv) fp32 per channel, or (B, Hkv, 1)
+    mean: Tensor | None = None  # (B, Hkv, Dv) fp32, smooth V
+
+    def channels(self, transposed: bool) -> int:
+        return self.v.shape[-2 if transposed else -1]
+
+
+class Lengths(NamedTuple):
+    """Packed sequences: where each starts, ``(B + 1,)`` int32, and the longest."""
+
+    q_starts: Tensor
+    k_starts: Tensor
+    longest_q: int
+    longest_k: int
+
+
+class Bias(NamedTuple):
+    """What is added to the logits besides Q K^T."""
+
+    mask: Tensor | None = None  # bool or float, (B, H, N, Nk) with dimensions of 1 that broadcast
+    rel_h: Tensor | None = None  # (B, H, N, Kh)
+    rel_w: Tensor | None = None  # (B, H, N, Kw)
+    causal: bool = False
+
+
+def transposes_values(pv: str) -> bool:
+    """8-bit products read V along the tokens."""
+    return pv in ("int8", "fp8")
+
+
+def p_range(variant: AttentionVariant) -> float:
+    """The integer or FP8 number that 1 in P becomes."""
+    if variant.pv == "fp8":
+        return fp8_ranges(variant.accumulator)[0]
+    return 127.0 if variant.pv == "int8" else 1.0

@@ -1,0 +1,205 @@
+"""What a quantized attention quantizes, and how: the published variants as values of one description.
+
+An :class:`AttentionVariant` says how Q and K become integers (bits and granularity) and what multiplies P and V. Every
+attention kernel, reference and test reads it from here.
+
+Granularities are groups of tokens that share a scale. One rule covers them all (:class:`TokenGroups`): token ``n`` uses
+scale ``(n // span) * groups + (n % modulo) // divisor``.
+
+Sources: SageAttention (tables 6, T, B, vT and vB), SageAttention2 (per warp, per thread, INT4, FP8, smoothing),
+SageAttention2++ (FP16 accumulator), QAttn (mixed precision).
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+import torch
+
+from qframework.errors import UnsupportedError
+
+Granularity = Literal["per_tensor", "per_head", "per_token", "per_block", "per_warp", "per_thread"]
+ProductPV = Literal["fp16", "int8", "fp8", "int8_dequantized"]
+Accumulator = Literal["fp32", "fp16"]
+Role = Literal["query", "key"]
+
+# Blocks of the papers' kernels: a block of queries, a block of keys, and the queries of one warp.
+QUERY_BLOCK, KEY_BLOCK, WARP_QUERIES = 128, 64, 32
+_WHOLE_HEAD = 2**30
+
+
+@dataclass(frozen=True)
+class TokenGroups:
+    """Token ``n`` uses scale ``(n // span) * groups + (n % modulo) // divisor``."""
+
+    span: int
+    groups: int = 1
+    modulo: int = 1
+    divisor: int = 1
+
+    def count(self, tokens: int) -> int:
+        """Scales of one head with ``tokens`` tokens; one for an empty head, so that no tensor of scales is empty."""
+        return max(-(-tokens // self.span), 1) * self.groups
+
+    def index(self, tokens: int, device: torch.device | None = None) -> torch.Tensor:
+        """``(tokens,)`` int64: the scale of each token."""
+        n = torch.arange(tokens, device=device)
+        return (n // self.span) * self.groups + (n % self.modulo) // self.divisor
+
+
+_GROUPS: dict[tuple[str, str], TokenGroups] = {
+    ("per_token", "query"): TokenGroups(1),
+    ("per_token", "key"): TokenGroups(1),
+    ("per_block", "query"): TokenGroups(QUERY_BLOCK),
+    ("per_block", "key"): TokenGroups(KEY_BLOCK),
+    ("per_warp", "query"): TokenGroups(WARP_QUERIES),
+    ("per_warp", "key"): TokenGroups(KEY_BLOCK),
+    # What one thread of an mma tile holds: queries equal modulo 8, keys in pairs modulo 8.
+    ("per_thread", "query"): TokenGroups(WARP_QUERIES, 8, 8, 1),
+    ("per_thread", "key"): TokenGroups(KEY_BLOCK, 4, 8, 2),
+}
+
+
+def token_groups(granularity: str, role: str) -> TokenGroups:
+    """The groups of ``granularity`` for queries or keys."""
+    if granularity in ("per_tensor", "per_head"):
+        return TokenGroups(_WHOLE_HEAD)
+    try:
+        return _GROUPS[granularity, role]
+    except KeyError:
+        raise UnsupportedError(
+            f"granularity={granularity!r} for role={role!r} is unknown; accepted: {', '.join(get_args(Granularity))} "
+            f"for {' or '.join(get_args(Role))}"
+        ) from None
+
+
+@dataclass(frozen=True)
+class AttentionVariant:
+    """One way to quantize attention.
+
+    Args:
+        qk_bits: 8 or 4, the integers of Q and K. INT4 is stored two to a byte.
+        granularity: which tokens of Q and of K share a scale.
+        pv: ``"fp16"``: P and V in 16 bit (V's own dtype). ``"int8"``: P with the static scale 1/127, V per channel.
+            ``"fp8"``: both E4M3, V per channel. ``"int8_dequantized"``: V is INT8 with one scale, P 16 bit (QAttn).
+        accumulator: ``"fp32"`` or ``"fp16"``, of the product of P and V within one block of keys; sums of blocks are
+            always FP32. INT8 products are exact either way.
+        smooth_q: subtract each query block's mean before quantizing and add its exact logits back (SageAttention2).
+        smooth_v: subtract V's mean over tokens and add it to the output, which rows of P that sum to one make exact.
+    """
+
+    qk_bits: int = 8
+    granularity: Granularity = "per_block"
+    pv: ProductPV = "fp16"
+    accumulator: Accumulator = "fp32"
+    smooth_q: bool = False
+    smooth_v: bool = False
+
+    def __post_init__(self) -> None:
+        accepted = {
+            "qk_bits": (8, 4),
+            "granularity": get_args(Granularity),
+            "pv": get_args(ProductPV),
+            "accumulator": get_args(Accumulator),
+        }
+        for name, values in accepted.items():
+            if getattr(self, name) not in values:
+                names = ", ".join(map(str, values))
+                raise UnsupportedError(f"AttentionVariant: {name}={getattr(self, name)!r}; accepted: {names}")
+        if self.accumulator == "fp16" and self.pv in ("int8", "int8_dequantized"):
+            raise UnsupportedError(f"AttentionVariant: pv={self.pv!r} with accumulator='fp16'; accepted: 'fp32'")
+
+    @property
+    def spec(self) -> str:
+        """The variant as one string, e.g. ``"8-per_block-fp16-fp32"``; :func:`resolve` reads it back."""
+        flags = [name for name in ("smooth_q", "smooth_v") if getattr(self, name)]
+        return "-".join([str(self.qk_bits), self.granularity, self.pv, self.accumulator, *flags])
+
+    @classmethod
+    def from_spec(cls, spec: str) -> AttentionVariant:
+        """The inverse of :attr:`spec`. Raises UnsupportedError."""
+        parts = spec.split("-")
+        flags = set(parts[4:])
+        if len(parts) < 4 or not parts[0].isdigit() or not flags <= {"smooth_q", "smooth_v"}:
+            raise _unknown(spec)
+        return cls(int(parts[0]), *parts[1:4], smooth_q="smooth_q" in flags, smooth_v="smooth_v" in flags)  # type: ignore[arg-type]
+
+
+VARIANTS: dict[str, AttentionVariant] = {
+    "sage_t": AttentionVariant(8, "per_token", "fp16", "fp16"),
+    "sage_b": AttentionVariant(8, "per_block", "fp16", "fp16"),
+    "sage_vt": AttentionVariant(8, "per_token", "int8"),
+    "sage_vb": AttentionVariant(8, "per_block", "int8"),
+    "sage2_int8": AttentionVariant(8, "per_thread", "fp8"),
+    "sage2_int4": AttentionVariant(4, "per_thread", "fp8", smooth_q=True),
+    "sage2pp_int8": AttentionVariant(8, "per_thread", "fp8", "fp16"),
+    "sage2pp_int4": AttentionVariant(4, "per_thread", "fp8", "fp16", smooth_q=True),
+    "qattn": AttentionVariant(8, "per_head", "int8_dequantized"),
+}
+
+
+@functools.lru_cache(256)
+def resolve(variant: str | AttentionVariant) -> AttentionVariant:
+    """A name of :data:`VARIANTS`, a spec or a variant itself, as a variant. Raises UnsupportedError.
+
+    ``"auto"`` is no variant: :func:`choose_variant` picks one first.
+    """
+    if isinstance(variant, AttentionVariant):
+        return variant
+    if variant in VARIANTS:
+        return VARIANTS[variant]
+    return AttentionVariant.from_spec(variant)
+
+
+def _unknown(variant: str) -> UnsupportedError:
+    parts = ", ".join(field.name for field in fields(AttentionVariant))
+    return UnsupportedError(
+        f"variant={variant!r} is unknown; accepted: auto, {', '.join(VARIANTS)}, or an AttentionVariant({parts})"
+    )
+
+
+# FP8 (E4M3): the largest number, and the ranges of P and V -----------------------------------------------------------
+
+E4M3_MAX = 448.0
+FP16_MAX = 65504.0
+# SageAttention2++ eq. 1 and 3: sums of `keys` products stay inside float16 while keys * P_range * V_range <= 65504.
+NARROW_P_RANGE, NARROW_V_RANGE = 224.0, 4.5
+KEYS_PER_FP16_SUM = 64  # two mma steps of 32 keys are added in float16 before the float32 buffer (section 3.2)
+
+
+def fp8_ranges(accumulator: str) -> tuple[float, float]:
+    """``(P_range, V_range)``: the numbers that 1 in P and the largest magnitude of a channel of V become."""
+    return (E4M3_MAX, E4M3_MAX) if accumulator == "fp32" else (NARROW_P_RANGE, NARROW_V_RANGE)
+
+
+def check_fp16_ranges(keys: int, p_range: float, v_range: float) -> None:
+    """Raise UnsupportedError unless ``keys`` products of the two ranges fit float16 (SageAttention2++ eq. 1 and 3)."""
+    if keys * p_range * v_range > FP16_MAX:
+        raise UnsupportedError(
+            f"FP16 accumulation of {keys} products with P up to {p_range} and V up to {v_range} reaches "
+            f"{keys * p_range * v_range:.0f}; accepted: at most {FP16_MAX:.0f}"
+        )
+
+
+check_fp16_ranges(KEYS_PER_FP16_SUM, NARROW_P_RANGE, NARROW_V_RANGE)
+
+
+def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype) -> str:
+    """The variant ``"auto"`` stands for: the fastest of those accurate enough for any input, on this device.
+
+    FP8 products need compute capability 8.9 and pay from long sequences on; INT4 never wins where it is emulated.
+    """
+    if device.type == "cuda" and not torch.version.hip and nk >= 2048:
+        capability = torch.cuda.get_device_capability(device)
+        if capability in ((8, 9), (12, 0), (12, 1)):
+            return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
+        if capability >= (9, 0):
+            return VARIANTS_PER_WARP
+    return VARIANTS_FP32
+
+
+# On data-center chips FP16 accumulation is no faster, and its range is a risk.
+VARIANTS_FP32 = AttentionVariant(8, "per_block", "fp16", "fp32").spec
+VARIANTS_PER_WARP = AttentionVariant(8, "per_warp", "fp8", "fp32").spec
