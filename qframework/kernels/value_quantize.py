@@ -64,12 +64,12 @@ def value_quantize_ref(v: Tensor, kind: str, v_range: float, smooth: bool = Fals
 def round_to_e4m3(x):
     """Round float32 to the nearest number of E4M3, half to even, |x| <= 448: arithmetic for chips without FP8.
 
-    Normal numbers keep 3 bits after the leading one; below 2**-6 the step is 2**-9. Adding and subtracting 1.5 * 2**20
+    Normal numbers keep 3 bits after the leading one; below 2**-6 the step is 2**-9. Adding and subtracting 1.5 * 2**23
     steps drops everything below a step.
     """
     exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     step_exponent = tl.maximum(exponent, 127 - 6) - 3
-    magic = ((step_exponent + 20) << 23).to(tl.float32, bitcast=True) * 1.5
+    magic = ((step_exponent + 23) << 23).to(tl.float32, bitcast=True) * 1.5
     return (x + magic) - magic
 
 
