@@ -46,6 +46,8 @@ from qframework.kernels.attention_variants import (
 )
 from qframework.kernels.value_quantize import round_to_e4m3
 
+INTERPRETED = tl.constexpr(INTERPRET)
+
 # The kernel -----------------------------------------------------------------------------------------------------------
 
 
@@ -81,6 +83,8 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
         return tl.dot(p, v, input_precision="tf32")
     if ACCUMULATE_FP16:
         return tl.dot(p.to(v.dtype), v, out_dtype=tl.float16).to(tl.float32)
+    if INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+        return tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
     return tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
 
 
@@ -366,7 +370,7 @@ def quantized_attention_triton(
         P_SHIFT=math.log2(p_range(variant)),
         MODE=mode,
         ACCUMULATE_FP16=accumulate_fp16,
-        ROUND_FP8=mode == "fp8" and (INTERPRET or values.v.dtype == torch.float16),
+        ROUND_FP8=mode == "fp8" and values.v.dtype == torch.float16,
         INT4=variant.qk_bits == 4,
         Q_SPAN=q_groups.span,
         Q_GROUPS=q_groups.groups,
