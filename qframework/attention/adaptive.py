@@ -1,0 +1,235 @@
+"""Adaptive quantization: measure every variant in every attention layer and keep the fastest that is accurate enough.
+
+Paper: SageAttention section 4.5, which takes vB or vT where their cosine similarity with float attention exceeds 99.8
+percent, and extends it to SageAttention2 and 2++ and to layers in which nothing passes: those stay in float.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
+
+from qframework.attention.choice import OFF, AttentionChoice, LayerChoice, passes
+from qframework.attention.measure import Recorder, named_calls
+from qframework.attention.model_inputs import call_model
+from qframework.errors import CalibrationError
+from qframework.kernels.attention_variants import resolve
+
+PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
+
+
+def speed_order(device: torch.device | str) -> tuple[str, ...]:
+    """The variants worth trying on a device, fastest first.
+
+    The paper's vB > vT > B > T everywhere. Chips with FP8 get SageAttention2 before it; where FP16 accumulation doubles
+    the rate of FP8 (compute capability 8.9 and 12), SageAttention2++ comes first and leaves SageAttention2 half of
+    INT8's rate for PV. On Hopper and data-center Blackwell the narrower accumulator gains nothing and is not tried.
+    INT4 is not either: Triton multiplies it as INT8. Pass ``variants`` to try others or another order.
+    """
+    device = torch.device(device)
+    if device.type != "cuda" or torch.version.hip:
+        return PAPER_ORDER
+    return order_for(torch.cuda.get_device_capability(device))
+
+
+def order_for(capability: tuple[int, int]) -> tuple[str, ...]:
+    """:func:`speed_order` of an NVIDIA chip."""
+    if capability < (8, 9):
+        return PAPER_ORDER
+    if capability[0] in (9, 10):
+        return ("sage2_int8", *PAPER_ORDER)
+    return ("sage2pp_int8", "sage_vb", "sage_vt", "sage2_int8", "sage_b", "sage_t")
+
+
+def calibrate_attention(
+    model: nn.Module,
+    data: Iterable[Any],
+    threshold: float = 0.998,
+    variants: Sequence[str] | None = None,
+    *,
+    max_relative_l1: float | None = None,
+    max_rmse: float | None = None,
+    batches: int | None = None,
+    device: torch.device | str | None = None,
+    forward: Callable[[nn.Module, Any], object] | None = None,
+    progress: bool = True,
+    verbose: bool = True,
+) -> AttentionChoice:
+    """Choose a variant for each attention layer of a float model (SageAttention section 4.5).
+
+    ``data`` runs through the model in eval mode, without gradients, with its own attention. Each call of
+    ``F.scaled_dot_product_attention`` is repeated with every variant on the same query, key, value and mask, and the
+    outputs are compared with what the model got. A layer takes the first variant, in order of speed, that passes in all
+    of its calls, or ``"off"``. The model is left as it was; equal data give equal choices.
+
+    Args:
+        model: any module whose attention is ``F.scaled_dot_product_attention`` (timm, ``nn.MultiheadAttention`` without
+            weights, transformers with ``attn_implementation="sdpa"``) or a graph of ``torch.export``.
+        data: batches: a tensor; a tuple or list, of which the model gets as many leading items as its forward requires
+            (at least one), so that ``(images, labels)`` works; or a mapping of keyword arguments.
+        threshold: a variant passes with a cosine similarity above it; 0.998 is the paper's.
+        variants: names or specs, fastest first; default: :func:`speed_order` of the device.
+        max_relative_l1: also required to pass: relative L1 at most this.
+        max_rmse: also required to pass: RMSE at most this.
+        batches: stop after this many; default: all of ``data``.
+        device: where to run; the model is moved there. Default: where the model is.
+        forward: called as ``forward(model, batch)``, with the batch on the device, instead of the rules above, e.g. to
+            run ``model.generate``.
+        progress: show a progress bar while standard error is a terminal.
+        verbose: print the table of the result.
+
+    Returns:
+        The choice, with every measurement: each number is the worst over all calls of the layer.
+
+    Raises:
+        CalibrationError: no data, no attention, a criterion or variants that make no sense, a batch that does not fit
+            the model, or NaN or infinity in a batch or in an attention layer, which is named.
+        UnsupportedError: an unknown variant.
+    """
+    criteria = _criteria(threshold, max_relative_l1, max_rmse)
+    if hasattr(model, "_orig_mod"):
+        raise CalibrationError("calibrate_attention: the model is compiled; accepted: what was given to torch.compile")
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    if device is not None:
+        model.to(device)
+    target = torch.device(device) if device is not None else _device_of(model)
+    recorder = Recorder(_checked_variants(variants, target))
+    run = forward or call_model
+    seen = 0
+    with torch.no_grad(), _eval_mode(model), named_calls(model, recorder), _bar(data, batches, progress) as advance:
+        for batch in islice(iter(data), batches):
+            recorder.batch = seen
+            moved = _move(batch, target)
+            _check_finite_inputs(moved, seen)
+            try:
+                with recorder:
+                    run(model, moved)
+            except CalibrationError as error:
+                raise CalibrationError(_with_batch(error, seen)) from error
+            seen += 1
+            advance()
+    _check_seen(model, seen, recorder)
+    choice = _choose(recorder, criteria)
+    if verbose:
+        _print(choice)
+    return choice
+
+
+def _choose(recorder: Recorder, criteria: Mapping[str, float]) -> AttentionChoice:
+    layers = {}
+    for name, layer in recorder.layers.items():
+        passing = [variant for variant in recorder.variants if passes(layer.measured[variant], criteria)]
+        chosen = passing[0] if passing else OFF
+        layers[name] = LayerChoice(chosen, layer.calls, layer.query, layer.keys, layer.measured)
+    return AttentionChoice(layers, criteria)
+
+
+def _criteria(threshold: float, max_relative_l1: float | None, max_rmse: float | None) -> dict[str, float]:
+    if not 0.0 < threshold < 1.0:
+        raise CalibrationError(f"threshold={threshold}; accepted: a cosine similarity between 0 and 1, e.g. 0.998")
+    criteria = {"threshold": float(threshold)}
+    for name, bound in (("max_relative_l1", max_relative_l1), ("max_rmse", max_rmse)):
+        if bound is None:
+            continue
+        if not (bound > 0.0 and math.isfinite(bound)):
+            raise CalibrationError(f"{name}={bound}; accepted: None or a positive number")
+        criteria[name] = float(bound)
+    return criteria
+
+
+def _checked_variants(variants: Sequence[str] | None, device: torch.device | None) -> tuple[str, ...]:
+    if variants is None:
+        return speed_order(device or "cpu")
+    if isinstance(variants, str) or not variants:
+        raise CalibrationError(f"variants={variants!r}; accepted: None or a list of names, fastest first")
+    names = tuple(variant if isinstance(variant, str) else variant.spec for variant in variants)
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise CalibrationError(f"variants names {', '.join(map(repr, twice))} twice")
+    for name in names:
+        resolve(name)
+    return names
+
+
+def _check_finite_inputs(batch: Any, index: int) -> None:
+    for leaf in pytree.tree_leaves(batch):
+        # -inf may stand in an additive attention mask
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool((leaf < math.inf).all()):
+            raise CalibrationError(f"batch {index}: an input holds NaN or infinity; finite values are accepted")
+
+
+def _check_seen(model: nn.Module, seen: int, recorder: Recorder) -> None:
+    if seen == 0:
+        raise CalibrationError("calibrate_attention saw no data: data yielded no batch; accepted: at least one")
+    if not recorder.layers:
+        raise CalibrationError(
+            f"calibrate_attention: {type(model).__name__} never called F.scaled_dot_product_attention; accepted: a "
+            "model that does. timm: fused attention must be on; transformers: attn_implementation='sdpa'; "
+            "nn.MultiheadAttention: need_weights=False"
+        )
+
+
+def _with_batch(error: CalibrationError, index: int) -> str:
+    message = str(error)
+    return message if message.startswith("batch ") else f"batch {index}: {message}"
+
+
+@contextlib.contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and back. Exported graphs have no mode."""
+    training = [] if isinstance(model, GraphModule) else [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _device_of(model: nn.Module) -> torch.device | None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return None
+
+
+def _move(batch: Any, device: torch.device | None) -> Any:
+    if isinstance(batch, Mapping):
+        batch = dict(batch)  # other mappings are leaves to pytree
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
+
+
+@contextlib.contextmanager
+def _bar(data: Iterable[Any], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
+    """Yields what to call after each batch; a transient bar on standard error, or nothing."""
+    if not (wanted and sys.stderr.isatty()):
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    try:
+        total: int | None = len(data)  # type: ignore[arg-type]
+    except TypeError:  # an iterator, or a DataLoader over an IterableDataset
+        total = batches
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("measuring attention", total=min(filter(None, (total, batches)), default=None))
+        yield lambda: bar.advance(task)
+
+
+def _print(choice: AttentionChoice) -> None:
+    from rich.console import Console
+
+    Console().print(choice.table())

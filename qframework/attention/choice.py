@@ -1,0 +1,250 @@
+"""Which variant each attention layer of a model uses, and what was measured to choose it: kept, shown, applied.
+
+A choice is a mapping from layer names to variant names; ``"off"`` leaves a layer to PyTorch. A layer is named after the
+innermost module that calls ``F.scaled_dot_product_attention``; a second call in one forward of that module is
+``name#1``, and a call outside of any submodule is :data:`ROOT`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.fx import GraphModule
+
+from qframework.attention.drop_in import checked_spec
+from qframework.attention.layer_scope import ROOT, LayerScope, rewrite_graph, split_name
+from qframework.errors import FileFormatError, QFrameworkError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+FORMAT = 1
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How far one variant is from float attention in one layer, each number the worst over all calls.
+
+    Args:
+        cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))`` of the outputs of one call, O being float attention's.
+        relative_l1: ``sum|O - O'| / sum|O|``.
+        rmse: ``sqrt(mean((O - O')^2))``.
+        error: why the variant cannot be used in this layer; then the numbers mean nothing.
+    """
+
+    cosine: float = 1.0
+    relative_l1: float = 0.0
+    rmse: float = 0.0
+    error: str = ""
+
+    def worse(self, other: Measurement) -> Measurement:
+        """The worse of both in every number."""
+        return Measurement(
+            min(self.cosine, other.cosine),
+            max(self.relative_l1, other.relative_l1),
+            max(self.rmse, other.rmse),
+            self.error or other.error,
+        )
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The variant of one layer and what it was chosen from.
+
+    Args:
+        variant: a name or spec of a variant, ``"auto"``, or ``"off"`` for PyTorch's float attention.
+        calls: how many calls were measured.
+        query: shape of the first call's query.
+        keys: number of keys of the first call.
+        measurements: by variant, fastest first.
+    """
+
+    variant: str
+    calls: int = 0
+    query: tuple[int, ...] = ()
+    keys: int = 0
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
+
+
+class AttentionChoice(Mapping[str, str]):
+    """A variant for each attention layer, in the order of the model; made by ``calibrate_attention`` or by hand.
+
+    It is a mapping from layer to variant and can be given to the backend as it is::
+
+        torch.compile(model, backend="qframework", options={"attention": choice})
+
+    ``choice.apply(model)`` makes the model itself use it, compiled or not. ``str()`` gives a table.
+
+    Args:
+        layers: by name, a :class:`LayerChoice` or just the name of a variant.
+        criteria: what a variant had to pass, for the record.
+
+    Raises:
+        UnsupportedError: an unknown variant.
+    """
+
+    def __init__(self, layers: Mapping[str, LayerChoice | str], criteria: Mapping[str, float] | None = None) -> None:
+        self.layers = {name: LayerChoice(layer) if isinstance(layer, str) else layer for name, layer in layers.items()}
+        self.criteria = dict(criteria or {})
+        for layer in self.layers.values():
+            checked_spec(layer.variant)
+
+    def __getitem__(self, name: str) -> str:
+        return self.layers[name].variant
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        return f"AttentionChoice({dict(self)})"
+
+    # What a module does -----------------------------------------------------------------------------------------------
+
+    def apply(self, model: nn.Module) -> AppliedChoice:
+        """Make ``model`` use the choice until the result's ``remove()``, or to the end of a ``with`` block.
+
+        A module gets two forward hooks around each attention layer: parameters, ``state_dict`` and other models are
+        untouched, any device and thread is served, and ``torch.compile`` and ``torch.export`` see the operators. In a
+        graph of ``torch.export`` the attention nodes are replaced instead, so that ``qframework.save`` keeps them.
+        Apply before compiling: a function that is compiled already does not notice hooks that come or go.
+
+        Raises:
+            QFrameworkError: the model is compiled, or lacks a layer of the choice.
+        """
+        if hasattr(model, "_orig_mod"):
+            raise QFrameworkError(
+                "AttentionChoice.apply: the model is compiled; accepted: the model that was given to torch.compile, "
+                "which is compiled afterwards"
+            )
+        if isinstance(model, GraphModule):
+            return AppliedChoice(rewrite_graph(model, self))
+        modules = dict(model.named_modules())
+        by_module: dict[str, dict[int, str]] = {}
+        for name, variant in self.items():
+            path, index = split_name(name)
+            by_module.setdefault(path, {})[index] = variant
+        missing = [path for path in by_module if path != ROOT and path not in modules]
+        if missing:
+            raise QFrameworkError(
+                f"AttentionChoice.apply: {type(model).__name__} has no module {', '.join(map(repr, missing))}; "
+                "accepted: the model that the choice was made for"
+            )
+        handles = []
+        for path, variants in by_module.items():
+            module = model if path == ROOT else modules[path]
+            handles += LayerScope(variants).attach(module)
+        return AppliedChoice(handles)
+
+    # Files ------------------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as JSON-able values, e.g. for ``qframework.save(..., config={"attention": choice.to_dict()})``."""
+        layers = {name: asdict(layer) for name, layer in self.layers.items()}
+        return {"format": FORMAT, "criteria": self.criteria, "layers": layers}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> AttentionChoice:
+        """The inverse of :meth:`to_dict`.
+
+        Raises:
+            FileFormatError: values that it did not write, or a newer format.
+            UnsupportedError: a variant that this version does not know.
+        """
+        _check_format(values)
+        try:
+            layers = {name: _layer_from(layer) for name, layer in values["layers"].items()}
+        except (KeyError, TypeError, AttributeError) as error:
+            raise FileFormatError(f"this is no attention choice: {type(error).__name__}: {error}") from error
+        return cls(layers, values.get("criteria"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the choice to ``path`` as JSON."""
+        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> AttentionChoice:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            FileFormatError: not such a file, or one of a newer format.
+            FileNotFoundError: there is no such file.
+        """
+        try:
+            values = json.loads(Path(path).read_text())
+        except ValueError as error:
+            raise FileFormatError(f"{path} is no attention choice: {error}") from error
+        try:
+            return cls.from_dict(values)
+        except FileFormatError as error:
+            raise FileFormatError(f"{path}: {error}") from error
+
+    # Tables -----------------------------------------------------------------------------------------------------------
+
+    def table(self, details: bool = False) -> Table:
+        """A rich table: a row for each layer, or with ``details`` one for each layer and variant."""
+        from qframework.attention import choice_table
+
+        return choice_table.detailed(self) if details else choice_table.compact(self)
+
+    def __str__(self) -> str:
+        from qframework.attention import choice_table
+
+        return choice_table.text(self.table())
+
+
+class AppliedChoice:
+    """A choice in force; ``remove()`` ends it, and so does leaving a ``with`` block."""
+
+    def __init__(self, handles: list[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Give the model back its own attention. Harmless when repeated."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def __enter__(self) -> AppliedChoice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.remove()
+
+
+def _check_format(values: Any) -> None:
+    if not isinstance(values, Mapping) or not isinstance(values.get("format"), int):
+        raise FileFormatError("this is no attention choice: it names no format; accepted: what AttentionChoice wrote")
+    if values["format"] > FORMAT:
+        raise FileFormatError(
+            f"this attention choice has format {values['format']}; this version reads formats up to {FORMAT}: upgrade "
+            "qframework"
+        )
+
+
+def _layer_from(values: Mapping[str, Any]) -> LayerChoice:
+    unknown = set(values) - {field.name for field in fields(LayerChoice)}
+    if unknown:
+        raise FileFormatError(f"a layer has the unknown entries {', '.join(sorted(unknown))}")
+    measurements = {name: Measurement(**measured) for name, measured in values.get("measurements", {}).items()}
+    return LayerChoice(**{**values, "query": tuple(values.get("query", ())), "measurements": measurements})
+
+
+def passes(measured: Measurement, criteria: Mapping[str, float]) -> bool:
+    """Whether a measurement beats the threshold of cosine similarity and keeps within the bounds that were given."""
+    if measured.error:
+        return False
+    bounded = all(getattr(measured, name) <= criteria.get(f"max_{name}", math.inf) for name in ("relative_l1", "rmse"))
+    return bounded and measured.cosine > criteria["threshold"]

@@ -1,0 +1,79 @@
+"""Tables of an attention choice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from qframework.attention.choice import AttentionChoice, LayerChoice, Measurement
+
+
+def compact(choice: AttentionChoice) -> Table:
+    """A row for each layer: cosine similarity of every variant, and what was chosen."""
+    variants = _variants(choice.layers.values())
+    table = Table(title=_title(choice), caption="cosine similarity in percent" if variants else None)
+    table.add_column("layer", overflow="fold")
+    table.add_column("query", no_wrap=True)
+    for variant in variants:
+        table.add_column(variant, justify="right", no_wrap=True)
+    table.add_column("chosen", no_wrap=True)
+    for name, layer in choice.layers.items():
+        cells = [_cosine(layer, variant) for variant in variants]
+        table.add_row(name, "x".join(map(str, layer.query)), *cells, f"[bold]{layer.variant}[/]")
+    return table
+
+
+def detailed(choice: AttentionChoice) -> Table:
+    """A row for each layer and variant, with every number."""
+    table = Table(title=_title(choice))
+    for column in ("layer", "variant", "cosine, %", "relative L1", "RMSE", "chosen"):
+        table.add_column(
+            column, overflow="fold", justify="right" if column in ("cosine, %", "relative L1", "RMSE") else "left"
+        )
+    for name, layer in choice.layers.items():
+        for index, (variant, measured) in enumerate(layer.measurements.items()):
+            chosen = "yes" if variant == layer.variant else ""
+            table.add_row(name if index == 0 else "", variant, *_numbers(measured), chosen)
+        table.add_section()
+    return table
+
+
+def text(table: Table, width: int = 120) -> str:
+    """The table as plain text."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get().rstrip("\n")
+
+
+def _title(choice: AttentionChoice) -> str:
+    quantized = sum(variant != "off" for variant in choice.values())
+    criteria = ", ".join(f"{name} {value:g}" for name, value in choice.criteria.items())
+    return f"{quantized} of {len(choice)} attention layers quantized" + (f" ({criteria})" if criteria else "")
+
+
+def _variants(layers: Iterable[LayerChoice]) -> list[str]:
+    return list(dict.fromkeys(variant for layer in layers for variant in layer.measurements))
+
+
+def _cosine(layer: LayerChoice, variant: str) -> str:
+    measured = layer.measurements.get(variant)
+    if measured is None or measured.error:
+        return "-"
+    return f"[green]{_percent(measured.cosine)}[/]" if variant == layer.variant else _percent(measured.cosine)
+
+
+def _percent(cosine: float) -> str:
+    """Cut off rather than rounded: what is below the threshold must not look as if it had reached it."""
+    return f"{math.floor(cosine * 1e5) / 1e3:.3f}"
+
+
+def _numbers(measured: Measurement) -> tuple[str, str, str]:
+    if measured.error:
+        return measured.error, "", ""
+    return _percent(measured.cosine), f"{measured.relative_l1:.4f}", f"{measured.rmse:.2e}"

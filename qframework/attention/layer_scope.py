@@ -1,0 +1,155 @@
+"""One attention layer inside a model: its name, its scope around a module's forward, its node in an exported graph."""
+
+from __future__ import annotations
+
+import copy
+import operator
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from qframework.attention.drop_in import use_sage_attention
+from qframework.errors import QFrameworkError
+
+ROOT = "scaled_dot_product_attention"
+"""Layer name of attention that a model calls outside of any submodule, as graphs name such a node."""
+
+_SDPA = torch.ops.aten.scaled_dot_product_attention.default
+
+
+def join_name(path: str, index: int) -> str:
+    """Layer name of the ``index``-th call in one forward of the module at ``path``."""
+    return (path or ROOT) + (f"#{index}" if index else "")
+
+
+def split_name(name: str) -> tuple[str, int]:
+    """The inverse of :func:`join_name`."""
+    path, _, index = name.rpartition("#")
+    return (path, int(index)) if path and index.isdigit() else (name, 0)
+
+
+class LayerScope:
+    """Hooks that put a module's forward into a scope of ``use_sage_attention``.
+
+    Args:
+        variants: by call within one forward; a call that is not listed takes the variant of the first.
+    """
+
+    def __init__(self, variants: Mapping[int, str]) -> None:
+        self._variants = dict(variants)
+        first = self._variants.get(0, "off")
+        self._scope = use_sage_attention(first) if set(self._variants.values()) == {first} else None
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        """Register the hooks; the handles remove them."""
+        return [
+            module.register_forward_pre_hook(self._enter),
+            module.register_forward_hook(self._leave, always_call=True),
+        ]
+
+    # PyTorch keeps a stack of scopes for each thread, and leaving pops that: no object needs to remember who entered.
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        (self._scope or _ScopeByCall(self._variants)).__enter__()
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
+
+
+class _ScopeByCall(use_sage_attention):
+    """A scope whose calls have variants of their own, for one forward of a module."""
+
+    def __init__(self, variants: Mapping[int, str]) -> None:
+        super().__init__("auto")
+        self._scopes = {index: use_sage_attention(variant) for index, variant in variants.items()}
+        self._default = self._scopes.get(0) or use_sage_attention("off")
+        self._calls = 0
+
+    def _attention(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        scope = self._scopes.get(self._calls, self._default)
+        self._calls += 1
+        with scope:
+            return func(*args, **kwargs)
+
+
+def attention_nodes(graph: Graph) -> dict[str, Node]:
+    """The attention nodes of an exported graph by layer name, in order."""
+    seen: Counter[str] = Counter()
+    nodes = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is _SDPA:
+            path = _module_path(node)
+            nodes[join_name(path, seen[path])] = node
+            seen[path] += 1
+    return nodes
+
+
+def _module_path(node: Node) -> str:
+    """Path of the innermost module of a node of ``torch.export``; empty for the model itself."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next((path for path, _ in reversed(list(stack.values())) if path), "")
+
+
+def rewrite_graph(gm: GraphModule, choice: Mapping[str, str]) -> list[_KeptGraph]:
+    """Replace the attention nodes of an exported graph by the operator, layer by layer::
+
+        scaled_dot_product_attention(q, k, v, mask)  ->  getitem(qframework.sage_attention(q, k, v, mask, variant), 0)
+
+    Raises:
+        QFrameworkError: the graph lacks a layer of ``choice``.
+    """
+    nodes = attention_nodes(gm.graph)
+    missing = [name for name in choice if name not in nodes]
+    if missing:
+        raise QFrameworkError(
+            f"AttentionChoice.apply: the graph has no attention {', '.join(map(repr, missing))}; it has "
+            f"{', '.join(map(repr, nodes)) or 'none'}"
+        )
+    kept = _KeptGraph(gm)
+    for name, node in nodes.items():
+        # a module that is used twice is two nodes in a graph and one layer outside of it
+        variant = choice.get(name) or choice.get(split_name(name)[0], "off")
+        if variant != "off":
+            _replace(node, variant)
+    gm.graph.lint()
+    gm.recompile()
+    return [kept]
+
+
+class _KeptGraph:
+    """A graph as it was; ``remove`` puts it back."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm, self._graph = gm, copy.deepcopy(gm.graph)
+
+    def remove(self) -> None:
+        self._gm.graph = self._graph
+        self._gm.recompile()
+
+
+def _replace(node: Node, variant: str) -> None:
+    call = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), node.args, strict=False))
+    call.update(node.kwargs)
+    if call.pop("dropout_p", 0.0):
+        raise QFrameworkError(
+            f"attention {_module_path(node) or ROOT!r} has dropout; accepted: a model exported in eval mode"
+        )
+    graph = node.graph
+    with graph.inserting_before(node):
+        attention = graph.call_function(
+            torch.ops.qframework.sage_attention.default,
+            tuple(call.pop(name) for name in ("query", "key", "value")),
+            {**call, "variant": variant},
+        )
+        out = graph.call_function(operator.getitem, (attention, 0))
+    for new in (attention, out):
+        new.meta = {
+            key: value for key, value in node.meta.items() if re.match("nn_module_stack|stack_trace|source", key)
+        }
+    out.meta["val"] = node.meta.get("val")
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)

@@ -1,0 +1,178 @@
+"""What a model's attention layers are called with, and how far each variant is from float attention there."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from qframework.attention.api import sage_attention
+from qframework.attention.choice import Measurement
+from qframework.attention.drop_in import use_sage_attention, why_not
+from qframework.attention.layer_scope import attention_nodes, join_name
+from qframework.errors import CalibrationError, QFrameworkError
+
+
+class Recorder(use_sage_attention):
+    """A scope in which attention stays PyTorch's own and every variant is measured against it."""
+
+    def __init__(self, variants: Sequence[str]) -> None:
+        super().__init__("auto")
+        self.variants = tuple(variants)
+        self.batch = 0
+        self.next_layer: Callable[[], str] = lambda: join_name("", 0)
+        self.layers: dict[str, Layer] = {}
+
+    def _attention(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        name = self.next_layer()
+        with torch._C.DisableTorchFunction():
+            out = func(*args, **kwargs)
+            call = _Call(*args, **kwargs)
+            for argument, tensor in (*call.inputs().items(), ("output", out)):
+                if not bool(torch.isfinite(tensor).all()):
+                    raise CalibrationError(
+                        f"attention layer {name!r}: its {argument} holds NaN or infinity; finite values are accepted"
+                    )
+            layer = self.layers.setdefault(name, Layer(call))
+            layer.calls += 1
+            for variant in self.variants:
+                layer.record(variant, _measure(call, variant, out))
+        return out
+
+
+class _Call:
+    """The arguments of one ``F.scaled_dot_product_attention``."""
+
+    def __init__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        self.query, self.key, self.value, self.mask = query, key, value, attn_mask
+        self.dropout_p, self.is_causal, self.scale, self.enable_gqa = dropout_p, is_causal, scale, enable_gqa
+
+    def inputs(self) -> dict[str, Tensor]:
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    def quantized(self, variant: str) -> Tensor:
+        """The call with quantized products. Raises QFrameworkError."""
+        reason = why_not(self.query, self.key, self.value, self.mask, self.dropout_p, self.is_causal)
+        if reason is not None:
+            raise QFrameworkError(reason)
+        out = sage_attention(
+            self.query,
+            self.key,
+            self.value,
+            self.mask,
+            0.0,
+            self.is_causal,
+            self.scale,
+            self.enable_gqa,
+            variant=variant,
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+
+class Layer:
+    """What was seen of one layer."""
+
+    def __init__(self, call: _Call) -> None:
+        self.query, self.keys, self.calls = tuple(call.query.shape), call.key.shape[-2], 0
+        self.measured: dict[str, Measurement] = {}
+
+    def record(self, variant: str, measured: Measurement) -> None:
+        before = self.measured.get(variant)
+        self.measured[variant] = measured if before is None else before.worse(measured)
+
+
+def _measure(call: _Call, variant: str, reference: Tensor) -> Measurement:
+    try:
+        out = call.quantized(variant)
+    except QFrameworkError as error:
+        return Measurement(error=" ".join(str(error).split()))
+    return compare(out, reference)
+
+
+def compare(out: Tensor, reference: Tensor) -> Measurement:
+    """Cosine similarity, relative L1 and RMSE of two tensors, in float64 (SageAttention section 3.3 and Table 9)."""
+    a, b = out.double().flatten(), reference.double().flatten()
+    difference = a - b
+    sums = torch.stack([a @ b, a @ a, b @ b, difference.abs().sum(), b.abs().sum(), difference @ difference]).tolist()
+    if not all(map(math.isfinite, sums)):
+        return Measurement(error="the output holds NaN or infinity")
+    dot, a_square, b_square, l1, b_l1, square = sums
+    if b_square == 0.0:  # every row masked, or V all zero
+        return Measurement(1.0 if a_square == 0.0 else 0.0, 0.0 if l1 == 0.0 else sys.float_info.max, math.sqrt(square))
+    cosine = dot / math.sqrt(a_square * b_square) if a_square else 0.0
+    return Measurement(min(cosine, 1.0), l1 / b_l1, math.sqrt(square / max(a.numel(), 1)))
+
+
+@contextlib.contextmanager
+def named_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder the layer of each call while the model runs; hooks that are gone at the end."""
+    names = _GraphNames(model) if isinstance(model, GraphModule) else _ModuleNames()
+    recorder.next_layer = names.next
+    handles = []
+    for path, module in model.named_modules():
+        if path and isinstance(model, GraphModule):
+            continue
+        handles.append(module.register_forward_pre_hook(lambda *_, path=path: names.enter(path)))
+        handles.append(module.register_forward_hook(lambda *_: names.leave(), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _ModuleNames:
+    """Names by the innermost module that runs, and the call's index in this forward of it."""
+
+    def __init__(self) -> None:
+        self._running: list[list[Any]] = []
+        self._outside = 0
+
+    def enter(self, path: str) -> None:
+        self._running.append([path, 0])
+
+    def leave(self) -> None:
+        self._running.pop()
+
+    def next(self) -> str:
+        if not self._running:
+            return join_name("", 0)  # `forward` calls attention itself
+        path, index = self._running[-1]
+        self._running[-1][1] += 1
+        return join_name(path, index)
+
+
+class _GraphNames:
+    """Names by the order of the attention nodes of an exported graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._names = list(attention_nodes(gm.graph))
+        self._index = 0
+
+    def enter(self, path: str) -> None:
+        self._index = 0
+
+    def leave(self) -> None:
+        pass
+
+    def next(self) -> str:
+        self._index += 1
+        return self._names[self._index - 1] if self._index <= len(self._names) else join_name("", self._index - 1)

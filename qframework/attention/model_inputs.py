@@ -1,0 +1,45 @@
+"""How a batch becomes the arguments of a module."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from qframework.errors import CalibrationError
+
+
+def call_model(model: nn.Module, batch: Any) -> Any:
+    """Run one batch: a mapping gives keyword arguments; of a tuple or list, the leading items that forward requires.
+
+    Raises:
+        CalibrationError: the batch does not fit the signature of ``model.forward``.
+    """
+    args, kwargs = _arguments(model, batch)
+    try:
+        inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        given = f"the keys {', '.join(map(repr, kwargs))}" if kwargs else f"{len(args)} inputs"
+        raise CalibrationError(
+            f"{given} do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}"
+        ) from error
+    return model(*args, **kwargs)
+
+
+def _arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return [], dict(batch)
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return list(batch[: max(_required(model), 1)]), {}
+    if not isinstance(batch, Tensor):
+        raise CalibrationError(f"a batch of type {type(batch).__name__}; accepted: a tensor, tuple, list or mapping")
+    return [batch], {}
+
+
+def _required(model: nn.Module) -> int:
+    """Positional parameters of forward without a default."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(model.forward).parameters.values()
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
