@@ -109,7 +109,6 @@ def calibrate_attention(
     seen = 0
     with torch.no_grad(), _eval_mode(model), named_calls(model, recorder), _bar(data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
-            recorder.batch = seen
             moved = _move(batch, target)
             _check_finite_inputs(moved, seen)
             try:

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from qframework.attention.drop_in import use_sage_attention
+from qframework.attention.drop_in import _multi_head_attention_forward, use_sage_attention
 from qframework.errors import QFrameworkError
 
 ROOT = "scaled_dot_product_attention"
@@ -60,17 +62,36 @@ class LayerScope:
         (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
 
 
-class _ScopeByCall(use_sage_attention):
-    """A scope whose calls have variants of their own, for one forward of a module."""
+class AttentionCalls(TorchFunctionMode):
+    """A scope that hands every attention call on its thread to :meth:`attend`."""
+
+    def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        """Answer one call, ``func`` being PyTorch's own attention; the scope is off meanwhile."""
+        raise NotImplementedError
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention or func is _SDPA:
+            return self.attend(func, *args, **kwargs)
+        if func is F.multi_head_attention_forward:  # PyTorch would hide the attention inside from this scope
+            with self:
+                return _multi_head_attention_forward(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+class _ScopeByCall(AttentionCalls):
+    """Calls with variants of their own, for one forward of a module."""
 
     def __init__(self, variants: Mapping[int, str]) -> None:
-        super().__init__("auto")
+        super().__init__()
         self._scopes = {index: use_sage_attention(variant) for index, variant in variants.items()}
-        self._default = self._scopes.get(0) or use_sage_attention("off")
+        self._first = self._scopes.get(0) or use_sage_attention("off")
         self._calls = 0
 
-    def _attention(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        scope = self._scopes.get(self._calls, self._default)
+    def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        scope = self._scopes.get(self._calls, self._first)
         self._calls += 1
         with scope:
             return func(*args, **kwargs)

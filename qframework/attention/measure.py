@@ -14,22 +14,21 @@ from torch.fx import GraphModule
 
 from qframework.attention.api import sage_attention
 from qframework.attention.choice import Measurement
-from qframework.attention.drop_in import use_sage_attention, why_not
-from qframework.attention.layer_scope import attention_nodes, join_name
+from qframework.attention.drop_in import why_not
+from qframework.attention.layer_scope import AttentionCalls, attention_nodes, join_name
 from qframework.errors import CalibrationError, QFrameworkError
 
 
-class Recorder(use_sage_attention):
+class Recorder(AttentionCalls):
     """A scope in which attention stays PyTorch's own and every variant is measured against it."""
 
     def __init__(self, variants: Sequence[str]) -> None:
-        super().__init__("auto")
+        super().__init__()
         self.variants = tuple(variants)
-        self.batch = 0
         self.next_layer: Callable[[], str] = lambda: join_name("", 0)
         self.layers: dict[str, Layer] = {}
 
-    def _attention(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         name = self.next_layer()
         with torch._C.DisableTorchFunction():
             out = func(*args, **kwargs)
