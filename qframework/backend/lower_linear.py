@@ -64,8 +64,8 @@ class Epilogue:
         return "qframework::int8_linear" + (f" ({', '.join(parts)})" if parts else "")
 
 
-class _Refused(Exception):
-    """A layer no kernel can take; the message is the reason."""
+class Refused(Exception):
+    """A layer that no kernel can take; the message is the reason."""
 
 
 def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> list[LayerReport]:
@@ -77,9 +77,8 @@ def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) 
             continue
         name = layer_name(node)
         try:
-            a = dequantized(call.input, constants, name, weight=False)
-            b = dequantized(call.weight, constants, name, weight=True)
-        except _Refused as refusal:
+            a, b = quantized_operands(call, constants, name)
+        except Refused as refusal:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
@@ -97,12 +96,22 @@ def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
     return f"its {'weight' if a else 'input'} is not quantized, only its {'input' if a else 'weight'} is"
 
 
-def dequantized(node: Node, constants: Constants, layer: str, weight: bool) -> Quantized | None:
-    """What a dequantize node dequantizes; None when ``node`` is none.
+def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
+    """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
 
-    Raises _Refused for a form no kernel computes and QFrameworkError for a scale that is zero, negative or not finite.
+    Raises Refused and QFrameworkError as ``dequantized`` does.
     """
-    role = "weight" if weight else "input"
+    return (
+        dequantized(call.input, constants, layer, "input"),
+        dequantized(call.weight, constants, layer, "weight", axis=0),
+    )
+
+
+def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:
+    """What a dequantize node dequantizes; None when ``node`` is none. ``axis`` may have a scale for each element.
+
+    Raises Refused for a form no kernel computes and QFrameworkError for a scale that is zero, negative or not finite.
+    """
     value: Any
     scale: Any
     if node.op != "call_function":
@@ -113,12 +122,13 @@ def dequantized(node: Node, constants: Constants, layer: str, weight: bool) -> Q
         value, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
         _require_symmetric(role, zero_point, quant_min, quant_max, dtype)
     elif node.target is _decomposed.dequantize_per_channel.default:
-        value, scale, zero_points, axis, quant_min, quant_max, dtype = node.args[:7]
+        value, scale, zero_points, along, quant_min, quant_max, dtype = node.args[:7]
         _require_symmetric(role, _zero_points(zero_points, constants), quant_min, quant_max, dtype)
-        if not weight or axis != 0:
-            raise _Refused(f"its {role} is quantized per channel along axis {axis}; accepted: weights along axis 0")
+        if along != axis:
+            accepted = "one scale" if axis is None else f"along axis {axis}"
+            raise Refused(f"its {role} is quantized per channel along axis {along}; accepted: {accepted}")
     elif "dequantize" in str(node.target):
-        raise _Refused(f"its {role} is dequantized by {node.target}, which no kernel reads")
+        raise Refused(f"its {role} is dequantized by {node.target}, which no kernel reads")
     else:
         return None
     _require_positive(scale, constants, layer, role)
@@ -135,9 +145,9 @@ def _zero_points(node: Any, constants: Constants) -> int | None:
 
 def _require_symmetric(role: str, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any) -> None:
     if dtype != torch.int8 or quant_max != QMAX:
-        raise _Refused(f"its {role} is quantized to {dtype} in [{quant_min}, {quant_max}]; accepted: int8 up to 127")
+        raise Refused(f"its {role} is quantized to {dtype} in [{quant_min}, {quant_max}]; accepted: int8 up to 127")
     if zero_point != 0 and not (zero_point is None and quant_min == -QMAX):
-        raise _Refused(f"its {role} has zero point {zero_point}; accepted: 0 (symmetric quantization)")
+        raise Refused(f"its {role} has zero point {zero_point}; accepted: 0 (symmetric quantization)")
 
 
 def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
@@ -204,7 +214,7 @@ def insert_int8_linear(
         )
     new.meta = {k: v for k, v in end.meta.items() if k in ("example_value", "val", "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
-    _erase_unused(gm, end)
+    erase_unused(gm, end)
 
 
 def _float_dtype(node: Node) -> torch.dtype:
@@ -223,14 +233,14 @@ def _device_of(*nodes: Node) -> torch.device:
     return torch.device("cpu")
 
 
-def _erase_unused(gm: GraphModule, node: Node) -> None:
+def erase_unused(gm: GraphModule, node: Node) -> None:
     """Erase a node without users, then whatever fed only it; placeholders and attributes stay."""
     if node.users or node.op != "call_function":
         return
     inputs = node.all_input_nodes
     gm.graph.erase_node(node)
     for each in inputs:
-        _erase_unused(gm, each)
+        erase_unused(gm, each)
 
 
 class ScaleConstants:
@@ -240,6 +250,7 @@ class ScaleConstants:
         self._gm = gm
         self._first = next(iter(gm.graph.nodes))
         self._nodes: dict[tuple[float, torch.device], Node] = {}
+        self._count = 0
 
     def node(self, scale: float | Node, device: torch.device) -> Node:
         """The node that holds ``scale``."""
@@ -247,9 +258,13 @@ class ScaleConstants:
             return scale
         key = (scale, device)
         if key not in self._nodes:
-            name = f"_qframework_scale_{len(self._nodes)}"
-            self._nodes[key] = attach_buffer(self._gm, name, torch.tensor([scale], device=device), self._first)
+            self._nodes[key] = self.buffer(torch.tensor([scale], device=device))
         return self._nodes[key]
+
+    def buffer(self, value: torch.Tensor) -> Node:
+        """A node that reads a new buffer."""
+        self._count += 1
+        return attach_buffer(self._gm, f"_qframework_scale_{self._count - 1}", value, self._first)
 
 
 def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node) -> Node:

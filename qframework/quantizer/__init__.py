@@ -1,5 +1,11 @@
 """PT2E quantization: configurations, the quantizer, its observers and calibration."""
 
+from qframework.quantizer.attention_config import (
+    AttentionConfig,
+    QuantizationConfig,
+    dynamic_attention,
+    static_attention,
+)
 from qframework.quantizer.calibrate import calibrate
 from qframework.quantizer.config import (
     ActivationConfig,
@@ -13,11 +19,15 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer
 
 __all__ = [
     "ActivationConfig",
+    "AttentionConfig",
     "LinearConfig",
     "QFrameworkQuantizer",
+    "QuantizationConfig",
     "WeightConfig",
     "calibrate",
+    "dynamic_attention",
     "dynamic_int8",
     "qattn_paper",
+    "static_attention",
     "static_int8",
 ]

@@ -68,7 +68,8 @@ ACTIVATION_OBSERVERS: dict[str, _ObserverRule] = {
 WEIGHT_OBSERVERS = ("minmax", "mse")
 
 
-def _check_choice(owner: str, name: str, value: object, accepted: tuple[str, ...]) -> None:
+def check_choice(owner: str, name: str, value: object, accepted: tuple[str, ...]) -> None:
+    """Raise UnsupportedError unless ``value`` is one of ``accepted``."""
     if value not in accepted:
         raise UnsupportedError(f"{owner}: {name}={value!r} is unknown; accepted: {', '.join(accepted)}")
 
@@ -83,7 +84,8 @@ def _check_observer_args(observer: str, args: tuple[tuple[str, Any], ...]) -> No
             raise UnsupportedError(f"observer {observer!r}: {name}={value!r}; accepted: {rules[name].accepted}")
 
 
-def _check_keys(cls: type, values: Mapping[str, Any]) -> None:
+def check_keys(cls: type, values: Mapping[str, Any]) -> None:
+    """Raise UnsupportedError unless ``values`` is a mapping from fields of the dataclass ``cls``."""
     if not isinstance(values, Mapping):
         raise UnsupportedError(f"{cls.__name__}: {values!r} is no mapping; accepted: what to_dict() returns")
     known = [f.name for f in fields(cls)]
@@ -115,8 +117,8 @@ class ActivationConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observer_args", tuple(sorted(dict(self.observer_args).items())))
-        _check_choice("ActivationConfig", "granularity", self.granularity, get_args(ActivationGranularity))
-        _check_choice("ActivationConfig", "observer", self.observer, tuple(ACTIVATION_OBSERVERS))
+        check_choice("ActivationConfig", "granularity", self.granularity, get_args(ActivationGranularity))
+        check_choice("ActivationConfig", "observer", self.observer, tuple(ACTIVATION_OBSERVERS))
         if not isinstance(self.dynamic, bool):
             raise UnsupportedError(f"ActivationConfig: dynamic={self.dynamic!r}; accepted: True, False")
         if self.dynamic:
@@ -153,7 +155,7 @@ class ActivationConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ActivationConfig:
         """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        _check_keys(cls, values)
+        check_keys(cls, values)
         return cls(**values)
 
 
@@ -173,8 +175,8 @@ class WeightConfig:
     observer: str = "minmax"
 
     def __post_init__(self) -> None:
-        _check_choice("WeightConfig", "granularity", self.granularity, get_args(WeightGranularity))
-        _check_choice("WeightConfig", "observer", self.observer, WEIGHT_OBSERVERS)
+        check_choice("WeightConfig", "granularity", self.granularity, get_args(WeightGranularity))
+        check_choice("WeightConfig", "observer", self.observer, WEIGHT_OBSERVERS)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; ``from_dict`` reads it back."""
@@ -183,7 +185,7 @@ class WeightConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> WeightConfig:
         """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        _check_keys(cls, values)
+        check_keys(cls, values)
         return cls(**values)
 
 
@@ -211,7 +213,7 @@ class LinearConfig:
         for name, cls in (("activation", ActivationConfig), ("weight", WeightConfig)):
             if not isinstance(getattr(self, name), cls):
                 raise UnsupportedError(f"LinearConfig: {name}={getattr(self, name)!r}; accepted: a {cls.__name__}")
-        _check_choice("LinearConfig", "output", self.output, get_args(OutputPolicy))
+        check_choice("LinearConfig", "output", self.output, get_args(OutputPolicy))
         if self.output == "always" and self.activation.dynamic:
             raise UnsupportedError(
                 "LinearConfig: output='always' with a dynamic activation, whose output is float; accepted: 'consumer'"
@@ -224,7 +226,7 @@ class LinearConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> LinearConfig:
         """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        _check_keys(cls, values)
+        check_keys(cls, values)
         values = dict(values)
         if "activation" in values:
             values["activation"] = ActivationConfig.from_dict(values["activation"])

@@ -48,6 +48,7 @@ from qframework.numerics import (
     scale_from_amax,
     weight_scale,
 )
+from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.config import ActivationConfig, WeightConfig
 from qframework.quantizer.histogram_observers import EntropyObserver, MSEObserver, PercentileObserver
 from qframework.quantizer.static_observer import (
@@ -141,6 +142,34 @@ class PerTokenMovingAverage(_PositionObserver, MovingAveragePerChannelMinMaxObse
     def __init__(self, layer: str, positions: tuple[int, ...], **kwargs: Any) -> None:
         super().__init__(ch_axis=1, eps=MIN_SCALE, **_per_channel(kwargs))
         self.layer, self.positions = layer, positions
+
+
+class _HeadObserver(_ExtremesObserver):
+    """One scale for each head of queries, keys or values ``(..., H, N, D)``."""
+
+    ch_axis: int
+
+    def convert(self, model: GraphModule, node: Node) -> None:
+        """Replace the observer by quantize_per_channel and dequantize_per_channel along the heads; scales ``(H,)``."""
+        name = attribute_name(self.layer.replace(":", "_"))
+        with model.graph.inserting_before(node):
+            replace_by_per_channel(model, node, self.scale(), name, float_dtype(node), self.ch_axis)
+
+
+class PerHeadMinMax(_HeadObserver, PerChannelMinMaxObserver):
+    """Largest magnitude seen in each head."""
+
+    def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:
+        super().__init__(eps=MIN_SCALE, **_per_channel(kwargs) | {"ch_axis": heads_axis})
+        self.layer = layer
+
+
+class PerHeadMovingAverage(_HeadObserver, MovingAveragePerChannelMinMaxObserver):
+    """Moving average of the extremes of each head."""
+
+    def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:
+        super().__init__(eps=MIN_SCALE, **_per_channel(kwargs) | {"ch_axis": heads_axis})
+        self.layer = layer
 
 
 def _per_channel(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -275,6 +304,7 @@ _PER_TENSOR: dict[str, Any] = {
     "entropy": EntropyObserver,
 }
 _PER_TOKEN: dict[str, Any] = {"minmax": PerTokenMinMax, "moving_average": PerTokenMovingAverage}
+_PER_HEAD: dict[str, Any] = {"minmax": PerHeadMinMax, "moving_average": PerHeadMovingAverage}
 
 
 def activation_observer(config: ActivationConfig, layer: str, positions: tuple[int, ...]) -> PartialWrapper:
@@ -288,6 +318,11 @@ def activation_observer(config: ActivationConfig, layer: str, positions: tuple[i
     if config.granularity == "per_token":
         return _PER_TOKEN[config.observer].with_args(layer=layer, positions=positions, **arguments)
     return _PER_TENSOR[config.observer].with_args(layer=layer, **arguments)
+
+
+def per_head_observer(config: AttentionConfig, layer: str, heads_axis: int) -> PartialWrapper:
+    """Constructor of the observer of queries, keys or values whose dimension ``heads_axis`` are the heads."""
+    return _PER_HEAD[config.observer].with_args(layer=layer, heads_axis=heads_axis, **dict(config.observer_args))
 
 
 def weight_observer(config: WeightConfig, layer: str) -> PartialWrapper:

@@ -1,4 +1,4 @@
-"""The PT2E quantizer: rules that say how each linear is quantized, applied to an exported graph."""
+"""The PT2E quantizer: rules that say how linears and attention are quantized, applied to an exported graph."""
 
 from __future__ import annotations
 
@@ -13,6 +13,13 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from qframework.errors import UnsupportedError
+from qframework.quantizer.annotate_attention import (
+    annotate_attention,
+    annotated_attentions,
+    check_attention,
+    is_attention,
+    replace_by_variant,
+)
 from qframework.quantizer.annotate_linear import (
     SharedObservers,
     annotate_linear,
@@ -21,8 +28,11 @@ from qframework.quantizer.annotate_linear import (
     is_annotated,
     is_linear,
 )
+from qframework.quantizer.attention_config import AttentionConfig, QuantizationConfig
 from qframework.quantizer.config import LinearConfig
 
+Config = LinearConfig | AttentionConfig | QuantizationConfig
+Kind = type[LinearConfig] | type[AttentionConfig]
 NodeFilter = Callable[[Node], bool]
 RuleKind = Literal["global", "module_type", "filter", "module_name"]
 # from weakest to strongest
@@ -35,7 +45,17 @@ class Rule:
 
     kind: RuleKind
     selector: Any
-    config: LinearConfig | None
+    config: Config | None
+
+    def says(self, kind: Kind) -> bool:
+        """Whether the rule is about linears (LinearConfig) or about attention (AttentionConfig); None is about both."""
+        return self.config is None or isinstance(self.config, (kind, QuantizationConfig))
+
+    def config_of(self, kind: Kind) -> LinearConfig | AttentionConfig | None:
+        """Its configuration of a kind that it says something about."""
+        if isinstance(self.config, QuantizationConfig):
+            return self.config.linear if kind is LinearConfig else self.config.attention
+        return self.config
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; types and functions by their qualified name."""
@@ -46,27 +66,30 @@ class Rule:
 
 
 class QFrameworkQuantizer(Quantizer):
-    """Quantizes the linears of an exported model to INT8, for torchao's ``prepare_pt2e`` and ``convert_pt2e``.
+    """Quantizes linears and attention of an exported model, for torchao's ``prepare_pt2e`` and ``convert_pt2e``.
 
     Each layer takes the configuration of the strongest rule that selects it: module name, then filter, then module
-    type, then global; of two rules of one kind the later call. The configuration ``None`` leaves a layer in float.
-    Linears that another quantizer has annotated are left alone, so that it composes with ``ComposableQuantizer``::
+    type, then global; of two rules of one kind the later call. A LinearConfig says nothing about attention, an
+    AttentionConfig nothing about linears, a QuantizationConfig speaks of both, and ``None`` leaves both in float.
+    What another quantizer has annotated is left alone, so that it composes with ``ComposableQuantizer``::
 
         quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("head", None)
+        quantizer.set_global(static_attention())
         prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
 
-    Only ``aten.linear`` whose weight is a parameter or buffer is quantized; everything else stays in float.
+    Only ``aten.linear`` whose weight is a parameter or buffer and ``aten.scaled_dot_product_attention`` are quantized;
+    everything else, and attention that no rule selects, stays in float.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rules: list[Rule] = []
 
-    def set_global(self, config: LinearConfig | None) -> QFrameworkQuantizer:
-        """Every linear that no other rule selects."""
+    def set_global(self, config: Config | None) -> QFrameworkQuantizer:
+        """Every linear, or every attention, that no other rule selects."""
         return self._add("global", None, config)
 
-    def set_module_name(self, pattern: str, config: LinearConfig | None) -> QFrameworkQuantizer:
+    def set_module_name(self, pattern: str, config: Config | None) -> QFrameworkQuantizer:
         """The modules whose qualified name matches ``pattern``, and everything inside them.
 
         ``"blocks.0"`` covers ``blocks.0.attn.qkv`` and not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards;
@@ -76,7 +99,7 @@ class QFrameworkQuantizer(Quantizer):
             raise UnsupportedError(f"set_module_name: pattern={pattern!r}; accepted: a module's qualified name")
         return self._add("module_name", pattern, config)
 
-    def set_module_type(self, module_type: type, config: LinearConfig | None) -> QFrameworkQuantizer:
+    def set_module_type(self, module_type: type, config: Config | None) -> QFrameworkQuantizer:
         """Modules of this type or a subclass, and everything inside them.
 
         Modules are those whose ``forward`` ran during the export. ``prepare_pt2e`` raises UnsupportedError where there
@@ -86,15 +109,22 @@ class QFrameworkQuantizer(Quantizer):
             raise UnsupportedError(f"set_module_type: module_type={module_type!r}; accepted: a subclass of nn.Module")
         return self._add("module_type", module_type, config)
 
-    def set_filter(self, function: NodeFilter, config: LinearConfig | None) -> QFrameworkQuantizer:
-        """The linears for whose ``aten.linear`` node ``function(node)`` is true."""
+    def set_filter(self, function: NodeFilter, config: Config | None) -> QFrameworkQuantizer:
+        """The linears and attentions for whose ``aten`` node ``function(node)`` is true.
+
+        With a LinearConfig it is called with ``linear`` nodes only, with an AttentionConfig with
+        ``scaled_dot_product_attention`` nodes only.
+        """
         if not callable(function):
             raise UnsupportedError(f"set_filter: function={function!r}; accepted: a function of a torch.fx.Node")
         return self._add("filter", function, config)
 
-    def _add(self, kind: RuleKind, selector: Any, config: LinearConfig | None) -> QFrameworkQuantizer:
-        if config is not None and not isinstance(config, LinearConfig):
-            raise UnsupportedError(f"set_{kind}: config={config!r}; accepted: a LinearConfig, or None for float")
+    def _add(self, kind: RuleKind, selector: Any, config: Config | None) -> QFrameworkQuantizer:
+        if config is not None and not isinstance(config, Config):
+            raise UnsupportedError(
+                f"set_{kind}: config={config!r}; accepted: a LinearConfig, an AttentionConfig, a QuantizationConfig of "
+                "both, or None for float"
+            )
         self.rules.append(Rule(kind, selector, config))
         return self
 
@@ -103,11 +133,20 @@ class QFrameworkQuantizer(Quantizer):
         return {"quantizer": type(self).__name__, "rules": [rule.to_dict() for rule in self.rules]}
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Nothing to rewrite: returns ``model``."""
+        """Put ``qframework.sage_attention`` in the place of every attention whose mode is a variant.
+
+        Raises:
+            UnsupportedError: no kernel can do what was asked.
+        """
+        for node in self._attentions(model):
+            config = self._attention_config(node)
+            if config is not None and not config.is_static:
+                replace_by_variant(model, node, layer_name(node), config)
+        model.recompile()
         return model
 
     def annotate(self, model: GraphModule) -> GraphModule:
-        """Annotate every selected linear of ``model``.
+        """Annotate every selected linear and attention of ``model``.
 
         Raises:
             UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel can do what was asked.
@@ -117,27 +156,48 @@ class QFrameworkQuantizer(Quantizer):
                 "QFrameworkQuantizer has no rules; call set_global(static_int8()) or another set_ method"
             )
         _check_rules_match(self.rules, model)
-        linears = [node for node in model.graph.nodes if is_linear(node)]
-        if not linears:
-            warnings.warn("QFrameworkQuantizer found no aten.linear with a parameter as its weight", stacklevel=2)
         shared = SharedObservers()
-        for node in linears:
-            config = self.config_for(node)
+        self._annotate_linears(model, shared)
+        for node in self._attentions(model):
+            config = self._attention_config(node)
             if config is not None and not is_annotated(node):
-                annotate_linear(node, layer_name(node), config, shared)
+                annotate_attention(node, layer_name(node), config, shared)
         return model
 
     def validate(self, model: GraphModule) -> None:
         """Raise UnsupportedError, naming the layer, where no kernel can do what is annotated."""
-        for node, annotation in annotated_linears(model):
-            check_linear(node, annotation.layer, annotation.config)
+        for node, linear in annotated_linears(model):
+            check_linear(node, linear.layer, linear.config)
+        for node, attention in annotated_attentions(model):
+            check_attention(node, attention.layer, attention.config)
 
-    def config_for(self, node: Node) -> LinearConfig | None:
-        """Configuration of the linear ``node``; None is float."""
-        selecting = [rule for rule in self.rules if _selects(rule, node)]
+    def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
+        """Configuration of the linear or attention ``node``; None is float."""
+        kind: Kind = AttentionConfig if is_attention(node) else LinearConfig
+        selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() keeps the first of equals, so the latest call goes first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
-        return strongest.config if strongest else None
+        return strongest.config_of(kind) if strongest else None
+
+    def _attention_config(self, node: Node) -> AttentionConfig | None:
+        config = self.config_for(node)
+        assert config is None or isinstance(config, AttentionConfig)
+        return config
+
+    def _annotate_linears(self, model: GraphModule, shared: SharedObservers) -> None:
+        linears = [node for node in model.graph.nodes if is_linear(node)]
+        if not linears:
+            warnings.warn("QFrameworkQuantizer found no aten.linear with a parameter as its weight", stacklevel=3)
+        for node in linears:
+            config = self.config_for(node)
+            if isinstance(config, LinearConfig) and not is_annotated(node):
+                annotate_linear(node, layer_name(node), config, shared)
+
+    def _attentions(self, model: GraphModule) -> list[Node]:
+        """The attentions of ``model``; none where no rule names attention, so that filters for linears see none."""
+        if not any(rule.config is not None and rule.says(AttentionConfig) for rule in self.rules):
+            return []
+        return [node for node in model.graph.nodes if is_attention(node)]
 
 
 def _selects(rule: Rule, node: Node) -> bool:
@@ -163,13 +223,15 @@ def _plain_path(path: str) -> str:
 
 
 def layer_name(node: Node) -> str:
-    """Qualified name of the module that owns the linear ``node``.
+    """Qualified name of the module that owns the linear or attention ``node``.
 
     The innermost module of the stack, or the owner of the weight where that is further inside: modules such as
     ``nn.MultiheadAttention`` use the parameters of a child without calling it.
     """
     stack = module_stack(node)
     module = stack[-1][0] if stack else ""
+    if is_attention(node):
+        return module or node.name
     weight: Any = node.args[1]
     owner = str(weight.target).rpartition(".")[0]
     if not module or owner.startswith(f"{module}."):

@@ -78,12 +78,14 @@ def replace_by_per_tensor(model: GraphModule, node: Node, scale: float, dtype: t
     replace_observer(model, node, q, dq)
 
 
-def replace_by_per_channel(model: GraphModule, node: Node, scale: Tensor, name: str, dtype: torch.dtype) -> None:
-    """``node`` to quantize and dequantize along dimension 0 with ``scale (N,)`` kept in buffers called ``name``."""
+def replace_by_per_channel(
+    model: GraphModule, node: Node, scale: Tensor, name: str, dtype: torch.dtype, axis: int = 0
+) -> None:
+    """``node`` to quantize and dequantize along ``axis`` with ``scale (N,)`` kept in buffers called ``name``."""
     zero_point = torch.zeros_like(scale, dtype=torch.int64)
     scales = create_getattr_from_value(model, model.graph, f"{name}_scale_", scale, scale.device)
     zeros = create_getattr_from_value(model, model.graph, f"{name}_zero_point_", zero_point, scale.device)
-    qparams = (scales, zeros, 0, QMIN, QMAX, torch.int8)
+    qparams = (scales, zeros, axis, QMIN, QMAX, torch.int8)
     q = model.graph.call_function(_DECOMPOSED.quantize_per_channel.default, (node.args[0], *qparams))
     dq = model.graph.call_function(_DECOMPOSED.dequantize_per_channel.default, (q, *qparams), _out_dtype(dtype))
     replace_observer(model, node, q, dq)

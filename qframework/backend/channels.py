@@ -1,0 +1,243 @@
+"""Follow a tensor through views to the places where it is quantized, keeping track of its channels.
+
+A linear layer that computes queries, keys and values at once is read through ``reshape``, ``permute`` and ``unbind``.
+Which of its output channels reaches which quantize node follows from the shapes alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from qframework.backend.graph import argument, fake_value, is_inactive_dropout, operation
+
+Size = int | torch.SymInt
+
+
+class Dim(NamedTuple):
+    """A dimension of a view; ``stride`` is its step in the channels, None where it does not run over channels."""
+
+    size: Size
+    stride: int | None = None
+
+
+@dataclass(frozen=True)
+class ChannelView:
+    """A view of a tensor whose last dimension were its channels."""
+
+    dims: tuple[Dim, ...]
+    offset: int = 0
+
+    @classmethod
+    def of(cls, shape: Sequence[Size]) -> ChannelView:
+        """The tensor itself."""
+        return cls((*map(Dim, shape[:-1]), Dim(shape[-1], 1)))
+
+    @classmethod
+    def without_channels(cls, shape: Sequence[Size]) -> ChannelView:
+        """A tensor of which it does not matter where its values go."""
+        return cls(tuple(map(Dim, shape)))
+
+    def channels(self, order: int | None = None) -> torch.Tensor:
+        """The channels in the view, ``(size of dimension `order`, all others)`` int64; ``(1, all)`` without one."""
+        first = [i for i in (order,) if i is not None]
+        running = [i for i, dim in enumerate(self.dims) if dim.stride is not None and i not in first]
+        index = torch.tensor(self.offset)
+        for dim in (self.dims[i] for i in first + running):
+            index = index.unsqueeze(-1) + torch.arange(int(dim.size)) * (dim.stride or 0)
+        return index.reshape(int(self.dims[order].size) if order is not None else 1, -1)
+
+    def swapped(self, a: int, b: int) -> ChannelView:
+        dims = list(self.dims)
+        dims[a], dims[b] = dims[b], dims[a]
+        return ChannelView(tuple(dims), self.offset)
+
+    def permuted(self, order: Sequence[int]) -> ChannelView:
+        return ChannelView(tuple(self.dims[i] for i in order), self.offset)
+
+    def narrowed(self, dim: int, start: int, size: Size) -> ChannelView:
+        """``size`` elements of a dimension from ``start`` on."""
+        old = self.dims[dim]
+        offset = self.offset + start * old.stride if old.stride is not None else self.offset
+        return ChannelView((*self.dims[:dim], Dim(size, old.stride), *self.dims[dim + 1 :]), offset)
+
+    def selected(self, dim: int, index: int) -> ChannelView:
+        """One element of a dimension, which goes."""
+        view = self.narrowed(dim, index, 1)
+        return ChannelView((*view.dims[:dim], *view.dims[dim + 1 :]), view.offset)
+
+    def reshaped(self, shape: Sequence[Size]) -> ChannelView | None:
+        """The same elements in another shape; None where a dimension would mix channels with something else."""
+        rest, dims = list(self.dims), []
+        for size in reversed(shape):
+            while rest and _is(rest[-1].size, 1) and not _is(size, 1):
+                rest.pop()
+            if all(dim.stride is None for dim in rest):
+                dims.append(Dim(size))  # nothing but other dimensions from here on, whatever their sizes
+                continue
+            dim = _take(rest, size)
+            if dim is None:
+                return None
+            dims.append(dim)
+        return ChannelView(tuple(reversed(dims)), self.offset)
+
+
+def _is(a: Size, b: Size) -> bool:
+    return bool(statically_known_true(a == b))
+
+
+def _take(rest: list[Dim], size: Size) -> Dim | None:
+    """Split a dimension of ``size`` off the end of ``rest``; None where no dimension of one kind ends there."""
+    if _is(size, 1):
+        if _is(rest[-1].size, 1):
+            rest.pop()
+        return Dim(1)
+    last = rest.pop()
+    while last.stride is not None and isinstance(size, int) and int(last.size) < size and rest:
+        before = rest.pop()
+        if before.stride != last.stride * int(last.size):
+            return None
+        last = Dim(int(before.size) * int(last.size), last.stride)
+    if _is(last.size, size):
+        return last
+    if last.stride is None or not isinstance(size, int) or int(last.size) % size:
+        return None
+    rest.append(Dim(int(last.size) // size, last.stride * size))
+    return Dim(size, last.stride)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# One node after another
+
+_UNCHANGED = {"contiguous", "clone", "detach", "alias"}
+_RESHAPES = {"reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"}
+_SPLITS = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split"}
+_READS_ONLY_THE_SHAPE = {"sym_size", "size"}
+
+
+def through(view: ChannelView, node: Node) -> ChannelView | None:
+    """What ``node``, a user of the tensor seen as ``view``, makes of it; None where it is no view with one result."""
+    name, fake = operation(node), fake_value(node)
+    if name in _UNCHANGED or is_inactive_dropout(node):
+        return view
+    if name in _RESHAPES:
+        return view.reshaped(fake.shape) if fake is not None else None
+    step = _STEPS.get(name or "")
+    return step(view, node) if step is not None else None
+
+
+def _transpose(view: ChannelView, node: Node) -> ChannelView | None:
+    a, b = argument(node, 1, "dim0"), argument(node, 2, "dim1")
+    return view.swapped(a, b) if isinstance(a, int) and isinstance(b, int) else None
+
+
+def _permute(view: ChannelView, node: Node) -> ChannelView | None:
+    order = argument(node, 1, "dims")
+    order = node.args[1:] if isinstance(order, int) else order
+    return view.permuted(order) if isinstance(order, Sequence) else None
+
+
+def _select(view: ChannelView, node: Node) -> ChannelView | None:
+    dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
+    if not isinstance(dim, int) or not isinstance(index, int) or not isinstance(view.dims[dim].size, int):
+        return None
+    return view.selected(dim % len(view.dims), index % int(view.dims[dim].size))
+
+
+def _slice(view: ChannelView, node: Node) -> ChannelView | None:
+    dim, fake = argument(node, 1, "dim", default=0) % len(view.dims), fake_value(node)
+    start, step = argument(node, 2, "start", default=None) or 0, argument(node, 4, "step", default=1)
+    size = view.dims[dim].size
+    if step != 1 or fake is None or not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
+        return None
+    start = start + int(size) if start < 0 else start
+    return view.narrowed(dim, start, fake.shape[dim])
+
+
+_STEPS: dict[str, Callable[[ChannelView, Node], ChannelView | None]] = {
+    "transpose": _transpose,
+    "permute": _permute,
+    "select": _select,
+    "slice": _slice,
+}
+
+
+def parts(view: ChannelView, node: Node) -> list[tuple[Node, ChannelView]] | None:
+    """The results of a node that splits a tensor, each with its view; None where ``node`` does no such thing."""
+    name = operation(node)
+    if name not in _SPLITS or any(operation(user) != "getitem" for user in node.users):
+        return None
+    found = []
+    for user in node.users:
+        index, fake = user.args[1], fake_value(user)
+        if fake is None or not isinstance(index, int):
+            return None
+        default = argument(node, 1, "dim", default=0) if name == "unbind" else argument(node, 2, "dim", default=0)
+        dim = default % len(view.dims)
+        if name == "unbind":
+            found.append((user, view.selected(dim, index)))
+        elif (start := _start(node, name, view.dims[dim].size, index)) is not None:
+            found.append((user, view.narrowed(dim, start, fake.shape[dim])))
+        else:
+            return None
+    return found
+
+
+def _start(node: Node, name: str, size: Size, index: int) -> int | None:
+    """Where result ``index`` of a split of ``size`` elements begins; None where that is not known."""
+    sizes: Any = argument(node, 1, "split_size_or_sections", "split_size", "split_sizes", "chunks")
+    if not isinstance(size, int) or name == "tensor_split":
+        return None
+    if isinstance(sizes, int):
+        return index * (-(-size // sizes) if name == "chunk" else sizes)
+    if isinstance(sizes, Sequence) and all(isinstance(each, int) for each in sizes):
+        return sum(sizes[:index])
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# All the way to the quantize nodes
+
+
+class Leaf(NamedTuple):
+    """A quantize node at the end of views, and what it sees."""
+
+    node: Node
+    view: ChannelView
+
+
+def quantized_everywhere(
+    node: Node, view: ChannelView, is_quantize: Callable[[Node, Node], bool]
+) -> tuple[list[Leaf], list[Node]] | None:
+    """The quantize nodes that read ``node`` through views, and the views; None where anything else reads it.
+
+    ``is_quantize(user, value)`` says whether ``user`` is a quantize node of ``value`` that may be moved.
+    """
+    leaves: list[Leaf] = []
+    views: list[Node] = []
+    waiting = [(node, view)]
+    while waiting:
+        value, seen = waiting.pop()
+        for user in value.users:
+            if is_quantize(user, value):
+                leaves.append(Leaf(user, seen))
+                continue
+            reached = list(_next(user, seen))
+            if not reached and operation(user) not in _READS_ONLY_THE_SHAPE:
+                return None
+            views += [each for each, _ in reached]
+            waiting += reached
+    return (leaves, views) if leaves else None
+
+
+def _next(user: Node, view: ChannelView) -> Iterator[tuple[Node, ChannelView]]:
+    after = through(view, user)
+    if after is not None:
+        yield user, after
+    else:
+        yield from parts(view, user) or ()

@@ -1,0 +1,179 @@
+"""Move quantization up through views, so that a linear layer writes the int8 that attention reads.
+
+From::
+
+    linear -> reshape -> permute -> unbind ─┬> quantize (s_q) -> ...
+                                            ├> quantize (s_k) -> ...
+                                            └> quantize (s_v) -> ...
+
+To::
+
+    linear -> qframework::quantize (one scale for each channel) -> reshape -> permute -> unbind -> ...
+
+which lower_linear then takes into the linear's epilogue. It moves only where every reader of the linear is quantized:
+what a normalization or rotary embedding reads in between has to stay in float.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.backend.channels import ChannelView, Leaf, quantized_everywhere
+from qframework.backend.graph import Constants, fake_value, layer_name, linear_call
+from qframework.backend.lower_linear import (
+    Refused,
+    ScaleConstants,
+    find_epilogue,
+    quantized_operands,
+    static_quantize_scale,
+)
+from qframework.numerics import QMAX
+
+_decomposed = torch.ops.quantized_decomposed
+_ours = torch.ops.qframework
+
+
+def hoist_quantize(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
+    """Move the quantization of every quantized linear's output up to the linear, in place, where views are between."""
+    for node in list(gm.graph.nodes):
+        if linear_call(node) is None or not _is_quantized(node, constants):
+            continue
+        epilogue = find_epilogue(node)
+        fake = fake_value(epilogue.end)
+        if epilogue.out_scale is not None or fake is None or not isinstance(fake.shape[-1], int):
+            continue
+        found = quantized_everywhere(epilogue.end, ChannelView.of(fake.shape), is_static_quantize)
+        if found is None:
+            continue
+        leaves, views = found
+        channel_scales = _ChannelScales(torch.full((fake.shape[-1],), -1))
+        if all(channel_scales.take(leaf) for leaf in leaves):
+            _quantize_here(gm, epilogue.end, channel_scales.node(gm, epilogue.end, fake.device, scales))
+            erase_quantize(gm, leaves)
+            mark_int8(views)
+
+
+def _is_quantized(linear: Node, constants: Constants) -> bool:
+    call, name = linear_call(linear), layer_name(linear)
+    assert call is not None
+    try:
+        return None not in quantized_operands(call, constants, name)
+    except Refused:
+        return False
+
+
+def is_static_quantize(node: Node, value: Node) -> bool:
+    """Whether ``node`` quantizes ``value`` with one static scale, or with one for each head ``(..., H, N, D)``."""
+    return isinstance(static_quantize_scale(node, value), float) or per_head_scale(node, value) is not None
+
+
+def per_head_scale(node: Node, value: Node) -> Node | None:
+    """The scales ``(H,)`` of a quantize node of ``value`` along its heads, None for any other node."""
+    if node.target is not _decomposed.quantize_per_channel.default or node.args[0] is not value:
+        return None
+    scale: Any
+    _, scale, _, axis, quant_min, quant_max, dtype = node.args
+    fake = fake_value(value)
+    symmetric = (quant_min, quant_max, dtype) == (-QMAX, QMAX, torch.int8)  # a range that only symmetric ones have
+    return scale if symmetric and fake is not None and axis == fake.ndim - 3 else None
+
+
+@dataclass
+class _ChannelScales:
+    """Which scale each output channel of a linear is quantized with."""
+
+    index: Tensor  # (N,) int64, into all elements of `sources`; -1: not known yet
+    sources: dict[float | Node, int] = field(default_factory=dict)  # numbers and nodes (H,), with their first element
+    elements: int = 0
+
+    def take(self, leaf: Leaf) -> bool:
+        """Note the scales of a quantize node. False where a channel of it has another scale already."""
+        scale, channels = _scale_and_channels(leaf)
+        if scale is None or channels is None:
+            return False
+        if scale not in self.sources:
+            self.sources[scale] = self.elements
+            self.elements += channels.shape[0]
+        wanted = (self.sources[scale] + torch.arange(channels.shape[0])[:, None]).expand(channels.shape)
+        known = self.index[channels]
+        self.index[channels] = wanted
+        return bool(((known < 0) | (known == wanted)).all())
+
+    def node(self, gm: GraphModule, end: Node, device: torch.device, scales: ScaleConstants) -> Node:
+        """A node of ``(N,)`` scales: a buffer where all are numbers, else computed so that it follows its sources."""
+        index = self.index.clamp(min=0)  # channels that nothing reads may have any scale
+        if not any(isinstance(source, Node) for source in self.sources):
+            return scales.buffer(torch.tensor(list(self.sources))[index].to(device))
+        position = scales.buffer(index.to(device))
+        with gm.graph.inserting_before(end.next):
+            parts = [_reread(gm, s) if isinstance(s, Node) else scales.node(s, device) for s in self.sources]
+            joined = gm.graph.call_function(torch.ops.aten.cat.default, (parts,))
+            return gm.graph.call_function(torch.ops.aten.index_select.default, (joined, 0, position))
+
+
+def _scale_and_channels(leaf: Leaf) -> tuple[float | Node | None, Tensor | None]:
+    """The scale of a quantize node and the channels it covers, one row for each element of the scale."""
+    value = leaf.node.all_input_nodes[0]
+    scale = static_quantize_scale(leaf.node, value)
+    if isinstance(scale, float):
+        return scale, leaf.view.channels()
+    heads = len(leaf.view.dims) - 3
+    if leaf.view.dims[heads].stride is None:
+        return None, None
+    return per_head_scale(leaf.node, value), leaf.view.channels(heads)
+
+
+def _reread(gm: GraphModule, node: Node) -> Node:
+    """``node``, or an attribute once more: it may first be read further down."""
+    if node.op != "get_attr":
+        return node
+    again = gm.graph.get_attr(str(node.target))
+    again.meta = dict(node.meta)
+    return again
+
+
+def drop_requantization(gm: GraphModule) -> None:
+    """Leave a value in int8 where everything that dequantizes it quantizes it again, behind views, with its scale."""
+    for node in list(gm.graph.nodes):
+        fake = fake_value(node)
+        if node.target is not _decomposed.dequantize_per_tensor.default or fake is None:
+            continue
+        value: Any
+        value, scale, *symmetric = node.args[:6]
+        found = quantized_everywhere(node, ChannelView.without_channels(fake.shape), is_static_quantize)
+        if found is None or symmetric != [0, -QMAX, QMAX, torch.int8]:
+            continue
+        leaves, views = found
+        if all(static_quantize_scale(leaf.node, leaf.node.all_input_nodes[0]) == scale for leaf in leaves):
+            erase_quantize(gm, leaves)
+            node.replace_all_uses_with(value)
+            gm.graph.erase_node(node)
+            mark_int8(views)
+
+
+def _quantize_here(gm: GraphModule, end: Node, scale: Node) -> None:
+    with gm.graph.inserting_after(scale if scale.op == "call_function" else end):
+        new = gm.graph.call_function(_ours.quantize.default, (end, scale))
+    end.replace_all_uses_with(new, delete_user_cb=lambda user: user is not new)
+    new.meta = dict(end.meta)
+    mark_int8([new])
+
+
+def erase_quantize(gm: GraphModule, leaves: list[Leaf]) -> None:
+    """Take quantize nodes out of the graph: what they read is int8 by now."""
+    for leaf in leaves:
+        leaf.node.replace_all_uses_with(leaf.node.all_input_nodes[0])
+        gm.graph.erase_node(leaf.node)
+
+
+def mark_int8(nodes: list[Node]) -> None:
+    """Record that nodes which carried float values carry int8."""
+    for node in nodes:
+        for key in ("example_value", "val"):
+            if isinstance(node.meta.get(key), Tensor):
+                node.meta[key] = node.meta[key].to(torch.int8)

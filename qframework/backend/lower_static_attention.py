@@ -1,0 +1,153 @@
+"""Lower static INT8 attention of a converted PT2E graph (QAttn).
+
+From::
+
+    q -> quantize -> dequantize ─┐
+    k -> quantize -> dequantize ─┼> attention -> transpose -> reshape -> [quantize] -> ...
+    v -> quantize -> dequantize ─┘
+
+To::
+
+    q -> quantize ─┐
+    k -> quantize ─┼> qframework::mixed_attention (int8) -> transpose -> reshape -> ...
+    v -> quantize ─┘
+
+A quantize that every reader of the output has behind views becomes the operator's ``out_scale``, so that the next
+linear reads int8. hoist_quantize then moves those of q, k and v into the epilogue of the linear they come from.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.backend.channels import ChannelView, quantized_everywhere
+from qframework.backend.graph import Constants, argument, fake_value, layer_name, operation
+from qframework.backend.hoist_quantize import drop_requantization, erase_quantize, is_static_quantize, mark_int8
+from qframework.backend.lower_linear import (
+    Quantized,
+    Refused,
+    ScaleConstants,
+    dequantized,
+    erase_unused,
+    static_quantize_scale,
+)
+from qframework.backend.report import LayerReport
+
+_ours = torch.ops.qframework
+_ROLES = ("query", "key", "value")
+
+
+def lower_static_attention(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> list[LayerReport]:
+    """Replace every attention of which query, key and value are dequantized, in place; report on those."""
+    reports = []
+    for node in list(gm.graph.nodes):
+        if operation(node) != "scaled_dot_product_attention":
+            continue
+        name = layer_name(node)
+        try:
+            operands = _operands(node, constants, name)
+        except Refused as refusal:
+            reports.append(LayerReport(name, False, "float attention", str(refusal), fallback=True, kind="attention"))
+            continue
+        if operands is not None:
+            operator = _lower(gm, node, operands, scales)
+            reports.append(LayerReport(name, True, operator, "", kind="attention"))
+    drop_requantization(gm)
+    return reports
+
+
+class _Operands(NamedTuple):
+    query: Quantized
+    key: Quantized
+    value: Quantized
+
+
+def _operands(node: Node, constants: Constants, name: str) -> _Operands | None:
+    """What attention reads; None where nothing of it is quantized."""
+    nodes = {role: argument(node, i, role) for i, role in enumerate(_ROLES)}
+    found = {role: _dequantized(operand, constants, name, role) for role, operand in nodes.items()}
+    missing = [role for role, operand in found.items() if operand is None]
+    if len(missing) == len(_ROLES):
+        return None
+    if missing:
+        raise Refused(f"its {' and '.join(missing)} is not quantized; accepted: query, key and value together")
+    if (dropout_p := argument(node, 4, "dropout_p", default=0.0)) != 0:
+        raise Refused(f"dropout_p={dropout_p}; accepted: 0")
+    return _Operands(**found)  # type: ignore[arg-type]
+
+
+def _dequantized(node: Any, constants: Constants, name: str, role: str) -> Quantized | None:
+    """As ``dequantized``; scales may also belong to heads ``(..., H, N, D)``."""
+    if not isinstance(node, Node) or node.op != "call_function":
+        return None
+    if node.target is _ours.dequantize.default:
+        raise Refused(f"its {role} is quantized per token or with a scale from the data; accepted: one static scale")
+    return dequantized(node, constants, name, role=role, axis=_heads_axis(node))
+
+
+def _heads_axis(node: Node) -> int | None:
+    fake = fake_value(node)
+    return fake.ndim - 3 if fake is not None and fake.ndim > 3 else None
+
+
+def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConstants) -> str:
+    """Put ``mixed_attention`` in the place of ``node``; returns what was done."""
+    fake = fake_value(node)
+    assert fake is not None
+    out_scale = _output_scale(gm, node)
+    call = [argument(node, i, name, default=d) for i, name, d in ((3, "attn_mask", None), (5, "is_causal", False))]
+    call += [argument(node, 6, "scale"), argument(node, 7, "enable_gqa", default=False)]
+    with gm.graph.inserting_before(node):
+        operand_scales = [_scale_node(gm, operand, fake.device, scales) for operand in operands]
+        new = gm.graph.call_function(
+            _ours.mixed_attention.default,
+            (
+                *(operand.value for operand in operands),
+                *operand_scales,
+                *call,
+                scales.node(out_scale, fake.device) if out_scale is not None else None,
+                fake.dtype if out_scale is None else None,
+            ),
+        )
+    new.meta = dict(node.meta)
+    if out_scale is not None:
+        mark_int8([new])
+    node.replace_all_uses_with(new)
+    erase_unused(gm, node)
+    _allow_any_strides(new)
+    return "qframework::mixed_attention" + (" (int8 out)" if out_scale is not None else "")
+
+
+def _scale_node(gm: GraphModule, operand: Quantized, device: torch.device, scales: ScaleConstants) -> Node:
+    if isinstance(operand.scale, float):
+        return scales.node(operand.scale, device)
+    return gm.graph.call_function(torch.ops.aten.view.default, (operand.scale, [-1, 1, 1]))
+
+
+def _output_scale(gm: GraphModule, node: Node) -> float | None:
+    """The one scale that every reader of the output quantizes it with behind views; those quantize nodes go."""
+    fake = fake_value(node)
+    assert fake is not None
+    found = quantized_everywhere(node, ChannelView.without_channels(fake.shape), is_static_quantize)
+    if found is None:
+        return None
+    leaves, views = found
+    kept = {static_quantize_scale(leaf.node, leaf.node.all_input_nodes[0]) for leaf in leaves}
+    scale = kept.pop()
+    if kept or not isinstance(scale, float):
+        return None
+    erase_quantize(gm, leaves)
+    mark_int8(views)
+    return scale
+
+
+def _allow_any_strides(node: Node) -> None:
+    """``view`` to ``reshape`` behind attention: the operator's memory order is (..., N, H, D), SDPA's may differ."""
+    for user in node.users:
+        if operation(user) == "transpose" or operation(user) == "permute":
+            _allow_any_strides(user)
+        elif user.target is torch.ops.aten.view.default:
+            user.target = torch.ops.aten.reshape.default
