@@ -17,7 +17,7 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
 
-INTERPRETED = AttentionTile(32, 32, 4, 1)  # small, so that masks and loops show
+INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, so that masks and loops show; the reference's block of keys
 
 
 def choose_attention_tile(

@@ -34,7 +34,7 @@ def padded_tokens(tokens: int) -> int:
 
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton multiplies E4M3 there; elsewhere the same numbers go through float16."""
-    if device.type != "cuda" or torch.version.hip:
+    if INTERPRET or device.type != "cuda" or torch.version.hip:  # the interpreter's FP8 casts truncate
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
@@ -88,8 +88,8 @@ def _value_quantize_kernel(
     stride_vh,
     stride_vn,
     V_RANGE: tl.constexpr,
-    KIND: tl.constexpr,  # "int8", "fp8", or "e4m3_as_fp16"
-    ROUND: tl.constexpr,  # FP8 casts that truncate need rounding first
+    KIND: tl.constexpr,  # "int8" or "fp8"
+    ROUND: tl.constexpr,  # to E4M3's numbers by arithmetic, where q_ptr is float16
     VARLEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -128,7 +128,7 @@ def _value_quantize_triton(
     v = last_contiguous(v)
     check_offsets("value_quantize", v=v)
     shape = AttentionShape.of(v, starts, longest)
-    native = kind == "int8" or INTERPRET or has_fp8(v.device)
+    native = kind == "int8" or has_fp8(v.device)
     stored = _STORED[kind] if native else torch.float16
     padded = padded_tokens(shape.tokens)
     q = torch.empty((shape.batch, shape.heads, shape.channels, padded), dtype=stored, device=v.device)
@@ -151,7 +151,7 @@ def _value_quantize_triton(
         *shape.strides(v),
         V_RANGE=v_range,
         KIND=kind,
-        ROUND=INTERPRET or not native,
+        ROUND=not native,
         VARLEN=starts is not None,
         BLOCK_N=TOKEN_PAD,
         BLOCK_D=block_d,
@@ -187,7 +187,7 @@ def _value_quantize_cuda(v, kind, v_range, smooth=False):
 def _value_quantize_fake(v, kind, v_range, smooth=False):
     _check(v, kind)
     batch, heads, tokens, channels = v.shape
-    native = kind == "int8" or v.device.type == "cpu" or has_fp8(v.device)
+    native = kind == "int8" or v.device.type == "cpu" or has_fp8(v.device)  # torch has FP8 on every CPU
     padded = (tokens + TOKEN_PAD - 1) // TOKEN_PAD * TOKEN_PAD
     q = v.new_empty((batch, heads, channels, padded), dtype=_STORED[kind] if native else torch.float16)
     return q, v.new_empty(q.shape[:3], dtype=torch.float32), v.new_empty(q.shape[:3], dtype=torch.float32)
