@@ -11,19 +11,36 @@ from typing import TYPE_CHECKING, Any
 from qframework import kernels
 
 if TYPE_CHECKING:
-    from qframework import backend, evaluation, quantizer
+    from qframework import attention, backend, evaluation, quantizer
+    from qframework.attention import sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explain import explain
     from qframework.quantizer.calibrate import calibrate
     from qframework.serialization import load, save
 
 __version__ = "0.1.0"
-__all__ = ["backend", "calibrate", "evaluation", "explain", "kernels", "load", "quantizer", "save"]
+__all__ = [
+    "attention",
+    "backend",
+    "calibrate",
+    "evaluation",
+    "explain",
+    "kernels",
+    "load",
+    "quantizer",
+    "sage_attention",
+    "sage_attention_varlen",
+    "save",
+    "use_sage_attention",
+]
 
 _HOME_OF = {
     "calibrate": "qframework.quantizer",
     "explain": "qframework.backend",
     "load": "qframework.serialization",
+    "sage_attention": "qframework.attention",
+    "sage_attention_varlen": "qframework.attention",
     "save": "qframework.serialization",
+    "use_sage_attention": "qframework.attention",
 }
 
 

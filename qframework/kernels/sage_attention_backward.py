@@ -16,7 +16,8 @@ Smoothing changes nothing here: it cancels in the softmax. Reference: the operat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,180 +28,171 @@ import qframework.kernels.sage_attention  # noqa: F401  (defines the operators)
 from qframework.errors import UnsupportedError
 from qframework.kernels._common import LIBRARY
 
+_ARGUMENTS = 12  # of sage_attention
 _VARLEN_INPUTS = 3
 
 
-def combined_mask(
-    query: Tensor, key: Tensor, attn_mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None, is_causal: bool
-) -> tuple[Tensor | None, bool]:
-    """What of masks and relative positions goes to SDPA as one ``attn_mask``, and whether ``is_causal`` stays a flag."""
-    mask = attn_mask
+class _Inputs(NamedTuple):
+    """What a gradient can be asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+
+
+class _Settings(NamedTuple):
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _triangle(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+
+
+def _one_mask(x: _Inputs, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """All that is added to the logits as one SDPA ``attn_mask``, and whether ``is_causal`` stays a flag beside it."""
+    mask = x.attn_mask
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(query.dtype)
-    if rel_h is not None and rel_w is not None:
-        bias = (rel_h.unsqueeze(-1) + rel_w.unsqueeze(-2)).flatten(-2).to(query.dtype)
-        mask = bias if mask is None else _add(bias, mask)
-    if is_causal and mask is not None:
-        visible = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        return (mask & visible if mask.dtype == torch.bool else mask.masked_fill(~visible, -torch.inf)), False
-    return mask, is_causal
+        mask = mask.to(x.query.dtype)
+    if x.rel_h is not None and x.rel_w is not None:
+        bias = (x.rel_h.unsqueeze(-1) + x.rel_w.unsqueeze(-2)).flatten(-2).to(x.query.dtype)
+        mask = bias if mask is None else _masked(bias, mask)
+    if not is_causal or mask is None:
+        return mask, is_causal
+    visible = _triangle(x.query, x.key)
+    return (mask & visible if mask.dtype == torch.bool else _masked(mask, visible)), False
 
 
-def _add(bias: Tensor, mask: Tensor) -> Tensor:
-    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask
+def _attention(x: _Inputs, settings: _Settings) -> Tensor:
+    """SDPA; 3-D tensors get a batch of one, without which PyTorch has no fused kernel for them."""
+    mask, is_causal = _one_mask(x, settings.is_causal)
+    three = x.query.ndim == 3
+    query, key, value = (t.unsqueeze(0) if three else t for t in (x.query, x.key, x.value))
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=settings.scale, enable_gqa=settings.enable_gqa
+    )
+    return out.squeeze(0) if three else out
 
 
-def _log_sum_exp(
-    query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
-) -> Tensor:
+def _log_sum_exp(x: _Inputs, settings: _Settings) -> Tensor:
     """``(..., Hq, Nq)`` float32 from explicit logits; only its gradient needs them."""
-    if enable_gqa:
-        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], dim=-3)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
-    logits = query.float() @ key.float().mT * scale
-    if is_causal:
-        mask = torch.ones(logits.shape[-2:], dtype=torch.bool, device=query.device).tril()
-    if mask is not None:
-        logits = _add(logits, mask)
+    key = x.key
+    if settings.enable_gqa and key.ndim > 3:
+        key = key.repeat_interleave(x.query.shape[-3] // key.shape[-3], dim=-3)
+    scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+    logits = x.query.float() @ key.float().mT * scale
+    mask, is_causal = _one_mask(x, settings.is_causal)
+    for part in (mask, _triangle(x.query, x.key) if is_causal else None):
+        logits = logits if part is None else _masked(logits, part)
     dead = (logits == -torch.inf).all(-1, keepdim=True)  # their log-sum-exp is a constant -inf: no gradient, not NaN
     return logits.masked_fill(dead, 0.0).logsumexp(-1).masked_fill(dead.squeeze(-1), -torch.inf)
 
 
-def exact_gradients(
+def _exact_gradients(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    inputs: Sequence[Tensor | None],
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    x: _Inputs,
+    settings: _Settings,
     needed: Sequence[bool],
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Gradients of the ``inputs`` (query, key, value, attn_mask, rel_h, rel_w) that are ``needed``, in their order."""
-    query, key, value, attn_mask, rel_h, rel_w = inputs
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    mask, is_causal = combined_mask(query, key, attn_mask, rel_h, rel_w, is_causal)
-    outputs, grads = [], []
+    """Gradients of those inputs that are ``needed``, in their order."""
+    outputs: list[Tensor] = []
     if grad_out is not None:
-        outputs.append(_attention(query, key, value, mask, is_causal, scale, enable_gqa))
-        grads.append(grad_out)
+        outputs.append(_attention(x, settings))
     if grad_lse is not None:
-        outputs.append(_log_sum_exp(query, key, mask, is_causal, scale, enable_gqa))
-        grads.append(grad_lse)
-    wanted = [x for x, need in zip(inputs, needed, strict=True) if need and x is not None]
+        outputs.append(_log_sum_exp(x, settings))
+    grads = [g for g in (grad_out, grad_lse) if g is not None]
+    wanted = [t for t, need in zip(x, needed, strict=True) if need and t is not None]
     found = torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found, strict=True)]
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
-    """SDPA; 3-D tensors get a batch of one, without which PyTorch has no fused kernel for them."""
-    if query.ndim == 3:
-        query, key, value = query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0)
-        return _attention(query, key, value, mask, is_causal, scale, enable_gqa).squeeze(0)
-    return F.scaled_dot_product_attention(
-        query, key, value, mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+def _recompute(
+    grad_out: Tensor | None, grad_lse: Tensor | None, x: _Inputs, settings: _Settings, needed: Sequence[bool]
+) -> list[Tensor]:
+    """First derivatives, outside of any graph."""
+    with torch.enable_grad(), torch._C.DisableTorchFunction():  # an active use_sage_attention must not see this SDPA
+        leaves = _Inputs._make(t if t is None else t.detach().requires_grad_(n) for t, n in zip(x, needed, strict=True))
+        return [g.contiguous() for g in _exact_gradients(grad_out, grad_lse, leaves, settings, needed)]
+
+
+# Dense ----------------------------------------------------------------------------------------------------------------
 
 
 def _sage_attention_backward(
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    rel_h: Tensor | None,
-    rel_w: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    needed: list[bool],
-) -> list[Tensor]:
-    inputs = (query, key, value, attn_mask, rel_h, rel_w)
-    with torch.enable_grad(), torch._C.DisableTorchFunction():  # an active use_sage_attention must not see this SDPA
-        leaves = [x if x is None else x.detach().requires_grad_(n) for x, n in zip(inputs, needed, strict=True)]
-        gradients = exact_gradients(grad_out, grad_lse, leaves, is_causal, scale, enable_gqa, needed)
-    return [g.contiguous() for g in gradients]
+    grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
+):
+    inputs = _Inputs(query, key, value, attn_mask, rel_h, rel_w)
+    return _recompute(grad_out, grad_lse, inputs, _Settings(is_causal, scale, enable_gqa), needed)
 
 
 def _sage_attention_backward_fake(
     grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
 ):
     inputs = (query, key, value, attn_mask, rel_h, rel_w)
-    return [x.new_empty(x.shape) for x, n in zip(inputs, needed, strict=True) if n]
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     query, key, value, attn_mask, is_causal, scale, enable_gqa, _, _, return_lse, rel_h, rel_w = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(query, key, value, attn_mask, rel_h, rel_w)
-    ctx.settings = (is_causal, scale, enable_gqa)
+    ctx.settings = _Settings(is_causal, scale, enable_gqa)
     ctx.return_lse = return_lse
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    flags = ctx.needs_input_grad
-    needed = [*flags[:4], *flags[10:12]]
+    passed = len(ctx.needs_input_grad)  # the dispatcher drops trailing arguments that equal their defaults
+    flags = (*ctx.needs_input_grad, *(False,) * (_ARGUMENTS - passed))
+    needed = [*flags[:4], *flags[10:]]
     grad_lse = grad_lse if ctx.return_lse else None
     if grad_out is None and grad_lse is None:
-        return (None,) * len(flags)
-    inputs, settings = ctx.saved_tensors, ctx.settings
+        return (None,) * passed
+    inputs = _Inputs(*ctx.saved_tensors)
     if torch.is_grad_enabled():  # create_graph=True: second derivatives, which only the math kernel has
         with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunction():
-            found = exact_gradients(grad_out, grad_lse, inputs, *settings, needed, create_graph=True)
+            found = _exact_gradients(grad_out, grad_lse, inputs, ctx.settings, needed, create_graph=True)
     else:
-        found = torch.ops.qframework.sage_attention_backward(grad_out, grad_lse, *inputs, *settings, needed)
+        found = torch.ops.qframework.sage_attention_backward(grad_out, grad_lse, *inputs, *ctx.settings, needed)
     rest = iter(found)
     query, key, value, mask, rel_h, rel_w = (next(rest) if need else None for need in needed)
-    return query, key, value, mask, None, None, None, None, None, None, rel_h, rel_w
+    return (query, key, value, mask, None, None, None, None, None, None, rel_h, rel_w)[:passed]
 
 
-def _sage_attention_varlen_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    is_causal: bool,
-    scale: float | None,
-    needed: list[bool],
-) -> list[Tensor]:
+# Packed sequences -----------------------------------------------------------------------------------------------------
+
+
+def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed):
     """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
-    found = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (query, key, value)]
-    flags = [*needed, False, False, False]
+    settings = _Settings(is_causal, scale, True)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
     for q, k in zip(_ranges(cu_seqlens_q), _ranges(cu_seqlens_k), strict=True):
-        heads = [x[tokens].transpose(0, 1) for x, tokens in ((query, q), (key, k), (value, k))]
-        gradients = iter(
-            _sage_attention_backward(
-                grad_out[q].transpose(0, 1), None, *heads, None, None, None, is_causal, scale, True, flags
-            )
-        )
+        heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in ((query, q), (key, k), (value, k)))
+        grad = grad_out[q].transpose(0, 1).unsqueeze(0)
+        gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*needed, False, False, False]))
         for total, tokens, need in zip(found, (q, k, k), needed, strict=True):
             if need:
-                total[tokens] = next(gradients).transpose(0, 1)
+                total[tokens] = next(gradients).squeeze(0).transpose(0, 1)
     return [total for total, need in zip(found, needed, strict=True) if need]
 
 
 def _ranges(cu_seqlens: Tensor) -> list[slice]:
-    bounds = cu_seqlens.tolist()
-    return [slice(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
+    return [slice(start, end) for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def _sage_attention_varlen_backward_fake(
     grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed
 ):
-    return [x.new_empty(x.shape) for x, n in zip((query, key, value), needed, strict=True) if n]
+    return [t.new_empty(t.shape) for t, need in zip((query, key, value), needed, strict=True) if need]
 
 
 def _save_varlen_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -215,13 +207,12 @@ def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
             "sage_attention_varlen: create_graph=True asks for second derivatives; accepted: first derivatives here, "
             "or sage_attention on one sequence at a time"
         )
-    flags = ctx.needs_input_grad
-    needed = list(flags[:_VARLEN_INPUTS])
+    passed = len(ctx.needs_input_grad)
+    needed = list(ctx.needs_input_grad[:_VARLEN_INPUTS])
     found = iter(
         torch.ops.qframework.sage_attention_varlen_backward(grad_out, *ctx.saved_tensors, *ctx.settings, needed)
     )
-    gradients = [next(found) if need else None for need in needed]
-    return (*gradients, *(None,) * (len(flags) - _VARLEN_INPUTS))
+    return (*(next(found) if need else None for need in needed), *(None,) * (passed - _VARLEN_INPUTS))
 
 
 LIBRARY.define(

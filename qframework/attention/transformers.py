@@ -1,0 +1,112 @@
+"""``attn_implementation="qframework"`` for models of the transformers library, through its own registries::
+
+    import transformers
+    from qframework.attention.transformers import register
+
+    register()  # not needed where transformers was imported before qframework.attention
+    model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
+
+Grouped heads and boolean masks go to the operator as they are. What it cannot do (dropout in training, float64) falls
+back to PyTorch's attention and is counted in :data:`qframework.attention.fallbacks`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qframework.attention.drop_in import attention_or_fallback, checked_spec
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention_variants import AttentionVariant
+
+# What a model may hand over that changes the result and that no variant knows: Gemma 2's cap on logits, sinks.
+_REFUSED = ("softcap", "s_aux")
+
+
+def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
+    """Make ``attn_implementation=name`` known to transformers; registering again replaces the entry of that name.
+
+    Args:
+        name: what models are asked for.
+        variant: as for :func:`qframework.sage_attention`; register another name for another variant.
+        smooth_k: subtract the mean over tokens from the keys.
+
+    Raises:
+        ImportError: transformers is not installed.
+        UnsupportedError: an unknown variant.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    from qframework.attention.transformers_sam import register_sam
+
+    variant = checked_spec(variant)
+    AttentionInterface.register(name, attention_function(variant, smooth_k))
+    AttentionMaskInterface.register(name, sdpa_mask)
+    register_sam(name, variant, smooth_k)
+
+
+def attention_function(variant: str, smooth_k: bool) -> Callable[..., tuple[Tensor, None]]:
+    """An attention function of transformers' interface with its variant bound."""
+    return partial(_attention_forward, variant=variant, smooth_k=smooth_k)
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    *,
+    variant: str,
+    smooth_k: bool,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights."""
+    _refuse(module, cache, kwargs)
+    tokens = query.shape[2]
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    # One token sees all that came before it, and a mask says the rest; the flag is for a prompt as a whole.
+    is_causal = tokens > 1 and attention_mask is None and is_causal
+    if is_causal and key.shape[2] > tokens:  # a static cache: its empty part must not enter any scale or mean
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+        position_bias = None if position_bias is None else position_bias[..., :tokens]
+    mask = _with_bias(attention_mask, position_bias, is_causal, query, key)
+    out = attention_or_fallback(
+        variant, smooth_k, F.scaled_dot_product_attention, query, key, value, mask, dropout,
+        is_causal and position_bias is None, scale=scaling, enable_gqa=query.shape[1] != key.shape[1],
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse(module: torch.nn.Module, cache: Any, kwargs: dict[str, Any]) -> None:
+    """Raise UnsupportedError for arguments that would change the result and are not understood here."""
+    seen = [name for name in _REFUSED if kwargs.get(name) is not None]
+    if cache is not None:
+        seen.append("cache (continuous batching)")
+    if seen:
+        raise UnsupportedError(
+            f"{type(module).__name__}: {' and '.join(seen)} cannot be done by attn_implementation='qframework'; use "
+            "'eager' or what the model recommends"
+        )
+
+
+def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
+    """Mask and position bias (T5) as one mask. PyTorch's own attention takes no causal flag beside it."""
+    if bias is None:
+        return mask
+    if is_causal:
+        mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else bias + mask

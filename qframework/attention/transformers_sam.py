@@ -1,0 +1,77 @@
+"""SAM's image encoder in transformers: decomposed relative positions enter attention as their two small factors.
+
+SAM adds ``rel_h[q, k // width] + rel_w[q, k % width]`` to the logits. transformers builds the N x N sum for every head,
+4096 x 4096 at 1024 pixels; here only the ``(N, height)`` and ``(N, width)`` factors exist, and the kernel adds them.
+
+Imported by :func:`qframework.attention.transformers.register` only: this module needs transformers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.sam import modeling_sam
+from transformers.models.sam_hq import modeling_sam_hq
+
+from qframework.attention.drop_in import note_fallback, why_not
+
+
+def _forward(module: Any, hidden_states: Tensor) -> Tensor | None:
+    """``hidden_states (B, H, W, C)`` to the same shape; None, counted, where the operator cannot do it."""
+    batch, height, width, _ = hidden_states.shape
+    qkv = module.qkv(hidden_states).view(batch, height * width, 3, module.num_attention_heads, -1)
+    query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+    reason = why_not(query, key, value, None, 0.0, False)
+    if reason is not None:
+        note_fallback(reason)
+        return None
+    rel_h, rel_w = _factors(module, query, height, width) if module.use_rel_pos else (None, None)
+    out, _ = torch.ops.qframework.sage_attention(
+        query, key, value, None, False, module.scale, False, module.variant, module.smooth_k, False, rel_h, rel_w
+    )
+    return module.proj(out.transpose(1, 2).reshape(batch, height, width, -1))
+
+
+def _factors(module: Any, query: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+    """``(B, heads, N, height)`` and ``(B, heads, N, width)``."""
+    grid = query.unflatten(2, (height, width))
+    rows = module.get_rel_pos(height, height, module.rel_pos_h)
+    columns = module.get_rel_pos(width, width, module.rel_pos_w)
+    rel_h = torch.einsum("bnhwc,hkc->bnhwk", grid, rows)
+    rel_w = torch.einsum("bnhwc,wkc->bnhwk", grid, columns)
+    return rel_h.flatten(2, 3), rel_w.flatten(2, 3)
+
+
+class SamVisionSageAttention(modeling_sam.SamVisionSdpaAttention):
+    """SAM's attention with the operator in the middle; no attention weights."""
+
+    variant, smooth_k = "auto", True
+
+    def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
+        """``hidden_states (B, H, W, C)`` to the same shape."""
+        out = _forward(self, hidden_states)
+        return super().forward(hidden_states, output_attentions) if out is None else (out, None)
+
+
+class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
+    """The same for SAM-HQ."""
+
+    variant, smooth_k = "auto", True
+
+    def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
+        """``hidden_states (B, H, W, C)`` to the same shape."""
+        out = _forward(self, hidden_states)
+        return super().forward(hidden_states, output_attentions) if out is None else (out, None)
+
+
+def register_sam(name: str, variant: str, smooth_k: bool) -> None:
+    """Add ``name`` to the attention classes that SAM's encoders choose from."""
+    registries: tuple[tuple[dict[str, Any], Any], ...] = (
+        (modeling_sam.SAM_VISION_ATTENTION_CLASSES, SamVisionSageAttention),
+        (modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES, SamHQVisionSageAttention),
+    )
+    for classes, base in registries:
+        plain = (variant, smooth_k) == (base.variant, base.smooth_k)
+        classes[name] = base if plain else type(base.__name__, (base,), {"variant": variant, "smooth_k": smooth_k})
