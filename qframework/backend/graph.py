@@ -38,15 +38,64 @@ class LinearCall(NamedTuple):
     bias: Node | None
 
 
-def _argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
+# Names of one operation in Python, torch, torch.nn.functional and ATen; in-place forms count as the operation itself.
+_SAME_OPERATION = {
+    "truediv": "div",
+    "true_divide": "div",
+    "divide": "div",
+    "itruediv": "div",
+    "multiply": "mul",
+    "imul": "mul",
+    "iadd": "add",
+    "isub": "sub",
+    "subtract": "sub",
+    "__matmul__": "matmul",
+    "__add__": "add",
+    "__radd__": "add",
+    "__mul__": "mul",
+    "__rmul__": "mul",
+    "__truediv__": "div",
+    "_softmax": "softmax",
+    "_to_copy": "to",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+    "_unsafe_view": "view",
+}
+
+
+def operation(node: Node) -> str | None:
+    """What a node computes, by one name: ``"matmul"`` for ``a @ b``, ``torch.matmul``, ``a.matmul(b)`` and ATen's.
+
+    None for what is not PyTorch's or Python's own. Arguments keep their order in all dialects, not their names.
+    """
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op != "call_function":
+        return None
+    elif isinstance(node.target, torch._ops.OpOverload):
+        space, _, name = node.target._schema.name.partition("::")
+        if space != "aten":
+            return None
+    else:
+        name = getattr(node.target, "__name__", "")
+        if not any(getattr(space, name, None) is node.target for space in (torch, F, operator)):
+            return None
+    name = name if name.endswith("__") else name.rstrip("_")
+    return _SAME_OPERATION.get(name, name)
+
+
+def argument(node: Node, index: int, *names: str, default: Any = None) -> Any:
+    """A node's argument by position or by any of its names."""
+    if len(node.args) > index:
+        return node.args[index]
+    return next((node.kwargs[name] for name in names if name in node.kwargs), default)
 
 
 def linear_call(node: Node) -> LinearCall | None:
     """The operands of a linear layer, None for any other node."""
     if node.op != "call_function" or node.target not in _LINEAR:
         return None
-    return LinearCall(_argument(node, 0, "input"), _argument(node, 1, "weight"), _argument(node, 2, "bias"))
+    return LinearCall(argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias"))
 
 
 def activation_name(node: Node) -> str | None:
@@ -54,7 +103,7 @@ def activation_name(node: Node) -> str | None:
     if node.op != "call_function":
         return None
     if node.target in _GELU:
-        approximate = _argument(node, 1, "approximate", "none")
+        approximate = argument(node, 1, "approximate", default="none")
         return {"none": "gelu", "tanh": "gelu_tanh"}.get(approximate)
     return _ACTIVATIONS.get(node.target)
 
@@ -64,7 +113,7 @@ def is_inactive_dropout(node: Node) -> bool:
     if node.op != "call_function" or node.target not in _DROPOUT:
         return False
     training_name = "training" if node.target is F.dropout else "train"
-    p, training = _argument(node, 1, "p", 0.5), _argument(node, 2, training_name, True)
+    p, training = argument(node, 1, "p", default=0.5), argument(node, 2, training_name, default=True)
     return p == 0.0 or training is False
 
 

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qframework.errors import UnsupportedError
+from qframework.kernels.attention_variants import VARIANTS, resolve
 
 # Our options: the values each accepts, the default first.
-KNOWN_OPTIONS: dict[str, tuple[str, ...]] = {"linear": ("off", "int8_dynamic")}
+KNOWN_OPTIONS: dict[str, tuple[str, ...]] = {
+    "linear": ("off", "int8_dynamic"),
+    "attention": ("auto", "sage", "off", *VARIANTS),
+}
 
 
 @dataclass(frozen=True)
@@ -18,6 +22,7 @@ class BackendOptions:
     """What the caller asked for: ours by name, the rest as Inductor configuration."""
 
     linear: str = "off"
+    attention: str = "auto"
     inductor: dict[str, Any] = field(default_factory=dict)
 
 
@@ -47,10 +52,20 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
 
 def _checked_value(key: str, value: Any) -> str:
+    if key == "attention" and _is_variant(value):
+        return value
     if value not in KNOWN_OPTIONS[key]:
         accepted = ", ".join(map(repr, KNOWN_OPTIONS[key]))
         raise UnsupportedError(f"backend 'qframework': option {key!r} has value {value!r}; accepted: {accepted}")
-    return value
+    return "auto" if value == "sage" else value
+
+
+def _is_variant(value: Any) -> bool:
+    """Whether a value is a variant written out, as ``AttentionVariant.spec`` gives it."""
+    try:
+        return isinstance(value, str) and value not in KNOWN_OPTIONS["attention"] and resolve(value).spec == value
+    except UnsupportedError:
+        return False
 
 
 def _inductor_name(key: str) -> str:

@@ -10,9 +10,10 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer: whether it was lowered, to which operator, and if not, why.
+    """One linear layer or attention: whether it was lowered, to which operator, and if not, why.
 
-    ``fallback`` marks a layer that was asked to be quantized and could not be.
+    ``fallback`` marks a layer that was asked to be quantized and could not be. ``kind`` is ``"linear"`` or
+    ``"attention"``.
     """
 
     name: str
@@ -20,26 +21,55 @@ class LayerReport:
     operator: str
     reason: str
     fallback: bool = False
+    kind: str = "linear"
 
 
 @dataclass
 class Report:
-    """The linear layers of a model in the order of the graph. ``str()`` gives a table."""
+    """The linear layers and attentions of a model in the order of the graph. ``str()`` gives a table."""
 
     layers: list[LayerReport] = field(default_factory=list)
 
+    def of(self, kind: str) -> Report:
+        """The report of one kind of layer, ``"linear"`` or ``"attention"``."""
+        return Report([layer for layer in self.layers if layer.kind == kind])
+
     @property
     def lowered(self) -> int:
-        """How many layers became an INT8 operator."""
-        return sum(layer.lowered for layer in self.layers)
+        """How many linear layers became an INT8 operator."""
+        return self._lowered("linear")
 
     @property
     def total(self) -> int:
         """How many linear layers the model has."""
-        return len(self.layers)
+        return self._total("linear")
+
+    @property
+    def attention_lowered(self) -> int:
+        """How many attentions became an operator of ours."""
+        return self._lowered("attention")
+
+    @property
+    def attention_total(self) -> int:
+        """How many attentions the model has, spelled out ones included."""
+        return self._total("attention")
+
+    @property
+    def summary(self) -> str:
+        """What was lowered, in one line."""
+        text = f"{self.lowered} of {self.total} linear layers lowered"
+        return text + (
+            f", {self.attention_lowered} of {self.attention_total} attentions" if self.attention_total else ""
+        )
+
+    def _lowered(self, kind: str) -> int:
+        return sum(layer.lowered for layer in self.layers if layer.kind == kind)
+
+    def _total(self, kind: str) -> int:
+        return sum(layer.kind == kind for layer in self.layers)
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.lowered} of {self.total} linear layers lowered")
+        table = Table(title=self.summary)
         for column in ("layer", "lowered", "operator", "why not"):
             table.add_column(column, overflow="fold")
         for layer in self.layers:

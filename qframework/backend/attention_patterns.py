@@ -1,0 +1,341 @@
+"""Attention in a captured graph: one ``scaled_dot_product_attention`` node, or spelled out.
+
+Spelled out, it is recognised by its softmax::
+
+    q [* s] ──┐
+    k [* s].T ┴> matmul -> [* s] -> [+ bias] -> [views] -> [+ mask] -> softmax -> [dropout] -> matmul -> ...
+                                                            v ───────────────────────────────────┘
+
+Brackets may stand in any order and number. Scaling by a number becomes the operator's ``scale``; scaling by a tensor
+that is the same for all keys (Swin V2's logit scale) goes to the query; every summand keeps the shape it is added at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from qframework.backend.graph import argument, fake_value, is_inactive_dropout, operation
+
+# Operations that hand on the same numbers: casts, copies, and the same elements under another shape.
+_CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
+_COPIES = {"contiguous", "clone", "alias"}
+VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "unsqueeze", "squeeze"}
+
+# A score this low has no weight beside any other, so that filling with it and adding it are the same.
+_NO_WEIGHT = -1e4
+
+
+class NotAttention(Exception):
+    """A softmax between other things than the two products of attention."""
+
+
+class Refused(Exception):
+    """Attention that the operator cannot compute; the message is the reason."""
+
+
+@dataclass(frozen=True)
+class Summand:
+    """``factor * value`` added to the logits where they have the shape ``shape``.
+
+    With ``fill`` the node is a bool mask instead, and ``fill`` is added where it is True, or False if it says what is
+    ``seen``.
+    """
+
+    value: Node
+    shape: torch.Size
+    factor: float = 1.0
+    fill: float | None = None
+    seen: bool = False
+
+
+@dataclass
+class AttentionCall:
+    """What one attention computes, and ``end``, the node whose value it is.
+
+    ``shape`` is that of ``query @ key.T``; the value's leading dimensions may be a view of it (``value_shape``).
+    """
+
+    end: Node
+    query: Node
+    key: Node
+    value: Node
+    shape: torch.Size
+    value_shape: torch.Size
+    key_is_transposed: bool = False
+    summands: list[Summand] = field(default_factory=list)
+    row_factors: list[tuple[Node, bool]] = field(default_factory=list)  # tensors that scale rows; True: divide
+    scale: float | None = None
+    is_causal: bool = False
+    enable_gqa: bool = False
+    between: list[Node] = field(default_factory=list)  # the nodes that go, from the first product to ``end``
+
+
+def sdpa_call(node: Node) -> AttentionCall | None:
+    """The operands of a ``scaled_dot_product_attention`` node, None for any other node.
+
+    Raises:
+        Refused: dropout, or an argument that is computed in the graph.
+    """
+    if operation(node) != "scaled_dot_product_attention":
+        return None
+    query, key, value = (argument(node, i, name) for i, name in enumerate(("query", "key", "value")))
+    mask = argument(node, 3, "attn_mask")
+    dropout_p, is_causal = argument(node, 4, "dropout_p", default=0.0), argument(node, 5, "is_causal", default=False)
+    scale, enable_gqa = argument(node, 6, "scale"), argument(node, 7, "enable_gqa", default=False)
+    if dropout_p != 0.0:
+        raise Refused(f"dropout_p={dropout_p}; accepted: 0")
+    for name, given in (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa)):
+        if isinstance(given, Node):
+            raise Refused(f"its {name} is computed in the graph; accepted: a number")
+    shape = _logits_shape(query, key)
+    summands = [_mask_summand(mask, shape)] if mask is not None else []
+    return AttentionCall(
+        node, query, key, value, shape, shape, summands=summands, scale=scale, is_causal=is_causal,
+        enable_gqa=enable_gqa, between=[node],
+    )  # fmt: skip
+
+
+def _mask_summand(mask: Node, shape: torch.Size) -> Summand:
+    """An ``attn_mask``: added to the logits, or a bool mask of what is seen."""
+    fake = fake_value(mask)
+    if fake is not None and fake.dtype == torch.bool:
+        return Summand(mask, shape, fill=-math.inf, seen=True)
+    return Summand(mask, shape)
+
+
+def _logits_shape(query: Node, key: Node) -> torch.Size:
+    q, k = shape_of(query), shape_of(key)
+    if len(q) < 2 or len(k) < 2:
+        raise Refused(f"its query has shape {tuple(q)}; accepted: 3 to 5 dimensions")
+    return torch.Size((*q[:-1], k[-2]))
+
+
+def spelled_out_call(softmax: Node) -> AttentionCall | None:
+    """The attention around a softmax over the last dimension, None for any other node.
+
+    Raises:
+        Refused: attention in a form that the operator does not compute.
+    """
+    if operation(softmax) != "softmax" or fake_value(softmax) is None:
+        return None
+    if argument(softmax, 1, "dim") not in (-1, len(shape_of(softmax)) - 1):
+        return None  # weights over something else than keys
+    try:
+        end, weights = _weighted_sum(softmax)
+        logits = _Logits.trace(argument(softmax, 0, "input", "self"), 1.0)
+    except NotAttention:
+        return None
+    for node in (*logits.nodes, *weights):
+        _require_private(node)
+    query, query_factor = _unscaled(logits.a)
+    key, key_factor = _unscaled(logits.b)
+    return AttentionCall(
+        end, query, key, argument(end, 1, "other", "mat2"), logits.shape, shape_of(weights[-1]),
+        key_is_transposed=True, summands=logits.summands, row_factors=logits.row_factors,
+        scale=logits.factor * query_factor * key_factor, between=[*logits.nodes, *weights, end],
+    )  # fmt: skip
+
+
+def shape_of(node: Any) -> torch.Size:
+    """The shape that tracing recorded. Raises NotAttention for what is no tensor."""
+    fake = fake_value(node) if isinstance(node, Node) else None
+    if fake is None:
+        raise NotAttention
+    return fake.shape
+
+
+def product_operands(node: Node) -> tuple[Node, Node] | None:
+    """``a`` and ``b`` of ``a @ b``."""
+    if operation(node) not in ("matmul", "bmm"):
+        return None
+    a, b = argument(node, 0, "input", "self"), argument(node, 1, "other", "mat2")
+    return (a, b) if isinstance(a, Node) and isinstance(b, Node) else None
+
+
+def users(node: Node) -> list[Node]:
+    """The nodes that read a value; assertions about its metadata, which exports hold, do not count."""
+    return [user for user in node.users if not is_assertion(user)]
+
+
+def is_assertion(node: Node) -> bool:
+    """``aten._assert_tensor_metadata``."""
+    return node.target is torch.ops.aten._assert_tensor_metadata.default
+
+
+def _require_private(node: Node) -> None:
+    readers = users(node)
+    if len(readers) > 1:
+        raise Refused(f"its {node.name} is read elsewhere too, by {', '.join(user.name for user in readers)}")
+
+
+def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
+    """The product of the weights with the values, and the nodes from the softmax to it."""
+    node, path = softmax, [softmax]
+    while True:
+        readers = users(node)
+        products = [user for user in readers if (ab := product_operands(user)) and ab[0] is node and ab[1] is not node]
+        if products:
+            return products[0], path
+        onward = [user for user in readers if _hands_on(user, node)]
+        if not onward:
+            raise NotAttention
+        node = onward[0]
+        if operation(node) == "dropout" and not is_inactive_dropout(node):
+            raise Refused("dropout of its attention weights is active; accepted: none")
+        path.append(node)
+
+
+def _hands_on(node: Node, value: Node) -> bool:
+    name = operation(node)
+    return name in (_CASTS | _COPIES | VIEWS | {"dropout"}) and argument(node, 0, "input", "self") is value
+
+
+def _unscaled(node: Node) -> tuple[Node, float]:
+    """``x`` and ``s`` of ``x * s`` with a number s; ``(node, 1)`` for any other node."""
+    x, factor = _scaled(node) or (node, 1.0)
+    before, after = fake_value(x), fake_value(node)
+    if x is node or not isinstance(factor, float) or before is None or after is None or before.dtype != after.dtype:
+        return node, 1.0
+    inner, more = _unscaled(x)
+    return inner, factor * more
+
+
+def _scaled(node: Node) -> tuple[Node, float | Node] | None:
+    """``x`` and the number, or the tensor, that multiplies it; division by a number is multiplication."""
+    name = operation(node)
+    if name not in ("mul", "div") or argument(node, 2, "rounding_mode") is not None:
+        return None
+    x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
+    if name == "mul" and not isinstance(x, Node):
+        x, y = y, x
+    if isinstance(x, Node) and isinstance(y, (int, float)) and y != 0:
+        return x, 1.0 / y if name == "div" else float(y)
+    return (x, y) if isinstance(x, Node) and isinstance(y, Node) else None
+
+
+@dataclass
+class _Logits:
+    """The product of Q and K behind a softmax, and what happened to it on the way."""
+
+    a: Node
+    b: Node
+    shape: torch.Size
+    factor: float
+    nodes: list[Node]  # from the product on
+    summands: list[Summand] = field(default_factory=list)
+    row_factors: list[tuple[Node, bool]] = field(default_factory=list)
+
+    @classmethod
+    def trace(cls, node: Any, factor: float) -> _Logits:
+        """Walk back from ``node`` to a product; ``factor`` multiplies the node on its way to the softmax."""
+        if not isinstance(node, Node):
+            raise NotAttention
+        if (operands := product_operands(node)) is not None:
+            return cls(*operands, shape_of(node), factor, [node])
+        for step in (cls._product_and_sum, cls._same, cls._scaled, cls._sum, cls._filled):
+            if (logits := step(node, factor)) is not None:
+                logits.nodes.append(node)
+                return logits
+        if any(product_operands(before) for before in _ancestors(node, 6)):
+            raise Refused(
+                f"its logits pass through {operation(node) or node.target}, which the operator does not compute"
+            )
+        raise NotAttention
+
+    @classmethod
+    def _product_and_sum(cls, node: Node, factor: float) -> _Logits | None:
+        """``beta * x + alpha * (a @ b)``."""
+        if operation(node) != "baddbmm":
+            return None
+        x, a, b = (argument(node, i, *names) for i, names in enumerate((("input", "self"), ("batch1",), ("batch2",))))
+        beta, alpha = argument(node, 3, "beta", default=1), argument(node, 4, "alpha", default=1)
+        logits = cls(a, b, shape_of(node), factor * alpha, [])
+        if beta != 0:
+            logits.summands.append(Summand(x, shape_of(node), factor * beta))
+        return logits
+
+    @classmethod
+    def _same(cls, node: Node, factor: float) -> _Logits | None:
+        if operation(node) in _CASTS | _COPIES | VIEWS or is_inactive_dropout(node):
+            return cls.trace(argument(node, 0, "input", "self"), factor)
+        return None
+
+    @classmethod
+    def _scaled(cls, node: Node, factor: float) -> _Logits | None:
+        scaled = _scaled(node)
+        if scaled is None:
+            return None
+        x, by = scaled
+        if isinstance(by, float):
+            return cls.trace(x, factor * by)
+        divides = operation(node) == "div"
+        try:
+            logits = cls.trace(x, factor)
+        except NotAttention:
+            if divides:
+                raise
+            x, by, logits = by, x, cls.trace(by, factor)
+        if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
+            raise Refused(
+                f"its logits are scaled by {by.name} of shape {tuple(shape_of(by))}; accepted: one factor per row"
+            )
+        logits.row_factors.append((by, divides))
+        return logits
+
+    @classmethod
+    def _sum(cls, node: Node, factor: float) -> _Logits | None:
+        if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
+            return None
+        x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        failure: Exception = NotAttention()
+        for logits_side, other in ((x, y), (y, x)):
+            if not isinstance(other, Node) or fake_value(other) is None or shape_of(logits_side) != shape_of(node):
+                continue
+            try:
+                logits = cls.trace(logits_side, factor)
+            except (NotAttention, Refused) as error:
+                failure = error if isinstance(error, Refused) else failure
+                continue
+            logits.summands.append(Summand(other, shape_of(node), factor))
+            return logits
+        raise failure
+
+    @classmethod
+    def _filled(cls, node: Node, factor: float) -> _Logits | None:
+        """``x.masked_fill(mask, low)`` or ``where(seen, x, low)``, with a number so low that no weight is left."""
+        if operation(node) == "masked_fill":
+            x, mask, fill = argument(node, 0, "input", "self"), argument(node, 1, "mask"), argument(node, 2, "value")
+        elif operation(node) == "where":
+            mask, x, fill = (
+                argument(node, 0, "condition"),
+                argument(node, 1, "input", "self"),
+                argument(node, 2, "other"),
+            )
+        else:
+            return None
+        logits, fill = cls.trace(x, factor), _number(fill)
+        if fill is None or factor * fill > _NO_WEIGHT or shape_of(x) != shape_of(node):
+            raise Refused(f"its logits are filled by {node.name}; accepted: a number below {_NO_WEIGHT:.0f}")
+        logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=operation(node) == "where"))
+        return logits
+
+
+def _number(value: Any) -> float | None:
+    """A number, also where the graph makes a tensor of it."""
+    if isinstance(value, Node) and operation(value) in ("full", "scalar_tensor", "tensor"):
+        value = value.args[-1] if shape_of(value) == () else None
+    return float(value) if isinstance(value, (int, float)) else None
+
+
+def _ancestors(node: Node, depth: int) -> Iterator[Node]:
+    """What a value is computed from, up to the layers before."""
+    for before in node.all_input_nodes if depth else ():
+        if operation(before) not in ("linear", "layer_norm"):
+            yield before
+            yield from _ancestors(before, depth - 1)

@@ -1,0 +1,196 @@
+"""Lower float attention to quantized attention.
+
+From::
+
+    q, k, v, [mask] -> scaled_dot_product_attention -> ...        or the same spelled out (attention_patterns.py)
+
+To::
+
+    q, k, v, [mask, rel_h, rel_w] -> qframework::sage_attention -> getitem 0 -> ...
+
+A mask that is the sum of decomposed relative positions (relative_position.py) is replaced by its two factors, so that
+no tensor of N x N entries is left in the graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.backend.attention_patterns import (
+    AttentionCall,
+    Refused,
+    is_assertion,
+    sdpa_call,
+    spelled_out_call,
+)
+from qframework.backend.graph import argument, fake_value, layer_name, operation, writes_in_place
+from qframework.backend.report import LayerReport
+from qframework.backend.write_attention import AttentionWriter, cannot_be_viewed
+from qframework.errors import QFrameworkError
+from qframework.numerics import FLOAT_DTYPES
+
+logger = logging.getLogger(__name__)
+
+_SAGE = torch.ops.qframework.sage_attention.default
+_MIN_CAPABILITY = (8, 0)
+
+
+def lower_attention(gm: GraphModule, option: str) -> list[LayerReport]:
+    """Replace every attention the operator computes, in place; report on every attention.
+
+    Args:
+        gm: the captured graph.
+        option: ``"auto"`` (on CUDA, where no gradient is needed), the name of a variant (everywhere) or ``"off"``.
+    """
+    _name_shapes(gm)
+    reports = []
+    for node in list(gm.graph.nodes):
+        if node._erased or node.op not in ("call_function", "call_method"):
+            continue
+        if node.target is _SAGE:
+            reports.append(
+                LayerReport(
+                    layer_name(node),
+                    True,
+                    _describe(argument(node, 7, "variant", default="auto")),
+                    "",
+                    kind="attention",
+                )
+            )
+        elif (report := _lower_one(gm, node, option)) is not None:
+            reports.append(report)
+    return reports
+
+
+def _describe(variant: str) -> str:
+    return f"qframework::sage_attention ({variant})"
+
+
+def _lower_one(gm: GraphModule, node: Node, option: str) -> LayerReport | None:
+    """Lower the attention that ``node`` is, or is the softmax of; None where it is neither."""
+    spelled_out = operation(node) == "softmax"
+    kind = "matmul, softmax, matmul" if spelled_out else "scaled_dot_product_attention"
+    name = layer_name(argument(node, 0, "input", "self")) if spelled_out else layer_name(node)
+    try:
+        call = spelled_out_call(node) if spelled_out else sdpa_call(node)
+        if call is None:
+            return None
+        if reason := _reason_to_leave(call, option):
+            return LayerReport(name, False, kind, reason, kind="attention")
+        _require_computable(call)
+        _replace(gm, call, option)
+    except (Refused, QFrameworkError) as refusal:
+        wanted = option != "off" and (option != "auto" or _on_cuda(node))
+        return LayerReport(name, False, kind, str(refusal), fallback=wanted, kind="attention")
+    return LayerReport(name, True, _describe(option), "", kind="attention")
+
+
+def _on_cuda(node: Node) -> bool:
+    fake = fake_value(node)
+    return fake is not None and fake.device.type == "cuda"
+
+
+def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
+    """Why attention that could be lowered is to stay as it is; no fallback, nobody asked for more."""
+    if option == "off":
+        return "attention is switched off"
+    if option != "auto":
+        return None
+    fake = fake_value(call.end)
+    assert fake is not None
+    if fake.device.type != "cuda":
+        return f"'auto' quantizes attention on CUDA, this is {fake.device.type}; name a variant to have it here"
+    if torch.cuda.get_device_capability(fake.device) < _MIN_CAPABILITY:
+        return "'auto' needs compute capability 8.0"
+    if torch.is_grad_enabled() and any(x.requires_grad for x in _fakes(call)):
+        return "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
+    return None
+
+
+def _fakes(call: AttentionCall) -> list[Tensor]:
+    nodes = [call.query, call.key, call.value, *(summand.value for summand in call.summands)]
+    return [fake for node in nodes if (fake := fake_value(node)) is not None]
+
+
+def _require_computable(call: AttentionCall) -> None:
+    end = fake_value(call.end)
+    if end is None or end.dtype not in FLOAT_DTYPES or end.layout != torch.strided:
+        raise Refused(f"its result has dtype {end and end.dtype}; accepted: float32, float16, bfloat16")
+    if end.device.type not in ("cpu", "cuda"):
+        raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
+    operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
+    first = call.between[0]
+    if (writer := _written_between(first, call.end, operands, set(call.between))) is not None:
+        raise Refused(f"{writer.name} changes one of its operands in place between its products")
+
+
+def _written_between(first: Node, last: Node, operands: Sequence[Node], own: set[Node]) -> Node | None:
+    """A node from ``first`` to ``last`` that writes into the memory of an operand."""
+    memory = {_memory(node) for node in operands} - {None}
+    node = first
+    while node is not last:
+        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
+            return node
+        node = node.next
+    return None
+
+
+def _memory(node: Node) -> int | None:
+    fake = fake_value(node)
+    return None if fake is None else fake.untyped_storage()._cdata
+
+
+def _replace(gm: GraphModule, call: AttentionCall, variant: str) -> None:
+    """Put the operator in the place of ``call.end`` and erase what nothing reads any more."""
+    writer = AttentionWriter(gm, call)
+    try:
+        new = writer.write(variant)
+    except (Refused, QFrameworkError):
+        writer.undo()
+        raise
+    if cannot_be_viewed(call.end, new):
+        new = writer.add(torch.ops.aten.contiguous.default, new)
+    call.end.replace_all_uses_with(new)
+    _erase_unused(gm, call.end, set(call.between))
+
+
+def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
+    """Erase a node without readers, then whatever fed only it; placeholders, attributes and writes stay."""
+    if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
+        return
+    if writes_in_place(node) and node not in own:
+        return
+    for assertion in list(node.users):
+        gm.graph.erase_node(assertion)
+    inputs = node.all_input_nodes
+    gm.graph.erase_node(node)
+    for each in inputs:
+        if not each._erased:
+            _erase_unused(gm, each, own)
+
+
+def _name_shapes(gm: GraphModule) -> None:
+    """Rewrite ``x.view_as(y)``, ``x.reshape_as(y)`` and ``x.type_as(y)`` with sizes, so that they do not read y."""
+    for node in list(gm.graph.nodes):
+        name = operation(node)
+        if name not in ("view_as", "reshape_as", "type_as"):
+            continue
+        fake, x = fake_value(node), argument(node, 0, "input", "self")
+        if fake is None:
+            continue
+        sizes = [size if isinstance(size, int) else -1 for size in fake.shape]
+        if name != "type_as" and sizes.count(-1) > 1:
+            continue
+        with gm.graph.inserting_before(node):
+            if name == "type_as":
+                new = gm.graph.call_function(torch.ops.aten.to.dtype, (x, fake.dtype))
+            else:
+                new = gm.graph.call_function(torch.ops.aten.reshape.default, (x, sizes))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)

@@ -1,0 +1,79 @@
+"""Decomposed relative positions (SAM, ViTDet, MViTv2): a bias of N x N entries made of two small factors.
+
+From::
+
+    rel_h (.., qh, qw, kh, 1) ─┐
+    rel_w (.., qh, qw, 1, kw) ─┴> + -> (.., qh, qw, kh, kw) -> reshape (.., N, N) -> + logits
+
+To::
+
+    rel_h (.., N, kh), rel_w (.., N, kw)  ->  two arguments of the operator
+
+The sum is also found where it is added to the logits one factor after the other, in the shape of the grid.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.fx import Node
+
+from qframework.backend.attention_patterns import VIEWS, NotAttention, Summand, shape_of
+from qframework.backend.graph import argument, fake_value, operation
+from qframework.backend.shapes import same, same_shape
+
+
+class RelativePositions(NamedTuple):
+    """``h (..., qh, qw, kh, 1)`` and ``w (..., qh, qw, 1, kw)``, both times ``factor``."""
+
+    h: Node
+    w: Node
+    factor: float = 1.0
+
+
+def decomposed(summand: Summand) -> RelativePositions | None:
+    """The factors of a summand ``reshape(h + w)`` of the logits, None for any other."""
+    if summand.fill is not None:
+        return None
+    node = _before_casts(summand.value)
+    shape = shape_of(summand.value)
+    if len(shape) < 3 or operation(node) not in VIEWS:
+        return None
+    total = argument(node, 0, "input", "self")
+    if not isinstance(total, Node) or operation(total) != "add" or argument(total, 2, "alpha", default=1) != 1:
+        return None
+    x, y = argument(total, 0, "input", "self"), argument(total, 1, "other")
+    grid = shape_of(total)
+    if len(grid) < 4 or not (same(grid[-4] * grid[-3], shape[-2]) and same(grid[-2] * grid[-1], shape[-1])):
+        return None
+    for h, w in ((x, y), (y, x)):
+        if is_height(h, grid) and is_width(w, grid):
+            return RelativePositions(h, w, summand.factor)
+    return None
+
+
+def is_height(node: object, grid: torch.Size) -> bool:
+    """Whether a tensor is (..., qh, qw, kh, 1): the same for all columns of the keys."""
+    return _varies_over(node, torch.Size((*grid[:-1], 1)))
+
+
+def is_width(node: object, grid: torch.Size) -> bool:
+    """Whether a tensor is (..., qh, qw, 1, kw): the same for all rows of the keys."""
+    return _varies_over(node, torch.Size((*grid[:-2], 1, grid[-1])))
+
+
+def _varies_over(node: object, shape: torch.Size) -> bool:
+    try:
+        return isinstance(node, Node) and same_shape(shape_of(node), shape)
+    except NotAttention:
+        return False
+
+
+def _before_casts(node: Node) -> Node:
+    while operation(node) in ("to", "float", "half", "bfloat16", "type_as", "contiguous"):
+        before = argument(node, 0, "input", "self")
+        if not isinstance(before, Node) or fake_value(before) is None:
+            return node
+        node = before
+    return node

@@ -1,0 +1,258 @@
+"""Write ``qframework::sage_attention`` into a graph in the place of an attention.
+
+Logits may change shape between the products: ``(B * W, H, N, N)`` becomes ``(B, W, H, N, N)`` while a mask of W windows
+is added (Swin), ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with most dimensions, and
+everything that was added in another one is brought to it by views.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from qframework.backend.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
+from qframework.backend.graph import fake_value, operation
+from qframework.backend.relative_position import RelativePositions, decomposed, is_height, is_width
+from qframework.backend.shapes import same, same_shape, splits_first
+
+aten = torch.ops.aten
+_FLOAT32_MIN = torch.finfo(torch.float32).min
+
+
+class AttentionWriter:
+    """Adds nodes before ``call.end``, each with the fake tensor that tracing would have recorded."""
+
+    def __init__(self, gm: GraphModule, call: AttentionCall) -> None:
+        self._gm, self._call = gm, call
+        self._key = "example_value" if "example_value" in call.end.meta else "val"
+        self._new: list[Node] = []
+        self._grid_summands: list[Summand] = []
+        self._fine = self._finest_shape()
+
+    def write(self, variant: str) -> Node:
+        """The node of the operator's output, in the shape and dtype of ``call.end``.
+
+        Raises:
+            Refused: a shape that cannot be brought to the operator's.
+            QFrameworkError: what the operator itself refuses.
+        """
+        call, end = self._call, fake_value(self._call.end)
+        assert end is not None
+        query, key, value = self._query(), self._key_node(), self._leading(call.value, call.value_shape)
+        dtype = self._common_dtype(end.dtype)
+        query, key, value = (self._cast(x, dtype) for x in (query, key, value))
+        relative, masks = self._split_summands()
+        mask = self._mask(masks)
+        rel_h, rel_w = self._factors(relative) if relative else (None, None)
+        both = self.add(
+            torch.ops.qframework.sage_attention.default,
+            query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, True, False, rel_h, rel_w,
+        )  # fmt: skip
+        out = self.add(operator.getitem, both, 0)
+        if not same_shape(call.value_shape, self._fine):
+            out = self.add(aten.flatten.using_ints, out, 0, 1)
+        return self._cast(out, end.dtype)
+
+    def add(self, target: Any, *args: Any) -> Node:
+        """A new node with its fake value."""
+        end = self._call.end
+        with self._gm.graph.inserting_before(end):
+            node = self._gm.graph.call_function(target, args)
+        self._new.append(node)
+        node.meta = {k: v for k, v in end.meta.items() if k in ("nn_module_stack", "stack_trace")}
+        node.meta[self._key] = target(*map_arg(args, _recorded))
+        return node
+
+    def undo(self) -> None:
+        """Erase all nodes that were added."""
+        for node in reversed(self._new):
+            self._gm.graph.erase_node(node)
+
+    def _finest_shape(self) -> torch.Size:
+        """The shape of the logits with most dimensions; all others must be it with its first two merged."""
+        call = self._call
+        shapes = [call.shape, call.value_shape]
+        for summand in call.summands:
+            if self._is_grid(summand.shape):
+                self._grid_summands.append(summand)
+            else:
+                shapes.append(summand.shape)
+        fine = max(shapes, key=len)
+        for shape in shapes:
+            if not (same_shape(shape, fine) or splits_first(fine, shape)):
+                raise Refused(f"its logits take the shapes {tuple(shape)} and {tuple(fine)} on the way")
+        return fine
+
+    def _is_grid(self, shape: torch.Size) -> bool:
+        """Whether the logits were viewed as (..., qh, qw, kh, kw)."""
+        queries, keys = self._call.shape[-2:]
+        return (
+            len(shape) >= len(self._call.shape) + 2
+            and same(shape[-4] * shape[-3], queries)
+            and same(shape[-2] * shape[-1], keys)
+        )
+
+    # Operands ---------------------------------------------------------------------------------------------------------
+
+    def _query(self) -> Node:
+        query = self._call.query
+        dtype = _fake(query).dtype
+        for by, divides in self._call.row_factors:
+            query = self.add(aten.div.Tensor if divides else aten.mul.Tensor, query, by)
+        return self._leading(self._cast(query, dtype), self._call.shape)
+
+    def _key_node(self) -> Node:
+        key = self._call.key
+        if self._call.key_is_transposed:
+            key = untransposed(key) or self.add(aten.transpose.int, key, -2, -1)
+        return self._leading(key, self._call.shape)
+
+    def _common_dtype(self, end: torch.dtype) -> torch.dtype:
+        """The dtype of the products: the result's, unless a model computes them in another one."""
+        call = self._call
+        if _fake(call.between[0]).dtype == end:
+            return end
+        first = torch.promote_types(_fake(call.query).dtype, _fake(call.key).dtype)
+        return torch.promote_types(first, _fake(call.value).dtype)
+
+    def _cast(self, node: Node, dtype: torch.dtype) -> Node:
+        return node if _fake(node).dtype == dtype else self.add(aten.to.dtype, node, dtype)
+
+    def _leading(self, node: Node, shape: torch.Size) -> Node:
+        """An operand of logits of ``shape``, for logits of the finest shape."""
+        lead = shape_of(node)[:-2]
+        expected = shape[:-3] if self._call.enable_gqa else shape[:-2]
+        if len(lead) != len(shape) - 2 or not same_shape(lead[: len(expected)], expected):
+            raise Refused(f"an operand has shape {tuple(shape_of(node))} beside logits of shape {tuple(shape)}")
+        return node if same_shape(shape, self._fine) else self._split_first(node)
+
+    def _split_first(self, node: Node) -> Node:
+        first, second = self._fine[:2]
+        if isinstance(second, int):
+            sizes = [-1, second]
+        elif isinstance(first, int):
+            sizes = [first, -1]
+        else:
+            raise Refused(f"its logits of shape {tuple(self._fine)} have two sizes that vary from call to call")
+        return self.add(aten.unflatten.int, node, 0, sizes)
+
+    # Masks and relative positions -------------------------------------------------------------------------------------
+
+    def _split_summands(self) -> tuple[RelativePositions | None, list[Summand]]:
+        """Decomposed relative positions, if there are any, and all other summands."""
+        if self._grid_summands:
+            return self._grid_factors(), [s for s in self._call.summands if s not in self._grid_summands]
+        for summand in self._call.summands:
+            if (found := decomposed(summand)) is not None and self._fits(found):
+                return found, [other for other in self._call.summands if other is not summand]
+        return None, self._call.summands
+
+    def _grid_factors(self) -> RelativePositions:
+        """The factors of ``logits.view(..., qh, qw, kh, kw) + h + w``."""
+        values = [(summand.value, summand.shape) for summand in self._grid_summands]
+        if len({summand.factor for summand in self._grid_summands}) == 1 and len(values) == 2:
+            (x, grid), (y, _) = values
+            for h, w in ((x, y), (y, x)):
+                found = RelativePositions(h, w, self._grid_summands[0].factor)
+                if is_height(h, grid) and is_width(w, grid) and self._fits(found):
+                    return found
+        shapes = ", ".join(str(tuple(shape_of(value))) for value, _ in values)
+        raise Refused(f"tensors of shapes {shapes} are added to its logits; accepted: relative heights and widths")
+
+    def _fits(self, found: RelativePositions) -> bool:
+        """Whether the factors' leading dimensions are the logits', split or merged."""
+        lead, fine = shape_of(found.h)[:-4], self._fine[:-2]
+        return same_shape(lead, fine) or splits_first(fine, lead) or splits_first(lead, fine)
+
+    def _factors(self, found: RelativePositions) -> tuple[Node, Node]:
+        """``rel_h (..., N, kh)`` and ``rel_w (..., N, kw)``."""
+        pair = []
+        for node, constant in ((found.h, -1), (found.w, -2)):
+            node = self.add(aten.squeeze.dim, node, constant)
+            node = self.add(aten.flatten.using_ints, node, -3, -2)
+            if len(shape_of(node)) < len(self._fine):
+                node = self._split_first(node)
+            elif len(shape_of(node)) > len(self._fine):
+                node = self.add(aten.flatten.using_ints, node, 0, 1)
+            pair.append(self._times(node, found.factor))
+        return pair[0], pair[1]
+
+    def _times(self, node: Node, factor: float) -> Node:
+        return node if factor == 1.0 else self.add(aten.mul.Scalar, node, factor)
+
+    def _mask(self, summands: list[Summand]) -> Node | None:
+        """The sum of all summands; a bool mask that stands alone stays one."""
+        if len(summands) == 1 and summands[0].fill == -math.inf:
+            mask = self._broadcasting(summands[0])
+            return mask if summands[0].seen else self.add(aten.logical_not.default, mask)
+        total = None
+        for summand in summands:
+            term = (
+                self._times(self._broadcasting(summand), summand.factor)
+                if summand.fill is None
+                else self._fill(summand)
+            )
+            total = term if total is None else self.add(aten.add.Tensor, total, term)
+        return total
+
+    def _fill(self, summand: Summand) -> Node:
+        assert summand.fill is not None
+        fill = summand.fill if summand.fill == -math.inf else max(summand.fill, _FLOAT32_MIN)
+        values = (0.0, fill) if summand.seen else (fill, 0.0)
+        return self.add(aten.where.Scalar, self._broadcasting(summand), *values)
+
+    def _broadcasting(self, summand: Summand) -> Node:
+        """A summand of logits of one shape, so that it broadcasts to the finest shape."""
+        node, shape = summand.value, shape_of(summand.value)
+        dtype = _fake(node).dtype
+        if (summand.fill is None) == (dtype == torch.bool) or not (dtype == torch.bool or dtype.is_floating_point):
+            raise Refused(f"a tensor of dtype {dtype} is added to its logits")
+        if same_shape(summand.shape, self._fine) or len(shape) < len(summand.shape):
+            return node
+        return self.add(aten.unsqueeze.default, node, 0) if same(shape[0], 1) else self._split_first(node)
+
+
+def untransposed(node: Node) -> Node | None:
+    """``x`` of ``x.transpose(-2, -1)``, None for any other node."""
+    if operation(node) != "transpose" or len(node.args) != 3:
+        return None
+    x, *dims = node.args
+    ndim = len(shape_of(x))
+    return x if {dim % ndim for dim in dims} == {ndim - 1, ndim - 2} else None  # type: ignore[return-value, operator]
+
+
+def cannot_be_viewed(old: Node, new: Node) -> bool:
+    """Whether a view of ``old`` is impossible with the strides of ``new``."""
+    return any(_breaks(user, {old: _fake(new)}) for user in old.users)
+
+
+def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
+    """Run the views after a value again on another fake tensor."""
+    if operation(node) not in VIEWS | {"transpose", "permute", "as_strided"}:
+        return False
+    if operation(node) == "as_strided":
+        return True
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else _recorded(n))
+    run = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
+    try:
+        result = run(*args, **kwargs)
+    except (RuntimeError, ValueError):
+        return True
+    return any(_breaks(user, {node: result}) for user in node.users)
+
+
+def _recorded(node: Node) -> Any:
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def _fake(node: Node) -> Tensor:
+    fake = fake_value(node)
+    if fake is None:
+        raise Refused(f"tracing recorded no tensor for {node.name}")
+    return fake
