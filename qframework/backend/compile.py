@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
-from qframework.backend.graph import Constants
+from qframework.backend.graph import Constants, layer_name
+from qframework.backend.hoist_quantize import hoist_quantize
+from qframework.backend.lower_attention import lower_attention
 from qframework.backend.lower_linear import ScaleConstants, lower_linear
 from qframework.backend.lower_quantize import lower_quantize
+from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
-from qframework.backend.report import LayerReport
+from qframework.backend.report import LayerReport, Report
 
 logger = logging.getLogger(__name__)
 
@@ -31,15 +34,28 @@ def lower(
 ) -> tuple[list[LayerReport], FloatWeights]:
     """Run every lowering pass over the graph, in place."""
     constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
+    order = {layer_name(node): place for place, node in reversed(list(enumerate(gm.graph.nodes)))}
+    attention = lower_static_attention(gm, constants, scales)
+    attention = _one_for_each(attention, lower_attention(gm, options.attention))
+    hoist_quantize(gm, constants, scales)
     reports = lower_linear(gm, constants, scales)
     if options.linear == "int8_dynamic":
         lowered = [report for report in reports if report.lowered]
         reports = lowered + lower_float_linear(gm, constants, scales, weights)
+    reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
     gm.graph.lint()
     gm.recompile()
     _count_fallbacks(reports)
     return reports, weights
+
+
+def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:
+    """Attention that could not be static is looked at once more: what was done in the end counts."""
+    lowered = {report.name for report in rest if report.lowered}
+    kept = [report for report in static if report.lowered or report.name not in lowered]
+    names = {report.name for report in kept if not report.lowered}
+    return kept + [report for report in rest if report.name not in names]
 
 
 def qframework_backend(
@@ -55,11 +71,13 @@ def qframework_backend(
         gm: the graph Dynamo captured, of a float model or of one converted with PT2E.
         example_inputs: its inputs, parameters and buffers among them.
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
-        options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration; every
-            other key is an Inductor configuration.
+        options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration.
+            ``{"attention": "auto"}``, the default, quantizes float attention on CUDA where no gradient is needed; the
+            name of a variant does so everywhere, with the gradients of exact attention; ``"off"`` leaves it alone.
+            Every other key is an Inductor configuration.
 
     Returns:
-        The compiled function. A graph with INT8 operators is an inference graph, and its outputs carry no gradient.
+        The compiled function. A graph with INT8 linears is an inference graph, and its outputs carry no gradient.
 
     Raises:
         UnsupportedError: an unknown mode or option.
@@ -72,8 +90,9 @@ def qframework_backend(
 
     settings = parse_options(mode, options)
     reports, weights = lower(gm, example_inputs, settings)
-    lowered = sum(report.lowered for report in reports)
-    logger.info("qframework: lowered %d of %d linear layers", lowered, len(reports))
+    report = Report(reports)
+    lowered = report.lowered
+    logger.info("qframework: %s", report.summary)
     decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")

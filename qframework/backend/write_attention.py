@@ -1,8 +1,8 @@
 """Write ``qframework::sage_attention`` into a graph in the place of an attention.
 
 Logits may change shape between the products: ``(B * W, H, N, N)`` becomes ``(B, W, H, N, N)`` while a mask of W windows
-is added (Swin), ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with most dimensions, and
-everything that was added in another one is brought to it by views.
+is added (Swin), ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with most dimensions,
+and everything that was added in another one is brought to it by views.
 """
 
 from __future__ import annotations
