@@ -64,28 +64,29 @@ def _scores(
         products = tl.dot(q, k, out_dtype=tl.int32)
     if K_TOKEN_SCALE:
         k_scale = tl.load(k_scale_ptrs, mask=inside, other=0.0)
-        return products.to(tl.float32) * q_scale[:, None] * k_scale[None, :]
-    return products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
+        s = products.to(tl.float32) * q_scale[:, None] * k_scale[None, :]
+    else:
+        s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
+    return s
 
 
 @triton.jit
 def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, ROUND_FP8: tl.constexpr):
     """P V of one block of keys as float32, by the precision of P and V."""
     if MODE == "int8":
-        return tl.dot(round_half_even(p).to(tl.int8), v, out_dtype=tl.int32).to(tl.float32)
-    if MODE == "fp8":
-        if ROUND_FP8:
+        out = tl.dot(round_half_even(p).to(tl.int8), v, out_dtype=tl.int32).to(tl.float32)
+    elif MODE == "fp32":
+        out = tl.dot(p, v, input_precision="tf32")
+    else:
+        if MODE == "fp8" and ROUND_FP8:
             p = round_to_e4m3(p)
         if ACCUMULATE_FP16:
-            return tl.dot(p.to(v.dtype), v, out_dtype=tl.float16).to(tl.float32)
-        return tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
-    if MODE == "fp32":
-        return tl.dot(p, v, input_precision="tf32")
-    if ACCUMULATE_FP16:
-        return tl.dot(p.to(v.dtype), v, out_dtype=tl.float16).to(tl.float32)
-    if INTERPRETED:  # the interpreter multiplies the bits of bfloat16
-        return tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
-    return tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
+            out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float16).to(tl.float32)
+        elif INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+            out = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
+        else:
+            out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
+    return out
 
 
 @triton.jit
