@@ -65,6 +65,11 @@ def is_attention(node: Node) -> bool:
     return node.op == "call_function" and node.target == _SDPA
 
 
+def is_variant(node: Node) -> bool:
+    """Whether ``node`` is the operator that a variant became."""
+    return node.op == "call_function" and node.target == torch.ops.qframework.sage_attention.default
+
+
 def attention_call(node: Node) -> AttentionCall:
     """The arguments of an attention's node, defaults filled in."""
     names = [argument.name for argument in _SDPA._schema.arguments]

@@ -133,10 +133,11 @@ class QuantizationConfig:
     attention: AttentionConfig | None = None
 
     def __post_init__(self) -> None:
-        for name, cls in (("linear", LinearConfig), ("attention", AttentionConfig)):
+        kinds = (("linear", LinearConfig, "a LinearConfig"), ("attention", AttentionConfig, "an AttentionConfig"))
+        for name, cls, words in kinds:
             value = getattr(self, name)
             if value is not None and not isinstance(value, cls):
-                raise UnsupportedError(f"QuantizationConfig: {name}={value!r}; accepted: None or a {cls.__name__}")
+                raise UnsupportedError(f"QuantizationConfig: {name}={value!r}; accepted: None or {words}")
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description; ``from_dict`` reads it back."""

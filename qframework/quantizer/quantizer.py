@@ -18,6 +18,7 @@ from qframework.quantizer.annotate_attention import (
     annotated_attentions,
     check_attention,
     is_attention,
+    is_variant,
     replace_by_variant,
 )
 from qframework.quantizer.annotate_linear import (
@@ -158,10 +159,7 @@ class QFrameworkQuantizer(Quantizer):
         _check_rules_match(self.rules, model)
         shared = SharedObservers()
         self._annotate_linears(model, shared)
-        for node in self._attentions(model):
-            config = self._attention_config(node)
-            if config is not None and not is_annotated(node):
-                annotate_attention(node, layer_name(node), config, shared)
+        self._annotate_attentions(model, shared)
         return model
 
     def validate(self, model: GraphModule) -> None:
@@ -186,18 +184,29 @@ class QFrameworkQuantizer(Quantizer):
 
     def _annotate_linears(self, model: GraphModule, shared: SharedObservers) -> None:
         linears = [node for node in model.graph.nodes if is_linear(node)]
-        if not linears:
+        if not linears and self._names(LinearConfig):
             warnings.warn("QFrameworkQuantizer found no aten.linear with a parameter as its weight", stacklevel=3)
         for node in linears:
             config = self.config_for(node)
             if isinstance(config, LinearConfig) and not is_annotated(node):
                 annotate_linear(node, layer_name(node), config, shared)
 
+    def _annotate_attentions(self, model: GraphModule, shared: SharedObservers) -> None:
+        attentions = self._attentions(model)
+        if not attentions and self._names(AttentionConfig) and not any(map(is_variant, model.graph.nodes)):
+            warnings.warn("QFrameworkQuantizer found no attention: no scaled_dot_product_attention", stacklevel=3)
+        for node in attentions:
+            config = self._attention_config(node)
+            if config is not None and not is_annotated(node):
+                annotate_attention(node, layer_name(node), config, shared)
+
     def _attentions(self, model: GraphModule) -> list[Node]:
         """The attentions of ``model``; none where no rule names attention, so that filters for linears see none."""
-        if not any(rule.config is not None and rule.says(AttentionConfig) for rule in self.rules):
-            return []
-        return [node for node in model.graph.nodes if is_attention(node)]
+        return [node for node in model.graph.nodes if is_attention(node)] if self._names(AttentionConfig) else []
+
+    def _names(self, kind: Kind) -> bool:
+        """Whether a rule has a configuration for linears or for attention."""
+        return any(rule.config is not None and rule.says(kind) for rule in self.rules)
 
 
 def _selects(rule: Rule, node: Node) -> bool:

@@ -1,0 +1,83 @@
+"""Configurations of attention: what is refused and by which words, hashing, JSON."""
+
+import json
+
+import pytest
+
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention_variants import VARIANTS
+from qframework.quantizer import (
+    AttentionConfig,
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    dynamic_attention,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
+
+ATTENTION = [
+    static_attention(),
+    static_attention("per_head"),
+    static_attention("per_head", "moving_average", averaging_constant=0.1),
+    static_attention(observer="percentile", percentile=99.5),
+    AttentionConfig(output="always"),
+    dynamic_attention(),
+    dynamic_attention("sage_b", smooth_k=False),
+    dynamic_attention(VARIANTS["sage2_int8"].spec),
+    *map(dynamic_attention, VARIANTS),
+]
+
+
+@pytest.mark.parametrize("config", ATTENTION, ids=lambda config: config.mode)
+def test_json_round_trip(config):
+    restored = AttentionConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert restored == config
+    assert hash(restored) == hash(config)
+
+
+@pytest.mark.parametrize("linear", [None, static_int8(), dynamic_int8()])
+@pytest.mark.parametrize("attention", [None, static_attention("per_head"), dynamic_attention("sage_t")])
+def test_json_round_trip_of_both(linear, attention):
+    config = QuantizationConfig(linear, attention)
+    restored = QuantizationConfig.from_dict(json.loads(json.dumps(config.to_dict())))
+    assert restored == config
+    assert (restored.linear, restored.attention) == (linear, attention)
+
+
+def test_presets_differ():
+    assert len(set(ATTENTION)) == len(ATTENTION)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: dynamic_attention("sage3"), ["'sage3' is unknown", "auto, sage_t", "qattn"]),
+        (lambda: dynamic_attention("static"), ["variant='static'", "static_attention()"]),
+        (lambda: AttentionConfig(None), ["mode=None", "'static', 'auto'"]),
+        (lambda: static_attention("per_token"), ["granularity='per_token'", "per_tensor, per_head"]),
+        (
+            lambda: static_attention("per_head", "percentile"),
+            ["'percentile' does not work 'per_head'", "minmax, moving_average"],
+        ),
+        (lambda: static_attention(observer="max"), ["observer='max'", "minmax, moving_average"]),
+        (lambda: static_attention(percentile=99.0), ["'minmax' has no argument 'percentile'"]),
+        (lambda: AttentionConfig(output="never"), ["output='never'", "consumer, always"]),
+        (lambda: AttentionConfig(smooth_k=1), ["smooth_k=1", "True, False"]),
+        (lambda: AttentionConfig(smooth_k=False), ["smooth_k=False with mode='static'"]),
+        (lambda: AttentionConfig("sage_b", "per_head"), ["granularity='per_head' with mode='sage_b'"]),
+        (lambda: AttentionConfig("auto", observer="mse"), ["observer='mse' with mode='auto'"]),
+        (lambda: AttentionConfig("auto", observer_args={"bins": 256}), ["{'bins': 256}", "mode='auto'"]),
+        (lambda: AttentionConfig("auto", output="always"), ["output='always'", "mode='static'"]),
+        (lambda: AttentionConfig.from_dict({"heads": 3}), ["'heads'", "mode, granularity"]),
+        (lambda: QuantizationConfig(static_attention()), ["linear=AttentionConfig", "a LinearConfig"]),
+        (lambda: QuantizationConfig(None, static_int8()), ["attention=LinearConfig", "an AttentionConfig"]),
+        (lambda: QuantizationConfig.from_dict({"conv": None}), ["'conv'", "linear, attention"]),
+        (lambda: QFrameworkQuantizer().set_global("static"), ["'static'", "AttentionConfig", "QuantizationConfig"]),
+    ],
+)
+def test_refused(make, words):
+    with pytest.raises(UnsupportedError) as error:
+        make()
+    for word in words:
+        assert word in str(error.value)
