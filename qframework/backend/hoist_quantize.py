@@ -123,8 +123,8 @@ def _scale_and_channels(leaf: Leaf) -> tuple[float | Node | None, Tensor | None]
     if isinstance(scale, float):
         return scale, leaf.view.channels()
     heads = len(leaf.view.dims) - 3
-    if leaf.view.dims[heads].stride is None:
-        return None, None
+    if leaf.view.dims[heads].stride is None and leaf.view.dims[heads].size != 1:
+        return None, None  # a scale for each of something that is no channel
     return per_head_scale(leaf.node, value), leaf.view.channels(heads)
 
 
