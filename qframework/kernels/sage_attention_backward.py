@@ -15,7 +15,8 @@ Smoothing changes nothing here: it cancels in the softmax. Reference: the operat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -116,11 +117,25 @@ def _exact_gradients(
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
 
 
+@contextmanager
+def _autograd(device: str) -> Iterator[None]:
+    """Plain autograd, though an operator may run below it: under a dispatch mode (a profiler, a counter) it does."""
+    keys = torch._C.DispatchKey
+    with (
+        torch.enable_grad(),
+        torch.autocast(device, enabled=False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
+    ):
+        yield
+
+
 def _recompute(
     grad_out: Tensor | None, grad_lse: Tensor | None, x: _Inputs, settings: _Settings, needed: Sequence[bool]
 ) -> list[Tensor]:
     """First derivatives, outside of any graph."""
-    with torch.enable_grad(), torch._C.DisableTorchFunction():  # an active use_sage_attention must not see this SDPA
+    # An active use_sage_attention must not see this SDPA.
+    with _autograd(x.query.device.type), torch._C.DisableTorchFunction():
         leaves = _Inputs._make(t if t is None else t.detach().requires_grad_(n) for t, n in zip(x, needed, strict=True))
         return [g.contiguous() for g in _exact_gradients(grad_out, grad_lse, leaves, settings, needed)]
 

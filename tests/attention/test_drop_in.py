@@ -1,0 +1,422 @@
+"""use_sage_attention: every SDPA inside the scope, nothing outside of it, and PyTorch's own where it must be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_helpers import Operators, assert_within, exact_attention, expected_error, heads
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+
+from qframework import sage_attention, use_sage_attention
+from qframework.attention import fallbacks
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention_variants import AttentionVariant
+
+OP_INFO = next(op for op in op_db if op.name == "nn.functional.scaled_dot_product_attention")
+SDPA = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def no_fallbacks_yet() -> Iterator[None]:
+    fallbacks.clear()
+    yield
+    fallbacks.clear()
+
+
+def qkv(nq: int = 20, nk: int = 30, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return heads(2, 3, nq, 16, **kwargs), heads(2, 3, nk, 16, **kwargs), heads(2, 3, nk, 16, **kwargs)
+
+
+# PyTorch's own samples ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_samples_of_pytorch(dtype: torch.dtype, device: torch.device) -> None:
+    """Forward within the noise of 8 bits; dropout and float64 are PyTorch's, bit for bit, and are counted."""
+    quantized = 0
+    for sample in OP_INFO.sample_inputs(device.type, dtype, requires_grad=False):
+        tensors = (sample.input, *sample.args)
+        expected = OP_INFO.op(*tensors, **sample.kwargs)
+        with use_sage_attention(), Operators() as operators:
+            actual = OP_INFO.op(*tensors, **sample.kwargs)
+        if sample.kwargs.get("dropout_p") or dtype == torch.float64:
+            assert operators.count() == 0
+            assert torch.equal(actual, expected)
+            continue
+        quantized += 1
+        assert operators.count() == 1
+        assert actual.shape == expected.shape
+        assert actual.dtype == expected.dtype
+        mask, causal = sample.kwargs.get("attn_mask"), sample.kwargs.get("is_causal", False)
+        exact, _, p = exact_attention(*tensors, mask, causal)
+        assert_within(actual, exact, expected_error(*tensors, p))
+    assert quantized == (0 if dtype == torch.float64 else 13)
+    assert fallbacks["dropout"] == 12
+    assert fallbacks["dtype torch.float64"] == (13 if dtype == torch.float64 else 0)
+
+
+def test_gradients_of_pytorchs_samples(device: torch.device) -> None:
+    for sample in OP_INFO.sample_inputs(device.type, torch.float32, requires_grad=True):
+        mask = sample.kwargs.get("attn_mask")
+        leaves = [sample.input, *sample.args, *([] if mask is None else [mask])]
+        expected = torch.autograd.grad(OP_INFO.op(sample.input, *sample.args, **sample.kwargs).sum(), leaves)
+        with use_sage_attention():
+            out = OP_INFO.op(sample.input, *sample.args, **sample.kwargs)
+        for got, want in zip(torch.autograd.grad(out.sum(), leaves), expected, strict=True):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)  # 3-D: another of SDPA's kernels
+
+
+# The scope ------------------------------------------------------------------------------------------------------------
+
+
+def test_all_arguments_arrive() -> None:
+    query, key, value = qkv()
+    mask = torch.randn(20, 30)
+    with use_sage_attention("sage_vb", smooth_k=False):
+        out = SDPA(query, key[:, :1], value[:, :1], mask, scale=0.3, enable_gqa=True)
+        causal = SDPA(query, key, value, is_causal=True)
+    expected = sage_attention(
+        query, key[:, :1], value[:, :1], mask, scale=0.3, enable_gqa=True, variant="sage_vb", smooth_k=False
+    )
+    assert torch.equal(out, expected)
+    assert torch.equal(causal, sage_attention(query, key, value, is_causal=True, variant="sage_vb", smooth_k=False))
+
+
+def test_the_scope_ends() -> None:
+    tensors = qkv()
+    expected = SDPA(*tensors)
+    with use_sage_attention():
+        assert not torch.equal(SDPA(*tensors), expected)
+    assert torch.equal(SDPA(*tensors), expected)
+
+
+def test_the_scope_ends_after_an_error() -> None:
+    tensors = qkv()
+    expected = SDPA(*tensors)
+    with pytest.raises(KeyError), use_sage_attention():
+        raise KeyError
+    assert torch.equal(SDPA(*tensors), expected)
+
+
+def test_the_innermost_scope_counts() -> None:
+    tensors = qkv()
+    with use_sage_attention("sage_vb") as scope:
+        with use_sage_attention("sage_t"):
+            inner = SDPA(*tensors)
+        with use_sage_attention("off"):
+            off = SDPA(*tensors)
+        with scope:
+            again = SDPA(*tensors)
+        outer = SDPA(*tensors)
+    assert torch.equal(inner, sage_attention(*tensors, variant="sage_t"))
+    assert torch.equal(off, SDPA(*tensors))
+    assert torch.equal(outer, sage_attention(*tensors, variant="sage_vb"))
+    assert torch.equal(again, outer)
+    assert not fallbacks
+
+
+def test_a_fallback_of_the_innermost_scope_is_not_taken_up_by_another() -> None:
+    tensors = qkv(dtype=torch.float64)
+    with use_sage_attention("sage_vb"), use_sage_attention("sage_t"):
+        assert torch.equal(SDPA(*tensors), torch.ops.aten.scaled_dot_product_attention(*tensors))
+    assert fallbacks == {"dtype torch.float64": 1}
+
+
+def test_a_scope_belongs_to_its_thread() -> None:
+    tensors = qkv()
+    results: dict[str, Tensor] = {}
+
+    def other() -> None:
+        results["without"] = SDPA(*tensors)
+        with use_sage_attention("sage_t"):
+            entered.set()
+            left.wait(30)
+            results["within"] = SDPA(*tensors)
+
+    entered, left = threading.Event(), threading.Event()
+    thread = threading.Thread(target=other)
+    with use_sage_attention("sage_vb"):
+        thread.start()
+        assert entered.wait(30)
+        mine = SDPA(*tensors)
+    after = SDPA(*tensors)  # the other thread is inside its scope now
+    left.set()
+    thread.join(30)
+    assert torch.equal(mine, sage_attention(*tensors, variant="sage_vb"))
+    assert torch.equal(results["without"], after)
+    assert torch.equal(results["within"], sage_attention(*tensors, variant="sage_t"))
+
+
+@pytest.mark.parametrize("variant", ["sage9", "8-per_block"])
+def test_an_unknown_variant_is_refused_at_the_door(variant: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"variant='{variant}' is unknown; accepted: auto, sage_t"):
+        use_sage_attention(variant)
+
+
+def test_other_functions_are_left_alone() -> None:
+    x = torch.randn(2, 6, 4)
+    with use_sage_attention():
+        assert torch.equal(x.unflatten(1, (2, 3)), x.view(2, 2, 3, 4))
+        assert torch.equal(F.softmax(x, -1), x.softmax(-1))
+
+
+def test_bad_shapes_stay_errors() -> None:
+    query, key, value = qkv()
+    with use_sage_attention(), pytest.raises(QFrameworkError, match="value has 29"):
+        SDPA(query, key, value[:, :, :29])
+    assert not fallbacks
+
+
+# Modules that call SDPA in their own ways -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+def test_multi_head_attention(grad: bool, masked: bool) -> None:
+    """PyTorch hands a mode the whole of F.multi_head_attention_forward, with the mode switched off inside."""
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(2, 20, 32)
+    padding = torch.zeros(2, 20, dtype=torch.bool)
+    padding[:, 15:] = masked
+
+    def run() -> Tensor:
+        return layer(x, x, x, key_padding_mask=padding if masked else None, need_weights=False)[0]
+
+    with torch.set_grad_enabled(grad):
+        expected = run()
+        with use_sage_attention(), Operators() as operators:
+            actual = run()
+        with use_sage_attention("sage_vb"), use_sage_attention("off"):
+            off = run()
+    assert operators.count() == 1
+    assert not torch.equal(actual, expected)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0.02)
+    assert torch.equal(off, expected) or not grad  # without gradients PyTorch has another, fused kernel
+    assert not fallbacks
+
+
+def test_transformer_encoder() -> None:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), 2).eval()
+    x = torch.randn(2, 20, 32)
+    with torch.no_grad(), use_sage_attention(), Operators() as operators:
+        encoder(x)
+    assert operators.count() == 2
+
+
+def test_multi_head_attention_with_weights_calls_no_sdpa() -> None:
+    layer, x = nn.MultiheadAttention(32, 4, batch_first=True), torch.randn(2, 20, 32)
+    expected = layer(x, x, x)
+    with use_sage_attention():
+        actual = layer(x, x, x)
+    for got, want in zip(actual, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+class Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return SDPA(query, key, value) * 2
+
+
+def test_exported_graphs() -> None:
+    tensors = qkv()
+    exported = torch.export.export(Attention(), tensors).module()
+    with use_sage_attention():
+        assert torch.equal(exported(*tensors), sage_attention(*tensors) * 2)
+
+
+# Fallbacks ------------------------------------------------------------------------------------------------------------
+
+
+class Wrapped(Tensor):
+    """A subclass that could mean anything by attention."""
+
+
+UNABLE = {
+    "dropout": ((*qkv(), None, 0.5), {}),
+    "dtype torch.float64": (qkv(dtype=torch.float64), {}),
+    "tensor subclass Wrapped": (tuple(x.as_subclass(Wrapped) for x in qkv()), {}),
+    "a head dimension outside 1 to 256": (tuple(torch.randn(1, 1, 5, 300) for _ in range(3)), {}),
+    "tensors of fewer than 3 or more than 5 dimensions": (tuple(torch.randn(5, 8) for _ in range(3)), {}),
+}
+
+
+@pytest.mark.parametrize("reason", UNABLE)
+def test_fallbacks_are_pytorchs_result_counted_and_said_once(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+    args, kwargs = UNABLE[reason]
+    torch.manual_seed(1)
+    expected = SDPA(*args, **kwargs)
+    for _ in range(3):
+        torch.manual_seed(1)
+        with use_sage_attention():
+            assert torch.equal(SDPA(*args, **kwargs), expected)
+    assert fallbacks == {reason: 3}
+    assert [record.getMessage().count(reason) for record in caplog.records] == [1]
+
+
+def test_what_a_variant_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device or chip is known to the operator alone."""
+    from qframework.attention import drop_in
+
+    def refuse(*_: Any) -> None:
+        raise UnsupportedError("variant='sage2_int8' needs another chip")
+
+    tensors = qkv()
+    monkeypatch.setattr(drop_in, "attend", refuse)
+    with use_sage_attention():
+        assert torch.equal(SDPA(*tensors), torch.ops.aten.scaled_dot_product_attention(*tensors))
+    assert fallbacks == {"variant='sage2_int8' needs another chip": 1}
+
+
+def test_nested_tensors_fall_back() -> None:
+    jagged = torch.nested.nested_tensor([heads(5, 2, 8), heads(9, 2, 8)], layout=torch.jagged).transpose(1, 2)
+    with use_sage_attention():
+        out = SDPA(jagged, jagged, jagged)
+    assert [x.shape for x in out.transpose(1, 2).unbind()] == [(5, 2, 8), (9, 2, 8)]
+    assert fallbacks == {"tensor subclass NestedTensor": 1}
+
+
+def test_attn_mask_with_is_causal_is_pytorchs_own_matter() -> None:
+    """An error or both together: that depends on its kernel and version."""
+    query, key, value = qkv(20, 20)
+
+    def outcome() -> Tensor | str:
+        try:
+            return SDPA(query, key, value, torch.randn(20, 20), is_causal=True)
+        except RuntimeError as error:
+            return str(error)
+
+    torch.manual_seed(1)
+    expected = outcome()
+    torch.manual_seed(1)
+    with use_sage_attention():
+        actual = outcome()
+    assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected
+    assert fallbacks == {"attn_mask together with is_causal": 1}
+
+
+def test_autocast_decides_the_dtype() -> None:
+    query, key, value = qkv()
+    with use_sage_attention(), torch.autocast("cpu", torch.bfloat16), Operators() as operators:
+        out = SDPA(query.bfloat16(), key, value)
+    assert out.dtype == torch.bfloat16
+    assert operators.count() == 1
+
+
+# torch.compile --------------------------------------------------------------------------------------------------------
+
+
+def graphs_of(function: Any, **kwargs: Any) -> tuple[Any, list[torch.fx.GraphModule]]:
+    """``function`` compiled, and the graphs Dynamo made of it."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    return torch.compile(function, fullgraph=True, backend=keep, **kwargs), graphs
+
+
+def count(graph: torch.fx.GraphModule) -> int:
+    return sum(str(node.target).startswith("qframework.sage_attention") for node in graph.graph.nodes)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_inside_a_compiled_function() -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_sage_attention("sage_vb"):
+            out = SDPA(query, key, value) + 1
+            with use_sage_attention("off"):
+                out = out + SDPA(query, key, value)
+        return out + SDPA(query, key, value)
+
+    tensors = qkv()
+    compiled, graphs = graphs_of(function)
+    assert torch.equal(compiled(*tensors), function(*tensors))
+    assert [count(graph) for graph in graphs] == [1]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("variant", ["sage_t", AttentionVariant(8, "per_warp", "fp16")], ids=str)
+def test_a_variant_inside_a_compiled_function(variant: str | AttentionVariant) -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_sage_attention(variant, smooth_k=False):
+            return SDPA(query, key, value)
+
+    tensors = qkv()
+    compiled, _ = graphs_of(function)
+    assert torch.equal(compiled(*tensors), sage_attention(*tensors, variant=variant, smooth_k=False))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_around_a_compiled_function() -> None:
+    """Each kind of scope has its graph, and none leaks into the next call."""
+    tensors, module = qkv(), Attention()
+    compiled, graphs = graphs_of(module)
+    for variant in ("sage_t", "off", "sage_vb", "sage_t"):
+        with use_sage_attention(variant):
+            assert torch.equal(compiled(*tensors), module(*tensors))
+    assert torch.equal(compiled(*tensors), module(*tensors))
+    assert [count(graph) for graph in graphs] == [1, 0, 1, 0]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_dynamic_shapes_need_one_graph() -> None:
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_sage_attention():
+            return SDPA(query, key, value, is_causal=True)
+
+    compiled, graphs = graphs_of(function, dynamic=True)
+    for nq, nk in ((20, 30), (33, 70), (90, 91)):
+        tensors = qkv(nq, nk)
+        assert torch.equal(compiled(*tensors), function(*tensors))
+    assert [count(graph) for graph in graphs] == [1]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_fallback_does_not_break_the_graph() -> None:
+    """It is counted when traced, once."""
+
+    def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_sage_attention("sage_vb"), use_sage_attention():
+            return SDPA(query, key, value)
+
+    tensors = qkv(dtype=torch.float64)
+    compiled, graphs = graphs_of(function)
+    for _ in range(2):
+        assert torch.equal(compiled(*tensors), SDPA(*tensors))
+    assert [count(graph) for graph in graphs] == [0]
+    assert fallbacks == {"dtype torch.float64": 1}
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_multi_head_attention_compiled() -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
+    x = torch.randn(2, 20, 32)
+
+    def function(x: Tensor) -> Tensor:
+        with use_sage_attention():
+            return layer(x, x, x, need_weights=False)[0]
+
+    compiled, graphs = graphs_of(function)
+    torch.testing.assert_close(compiled(x), function(x), rtol=0, atol=1e-6)
+    assert [count(graph) for graph in graphs] == [1]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_training_step_compiled_by_inductor(device: torch.device) -> None:
+    tensors = [x.requires_grad_() for x in qkv(device=device)]
+
+    def function(*tensors: Tensor) -> Tensor:
+        with use_sage_attention():
+            return SDPA(*tensors).square().mean()
+
+    expected = torch.autograd.grad(function(*tensors), tensors)
+    found = torch.autograd.grad(torch.compile(function, fullgraph=True)(*tensors), tensors)
+    for got, want in zip(found, expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)

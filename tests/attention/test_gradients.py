@@ -1,0 +1,276 @@
+"""Gradients of quantized attention are those of exact attention; they are never cut silently."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_helpers import Operators, exact_attention, gradients, heads
+from torch import Tensor
+
+from qframework import sage_attention, sage_attention_varlen, use_sage_attention
+from qframework.errors import UnsupportedError
+
+# SDPA in float32 against FP64: sums of at most 40 terms of order 1.
+CLOSE = {"rtol": 1e-4, "atol": 2e-5}
+
+
+def operator(query: Tensor, key: Tensor, value: Tensor, *masks: Tensor, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+    """The operator; ``masks`` is attn_mask, or rel_h and rel_w, or all three."""
+    names = {0: (), 1: ("attn_mask",), 2: ("rel_h", "rel_w"), 3: ("attn_mask", "rel_h", "rel_w")}[len(masks)]
+    out, lse = torch.ops.qframework.sage_attention(query, key, value, **dict(zip(names, masks, strict=True)), **kwargs)
+    return (out, lse) if kwargs.get("return_lse") else out
+
+
+def exact(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *masks: Tensor,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The same in FP64, sharing nothing with the operator's backward but autograd."""
+    if enable_gqa:
+        key, value = (x.repeat_interleave(query.shape[-3] // x.shape[-3], -3) for x in (key, value))
+    mask = masks[0].double() if len(masks) % 2 and masks[0].dtype != torch.bool else masks[0] if masks else None
+    if len(masks) > 1:
+        rel_h, rel_w = (x.double() for x in masks[-2:])
+        bias = (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2)
+        if len(masks) == 2:
+            mask = bias
+        else:
+            mask = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+    out, lse, _ = exact_attention(query, key, value, mask, is_causal, scale)
+    return (out, lse) if return_lse else out
+
+
+def qkv(nq: int = 20, nk: int = 30, key_heads: int = 4, device: Any = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        heads(2, 4, nq, 16, device=device),
+        heads(2, key_heads, nk, 16, device=device),
+        heads(2, key_heads, nk, 24, device=device),
+    )
+
+
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (lambda: (), {}),
+    "causal": (lambda: (), {"is_causal": True}),
+    "scale": (lambda: (), {"scale": 0.5}),
+    "bool mask": (lambda: (torch.rand(2, 1, 20, 30) > 0.4,), {}),
+    "bool mask, causal": (lambda: (torch.rand(20, 30) > 0.4,), {"is_causal": True}),
+    "float mask": (lambda: (torch.randn(2, 4, 20, 30),), {}),
+    "float mask by key": (lambda: (torch.randn(4, 1, 30),), {"is_causal": True}),
+    "relative": (lambda: (torch.randn(2, 4, 20, 5), torch.randn(2, 4, 20, 6)), {}),
+    "relative, causal": (lambda: (torch.randn(2, 4, 20, 5), torch.randn(2, 4, 20, 6)), {"is_causal": True}),
+    "relative, float": (lambda: (torch.randn(20, 30), torch.randn(2, 4, 20, 5), torch.randn(2, 4, 20, 6)), {}),
+    "relative, bool": (lambda: (torch.rand(20, 30) > 0.4, torch.randn(2, 4, 20, 5), torch.randn(2, 4, 20, 6)), {}),
+}
+
+
+@pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_of_every_input(case: str, lse: bool, device: torch.device) -> None:
+    make, kwargs = CASES[case]
+    inputs = (*qkv(device=device), *(x.to(device) for x in make()))
+    actual = gradients(operator, *inputs, return_lse=lse, **kwargs)
+    expected = gradients(exact, *(x.double() if x.is_floating_point() else x for x in inputs), return_lse=lse, **kwargs)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+@pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])
+def test_grouped_heads(lse: bool) -> None:
+    inputs = qkv(key_heads=2)
+    actual = gradients(operator, *inputs, enable_gqa=True, return_lse=lse)
+    expected = gradients(exact, *(x.double() for x in inputs), enable_gqa=True, return_lse=lse)
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+@pytest.mark.parametrize("shape", [(3, 20, 16), (2, 2, 3, 20, 16)], ids=["3-D", "5-D"])
+def test_other_ranks(shape: tuple[int, ...]) -> None:
+    inputs = [heads(*shape) for _ in range(3)]
+    for got, want in zip(gradients(operator, *inputs), gradients(exact, *(x.double() for x in inputs)), strict=True):
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+@pytest.mark.parametrize("lse", [False, True], ids=["", "lse"])
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_row_in_which_nothing_takes_part_has_no_gradient(kind: str, lse: bool) -> None:
+    query, key, value = qkv()
+    mask = torch.ones(20, 30, dtype=torch.bool)
+    mask[3] = False
+    mask = mask if kind == "bool" else torch.zeros(20, 30).masked_fill(~mask, -math.inf)
+    found = gradients(lambda *x: operator(*x, mask, return_lse=lse), query, key, value)
+    assert all(bool(x.isfinite().all()) for x in found)
+    assert torch.equal(found[0][:, :, 3], torch.zeros_like(found[0][:, :, 3]))
+
+
+@pytest.mark.parametrize("which", range(3))
+def test_only_what_needs_a_gradient_is_computed(which: int) -> None:
+    inputs = list(qkv())
+    expected = gradients(operator, *inputs)[which]
+    out = operator(*(x.requires_grad_(i == which) for i, x in enumerate(inputs)))
+    weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    assert torch.equal(torch.autograd.grad(out, inputs[which], weight)[0], expected)
+
+
+def test_gradient_of_the_log_sum_exp_alone() -> None:
+    """Its gradient with respect to the queries is the mean of the keys under P."""
+    query, key, value = qkv()
+    query.requires_grad_()
+    _, lse = sage_attention(query, key, value, return_lse=True)
+    (found,) = torch.autograd.grad(lse.sum(), query)
+    p = exact_attention(query.detach(), key, value)[2]
+    torch.testing.assert_close(found.double(), p @ key.double() / 4, **CLOSE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_keeps_its_dtype(dtype: torch.dtype) -> None:
+    inputs = [x.to(dtype) for x in qkv()]
+    mask = torch.randn(20, 30, dtype=torch.float32)  # more precise than the queries, as the operator allows
+    found = gradients(operator, *inputs, mask)
+    assert [x.dtype for x in found] == [dtype, dtype, dtype, torch.float32]
+    expected = gradients(exact, *(x.double() for x in inputs), mask.double())
+    for got, want in zip(found, expected, strict=True):
+        # Five roundings on the way (logits, P, dP, dS, the result), each relative to the largest gradient.
+        assert (got - want).abs().max() < 5 * torch.finfo(dtype).eps * want.abs().max()
+
+
+def test_second_derivatives() -> None:
+    query, key, value = (x[:1, :1, :5].double().float() for x in qkv(5, 5))
+
+    def penalty(attention: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        first = torch.autograd.grad(attention(*leaves).square().sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+
+    # The square's own derivative sees the quantized output, hence the wide tolerance; a cut graph would be far off.
+    for got, want in zip(
+        penalty(operator, query, key, value),
+        penalty(exact, *(x.double() for x in (query, key, value))),
+        strict=True,
+    ):
+        assert (got - want).abs().max() < 0.05 * want.abs().max()
+
+
+def test_under_no_grad_nothing_is_saved() -> None:
+    query, key, value = (x.requires_grad_() for x in qkv())
+    with torch.no_grad():
+        assert operator(query, key, value).grad_fn is None
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_backward_inside_a_scope_does_not_quantize_its_recomputation(nested: bool) -> None:
+    """The recomputation calls SDPA on this very thread."""
+    inputs = qkv()
+    expected = gradients(F.scaled_dot_product_attention, *inputs)
+    with use_sage_attention("sage_vb"), use_sage_attention("sage_b" if nested else "off"), Operators() as operators:
+        found = gradients(sage_attention, *inputs)
+    assert operators.count() == 1
+    for got, want in zip(found, expected, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("case", ["causal", "float mask", "relative, bool"])
+def test_compiled(case: str, backend: str, device: torch.device) -> None:
+    make, kwargs = CASES[case]
+    inputs = (*qkv(device=device), *(x.to(device) for x in make()))
+    function = partial(operator, return_lse=True, **kwargs)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=backend)
+    for got, want in zip(gradients(compiled, *inputs), gradients(function, *inputs), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+
+
+# Packed sequences -----------------------------------------------------------------------------------------------------
+
+
+def starts(*lengths: int) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_varlen(causal: bool, compile: bool) -> None:
+    lengths_q, lengths_k = (5, 0, 9), (7, 2, 6)
+    inputs = heads(14, 4, 16), heads(15, 2, 16), heads(15, 2, 16)
+    function = partial(
+        sage_attention_varlen,
+        cu_seqlens_q=starts(*lengths_q),
+        cu_seqlens_k=starts(*lengths_k),
+        max_seqlen_q=9,
+        max_seqlen_k=7,
+        is_causal=causal,
+    )
+
+    def one_by_one(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        tensors = query.split(lengths_q), key.split(lengths_k), value.split(lengths_k)
+        return torch.cat(
+            [
+                exact(*(x.transpose(0, 1) for x in sequence), is_causal=causal, enable_gqa=True).transpose(0, 1)
+                for sequence in zip(*tensors, strict=True)
+            ]
+        )
+
+    if compile:
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    found = gradients(function, *inputs)
+    for got, want in zip(found, gradients(one_by_one, *(x.double() for x in inputs)), strict=True):
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+def test_varlen_has_no_second_derivatives_and_says_so() -> None:
+    query, key, value = (heads(5, 2, 16).requires_grad_() for _ in range(3))
+    out = sage_attention_varlen(query, key, value, starts(2, 3), starts(2, 3), 3, 3)
+    with pytest.raises(UnsupportedError, match="create_graph=True asks for second derivatives"):
+        torch.autograd.grad(out.sum(), query, create_graph=True)
+
+
+# opcheck --------------------------------------------------------------------------------------------------------------
+
+OPCHECK_CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (lambda: (), {}),
+    "causal, lse": (lambda: (), {"is_causal": True, "return_lse": True}),
+    "relative, bool": CASES["relative, bool"],
+    "float mask": CASES["float mask"],
+    "sage2_int4": (lambda: (), {"variant": "sage2_int4", "smooth_k": False}),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "grad"])
+@pytest.mark.parametrize("case", OPCHECK_CASES)
+def test_opcheck(case: str, grad: bool, device: torch.device) -> None:
+    make, kwargs = OPCHECK_CASES[case]
+    names = {0: (), 1: ("attn_mask",), 3: ("attn_mask", "rel_h", "rel_w")}
+    masks = [x.to(device) for x in make()]
+    tensors = [x.requires_grad_(grad and x.is_floating_point()) for x in (*qkv(device=device), *masks)]
+    kwargs = {**kwargs, **dict(zip(names[len(masks)], tensors[3:], strict=True))}
+    torch.library.opcheck(torch.ops.qframework.sage_attention.default, tuple(tensors[:3]), kwargs)
+
+
+def test_opcheck_varlen() -> None:
+    query, key, value = (heads(9, 4, 16).requires_grad_() for _ in range(3))
+    arguments = (query, key, value, starts(4, 5), starts(4, 5), 5, 5)
+    torch.library.opcheck(torch.ops.qframework.sage_attention_varlen.default, arguments, {"is_causal": True})
+
+
+def test_opcheck_of_the_backward_operators() -> None:
+    query, key, value = qkv()
+    grad = torch.randn(2, 4, 20, 24)
+    tail = (None, None, None, False, None, False, [True, False, True, False, False, False])
+    torch.library.opcheck(torch.ops.qframework.sage_attention_backward.default, (grad, None, query, key, value, *tail))
+    packed = [heads(9, 4, 16) for _ in range(4)]
+    torch.library.opcheck(
+        torch.ops.qframework.sage_attention_varlen_backward.default,
+        (*packed, starts(4, 5), starts(4, 5), False, None, [True, True, False]),
+    )
