@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import check_offsets, last_contiguous
@@ -29,8 +30,6 @@ from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_quantize import _row_amax, _to_integers, attention_quantize_ref, group_scale
 from qframework.kernels.attention_variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.numerics import MIN_SCALE
-
-_TILE = QUERY_BLOCK  # tokens of one program; every span divides it
 
 
 def rope_mean_ref(
@@ -82,11 +81,12 @@ def _rope_quantize_kernel(
     FULL: tl.constexpr,
     PARTIAL: tl.constexpr,  # 2 pairs < D: channels that are not rotated
     HAS_MEAN: tl.constexpr,
-    MODE: tl.constexpr,  # "sum", "scale", "quantize" with the scale that is there, "both"
+    MODE: tl.constexpr,  # "sum"; "scale"; "quantize" with a given scale, SPAN a multiple of TILE; "both", a divisor
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
     MODULO: tl.constexpr,
     DIVISOR: tl.constexpr,
+    QUERY_BLOCK: tl.constexpr,  # tokens of one mean where there are several
     TILE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -116,7 +116,7 @@ def _rope_quantize_kernel(
             tl.store(sums + r, tl.sum(rest, 0), mask=r < D)
     else:
         if HAS_MEAN:
-            means = mean_ptr + ((b * H + h) * MEANS + (tile if MEANS > 1 else 0)) * D
+            means = mean_ptr + ((b * H + h) * MEANS + (tile * TILE // QUERY_BLOCK if MEANS > 1 else 0)) * D
             mean_first, mean_second = load_pairs(means + one, one == 0, pairs, 0.0, INTERLEAVED, 1, BLOCK_P)
             first = tl.where(rows[:, None], first - mean_first, 0.0)
             second = tl.where(rows[:, None], second - mean_second, 0.0)
@@ -129,7 +129,7 @@ def _rope_quantize_kernel(
             rest = rest * factor
             amax = tl.maximum(amax, _row_amax(rest))
         if MODE == "quantize":
-            row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + b * H + h)
+            row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + (b * H + h) * G + tile * TILE // SPAN)
         else:
             scale, row_scale = group_scale(amax, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
             g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
@@ -143,6 +143,22 @@ def _rope_quantize_kernel(
                 tl.store(q_ptrs[:, None] + r[None, :], _to_integers(rest, inv_scale, 127), mask=rest_mask)
 
 
+def choose_tile(channels: int, span: int) -> tuple[int, int]:
+    """``(tokens, warps)`` of a program: a thread holds 16 to 32 values of each of x's halves and as many of the tables.
+
+    Two halves and two tables at once: more than 128 channels leave no registers for a block of 128 queries, which is
+    then read twice.
+    """
+    if span == 128 and channels <= 128:
+        return 128, 8 if channels <= 64 else 16
+    return 64, 4 if channels <= 64 else 8
+
+
+def sum_tile(channels: int) -> tuple[int, int]:
+    """``(tokens, warps)`` of a program that sums: more warps than it takes to quantize, or Blackwell spills."""
+    return 64, 8 if channels <= 64 else 16
+
+
 def _launch(
     x: Tensor,
     rotation: Rotation,
@@ -150,16 +166,15 @@ def _launch(
     mode: str,
     out: Tensor,
     scale: Tensor,
+    groups: TokenGroups,
+    tile: tuple[int, int],
     factor: float = 1.0,
     mean: Tensor | None = None,
-    groups: TokenGroups | None = None,
 ) -> None:
     batch, heads, tokens, channels = x.shape
-    groups = groups or TokenGroups(_TILE)
     pairs = rotation.rotary_dim // 2
-    block_p = max(triton.next_power_of_2(pairs), 8)
     rest = channels - 2 * pairs
-    _rope_quantize_kernel[(triton.cdiv(tokens, _TILE) * heads * batch,)](
+    _rope_quantize_kernel[(triton.cdiv(tokens, tile[0]) * heads * batch,)](
         x,
         rotation.cos,
         rotation.sin,
@@ -185,16 +200,12 @@ def _launch(
         GROUPS=groups.groups,
         MODULO=groups.modulo,
         DIVISOR=groups.divisor,
-        TILE=_TILE,
-        BLOCK_P=block_p,
+        QUERY_BLOCK=QUERY_BLOCK,
+        TILE=tile[0],
+        BLOCK_P=max(triton.next_power_of_2(pairs), 8),
         BLOCK_R=max(triton.next_power_of_2(rest), 8),
-        num_warps=num_warps(channels),
+        num_warps=tile[1],
     )
-
-
-def num_warps(channels: int) -> int:
-    """Warps for a tile of 128 tokens: 32 to 64 values of it in a thread's registers, and as many of the tables."""
-    return 4 if channels <= 32 else 8 if channels <= 128 else 16
 
 
 def _rope_quantize_triton(
@@ -218,15 +229,26 @@ def _rope_quantize_triton(
     if x.numel() == 0:
         return q, scale.fill_(MIN_SCALE)
     mean = mean.contiguous() if mean is not None else None
-    if groups.span <= _TILE:
-        _launch(x, rotation, interleaved, "both", q, scale, factor, mean, groups)
+    tile = choose_tile(x.shape[3], groups.span)
+    if groups.span <= tile[0]:
+        _launch(x, rotation, interleaved, "both", q, scale, groups, tile, factor, mean)
         return q, scale
-    partial = scale.new_empty(*x.shape[:2], TokenGroups(_TILE).count(x.shape[2]))
-    _launch(x, rotation, interleaved, "scale", q, partial, factor, mean)
-    whole = (0, 1, 2) if granularity == "per_tensor" else (2,)
-    scale = partial.amax(whole, keepdim=True).expand_as(scale).contiguous()
-    _launch(x, rotation, interleaved, "quantize", q, scale, factor, mean)
+    tiles = TokenGroups(tile[0])
+    partial = scale.new_empty(*x.shape[:2], tiles.count(x.shape[2]))
+    _launch(x, rotation, interleaved, "scale", q, partial, tiles, tile, factor, mean)
+    scale = _join_scales(partial, groups, tile[0], granularity)
+    _launch(x, rotation, interleaved, "quantize", q, scale, groups, tile, factor, mean)
     return q, scale
+
+
+def _join_scales(partial: Tensor, groups: TokenGroups, tile: int, granularity: str) -> Tensor:
+    """Scales of groups of several tiles from those of the tiles, ``(B, H, tiles)``: scales grow with magnitudes."""
+    if granularity == "per_tensor":
+        return partial.amax().expand(*partial.shape[:2], 1).contiguous()
+    if groups.span >= partial.shape[2] * tile:
+        return partial.amax(2, keepdim=True)
+    each = groups.span // tile
+    return F.pad(partial, (0, -partial.shape[2] % each)).unflatten(2, (-1, each)).amax(3)
 
 
 def _rope_mean_triton(
@@ -235,11 +257,13 @@ def _rope_mean_triton(
     check_device(x.device)
     x = last_contiguous(x)
     check_offsets("rope_mean", x=x)
-    batch, heads, tokens, channels = x.shape
-    sums = torch.empty((batch, heads, triton.cdiv(tokens, _TILE), channels), dtype=torch.float32, device=x.device)
-    if x.numel():
-        _launch(x, rotation_of("rope_mean", x, cos, sin, rotary_dim), interleaved, "sum", sums, sums)
-    return sums.sum(2, keepdim=True) / max(tokens, 1)
+    tile = sum_tile(x.shape[3])
+    tiles = TokenGroups(tile[0])
+    sums = torch.empty((*x.shape[:2], tiles.count(x.shape[2]), x.shape[3]), dtype=torch.float32, device=x.device)
+    if x.numel() == 0:
+        return sums.zero_()
+    _launch(x, rotation_of("rope_mean", x, cos, sin, rotary_dim), interleaved, "sum", sums, sums, tiles, tile)
+    return sums.sum(2, keepdim=True) / x.shape[2]
 
 
 LIBRARY.define(
