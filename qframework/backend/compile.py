@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
 from qframework.backend.graph import Constants, layer_name
 from qframework.backend.hoist_quantize import hoist_quantize
-from qframework.backend.lower_attention import lower_attention
+from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
 from qframework.backend.lower_linear import ScaleConstants, lower_linear
 from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
@@ -34,7 +34,7 @@ def lower(
 ) -> tuple[list[LayerReport], FloatWeights]:
     """Run every lowering pass over the graph, in place."""
     constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
-    order = {layer_name(node): place for place, node in reversed(list(enumerate(gm.graph.nodes)))}
+    order = _layer_order(gm)
     attention = lower_static_attention(gm, constants, scales)
     attention = _one_for_each(attention, lower_attention(gm, options.attention))
     hoist_quantize(gm, constants, scales)
@@ -48,6 +48,15 @@ def lower(
     gm.recompile()
     _count_fallbacks(reports)
     return reports, weights
+
+
+def _layer_order(gm: GraphModule) -> dict[str, int]:
+    """Where each layer begins."""
+    order: dict[str, int] = {}
+    for place, node in enumerate(gm.graph.nodes):
+        if node.op.startswith("call"):
+            order.setdefault(layer_name(node), place)
+    return order
 
 
 def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:
@@ -119,6 +128,8 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _count_fallbacks(reports: Sequence[LayerReport]) -> None:
     for report in reports:
+        if report.reason == NEEDS_GRADIENTS:
+            _warn_once(f"attention stays in float: {NEEDS_GRADIENTS}")
         if report.fallback:
             fallbacks[report.reason] += 1
             _warn_once(f"layer {report.name!r} stays in float: {report.reason}")

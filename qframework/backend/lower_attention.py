@@ -14,7 +14,6 @@ no tensor of N x N entries is left in the graph.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -32,12 +31,11 @@ from qframework.backend.graph import argument, fake_value, layer_name, operation
 from qframework.backend.report import LayerReport
 from qframework.backend.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.errors import QFrameworkError
+from qframework.kernels._common import MIN_CAPABILITY
 from qframework.numerics import FLOAT_DTYPES
 
-logger = logging.getLogger(__name__)
-
 _SAGE = torch.ops.qframework.sage_attention.default
-_MIN_CAPABILITY = (8, 0)
+NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
 
 
 def lower_attention(gm: GraphModule, option: str) -> list[LayerReport]:
@@ -85,30 +83,36 @@ def _lower_one(gm: GraphModule, node: Node, option: str) -> LayerReport | None:
         _require_computable(call)
         _replace(gm, call, option)
     except (Refused, QFrameworkError) as refusal:
-        wanted = option != "off" and (option != "auto" or _on_cuda(node))
+        wanted = option != "off" and not (option == "auto" and _reason_against_auto([_fake_of(node)]))
         return LayerReport(name, False, kind, str(refusal), fallback=wanted, kind="attention")
     return LayerReport(name, True, _describe(option), "", kind="attention")
 
 
-def _on_cuda(node: Node) -> bool:
+def _fake_of(node: Node) -> Tensor:
     fake = fake_value(node)
-    return fake is not None and fake.device.type == "cuda"
+    return torch.empty(0, device="meta") if fake is None else fake
 
 
 def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
     """Why attention that could be lowered is to stay as it is; no fallback, nobody asked for more."""
     if option == "off":
         return "attention is switched off"
-    if option != "auto":
-        return None
-    fake = fake_value(call.end)
-    assert fake is not None
-    if fake.device.type != "cuda":
-        return f"'auto' quantizes attention on CUDA, this is {fake.device.type}; name a variant to have it here"
-    if torch.cuda.get_device_capability(fake.device) < _MIN_CAPABILITY:
-        return "'auto' needs compute capability 8.0"
-    if torch.is_grad_enabled() and any(x.requires_grad for x in _fakes(call)):
-        return "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
+    return _reason_against_auto(_fakes(call)) if option == "auto" else None
+
+
+def _reason_against_auto(operands: Sequence[Tensor]) -> str | None:
+    """Quantized attention is recomputed for its gradient, and its forward pass is not what the gradient belongs to."""
+    if (reason := _why_not_auto(operands[0].device)) is not None:
+        return reason
+    needed = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    return NEEDS_GRADIENTS if needed else None
+
+
+def _why_not_auto(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"'auto' quantizes attention on CUDA, this is {device.type}; name a variant to have it here"
+    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+        return f"'auto' needs compute capability {MIN_CAPABILITY}, {device} is older"
     return None
 
 
@@ -120,7 +124,8 @@ def _fakes(call: AttentionCall) -> list[Tensor]:
 def _require_computable(call: AttentionCall) -> None:
     end = fake_value(call.end)
     if end is None or end.dtype not in FLOAT_DTYPES or end.layout != torch.strided:
-        raise Refused(f"its result has dtype {end and end.dtype}; accepted: float32, float16, bfloat16")
+        dtype = None if end is None else end.dtype
+        raise Refused(f"its result has dtype {dtype}; accepted: float32, float16, bfloat16")
     if end.device.type not in ("cpu", "cuda"):
         raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
     operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]

@@ -22,7 +22,6 @@ from qframework.backend.relative_position import RelativePositions, decomposed, 
 from qframework.backend.shapes import same, same_shape, splits_first
 
 aten = torch.ops.aten
-_FLOAT32_MIN = torch.finfo(torch.float32).min
 
 
 class AttentionWriter:
@@ -59,14 +58,14 @@ class AttentionWriter:
             out = self.add(aten.flatten.using_ints, out, 0, 1)
         return self._cast(out, end.dtype)
 
-    def add(self, target: Any, *args: Any) -> Node:
+    def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its fake value."""
         end = self._call.end
         with self._gm.graph.inserting_before(end):
-            node = self._gm.graph.call_function(target, args)
+            node = self._gm.graph.call_function(target, args, kwargs)
         self._new.append(node)
         node.meta = {k: v for k, v in end.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        node.meta[self._key] = target(*map_arg(args, _recorded))
+        node.meta[self._key] = target(*map_arg(args, _recorded), **kwargs)
         return node
 
     def undo(self) -> None:
@@ -203,9 +202,10 @@ class AttentionWriter:
 
     def _fill(self, summand: Summand) -> Node:
         assert summand.fill is not None
-        fill = summand.fill if summand.fill == -math.inf else max(summand.fill, _FLOAT32_MIN)
-        values = (0.0, fill) if summand.seen else (fill, 0.0)
-        return self.add(aten.where.Scalar, self._broadcasting(summand), *values)
+        mask, dtype = self._broadcasting(summand), _fake(self._call.between[0]).dtype
+        fill = summand.fill if summand.fill == -math.inf else max(summand.fill, torch.finfo(dtype).min)
+        hidden = self.add(aten.logical_not.default, mask) if summand.seen else mask
+        return self.add(aten.masked_fill.Scalar, self.add(aten.zeros_like.default, mask, dtype=dtype), hidden, fill)
 
     def _broadcasting(self, summand: Summand) -> Node:
         """A summand of logits of one shape, so that it broadcasts to the finest shape."""

@@ -1,0 +1,91 @@
+"""What the tests of attention share: the lowering without Inductor, bounds, and modules that are one attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+from qframework.backend.report import LayerReport, Report
+
+SAGE = torch.ops.qframework.sage_attention.default
+# INT8 Q and K with a scale per token; P, V and all sums in float32 where V is: its error is that of Q and K alone.
+VARIANT = "8-per_token-fp16-fp32"
+
+
+class Capture:
+    """A backend that lowers and keeps the graphs and their reports; what it made of a graph runs in eager mode."""
+
+    def __init__(self, attention: str = VARIANT, linear: str = "off") -> None:
+        self.options = BackendOptions(attention=attention, linear=linear)
+        self.graphs: list[GraphModule] = []
+        self.reports: list[list[LayerReport]] = []
+
+    def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
+        reports, weights = lower(gm, example_inputs, self.options)
+        self.graphs.append(gm)
+        self.reports.append(reports)
+        return weights.follow(gm.forward)
+
+    @property
+    def attention(self) -> list[LayerReport]:
+        """Rows on attention in the last graph."""
+        return Report(self.reports[-1]).of("attention").layers
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        """The operator's calls in the last graph, by argument."""
+        names = [argument.name for argument in SAGE._schema.arguments]
+        nodes = [node for node in self.graphs[-1].graph.nodes if node.target is SAGE]
+        return [dict(zip(names, node.args, strict=False)) for node in nodes]
+
+    def names(self) -> str:
+        """All targets of the last graph, to search in."""
+        return " ".join(str(node.target) for node in self.graphs[-1].graph.nodes if node.op.startswith("call"))
+
+
+def compiled(model: Callable[..., Any], *inputs: Any, attention: str = VARIANT) -> tuple[Any, Capture]:
+    """What the lowered model gives, and what was captured on the way."""
+    capture = Capture(attention)
+    with torch.no_grad():
+        return torch.compile(model, backend=capture, fullgraph=True)(*inputs), capture
+
+
+def exported(model: nn.Module, *inputs: Tensor) -> nn.Module:
+    """The ATen dialect, with a batch of any size."""
+    batch = torch.export.Dim("batch", min=1, max=512)
+    return torch.export.export(model.eval(), inputs, dynamic_shapes=tuple({0: batch} for _ in inputs)).module()
+
+
+def error_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
+    """How far quantizing Q and K per token can move any output.
+
+    A rounding error is half a step s, so that a logit moves by at most
+    e = scale * (|q|_1 s_k / 2 + |k|_1 s_q / 2 + D s_q s_k / 4); each weight then moves by a factor within exp(+-2 e).
+    The last term is what float32 (and V's rounding) may add.
+    """
+    k = k - k.mean(-2, keepdim=True)
+    s_q, s_k = (x.abs().amax(-1) / 127 for x in (q, k))
+    one_q, one_k = q.abs().sum(-1), k.abs().sum(-1)
+    e = one_q.amax() * s_k.amax() / 2 + one_k.amax() * s_q.amax() / 2 + q.shape[-1] * s_q.amax() * s_k.amax() / 4
+    return float((torch.exp(2 * e * scale) - 1 + 2**-9) * v.abs().amax())
+
+
+def randomize(model: nn.Module, std: float = 0.3) -> nn.Module:
+    """Weights large enough for attention to matter: initial ones make it a mean, and layer scales hide it."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return model.eval()
+
+
+def qkv(batch: int = 2, heads: int = 2, tokens: int = 17, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, batch, heads, tokens, dim, generator=generator)
+    return q, k, v

@@ -1,0 +1,445 @@
+"""One attention at a time: SDPA and its arguments, the forms it is spelled out in, and what is left alone."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_models import SAGE, VARIANT, Capture, compiled, error_bound, exported, qkv
+from torch import nn
+
+import qframework
+from qframework.backend import lower_attention
+from qframework.backend.compile import fallbacks
+from qframework.backend.options import parse_options
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention_variants import VARIANTS
+from qframework.numerics import sqnr_db
+
+SCALE = 16**-0.5
+
+
+def sage(q, k, v, **kwargs):
+    return SAGE(q, k, v, **{"variant": VARIANT, **kwargs})[0]
+
+
+class TestSdpa:
+    @pytest.mark.parametrize("dialect", ["functional", "aten"])
+    def test_one_call_of_the_operator(self, dialect):
+        class Attention(nn.Module):
+            def forward(self, q, k, v):
+                return F.scaled_dot_product_attention(q, k, v)
+
+        model, (q, k, v) = Attention(), qkv()
+        out, capture = compiled(exported(model, q, k, v) if dialect == "aten" else model, q, k, v)
+        assert len(capture.calls) == 1
+        assert "scaled_dot_product_attention" not in capture.names()
+        assert torch.equal(out, sage(q, k, v))
+        assert (out - model(q, k, v)).abs().max() < error_bound(q, k, v, SCALE)
+        assert [(r.lowered, r.operator) for r in capture.attention] == [
+            (True, f"qframework::sage_attention ({VARIANT})")
+        ]
+
+    @pytest.mark.parametrize(
+        "arguments",
+        [
+            {"is_causal": True},
+            {"scale": 0.1},
+            {"attn_mask": torch.randn(17, 17)},
+            {"attn_mask": torch.randn(2, 1, 1, 17) > 0},
+            {"attn_mask": torch.ones(17, 17, dtype=torch.bool).tril(), "scale": 0.2},
+        ],
+        ids=["causal", "scale", "bias", "bool mask", "bool mask and scale"],
+    )
+    def test_arguments_are_handed_on(self, arguments):
+        q, k, v = qkv()
+        out, capture = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments), q, k, v)
+        assert torch.equal(out, sage(q, k, v, **arguments))
+        assert len(capture.calls) == 1
+
+    def test_grouped_heads(self):
+        q, k, v = qkv(heads=4)
+        k, v = k[:, :2], v[:, :2]
+        out, _ = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, enable_gqa=True), q, k, v)
+        assert torch.equal(out, sage(q, k, v, enable_gqa=True))
+
+    def test_positional_arguments(self):
+        q, k, v = qkv()
+        mask = torch.randn(17, 17)
+        out, _ = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, 0.0, False), q, k, v)
+        assert torch.equal(out, sage(q, k, v, attn_mask=mask))
+
+    def test_a_row_that_sees_nothing_gives_zeros_as_in_pytorch(self):
+        q, k, v = qkv()
+        mask = torch.ones(17, 17, dtype=torch.bool)
+        mask[3] = False
+        out, _ = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), q, k, v)
+        assert torch.equal(out[:, :, 3], torch.zeros_like(out[:, :, 3]))
+
+    def test_autocast_casts_as_pytorch_does(self):
+        q, k, v = qkv()
+
+        def run(q, k, v):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return F.scaled_dot_product_attention(q, k.bfloat16(), v)
+
+        out, capture = compiled(run, q, k, v)
+        assert out.dtype == torch.bfloat16
+        assert len(capture.calls) == 1
+        assert (out - run(q, k, v)).abs().max() < error_bound(q, k, v, SCALE) + 2**-7 * v.abs().max()
+
+    def test_one_compilation_serves_every_batch_size(self):
+        capture = Capture()
+        run = torch.compile(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), backend=capture)
+        for batch in (2, 3, 5, 6):
+            q, k, v = qkv(batch)
+            assert torch.equal(run(q, k, v), sage(q, k, v))
+        assert len(capture.graphs) == 2
+
+
+def product(q, k):
+    return q @ k.transpose(-2, -1)
+
+
+BIAS, PADDING = torch.randn(2, 17, 17), torch.randn(1, 1, 1, 17) > -1
+CAUSAL = torch.ones(17, 17, dtype=torch.bool).tril()
+LOW = torch.finfo(torch.float32).min
+
+# name: (spelled out, the operator's arguments, query scaled by)
+FORMS = {
+    "query scaled": (lambda q, k, v: product(q * SCALE, k).softmax(-1) @ v, {}),
+    "both scaled": (lambda q, k, v: product(q * SCALE**0.5, k * SCALE**0.5).softmax(-1) @ v, {}),
+    "logits divided": (lambda q, k, v: torch.softmax(torch.matmul(q, k.mT) / math.sqrt(16), dim=-1) @ v, {}),
+    "not scaled": (lambda q, k, v: F.softmax(product(q, k), dim=3) @ v, {"scale": 1.0}),
+    "permuted key": (lambda q, k, v: (q @ k.permute(0, 1, 3, 2) * SCALE).softmax(-1) @ v, {}),
+    "bias": (lambda q, k, v: (product(q, k) * SCALE + BIAS).softmax(-1) @ v, {"attn_mask": BIAS}),
+    "bias on the left": (lambda q, k, v: (BIAS + product(q, k) * SCALE).softmax(-1) @ v, {"attn_mask": BIAS}),
+    "bias before scale": (
+        lambda q, k, v: ((product(q, k) + BIAS) * SCALE).softmax(-1) @ v,
+        {"attn_mask": BIAS * SCALE},
+    ),
+    "bias and mask": (
+        lambda q, k, v: (product(q, k) * SCALE + BIAS + torch.where(PADDING, 0.0, LOW)).softmax(-1) @ v,
+        {"attn_mask": BIAS + torch.where(PADDING, 0.0, LOW)},
+    ),
+    "in place": (lambda q, k, v: product(q, k).mul_(SCALE).add_(BIAS).softmax(-1) @ v, {"attn_mask": BIAS}),
+    "filled": (
+        lambda q, k, v: (product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf).softmax(-1) @ v,
+        {"attn_mask": CAUSAL},
+    ),
+    "filled with a number": (
+        lambda q, k, v: (product(q, k) * SCALE).masked_fill(~PADDING, LOW).softmax(-1) @ v,
+        {"attn_mask": PADDING},
+    ),
+    "where": (
+        lambda q, k, v: torch.where(CAUSAL, product(q, k) * SCALE, LOW).softmax(-1) @ v,
+        {"attn_mask": CAUSAL},
+    ),
+    "filled, then biased": (
+        lambda q, k, v: ((product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf) + BIAS).softmax(-1) @ v,
+        {"attn_mask": BIAS.masked_fill(~CAUSAL, -math.inf)},
+    ),
+    "softmax in float32": (
+        lambda q, k, v: (
+            F.dropout(F.softmax(product(q, k) * SCALE, -1, dtype=torch.float32).to(q.dtype), 0.1, training=False) @ v
+        ),
+        {},
+    ),
+    "heads merged": (
+        lambda q, k, v: torch.bmm(
+            (torch.bmm(q.flatten(0, 1) * SCALE, k.flatten(0, 1).transpose(1, 2)).view(-1, 2, 17, 17) + BIAS)
+            .view(-1, 17, 17)
+            .softmax(-1),
+            v.flatten(0, 1),
+        ).view(-1, 2, 17, 16),
+        {"attn_mask": BIAS},
+    ),
+    "baddbmm": (
+        lambda q, k, v: (
+            torch.baddbmm(
+                BIAS.repeat(q.shape[0], 1, 1), q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2), beta=2, alpha=SCALE
+            ).softmax(-1)
+            @ v.flatten(0, 1)
+        ).view(-1, 2, 17, 16),
+        {"attn_mask": 2 * BIAS},
+    ),
+}
+
+
+class SpelledOut(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, q, k, v):
+        return self.form(q, k, v)
+
+
+@pytest.mark.parametrize("dialect", ["functional", "aten"])
+@pytest.mark.parametrize("name", FORMS)
+def test_spelled_out(name, dialect):
+    form, arguments = FORMS[name]
+    q, k, v = qkv()
+    model = SpelledOut(form)
+    expected, plain = sage(q, k, v, **{"scale": SCALE, **arguments}), form(q, k, v)
+    out, capture = compiled(exported(model, q, k, v) if dialect == "aten" else model, q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    assert "softmax" not in capture.names()
+    assert "matmul" not in capture.names()
+    scale = arguments.get("scale", SCALE)
+    bound = error_bound(q, k, v, scale)
+    assert (expected - plain).abs().max() < bound
+    # Scales differ in their last bit, which may turn a tie in rounding: less than all the rounding there is.
+    assert (out - expected).abs().max() < bound / 20
+    assert all(report.lowered for report in capture.attention)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_windows_keep_their_masks(batch):
+    """Swin: the mask of each window is added in a view of the logits."""
+    windows = 3
+    q, k, v = qkv(batch * windows)
+    mask = torch.randn(windows, 17, 17)
+
+    def attend(q, k, v):
+        logits = product(q * SCALE, k) + BIAS.unsqueeze(0)
+        logits = logits.view(-1, windows, 2, 17, 17) + mask.unsqueeze(1).unsqueeze(0)
+        return logits.view(-1, 2, 17, 17).softmax(-1) @ v
+
+    out, capture = compiled(attend, q, k, v)
+    assert capture.calls[0]["attn_mask"].meta["example_value"].shape == (1, windows, 2, 17, 17)
+    assert (out - attend(q, k, v)).abs().max() < error_bound(q, k, v, SCALE)
+
+
+@pytest.mark.parametrize("factor", [20 + 20 * torch.rand(2, 1, 1), torch.tensor(30.0)], ids=["per head", "one"])
+@pytest.mark.parametrize("divide", [False, True])
+def test_logits_scaled_by_a_tensor(factor, divide):
+    """Swin V2 scales the logits of each head."""
+    q, k, v = (F.normalize(x, dim=-1) for x in qkv())
+
+    def attend(q, k, v, factor=factor):
+        logits = product(q, k)
+        return (logits / (1 / factor) if divide else logits * factor).softmax(-1) @ v
+
+    out, capture = compiled(attend, q, k, v)
+    assert len(capture.calls) == 1
+    assert sqnr_db(attend(q, k, v), out) > 25
+    assert sqnr_db(attend(q, k, v), attend(q, k, v, factor / 2)) < 20
+
+
+def test_half_precision_with_softmax_in_float32():
+    q, k, v = (x.half() for x in qkv())
+    out, capture = compiled(lambda q, k, v: (product(q, k) * SCALE).float().softmax(-1).to(v.dtype) @ v, q, k, v)
+    assert out.dtype == torch.float16
+    assert (out - sage(q, k, v)).abs().max() < 2**-9 * v.abs().max()
+    assert len(capture.calls) == 1
+
+
+def test_views_of_the_result_that_need_its_old_strides():
+    q, k, v = qkv()
+    out, capture = compiled(lambda q, k, v: (product(q, k).softmax(-1) @ v).view(-1, 17 * 16), q, k, v)
+    assert len(capture.calls) == 1
+    torch.testing.assert_close(out, sage(q, k, v, scale=1.0).reshape(-1, 17 * 16))
+
+
+def test_no_copy_where_the_heads_are_merged():
+    q, k, v = qkv()
+    _, capture = compiled(lambda q, k, v: (product(q, k).softmax(-1) @ v).transpose(1, 2).reshape(-1, 17, 32), q, k, v)
+    assert "contiguous" not in capture.names()
+
+
+def active_dropout(q, k, v):
+    return F.dropout(product(q, k).softmax(-1), 0.1, training=True) @ v
+
+
+def weights_returned(q, k, v):
+    weights = product(q, k).softmax(-1)
+    return weights @ v, weights
+
+
+def logits_returned(q, k, v):
+    logits = product(q, k)
+    return logits.softmax(-1) @ v, logits
+
+
+def operand_overwritten(q, k, v):
+    q = q + 1
+    logits = product(q, k)
+    q.view(-1).zero_()
+    return logits.softmax(-1) @ v + q
+
+
+def scaled_per_key(q, k, v):
+    return (product(q, k) * torch.rand(17)).softmax(-1) @ v
+
+
+def filled_with_zero(q, k, v):
+    return product(q, k).masked_fill(~CAUSAL, 0.0).softmax(-1) @ v
+
+
+def attend_all(convert):
+    return lambda q, k, v: F.scaled_dot_product_attention(*map(convert, (q, k, v)))
+
+
+LEFT_ALONE = {
+    "dropout": (active_dropout, "dropout of its attention weights is active"),
+    "SDPA's dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout_p=0.1"),
+    "weights returned": (weights_returned, "is read elsewhere too, by"),
+    "logits returned": (logits_returned, "is read elsewhere too, by"),
+    "softcap": (lambda q, k, v: torch.tanh(product(q, k)).softmax(-1) @ v, "logits pass through tanh"),
+    "talking heads": (lambda q, k, v: product(q, k).transpose(0, 1).softmax(-1) @ v, "logits pass through transpose"),
+    "random factor per key": (scaled_per_key, "accepted: one factor per row"),
+    "filled with 0": (filled_with_zero, "accepted: a number below"),
+    "double": (attend_all(torch.Tensor.double), "torch.float64"),
+    "2-D": (attend_all(lambda x: x[0, 0]), r"accepted: .*3 \(B, N, D\) to 5"),
+    "broadcasting batch": (lambda q, k, v: product(q, k[0, 0]).softmax(-1) @ v, "operand has shape"),
+    "overwritten": (operand_overwritten, "changes one of its operands in place"),
+    "wide heads": (attend_all(lambda x: torch.cat([x] * 17, -1)), "head dimension 272; accepted: 1 to 256"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_left_whole_with_a_reason(name):
+    form, reason = LEFT_ALONE[name]
+    q, k, v = qkv()
+    before = sum(fallbacks.values())
+    torch.manual_seed(0)
+    out, capture = compiled(form, q, k, v)
+    assert not capture.calls
+    assert sum(fallbacks.values()) == before + 1
+    (report,) = capture.attention
+    assert not report.lowered
+    assert report.fallback
+    assert re.search(reason, report.reason)
+    if "dropout" not in name and "random" not in name:
+        torch.testing.assert_close(out, form(q, k, v))
+
+
+def linear_attention(q, k, v):
+    return q.softmax(-1) @ (k.transpose(-2, -1) @ v)
+
+
+def classifier(q, k, v):
+    return (q @ k.transpose(-2, -1)).softmax(-1).sum(-1) + v.sum()
+
+
+@pytest.mark.parametrize("form", [linear_attention, classifier, lambda q, k, v: product(q, k).softmax(-2) @ v])
+def test_other_softmaxes_are_no_attention(form):
+    q, k, v = qkv()
+    out, capture = compiled(form, q, k, v)
+    assert capture.attention == []
+    torch.testing.assert_close(out, form(q, k, v))
+
+
+class TestOptions:
+    def run(self, option):
+        q, k, v = qkv()
+        return compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, attention=option)[1]
+
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_every_variant_has_its_name(self, name):
+        assert parse_options(None, {"attention": name}).attention == name
+        assert self.run(name).calls[0]["variant"] == name
+
+    def test_default_and_alias(self):
+        assert parse_options().attention == parse_options(None, {"attention": "sage"}).attention == "auto"
+        assert parse_options(None, {"attention": VARIANT}).attention == VARIANT
+
+    @pytest.mark.parametrize("value", ["sage3", "8-per_row-fp16-fp32", None, 1])
+    def test_unknown_values_are_refused(self, value):
+        with pytest.raises(
+            UnsupportedError, match=r"option 'attention' has value .* accepted: 'auto', 'sage', 'off', 'sage_t'"
+        ):
+            parse_options(None, {"attention": value})
+
+    def test_auto_leaves_the_cpu_alone(self):
+        capture = self.run("auto")
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback) == (False, False)
+        assert "quantizes attention on CUDA, this is cpu" in report.reason
+
+    def test_off(self):
+        capture = self.run("off")
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.fallback, report.reason) == (False, "attention is switched off")
+
+
+class Attention(nn.Module):
+    """Multi-head attention with a learned bias."""
+
+    def __init__(self, dim=32, heads=2, tokens=17):
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), heads
+        self.bias = nn.Parameter(torch.randn(heads, tokens, tokens))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, self.bias)
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class TestGradients:
+    @pytest.fixture
+    def as_on_cuda(self, monkeypatch):
+        monkeypatch.setattr(lower_attention, "_why_not_auto", lambda device: None)
+
+    def test_auto_keeps_training_exact(self, as_on_cuda, caplog):
+        capture = Capture("auto")
+        model, x = Attention(), torch.randn(3, 17, 32)
+        torch.compile(model, backend=capture)(x).sum().backward()
+        assert not capture.calls
+        (report,) = capture.attention
+        assert not report.fallback
+        assert "its gradients are needed" in report.reason
+        with torch.no_grad():
+            torch.compile(model, backend=capture)(x)
+        assert capture.calls[0]["variant"] == "auto"
+
+    def test_a_named_variant_has_the_gradients_of_exact_attention(self):
+        torch.manual_seed(0)
+        model, x = Attention(), torch.randn(3, 17, 32)
+        weights = torch.randn(3, 17, 32)
+        gradients = []
+        for option in ("off", VARIANT):
+            model.zero_grad()
+            torch._dynamo.reset()
+            y = torch.compile(model, backend="qframework", options={"attention": option}, fullgraph=True)(x)
+            (y * weights).sum().backward()
+            gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        for name, exact in gradients[0].items():
+            # Below proj the gradient is the same function of the same values; proj's own sees the quantized output.
+            tolerance = 1e-5 if name != "proj.weight" else 1e-2
+            assert (gradients[1][name] - exact).norm() <= tolerance * exact.norm(), name
+
+
+class TestExplain:
+    def test_rows_of_attention_stand_between_their_linears(self):
+        model, x = Attention().eval(), torch.randn(2, 17, 32)
+        compiled_model = torch.compile(model, backend="qframework", options={"attention": "sage_t"})
+        report = qframework.explain(compiled_model, x)
+        assert [layer.kind for layer in report.layers] == ["linear", "attention", "linear"]
+        assert (report.attention_lowered, report.attention_total) == (1, 1)
+        assert (report.lowered, report.total) == (0, 2)
+        assert "0 of 2 linear layers lowered, 1 of 1 attentions" in str(report)
+        assert "sage_attention (sage_t)" in str(report)
+
+    def test_a_model_that_calls_the_operator_itself(self):
+        q, k, v = qkv()
+        _, capture = compiled(lambda q, k, v: SAGE(q, k, v, variant="sage_b")[0], q, k, v)
+        assert [(r.lowered, r.operator) for r in capture.attention] == [(True, "qframework::sage_attention (sage_b)")]
+
+
+def test_the_whole_backend():
+    """Inductor included: any batch size, fused with int8 linears, one graph."""
+    torch.manual_seed(0)
+    model, options = Attention().eval(), {"attention": VARIANT, "linear": "int8_dynamic"}
+    with torch.no_grad():
+        run = torch.compile(model, backend="qframework", options=options, fullgraph=True)
+        for batch in (2, 3, 5):
+            x = torch.randn(batch, 17, 32)
+            assert sqnr_db(model(x), run(x)) > 30
