@@ -7,6 +7,7 @@ from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation
 from qframework.kernels.mixed_attention import mixed_attention
 from qframework.kernels.quantize import dequantize, dynamic_quantize, quantize
+from qframework.kernels.quantized_attention import quantized_attention
 from qframework.kernels.rope_quantize import rope_mean, rope_quantize
 from qframework.kernels.value_quantize import value_quantize
 
@@ -18,6 +19,7 @@ __all__ = [
     "int8_linear",
     "mixed_attention",
     "quantize",
+    "quantized_attention",
     "rope_mean",
     "rope_quantize",
     "value_quantize",

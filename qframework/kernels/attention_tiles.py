@@ -25,17 +25,17 @@ def choose_attention_tile(
 ) -> AttentionTile:
     """Tile for ``queries`` rows of a head; ``capability`` is CUDA's, (0, 0) stands for an AMD GPU.
 
-    A tile of queries divides QUERY_BLOCK, and with an FP16 accumulator a step has 64 keys: both are what the numerics
-    promise. Wide heads take fewer keys, so that K and V of two stages fit shared memory.
+    A tile of queries divides QUERY_BLOCK, and with an FP16 accumulator a step has at most 64 keys: both are what the
+    numerics promise. Wide heads take fewer rows, so that the accumulator stays in registers.
     """
-    block_m = 128 if queries > 64 else 64 if queries > 32 else 32
-    block_n = 64 if accumulator == "fp16" or head_dim > 64 or capability[0] < 9 else 128
-    wide = head_dim > 128
-    if wide:
-        block_m, block_n = min(block_m, 64), 32 if pv == "fp32" else 64
-    warps = 8 if block_m == 128 and (head_dim > 64 or capability[0] == 9) else 4
-    stages = 2 if wide or capability in ((8, 6), (8, 9), (12, 0), (0, 0)) else 3
-    return AttentionTile(block_m, block_n, warps, stages)
+    if head_dim > 128:
+        return AttentionTile(64 if queries > 32 else 32, 32 if pv == "fp32" else 64, 4, 2)
+    if queries <= 32:
+        return AttentionTile(32, 64, 4, 2)
+    if capability[0] == 9:  # swept on an H100: two small programs hide each other's softmax better than one large one
+        return AttentionTile(128 if head_dim > 64 and pv == "fp16" and queries > 64 else 64, 64, 4, 3)
+    stages = 2 if capability in ((8, 6), (8, 9), (12, 0), (12, 1), (0, 0)) else 3
+    return AttentionTile(128 if queries > 64 else 64, 64, 8 if head_dim > 64 and queries > 64 else 4, stages)
 
 
 @functools.lru_cache(1024)

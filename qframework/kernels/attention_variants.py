@@ -124,7 +124,8 @@ class AttentionVariant:
         flags = set(parts[4:])
         if len(parts) < 4 or not parts[0].isdigit() or not flags <= {"smooth_q", "smooth_v"}:
             raise _unknown(spec)
-        return cls(int(parts[0]), *parts[1:4], smooth_q="smooth_q" in flags, smooth_v="smooth_v" in flags)  # type: ignore[arg-type]
+        bits, granularity, pv, accumulator = parts[:4]
+        return cls(int(bits), granularity, pv, accumulator, "smooth_q" in flags, "smooth_v" in flags)  # type: ignore[arg-type]
 
 
 VARIANTS: dict[str, AttentionVariant] = {
@@ -196,10 +197,10 @@ def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype:
         if capability in ((8, 9), (12, 0), (12, 1)):
             return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
         if capability >= (9, 0):
-            return VARIANTS_PER_WARP
-    return VARIANTS_FP32
+            return _AUTO_FP8
+    return _AUTO_16_BIT
 
 
-# On data-center chips FP16 accumulation is no faster, and its range is a risk.
-VARIANTS_FP32 = AttentionVariant(8, "per_block", "fp16", "fp32").spec
-VARIANTS_PER_WARP = AttentionVariant(8, "per_warp", "fp8", "fp32").spec
+# FP16 accumulation is no faster on data-center chips, and its range a risk; scales of warps are loaded once a block.
+_AUTO_16_BIT = AttentionVariant(8, "per_block", "fp16", "fp32").spec
+_AUTO_FP8 = AttentionVariant(8, "per_warp", "fp8", "fp32").spec

@@ -162,15 +162,19 @@ def mixed_attention(
 
     Args:
         query: ``(..., H, N, D)`` int8, 3-D to 5-D, any strides.
-        key, value: ``(..., Hkv, Nk, D)`` and ``(..., Hkv, Nk, Dv)`` int8.
-        query_scale, key_scale, value_scale: fp32, dequantize: ``()`` or ``(1,)`` per tensor, ``(H, 1, 1)`` per head.
+        key: ``(..., Hkv, Nk, D)`` int8.
+        value: ``(..., Hkv, Nk, Dv)`` int8.
+        query_scale: fp32, dequantizes ``query``: ``()`` or ``(1,)`` per tensor, ``(H, 1, 1)`` per head.
+        key_scale: the same for ``key``, ``(Hkv, 1, 1)`` per head.
+        value_scale: the same for ``value``.
         attn_mask: bool (True attends) or float, broadcastable to ``(..., H, N, Nk)``.
         is_causal: query ``i`` sees keys ``0..i``.
         scale: of the logits, default ``1 / sqrt(D)``.
         enable_gqa: allow ``Hkv`` to divide ``H``.
         out_scale: the result is quantized to int8 with it, per tensor or per head (QAttn eq. 17).
         out_dtype: float16 (default), bfloat16 or float32 (QAttn eq. 18).
-        rel_h, rel_w: ``(..., H, N, Kh)`` and ``(..., H, N, Kw)``: add ``rel_h[k // Kw] + rel_w[k % Kw]`` to the logits.
+        rel_h: ``(..., H, N, Kh)``: adds ``rel_h[k // Kw] + rel_w[k % Kw]`` to the logits of key ``k``.
+        rel_w: ``(..., H, N, Kw)``, with ``rel_h``; ``Kh * Kw`` is ``Nk``.
 
     Returns:
         ``(..., H, N, Dv)``, in memory ``(..., N, H, Dv)``. A row without any key is zero.

@@ -22,6 +22,7 @@ import math
 import torch
 from torch import Tensor
 
+from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import (
     AttentionShape,
     Bias,
@@ -29,12 +30,15 @@ from qframework.kernels._attention_common import (
     QuantizedQK,
     Values,
     check_offsets,
+    last_contiguous,
     p_range,
     query_memory_order,
     transposes_values,
 )
-from qframework.kernels._common import check_device, round_half_even, round_to_int8
-from qframework.kernels._triton import INTERPRET, tl, triton
+from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._triton import triton
+from qframework.kernels.attention_kernel import _quantized_attention_kernel
+from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_tiles import attention_tile
 from qframework.kernels.attention_variants import (
     KEYS_PER_FP16_SUM,
@@ -42,256 +46,10 @@ from qframework.kernels.attention_variants import (
     AttentionVariant,
     check_fp16_ranges,
     fp8_ranges,
+    resolve,
     token_groups,
 )
-from qframework.kernels.value_quantize import round_to_e4m3
-
-INTERPRETED = tl.constexpr(INTERPRET)
-
-# The kernel -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _scores(
-    q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
-):  # fmt: skip
-    """Base-2 logits (BLOCK_M, BLOCK_N) of one block of keys, before any bias."""
-    k = tl.load(k_ptrs, mask=k_mask, other=0)
-    if INT4:  # low and high halves hold different channels: two products, no shuffle
-        products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
-        products = tl.dot(q_high, (k >> 4), products, out_dtype=tl.int32)
-    else:
-        products = tl.dot(q, k, out_dtype=tl.int32)
-    if K_TOKEN_SCALE:
-        k_scale = tl.load(k_scale_ptrs, mask=inside, other=0.0)
-        s = products.to(tl.float32) * q_scale[:, None] * k_scale[None, :]
-    else:
-        s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
-    return s
-
-
-@triton.jit
-def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, ROUND_FP8: tl.constexpr):
-    """P V of one block of keys as float32, by the precision of P and V."""
-    if MODE == "int8":
-        out = tl.dot(round_half_even(p).to(tl.int8), v, out_dtype=tl.int32).to(tl.float32)
-    elif MODE == "fp32":
-        out = tl.dot(p, v, input_precision="tf32")
-    else:
-        if MODE == "fp8" and ROUND_FP8:
-            p = round_to_e4m3(p)
-        if ACCUMULATE_FP16:
-            out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float16).to(tl.float32)
-        elif INTERPRETED:  # the interpreter multiplies the bits of bfloat16
-            out = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
-        else:
-            out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
-    return out
-
-
-@triton.jit
-def _quantized_attention_kernel(
-    q_ptr,  # (B, H, N, D) int8
-    k_ptr,  # (B, Hkv, Nk, D) int8
-    v_ptr,  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) for 8-bit products
-    q_scale_ptr,  # (B, H, Gq) fp32
-    k_scale_ptr,  # (B, Hkv, Gk) fp32
-    v_scale_ptr,  # (B, Hkv, Dv) or (B, Hkv, 1) fp32
-    v_mean_ptr,  # (B, Hkv, Dv) fp32
-    row_bias_ptr,  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32
-    mask_ptr,  # (B, H, N, Nk), strides of 0 broadcast
-    rel_h_ptr,  # (B, H, N, Kh)
-    rel_w_ptr,  # (B, H, N, Kw)
-    out_scale_ptr,  # (1,) or (H,) fp32
-    out_ptr,  # (B, H, N, Dv)
-    lse_ptr,  # (B, H, N) fp32
-    q_starts_ptr,  # (B + 1,) int32, for VARLEN
-    k_starts_ptr,
-    logit_scale,
-    H,
-    N,
-    NK,
-    KW,
-    GQ,
-    GK,
-    ROW_BLOCKS,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
-    stride_hb,
-    stride_hh,
-    stride_hn,
-    stride_wb,
-    stride_wh,
-    stride_wn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    D: tl.constexpr,  # stored channels of Q and K
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of one key head
-    P_SHIFT: tl.constexpr,  # log2(P_range)
-    MODE: tl.constexpr,  # "fp16", "fp32", "int8", "fp8", "int8_dequantized"
-    ACCUMULATE_FP16: tl.constexpr,
-    ROUND_FP8: tl.constexpr,
-    INT4: tl.constexpr,
-    Q_SPAN: tl.constexpr,
-    Q_GROUPS: tl.constexpr,
-    Q_MODULO: tl.constexpr,
-    Q_DIVISOR: tl.constexpr,
-    K_SPAN: tl.constexpr,
-    K_GROUPS: tl.constexpr,
-    K_MODULO: tl.constexpr,
-    K_DIVISOR: tl.constexpr,
-    V_SCALE: tl.constexpr,  # "none", "head", "channel"
-    SMOOTH_V: tl.constexpr,
-    ROW_BIAS: tl.constexpr,
-    MASK: tl.constexpr,  # "none", "bool", "float"
-    RELATIVE: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,  # "none", "tensor", "head"
-    LSE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-):
-    """Grid (cdiv(N, BLOCK_M) * H * B,); a program computes BLOCK_M rows of one head, all keys."""
-    LOG2E: tl.constexpr = 1.4426950408889634
-    TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
-    K_TOKEN_SCALE: tl.constexpr = K_GROUPS > 1 or K_SPAN < BLOCK_N
-    MAY_BE_EMPTY: tl.constexpr = MASK != "none" or VARLEN  # rows without any key
-    tiles = tl.cdiv(N, BLOCK_M)
-    pid = tl.program_id(0).to(tl.int64)
-    tile, h, b = (pid % tiles).to(tl.int32), (pid // tiles) % H, pid // (tiles * H)
-    if CAUSAL:
-        tile = tiles - 1 - tile  # the longest rows first
-    kv = h // GROUP
-    heads_kv = H // GROUP
-    q_base = q_ptr + b * stride_qb + h * stride_qh
-    k_base = k_ptr + b * stride_kb + kv * stride_kh
-    v_base = v_ptr + b * stride_vb + kv * stride_vh
-    out_base = out_ptr + b * stride_ob + h * stride_oh
-    queries, keys = N, NK
-    if VARLEN:
-        q_start, k_start = tl.load(q_starts_ptr + b).to(tl.int64), tl.load(k_starts_ptr + b).to(tl.int64)
-        queries = (tl.load(q_starts_ptr + b + 1) - q_start).to(tl.int32)
-        keys = (tl.load(k_starts_ptr + b + 1) - k_start).to(tl.int32)
-        q_base = q_ptr + q_start * stride_qn + h * stride_qh
-        k_base = k_ptr + k_start * stride_kn + kv * stride_kh
-        out_base = out_ptr + q_start * stride_on + h * stride_oh
-        if not TRANSPOSED:
-            v_base = v_ptr + k_start * stride_vn + kv * stride_vh
-        if tile * BLOCK_M >= queries:
-            return
-
-    m = tile * BLOCK_M + tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
-    rows = m < queries
-    row = tl.minimum(m, queries - 1)  # rows past the end repeat the last one and are not stored
-    q_packed = tl.load(q_base + row[:, None] * stride_qn + d[None, :], mask=(d < D)[None, :], other=0)
-    q, q_high = q_packed, q_packed
-    if INT4:
-        q, q_high = (q_packed << 4) >> 4, q_packed >> 4
-    q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
-    q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
-    k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK
-    if ROW_BIAS:
-        row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK
-    if MASK != "none":
-        mask_base = mask_ptr + b * stride_mb + h * stride_mh + row.to(tl.int64)[:, None] * stride_mm
-    if RELATIVE:
-        rel_h_base = rel_h_ptr + b * stride_hb + h * stride_hh + row[:, None] * stride_hn
-        rel_w_base = rel_w_ptr + b * stride_wb + h * stride_wh + row[:, None] * stride_wn
-
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
-    acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    end = keys
-    if CAUSAL:
-        end = tl.minimum(keys, (tile + 1) * BLOCK_M)
-    for start in range(0, end, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        if K_TOKEN_SCALE:
-            k_scale_ptrs = k_scale_base + (n // K_SPAN) * K_GROUPS + (n % K_MODULO) // K_DIVISOR
-        else:
-            k_scale_ptrs = k_scale_base + start // K_SPAN
-        inside = n < keys
-        k_ptrs, k_mask = k_base + n[None, :] * stride_kn + d[:, None], (d < D)[:, None] & inside[None, :]
-        s = _scores(q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
-        if ROW_BIAS:
-            s += tl.load(row_bias_base + n, mask=inside, other=0.0)[None, :]
-        if MASK == "float":
-            bias = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0.0)
-            s += bias.to(tl.float32) * LOG2E
-        elif MASK == "bool":
-            keep = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0)
-            s = tl.where(keep != 0, s, float("-inf"))
-        if RELATIVE:
-            height = tl.load(rel_h_base + (n // KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-            width = tl.load(rel_w_base + (n % KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-            s += (height + width) * LOG2E
-        if CAUSAL:
-            s = tl.where((n[None, :] <= m[:, None]) & inside[None, :], s, float("-inf"))
-        else:
-            s = tl.where(inside[None, :], s, float("-inf"))
-
-        new_top = tl.maximum(top, tl.max(s, 1))
-        if MAY_BE_EMPTY:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
-            rescale = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))
-        else:
-            shift = new_top - P_SHIFT
-            rescale = tl.exp2(top - new_top)
-        p = tl.exp2(s - shift[:, None])
-        total = total * rescale + tl.sum(p, 1)
-        acc = acc * rescale[:, None]
-        if TRANSPOSED:  # padded with zeros to a multiple of BLOCK_N's
-            v_ptrs = v_base + dv[None, :] * stride_vn + n[:, None]
-            v = tl.load(v_ptrs, mask=(dv < DV)[None, :] & (n < stride_vn)[:, None], other=0.0)
-        else:
-            v_ptrs = v_base + n[:, None] * stride_vn + dv[None, :]
-            v = tl.load(v_ptrs, mask=(dv < DV)[None, :] & inside[:, None], other=0.0)
-        if MODE == "int8_dequantized":
-            v = v.to(tl.float16)  # exact; the scale follows at the end
-        acc += _weighted_values(p, v, MODE, ACCUMULATE_FP16, ROUND_FP8)
-        top = new_top
-
-    safe_total = total
-    if MAY_BE_EMPTY:
-        safe_total = tl.where(total == 0.0, 1.0, total)
-    out = acc / safe_total[:, None]
-    head_kv = b * heads_kv + kv
-    if V_SCALE == "channel":
-        out = out * tl.load(v_scale_ptr + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
-    elif V_SCALE == "head":
-        out = out * tl.load(v_scale_ptr + head_kv)
-    if SMOOTH_V:
-        v_mean = tl.load(v_mean_ptr + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
-        out = tl.where((total == 0.0)[:, None], 0.0, out + v_mean)
-    if OUT_SCALE != "none":
-        out_scale = tl.load(out_scale_ptr + (h if OUT_SCALE == "head" else 0))
-        out = round_to_int8(out * tl.math.div_rn(1.0, out_scale))
-    out_ptrs = out_base + m.to(tl.int64)[:, None] * stride_on + dv[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
-    if LSE:
-        lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
-        if MAY_BE_EMPTY:
-            lse = tl.where(total == 0.0, float("-inf"), lse)
-        tl.store(lse_ptr + (b * H + h) * N + m, lse, mask=rows)
+from qframework.numerics import FLOAT_DTYPES
 
 
 def quantized_attention_triton(
@@ -411,3 +169,136 @@ def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
     if x is None:
         return (1,) * count
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+LIBRARY.define(
+    "quantized_attention(Tensor q, Tensor q_scale, Tensor k, Tensor k_scale, Tensor v, Tensor? v_scale=None, "
+    "Tensor? v_mean=None, Tensor? row_bias=None, Tensor? attn_mask=None, Tensor? rel_h=None, Tensor? rel_w=None, "
+    "bool is_causal=False, float logit_scale=1.0, str variant='sage_b', SymInt? channels=None, bool return_lse=False, "
+    "ScalarType? out_dtype=None) -> (Tensor, Tensor)"
+)
+
+
+def _operands(
+    q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+) -> tuple[QuantizedQK, Values, Bias, AttentionVariant]:
+    name, chosen = "quantized_attention", resolve(variant)
+    check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, v_scale=v_scale, attn_mask=attn_mask)
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
+    for argument, x in (("q", q), ("k", k)):
+        check_dtype(name, argument, x, (torch.int8,))
+    if chosen.pv == "fp16":
+        check_dtype(name, "v", v, FLOAT_DTYPES)
+    elif v_scale is None:
+        raise QFrameworkError(
+            f"{name}: variant={variant!r} quantizes v, and v_scale is None; pass value_quantize's scale"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+        raise QFrameworkError(
+            f"{name}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit; accepted: (B, H, N, D) and (B, Hkv, Nk, D) "
+            "where Hkv divides H"
+        )
+    for argument, scale, x, role in (("q_scale", q_scale, q, "query"), ("k_scale", k_scale, k, "key")):
+        check_dtype(name, argument, scale, (torch.float32,))
+        expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
+        if scale.shape != expected:
+            raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
+    stored = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
+    qk = QuantizedQK(
+        last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), stored, row_bias
+    )
+    return qk, Values(last_contiguous(v), v_scale, v_mean), Bias(attn_mask, rel_h, rel_w, is_causal), chosen
+
+
+@torch.library.impl(LIBRARY, "quantized_attention", "CPU")
+def _quantized_attention_cpu(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    qk, values, bias, chosen = _operands(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+    )
+    out, lse = quantized_attention_ref(qk, values, bias, chosen, logit_scale)
+    batch, heads, tokens, width = out.shape
+    result = query_memory_order(batch, heads, tokens, width, q, out_dtype or torch.float16)
+    return result.copy_(out), lse if return_lse else lse.new_empty(0)
+
+
+@torch.library.impl(LIBRARY, "quantized_attention", "CUDA")
+def _quantized_attention_cuda(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    qk, values, bias, chosen = _operands(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+    )
+    dtype = out_dtype or torch.float16
+    out, lse = quantized_attention_triton(qk, values, bias, chosen, logit_scale, dtype, lse=return_lse)
+    return out, lse if lse is not None else q_scale.new_empty(0)
+
+
+@torch.library.register_fake("qframework::quantized_attention", lib=LIBRARY)
+def _quantized_attention_fake(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    width = v.shape[2] if transposes_values(resolve(variant).pv) else v.shape[3]
+    out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], width, q, out_dtype or torch.float16)
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+
+
+def quantized_attention(
+    q: Tensor,
+    q_scale: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rel_h: Tensor | None = None,
+    rel_w: Tensor | None = None,
+    is_causal: bool = False,
+    logit_scale: float = 1.0,
+    variant: str = "sage_b",
+    channels: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries and keys that are integers already, for pipelines that quantize elsewhere (RoPE, a cache).
+
+    Args:
+        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``.
+        q_scale: its scales, ``(B, H, G)`` fp32.
+        k: ``(B, Hkv, Nk, D)`` int8, quantized with role ``"key"``; ``Hkv`` divides ``H``.
+        k_scale: its scales.
+        v: ``(B, Hkv, Nk, Dv)`` float for ``pv="fp16"``, int8 with ``v_scale (B, Hkv, 1)`` for
+            ``pv="int8_dequantized"``, else ``value_quantize``'s.
+        v_scale: V's scale, with quantized values.
+        v_mean: ``value_quantize``'s mean, with smooth V.
+        row_bias: ``(B, H, ceil(N / 128), Nk)`` float32, smooth Q's logits in base 2.
+        attn_mask: bool or float, four dimensions, 1 where it broadcasts.
+        rel_h: decomposed relative positions as in ``mixed_attention``.
+        rel_w: with ``rel_h``.
+        is_causal: query ``i`` sees keys ``0..i``.
+        logit_scale: what one unit of ``q k`` is in base-2 logits; 1.0 where ``attention_quantize`` folded it into Q.
+        variant: says what the operands are.
+        channels: D of packed INT4 operands with an odd head dimension.
+        return_lse: also the log of the sum of exponentials, not corrected for K's mean.
+        out_dtype: float16 by default.
+
+    Returns:
+        ``out (B, H, N, Dv)``, in memory (B, N, H, Dv), and ``lse (B, H, N)`` float32 or an empty tensor.
+
+    Raises:
+        UnsupportedError, QFrameworkError: dtype, device, shape or scale, by argument; a GPU below sm_80.
+    """
+    return torch.ops.qframework.quantized_attention(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, logit_scale, variant,
+        channels, return_lse, out_dtype,
+    )  # fmt: skip

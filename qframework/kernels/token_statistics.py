@@ -1,6 +1,6 @@
 """Sums and extremes over blocks of tokens: what smoothing and per-channel scales of attention need, in one pass.
 
-Formula: ``sum[i]``, ``low[i] = min`` and ``high[i] = max`` of ``x[n]`` over the tokens ``n`` of block ``i``, per channel.
+Formula: ``sum``, ``low = min`` and ``high = max`` of ``x[n]`` over the tokens ``n`` of a block, per channel.
 Layout: ``x (B, H, N, D)`` any strides, results ``(B, H, ceil(N / QUERY_BLOCK), D)`` float32. Internal: no operator of
 its own, the operators of attention call it. Nothing is accumulated atomically, so results repeat bit for bit.
 """
