@@ -1,5 +1,7 @@
 """Train a ViT on handwritten digits, quantize it statically and dynamically, and compare: what ``make demo`` runs.
 
+Linear layers alone, and attention with them.
+
     python examples/digits_demo.py [--device cuda] [--smoke]
 
 Exit code 1 when INT8 loses more than 0.5 points of top-1 or takes more than 30 percent of the FP32 weight bytes.

@@ -35,10 +35,10 @@ def measured() -> demo.Demo:
 
 
 def test_rows(measured: demo.Demo) -> None:
-    fp32, static, dynamic = measured.rows
-    assert [row.configuration for row in measured.rows] == ["FP32", "static INT8", "dynamic INT8"]
+    fp32, *quantized = measured.rows
+    assert [row.configuration for row in measured.rows] == ["FP32", *demo.CONFIGURATIONS]
     assert (fp32.lowered_linears, fp32.linears, fp32.worst_sqnr_db) == (0, 5, None)
-    for row in (static, dynamic):
+    for row in quantized:
         assert row.lowered_linears == row.linears == 5
         assert 0 < row.weight_bytes < fp32.weight_bytes
         assert 15 < row.worst_sqnr_db < 60
@@ -49,8 +49,14 @@ def test_rows(measured: demo.Demo) -> None:
 def test_json_holds_exactly_the_fields(measured: demo.Demo, tmp_path: Path) -> None:
     measured.write_json(tmp_path / "build" / "demo.json")
     rows = json.loads((tmp_path / "build" / "demo.json").read_text())
-    assert [list(row) for row in rows] == [FIELDS] * 3
+    assert [list(row) for row in rows] == [FIELDS] * (1 + len(demo.CONFIGURATIONS))
     assert rows[1]["top1"] == measured.rows[1].top1
+
+
+def test_attention_is_quantized_where_the_name_says_so(measured: demo.Demo) -> None:
+    """Each kind of attention gives another result: were one left in float, two rows would be alike."""
+    sqnr = [row.worst_sqnr_db for row in measured.rows[1:]]
+    assert len(set(sqnr)) == len(sqnr)
 
 
 def test_table_shows_every_row(measured: demo.Demo) -> None:
@@ -105,7 +111,8 @@ def test_the_example_fails_when_a_check_does(
 def test_the_whole_demo(tmp_path: Path, fresh_dynamo: None) -> None:
     """Trains the real model: INT8 keeps what is promised, and so does the training."""
     assert example().main(["--build", str(tmp_path)]) == 0
-    fp32, static, dynamic = json.loads((tmp_path / "demo.json").read_text())
+    fp32, *quantized = json.loads((tmp_path / "demo.json").read_text())
     assert fp32["top1"] >= 97.5
-    assert static["lowered_linears"] == static["linears"] == dynamic["lowered_linears"] == 3 * 4 + 1
-    assert all(math.isfinite(row["worst_sqnr_db"]) for row in (static, dynamic))
+    assert len(quantized) == len(demo.CONFIGURATIONS)
+    assert all(row["lowered_linears"] == row["linears"] == 3 * 4 + 1 for row in quantized)
+    assert all(math.isfinite(row["worst_sqnr_db"]) for row in quantized)
