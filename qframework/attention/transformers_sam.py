@@ -8,6 +8,7 @@ Imported by :func:`qframework.attention.transformers.register` only: this module
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ def _factors(module: Any, query: Tensor, height: int, width: int) -> tuple[Tenso
 class SamVisionSageAttention(modeling_sam.SamVisionSdpaAttention):
     """SAM's attention with the operator in the middle; no attention weights."""
 
-    variant, smooth_k = "auto", True
+    def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
+        super().__init__(config, window_size)
+        self.variant, self.smooth_k = variant, smooth_k
 
     def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
         """``hidden_states (B, H, W, C)`` to the same shape."""
@@ -58,7 +61,9 @@ class SamVisionSageAttention(modeling_sam.SamVisionSdpaAttention):
 class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
     """The same for SAM-HQ."""
 
-    variant, smooth_k = "auto", True
+    def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
+        super().__init__(config, window_size)
+        self.variant, self.smooth_k = variant, smooth_k
 
     def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
         """``hidden_states (B, H, W, C)`` to the same shape."""
@@ -68,10 +73,6 @@ class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
 
 def register_sam(name: str, variant: str, smooth_k: bool) -> None:
     """Add ``name`` to the attention classes that SAM's encoders choose from."""
-    registries: tuple[tuple[dict[str, Any], Any], ...] = (
-        (modeling_sam.SAM_VISION_ATTENTION_CLASSES, SamVisionSageAttention),
-        (modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES, SamHQVisionSageAttention),
-    )
-    for classes, base in registries:
-        plain = (variant, smooth_k) == (base.variant, base.smooth_k)
-        classes[name] = base if plain else type(base.__name__, (base,), {"variant": variant, "smooth_k": smooth_k})
+    settings = {"variant": variant, "smooth_k": smooth_k}
+    modeling_sam.SAM_VISION_ATTENTION_CLASSES[name] = partial(SamVisionSageAttention, **settings)
+    modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES[name] = partial(SamHQVisionSageAttention, **settings)
