@@ -12,7 +12,7 @@ from qframework import kernels
 
 if TYPE_CHECKING:
     from qframework import attention, backend, evaluation, quantizer
-    from qframework.attention import sage_attention, sage_attention_varlen, use_sage_attention
+    from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explain import explain
     from qframework.quantizer.calibrate import calibrate
     from qframework.serialization import load, save
@@ -22,6 +22,7 @@ __all__ = [
     "attention",
     "backend",
     "calibrate",
+    "calibrate_attention",
     "evaluation",
     "explain",
     "kernels",
@@ -35,6 +36,7 @@ __all__ = [
 
 _HOME_OF = {
     "calibrate": "qframework.quantizer",
+    "calibrate_attention": "qframework.attention",
     "explain": "qframework.backend",
     "load": "qframework.serialization",
     "sage_attention": "qframework.attention",

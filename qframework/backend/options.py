@@ -22,7 +22,7 @@ class BackendOptions:
     """What the caller asked for: ours by name, the rest as Inductor configuration."""
 
     linear: str = "off"
-    attention: str = "auto"
+    attention: str | Mapping[str, str] = "auto"  # for all layers, or by layer
     inductor: dict[str, Any] = field(default_factory=dict)
 
 
@@ -33,7 +33,7 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
         UnsupportedError: an unknown mode, option or value, with what is known.
     """
     inductor = _mode_options(mode)
-    ours: dict[str, str] = {}
+    ours: dict[str, Any] = {}
     for key, value in (options or {}).items():
         if key in KNOWN_OPTIONS:
             ours[key] = _checked_value(key, value)
@@ -51,7 +51,9 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
     return dict(modes[mode or "default"])
 
 
-def _checked_value(key: str, value: Any) -> str:
+def _checked_value(key: str, value: Any) -> str | dict[str, str]:
+    if key == "attention" and isinstance(value, Mapping):  # a variant for each layer, as calibrate_attention chooses
+        return {layer: str(_checked_value(key, variant)) for layer, variant in value.items()}
     if key == "attention" and _is_variant(value):
         return value
     if value not in KNOWN_OPTIONS[key]:
