@@ -1,0 +1,230 @@
+"""The attention kernels, as they would be launched, compile for every supported chip and use its tensor cores.
+
+The launchers run on CPU tensors with recorders in the kernels' place and the chip's own choices; what was recorded is
+compiled. So types, constants, tiles and alignment are those of a real call.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from test_compile_targets import CHIPS, stack_bytes
+
+from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.attention_tiles import choose_attention_tile
+from qframework.kernels.attention_variants import VARIANTS, resolve
+from qframework.kernels.mixed_attention import _mixed_attention_triton
+from qframework.kernels.sage_attention import _sage_attention_triton, _sage_attention_varlen_triton
+
+pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+
+if HAS_TRITON and not INTERPRET:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+# The package exports functions by the names of these modules.
+quantized_attention, attention_quantize, value_quantize, token_statistics = (
+    importlib.import_module(f"qframework.kernels.{name}")
+    for name in ("quantized_attention", "attention_quantize", "value_quantize", "token_statistics")
+)
+KERNELS = {
+    "_quantized_attention_kernel": quantized_attention,
+    "_attention_quantize_kernel": attention_quantize,
+    "_value_quantize_kernel": value_quantize,
+    "_block_statistics_kernel": token_statistics,
+}
+POINTERS = {
+    torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
+    torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv",
+}  # fmt: skip
+OPTIONS = ("num_warps", "num_stages")
+# FP8 multiplies as FP8 from sm_89 on; sm_80 and AMD's gfx942, whose FP8 is another, multiply its numbers in FP16.
+HAS_FP8 = {"sm_89", "sm_90", "sm_100", "sm_120"}
+FP8_PRODUCT = {
+    "sm_89": r"mma\.sync\S*e4m3\.e4m3",
+    "sm_90": r"wgmma\.mma_async\S*e4m3\.e4m3",
+    "sm_100": r"tcgen05\.mma\S*kind::f8f6f4|mma\.sync\S*e4m3\.e4m3",
+    "sm_120": r"mma\.sync\S*e4m3\.e4m3",
+}
+FP16_PRODUCT = {
+    "sm_90": r"wgmma\.mma_async\S*\.f16\.f16",
+    "sm_100": r"tcgen05\.mma\S*kind::f16|mma\.sync\S*\.f16\.f16",
+    "gfx942": r"v_mfma_f32_\d+x\d+x\d+_f16",
+}
+# Bytes that a thread may spill once, behind the loop over keys. Blackwell's tiles and wide heads are not tuned yet.
+MAX_STACK, WIDE_STACK = {"sm_100": 512, "sm_120": 128}, 384
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+
+class Launch(NamedTuple):
+    """One recorded launch."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+    options: dict[str, int]
+
+
+class Recorder:
+    """Stands for a kernel and remembers how it was launched."""
+
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any):
+        def record(*arguments: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in OPTIONS if name in named}
+            values = dict(zip(self.kernel.arg_names, arguments, strict=False)) | named
+            self.launches.append(Launch(self.kernel, values, options))
+
+        return record
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """``launches(chip, fn)``: what ``fn`` would launch there, by the kernel's name."""
+
+    def run(chip: str, fn) -> dict[str, list[Launch]]:
+        recorded: list[Launch] = []
+        for name, module in KERNELS.items():
+            monkeypatch.setattr(module, name, Recorder(getattr(module, name), recorded))
+        capability = CHIPS[chip][1]
+        monkeypatch.setattr(
+            quantized_attention,
+            "attention_tile",
+            lambda device, *problem: choose_attention_tile(*problem, capability),
+        )
+        monkeypatch.setattr(value_quantize, "has_fp8", lambda device: chip in HAS_FP8)
+        if hasattr(quantized_attention, "has_fp8"):
+            monkeypatch.setattr(quantized_attention, "has_fp8", lambda device: chip in HAS_FP8)
+        fn()
+        monkeypatch.undo()
+        by_name: dict[str, list[Launch]] = {}
+        for launch in recorded:
+            by_name.setdefault(launch.kernel.__name__, []).append(launch)
+        return by_name
+
+    return run
+
+
+def compile_launch(chip: str, launch: Launch):
+    """Compile as Triton would specialize the launch: integers of 1 constant, those that 16 divides aligned."""
+    kernel, constants, signature, aligned = launch.kernel, {}, {}, []
+    for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = launch.arguments[name]
+        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
+            signature[name], constants[(position,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name] = POINTERS[value.dtype]
+            aligned.append(position)
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0:
+                aligned.append(position)
+    attributes = {(position,): [["tt.divisibility", 16]] for position in aligned}
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
+
+
+def assembly(compiled) -> str:
+    return compiled.asm["amdgcn" if "amdgcn" in compiled.asm else "ptx"]
+
+
+def operands(head_dim: int = 64, tokens: int = 1024, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    return [torch.zeros(1, 2, tokens, head_dim, dtype=dtype) for _ in range(3)]
+
+
+def float_call(variant: str, head_dim: int = 64, dtype: torch.dtype = torch.float16, **options):
+    return lambda: _sage_attention_triton(*operands(head_dim, dtype=dtype), variant=variant, **options)
+
+
+def int8_call():
+    """QAttn static, int8 in and out."""
+    scale = torch.ones(1)
+    return _mixed_attention_triton(*operands(dtype=torch.int8), scale, scale, scale, out_scale=scale)
+
+
+def varlen_call():
+    packed = [x[0].transpose(0, 1) for x in operands()]
+    starts = torch.tensor([0, 512, 1024], dtype=torch.int32)
+    return _sage_attention_varlen_triton(*packed, starts, starts, 512, 512, variant="sage2_int8")
+
+
+def assert_fits(chip: str, compiled, tmp_path, stack: int) -> None:
+    assert compiled.metadata.shared <= SHARED_KIB.get(chip, 99) * 1024
+    assert stack_bytes(compiled, tmp_path) <= stack
+
+
+def uses_fp16(chip: str, text: str) -> bool:
+    return re.search(FP16_PRODUCT.get(chip, r"mma\.sync\S*\.f16\.f16"), text) is not None
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_attention(launches, chip, variant, tmp_path):
+    """INT8 products of Q and K everywhere, INT4's too; P and V as the variant says."""
+    (launch,) = launches(chip, float_call(variant))["_quantized_attention_kernel"]
+    compiled = compile_launch(chip, launch)
+    text = assembly(compiled)
+    assert re.search(CHIPS[chip][2], text), "no INT8 tensor-core instruction for Q K"
+    fp8 = resolve(variant).pv == "fp8" and chip in HAS_FP8
+    assert not fp8 or re.search(FP8_PRODUCT[chip], text), "no FP8 tensor-core instruction for P V"
+    assert uses_fp16(chip, text) == (resolve(variant).pv != "int8" and not fp8)
+    assert_fits(chip, compiled, tmp_path, MAX_STACK.get(chip, 64))
+
+
+@pytest.mark.parametrize(
+    ("chip", "accumulator"),
+    [("sm_89", "f16"), ("sm_90", "f16"), ("sm_120", "f16"), ("sm_89", "f32"), ("sm_90", "f32"), ("sm_120", "f32")],
+)
+def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
+    variant = {"f16": "sage2pp_int8", "f32": "sage2_int8"}[accumulator]
+    (launch,) = launches(chip, float_call(variant))["_quantized_attention_kernel"]
+    text = assembly(compile_launch(chip, launch))
+    found = set(re.findall(r"mma\S*?\.(f16|f32)\.e4m3\.e4m3", text))
+    assert found == {accumulator}
+
+
+@pytest.mark.parametrize(("variant", "head_dim"), [("sage_b", 128), ("sage2_int4", 256)])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_wide_heads_fit(launches, chip, variant, head_dim, tmp_path):
+    (launch,) = launches(chip, float_call(variant, head_dim))["_quantized_attention_kernel"]
+    assert_fits(chip, compile_launch(chip, launch), tmp_path, WIDE_STACK)
+
+
+FEATURES = {
+    "causal": float_call("sage2_int8", is_causal=True, return_lse=True),
+    "bool": float_call("sage2_int8", attn_mask=torch.ones(1024, 1024, dtype=torch.bool)),
+    "float": float_call("sage_vb", attn_mask=torch.zeros(1024, 1024, dtype=torch.float16)),
+    "relative": float_call(
+        "sage2_int8", 80, rel_h=torch.zeros(1, 2, 1024, 32).half(), rel_w=torch.zeros(1, 2, 1024, 32).half()
+    ),
+    "bfloat16": float_call("sage_b", dtype=torch.bfloat16),
+    "float32": float_call("sage_b", dtype=torch.float32),
+    "int8": int8_call,
+    "varlen": varlen_call,
+}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
+def test_features_compile_and_fit(launches, chip, feature, tmp_path):
+    """With everything that launches before the attention itself: sums, and the quantization of Q, K and V."""
+    recorded = launches(chip, FEATURES[feature])
+    assert "_quantized_attention_kernel" in recorded
+    for name, calls in recorded.items():
+        for launch in calls:
+            stack = WIDE_STACK if name == "_quantized_attention_kernel" else 0
+            assert_fits(chip, compile_launch(chip, launch), tmp_path, stack)
+
+
+def test_a_kernel_sees_what_the_chip_stores(launches):
+    """The recorder's premise: FP8 values where the chip multiplies them, their numbers in float16 where it does not."""
+    for chip, dtype in (("sm_90", torch.float8_e4m3fn), ("sm_80", torch.float16)):
+        recorded = launches(chip, float_call("sage2_int8"))
+        assert recorded["_quantized_attention_kernel"][0].arguments["v_ptr"].dtype == dtype
+        assert len(recorded["_attention_quantize_kernel"]) == 2
