@@ -14,7 +14,7 @@ import torch
 from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from qframework.backend.graph import argument, fake_value, is_inactive_dropout, operation
+from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
 
 Size = int | torch.SymInt
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
-from qframework.backend.graph import Constants, layer_name
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
 from qframework.backend.lower_linear import ScaleConstants, lower_linear
@@ -21,6 +20,7 @@ from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
+from qframework.graph.nodes import Constants, layer_name
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,8 @@ def qframework_backend(
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration.
             ``{"attention": "auto"}``, the default, quantizes float attention on CUDA where no gradient is needed; the
-            name of a variant does so everywhere, with the gradients of exact attention; ``"off"`` leaves it alone.
+            name of a variant does so everywhere, with the gradients of exact attention; ``"off"`` leaves it alone. A
+            mapping from layer names to these, as ``calibrate_attention`` returns it, decides for each layer.
             Every other key is an Inductor configuration.
 
     Returns:

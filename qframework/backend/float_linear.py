@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
-from qframework.backend.graph import Constants, LinearCall, fake_value, layer_name, linear_call, writes_in_place
 from qframework.backend.lower_linear import (
     Quantized,
     ScaleConstants,
@@ -34,6 +33,7 @@ from qframework.backend.lower_linear import (
     insert_int8_linear,
 )
 from qframework.backend.report import LayerReport
+from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, writes_in_place
 from qframework.numerics import FLOAT_DTYPES
 
 

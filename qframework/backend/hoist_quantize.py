@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.channels import ChannelView, Leaf, quantized_everywhere
-from qframework.backend.graph import Constants, fake_value, layer_name, linear_call
 from qframework.backend.lower_linear import (
     Refused,
     ScaleConstants,
@@ -32,6 +31,7 @@ from qframework.backend.lower_linear import (
     quantized_operands,
     static_quantize_scale,
 )
+from qframework.graph.nodes import Constants, fake_value, layer_name, linear_call
 from qframework.numerics import QMAX
 
 _decomposed = torch.ops.quantized_decomposed

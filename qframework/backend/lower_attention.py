@@ -14,23 +14,24 @@ no tensor of N x N entries is left in the graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.attention_patterns import (
+from qframework.backend.report import LayerReport
+from qframework.errors import QFrameworkError
+from qframework.graph.attention_patterns import (
     AttentionCall,
     Refused,
     is_assertion,
     sdpa_call,
     spelled_out_call,
 )
-from qframework.backend.graph import argument, fake_value, layer_name, operation, writes_in_place
-from qframework.backend.report import LayerReport
-from qframework.backend.write_attention import AttentionWriter, cannot_be_viewed
-from qframework.errors import QFrameworkError
+from qframework.graph.nodes import argument, fake_value, layer_name, operation, writes_in_place
+from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.kernels._common import MIN_CAPABILITY
 from qframework.numerics import FLOAT_DTYPES
 
@@ -38,15 +39,18 @@ _SAGE = torch.ops.qframework.sage_attention.default
 NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
 
 
-def lower_attention(gm: GraphModule, option: str) -> list[LayerReport]:
+def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[LayerReport]:
     """Replace every attention the operator computes, in place; report on every attention.
 
     Args:
         gm: the captured graph.
-        option: ``"auto"`` (on CUDA, where no gradient is needed), the name of a variant (everywhere) or ``"off"``.
+        option: ``"auto"`` (on CUDA, where no gradient is needed), the name of a variant (everywhere) or ``"off"``; or
+            one of these for each layer, ``"off"`` for those that it does not name. The second attention of a layer
+            ``name`` is ``name#1``, or else as the first.
     """
     _name_shapes(gm)
     reports = []
+    seen: Counter[str] = Counter()
     for node in list(gm.graph.nodes):
         if node._erased or node.op not in ("call_function", "call_method"):
             continue
@@ -60,8 +64,9 @@ def lower_attention(gm: GraphModule, option: str) -> list[LayerReport]:
                     kind="attention",
                 )
             )
-        elif (report := _lower_one(gm, node, option)) is not None:
+        elif (report := _lower_one(gm, node, option, seen)) is not None:
             reports.append(report)
+            seen[report.name] += 1
     return reports
 
 
@@ -69,11 +74,19 @@ def _describe(variant: str) -> str:
     return f"qframework::sage_attention ({variant})"
 
 
-def _lower_one(gm: GraphModule, node: Node, option: str) -> LayerReport | None:
+def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
+    """The option of the ``index``-th attention of a layer."""
+    if isinstance(option, str):
+        return option
+    return option.get(f"{name}#{index}" if index else name) or option.get(name, "off")
+
+
+def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], seen: Counter[str]) -> LayerReport | None:
     """Lower the attention that ``node`` is, or is the softmax of; None where it is neither."""
     spelled_out = operation(node) == "softmax"
     kind = "matmul, softmax, matmul" if spelled_out else "scaled_dot_product_attention"
     name = layer_name(argument(node, 0, "input", "self")) if spelled_out else layer_name(node)
+    option = _option_of(options, name, seen[name])
     try:
         call = spelled_out_call(node) if spelled_out else sdpa_call(node)
         if call is None:

@@ -22,7 +22,9 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
-from qframework.backend.graph import (
+from qframework.backend.report import LayerReport
+from qframework.errors import QFrameworkError
+from qframework.graph.nodes import (
     Constants,
     LinearCall,
     activation_name,
@@ -32,8 +34,6 @@ from qframework.backend.graph import (
     layer_name,
     linear_call,
 )
-from qframework.backend.report import LayerReport
-from qframework.errors import QFrameworkError
 from qframework.numerics import FLOAT_DTYPES, QMAX
 
 _decomposed = torch.ops.quantized_decomposed

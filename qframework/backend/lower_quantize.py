@@ -18,8 +18,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.backend.graph import fake_value
 from qframework.backend.lower_linear import ScaleConstants, static_quantize_scale
+from qframework.graph.nodes import fake_value
 from qframework.numerics import FLOAT_DTYPES, QMAX
 
 _decomposed = torch.ops.quantized_decomposed

@@ -24,7 +24,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.channels import ChannelView, quantized_everywhere
-from qframework.backend.graph import Constants, argument, fake_value, layer_name, operation
 from qframework.backend.hoist_quantize import drop_requantization, erase_quantize, is_static_quantize, mark_int8
 from qframework.backend.lower_linear import (
     Quantized,
@@ -35,6 +34,7 @@ from qframework.backend.lower_linear import (
     static_quantize_scale,
 )
 from qframework.backend.report import LayerReport
+from qframework.graph.nodes import Constants, argument, fake_value, layer_name, operation
 
 _ours = torch.ops.qframework
 _ROLES = ("query", "key", "value")

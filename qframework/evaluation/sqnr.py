@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from qframework.backend.graph import layer_name, linear_call
 from qframework.errors import QFrameworkError
+from qframework.graph.nodes import layer_name, linear_call
 from qframework.numerics import sqnr_db
 
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qframework.backend.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
-from qframework.backend.graph import fake_value, operation
-from qframework.backend.relative_position import RelativePositions, decomposed, is_height, is_width
-from qframework.backend.shapes import same, same_shape, splits_first
+from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
+from qframework.graph.nodes import fake_value, operation
+from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
+from qframework.graph.shapes import same, same_shape, splits_first
 
 aten = torch.ops.aten
 

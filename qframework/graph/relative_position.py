@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.backend.attention_patterns import VIEWS, NotAttention, Summand, shape_of
-from qframework.backend.graph import argument, fake_value, operation
-from qframework.backend.shapes import same, same_shape
+from qframework.graph.attention_patterns import VIEWS, NotAttention, Summand, shape_of
+from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.shapes import same, same_shape
 
 
 class RelativePositions(NamedTuple):

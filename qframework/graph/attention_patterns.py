@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from qframework.backend.graph import argument, fake_value, is_inactive_dropout, operation
+from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
 
 # Operations that hand on the same numbers: casts, copies, and the same elements under another shape.
 _CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
