@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qframework.attention.choice import OFF, AttentionChoice, LayerChoice, passes
+from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model
 from qframework.errors import CalibrationError
@@ -119,19 +120,28 @@ def calibrate_attention(
             seen += 1
             advance()
     _check_seen(model, seen, recorder)
-    choice = _choose(recorder, criteria)
+    choice = _choose(recorder, criteria, _paths(model))
     if verbose:
         _print(choice)
     return choice
 
 
-def _choose(recorder: Recorder, criteria: Mapping[str, float]) -> AttentionChoice:
-    layers = {}
+def _choose(recorder: Recorder, criteria: Mapping[str, float], paths: Mapping[str, list[str]]) -> AttentionChoice:
+    layers: dict[str, LayerChoice] = {}
     for name, layer in recorder.layers.items():
         passing = [variant for variant in recorder.variants if passes(layer.measured[variant], criteria)]
-        chosen = passing[0] if passing else OFF
-        layers[name] = LayerChoice(chosen, layer.calls, layer.query, layer.keys, layer.measured)
+        chosen = LayerChoice(passing[0] if passing else OFF, layer.calls, layer.query, layer.keys, layer.measured)
+        path, index = split_name(name)
+        layers |= {join_name(other, index): chosen for other in paths.get(path, [path])}
     return AttentionChoice(layers, criteria)
+
+
+def _paths(model: nn.Module) -> dict[str, list[str]]:
+    """All paths of each module by its first: graphs name a shared module after the path it was called by."""
+    paths: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(id(module), []).append(path)
+    return {names[0]: names for names in paths.values()}
 
 
 def _criteria(threshold: float, max_relative_l1: float | None, max_rmse: float | None) -> dict[str, float]:

@@ -130,21 +130,17 @@ class AttentionChoice(Mapping[str, str]):
             )
         if isinstance(model, GraphModule):
             return AppliedChoice(rewrite_graph(model, self))
-        modules = dict(model.named_modules())
-        by_module: dict[str, dict[int, str]] = {}
+        modules = dict(model.named_modules(remove_duplicate=False)) | {ROOT: model}
+        by_module: dict[nn.Module, dict[int, str]] = {}
         for name, variant in self.items():
             path, index = split_name(name)
-            by_module.setdefault(path, {})[index] = variant
-        missing = [path for path in by_module if path != ROOT and path not in modules]
-        if missing:
-            raise QFrameworkError(
-                f"AttentionChoice.apply: {type(model).__name__} has no module {', '.join(map(repr, missing))}; "
-                "accepted: the model that the choice was made for"
-            )
-        handles = []
-        for path, variants in by_module.items():
-            module = model if path == ROOT else modules[path]
-            handles += LayerScope(variants).attach(module)
+            if path not in modules:
+                raise QFrameworkError(
+                    f"AttentionChoice.apply: {type(model).__name__} has no module {path!r}; accepted: the model that "
+                    "the choice was made for"
+                )
+            by_module.setdefault(modules[path], {})[index] = variant
+        handles = [handle for module, variants in by_module.items() for handle in LayerScope(variants).attach(module)]
         return AppliedChoice(handles)
 
     # Files ------------------------------------------------------------------------------------------------------------

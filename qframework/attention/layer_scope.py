@@ -15,7 +15,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.drop_in import _multi_head_attention_forward, use_sage_attention
+from qframework.attention.drop_in import use_sage_attention
+from qframework.attention.handover import multi_head_attention_forward
 from qframework.errors import QFrameworkError
 
 ROOT = "scaled_dot_product_attention"
@@ -77,7 +78,7 @@ class AttentionCalls(TorchFunctionMode):
             return self.attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward:  # PyTorch would hide the attention inside from this scope
             with self:
-                return _multi_head_attention_forward(*args, **kwargs)
+                return multi_head_attention_forward(*args, **kwargs)
         return func(*args, **kwargs)
 
 
