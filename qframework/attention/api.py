@@ -6,6 +6,7 @@ from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention_variants import AttentionVariant
@@ -92,14 +93,15 @@ def sage_attention(
     ``torch.autocast`` the inputs are cast first, as PyTorch's are.
 
     Raises:
-        UnsupportedError: dropout, a dtype, device, head dimension, layout or variant that no kernel can do.
+        UnsupportedError: dropout, a dtype, device, head dimension, layout or variant that no kernel can do; transforms
+            of ``torch.func`` and forward-mode derivatives.
         QFrameworkError: shapes, dtypes or devices that do not fit together.
 
     Papers: SageAttention, SageAttention2, SageAttention2++, QAttn; which one is the variant's.
     """
     _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
-    check_layout(tensor_layout)
+    _check_layout(tensor_layout)
     if tensor_layout == "NHD":
         query, key, value = _exchange("query", query), _exchange("key", key), _exchange("value", value)
     out, lse = attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse)
@@ -121,6 +123,7 @@ def attend(
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The operator, with PyTorch's habits around it: autocast, and leading dimensions that broadcast."""
+    _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     out, lse = torch.ops.qframework.sage_attention(
@@ -170,6 +173,7 @@ def sage_attention_varlen(
         QFrameworkError: shapes, dtypes or devices that do not fit together.
     """
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
+    _refuse_transforms("sage_attention_varlen", query, key, value)
     query, key, value, _ = autocast(query, key, value, None)
     return torch.ops.qframework.sage_attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
@@ -185,7 +189,16 @@ def _refuse_dropout(dropout_p: float) -> None:
         )
 
 
-def check_layout(tensor_layout: str) -> None:
+def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:
+    transform = transform_in_force(*tensors)
+    if transform is not None:
+        raise UnsupportedError(
+            f"{function}: {transform}; accepted: plain calls and reverse-mode gradients. Call "
+            "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
+        )
+
+
+def _check_layout(tensor_layout: str) -> None:
     """Raise UnsupportedError unless ``tensor_layout`` is one of TensorLayout."""
     if tensor_layout not in get_args(TensorLayout):
         accepted = ", ".join(get_args(TensorLayout))
@@ -203,6 +216,17 @@ def _exchange(name: str, x: Tensor) -> Tensor:
     if x.ndim < 3:
         raise QFrameworkError(f"sage_attention: {name} has shape {tuple(x.shape)}; accepted: 3 dimensions or more")
     return x.transpose(-3, -2)
+
+
+def transform_in_force(*tensors: Tensor | None) -> str | None:
+    """What asks for derivatives or batching in a way the operator has no rule for, and would get wrong silently."""
+    if torch.compiler.is_compiling():
+        return None
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "a transform of torch.func"
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return "a forward-mode derivative"
+    return None
 
 
 def spec_of(variant: str | AttentionVariant) -> str:

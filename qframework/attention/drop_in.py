@@ -10,7 +10,6 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.api import attend, autocast, spec_of
+from qframework.attention.api import attend, autocast, spec_of, transform_in_force
+from qframework.attention.handover import to_run_inside
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention_variants import AttentionVariant, resolve
 from qframework.numerics import FLOAT_DTYPES
@@ -50,8 +50,12 @@ class use_sage_attention(TorchFunctionMode):
     ``nn.TransformerEncoderLayer`` under ``torch.no_grad()`` stays on PyTorch's fused layer, which no scope sees, unless
     ``torch.backends.mha.set_fastpath_enabled(False)``.
 
-    What a variant cannot do goes to PyTorch: dropout, float64, tensor subclasses, head dimensions above 256, devices
-    other than CPU and CUDA. Each reason is logged once and counted in :data:`fallbacks`.
+    With activation checkpointing the backward pass runs the forward again and belongs inside the scope as well, or the
+    scope inside the checkpointed function. TorchScript functions are not seen.
+
+    What a variant cannot do goes to PyTorch: dropout, float64, tensor subclasses, head dimensions above 256, transforms
+    of ``torch.func``, forward-mode derivatives, devices other than CPU and CUDA. Each reason is logged once and counted
+    in :data:`fallbacks`.
 
     Args:
         variant: ``"auto"``, a name of ``qframework.kernels.attention_variants.VARIANTS``, an ``AttentionVariant``, or
@@ -71,19 +75,26 @@ class use_sage_attention(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_attention = func is F.scaled_dot_product_attention or func is _EXPORTED_SDPA
-        if not is_attention and func is not F.multi_head_attention_forward:
-            return _pass_on(func, args, kwargs)
+        inside = to_run_inside(func)
+        if inside is not None and _first_subclass(types) is None:
+            with self:
+                return inside(*args, **kwargs)
+        if func is F.scaled_dot_product_attention or func is _EXPORTED_SDPA:
+            return self._attention(func, types, args, kwargs)
+        if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
+            return torch.unflatten(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self, func: Callable[..., Tensor], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Tensor:
         subclass = _first_subclass(types)
         if subclass is not None:
             note_fallback(f"tensor subclass {subclass}")
             return func(*args, **kwargs)  # which hands it to the subclass
         if self.variant == _OFF:
             return _pytorch(func, args, kwargs)
-        if is_attention:
-            return attention_or_fallback(self.variant, self.smooth_k, func, *args, **kwargs)
-        with self:
-            return _multi_head_attention_forward(*args, **kwargs)
+        return attention_or_fallback(self.variant, self.smooth_k, func, *args, **kwargs)
 
 
 def attention_or_fallback(
@@ -128,6 +139,9 @@ def why_not(
     """Why no variant can do this call, in words that do not depend on sizes; None where they can."""
     if dropout_p > 0.0:
         return "dropout"
+    transform = transform_in_force(query, key, value, attn_mask)
+    if transform is not None:
+        return transform
     if query.is_nested or query.layout != torch.strided:
         return "nested or sparse tensors"
     if attn_mask is not None and is_causal:
@@ -157,13 +171,6 @@ def note_fallback(reason: str) -> None:
         )
 
 
-def _pass_on(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A call that is none of ours."""
-    if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
-        return torch.unflatten(*args, **kwargs)
-    return func(*args, **kwargs)
-
-
 def _pytorch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PyTorch's own result. An enclosing scope must not see this call: the innermost has decided."""
     with torch._C.DisableTorchFunction():
@@ -175,22 +182,3 @@ def _first_subclass(types: Any) -> str | None:
         if kind not in _PLAIN_TYPES:
             return kind.__name__
     return None
-
-
-def _without_handover(function: Any) -> Callable[..., Any]:
-    """A copy of a function of ``torch.nn.functional`` that runs under a function mode instead of handing itself to it.
-
-    Such a function asks ``has_torch_function`` first, and the mode then gets the whole call with itself switched off.
-    """
-    names = {name: value for name, value in function.__globals__.items() if name != "__name__"}
-    names["has_torch_function"] = _never
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _never(_: Any) -> bool:
-    return False
-
-
-_multi_head_attention_forward = _without_handover(F.multi_head_attention_forward)

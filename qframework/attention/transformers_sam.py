@@ -73,6 +73,6 @@ class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
 
 def register_sam(name: str, variant: str, smooth_k: bool) -> None:
     """Add ``name`` to the attention classes that SAM's encoders choose from."""
-    settings = {"variant": variant, "smooth_k": smooth_k}
+    settings: dict[str, Any] = {"variant": variant, "smooth_k": smooth_k}
     modeling_sam.SAM_VISION_ATTENTION_CLASSES[name] = partial(SamVisionSageAttention, **settings)
     modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES[name] = partial(SamHQVisionSageAttention, **settings)

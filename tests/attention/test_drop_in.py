@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from attention_helpers import Operators, assert_within, exact_attention, expected_error, heads
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils.checkpoint import checkpoint
 
 from qframework import sage_attention, use_sage_attention
 from qframework.attention import fallbacks
@@ -298,6 +301,62 @@ def test_attn_mask_with_is_causal_is_pytorchs_own_matter() -> None:
         actual = outcome()
     assert torch.equal(actual, expected) if isinstance(expected, Tensor) else actual == expected
     assert fallbacks == {"attn_mask together with is_causal": 1}
+
+
+def test_transforms_of_torch_func_fall_back() -> None:
+    query, key, value = qkv()
+    with use_sage_attention():
+        found = torch.func.grad(lambda x: SDPA(x, key, value).sum())(query)
+        batched = torch.vmap(SDPA)(query, key, value)
+    assert torch.equal(found, torch.func.grad(lambda x: SDPA(x, key, value).sum())(query))
+    torch.testing.assert_close(batched, SDPA(query, key, value))
+    assert fallbacks == {"a transform of torch.func": 2}
+
+
+def test_forward_mode_derivatives_are_not_cut_silently() -> None:
+    """PyTorch has them in its math kernel alone; the operator would drop the tangent."""
+    query, key, value = qkv()
+
+    def tangent(attention: Any) -> Tensor:
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            return forward_ad.unpack_dual(attention(forward_ad.make_dual(query, key[:, :, :20]), key, value)).tangent
+
+    expected = tangent(SDPA)
+    with use_sage_attention():
+        assert torch.equal(tangent(SDPA), expected)
+    assert fallbacks == {"a forward-mode derivative": 1}
+    with pytest.raises(UnsupportedError, match="a forward-mode derivative; accepted: plain calls"):
+        tangent(sage_attention)
+
+
+@pytest.mark.parametrize("backward", [lambda x: x.backward(), torch.autograd.backward, "grad"])
+def test_checkpointing_runs_the_forward_again_inside_the_scope(backward: Any) -> None:
+    """PyTorch runs a backward pass with the scope switched off, unless the scope says otherwise."""
+    query, key, value = qkv()
+    query.requires_grad_()
+
+    def gradient(attention: Any) -> Tensor:
+        out = checkpoint(lambda x: attention(x, key, value).sin(), query, use_reentrant=False).sum()
+        if backward == "grad":
+            return torch.autograd.grad(out, query)[0]
+        query.grad = None
+        backward(out)
+        assert query.grad is not None
+        return query.grad
+
+    expected = gradient(sage_attention)
+    with use_sage_attention(), Operators() as operators:
+        assert torch.equal(gradient(SDPA), expected)
+    assert operators.count() == 2
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_inside_a_scope_keeps_the_operator(strict: bool) -> None:
+    tensors = qkv()
+    with use_sage_attention("sage_t"):
+        exported = torch.export.export(Attention(), tensors, strict=strict)
+    assert count(exported.graph_module) == 1
+    assert torch.equal(exported.module()(*tensors), sage_attention(*tensors, variant="sage_t") * 2)
 
 
 def test_autocast_decides_the_dtype() -> None:
