@@ -26,14 +26,12 @@ from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import (
     AttentionCall,
     Refused,
-    is_assertion,
     sdpa_call,
     spelled_out_call,
 )
-from qframework.graph.nodes import argument, fake_value, layer_name, operation, writes_in_place
-from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
+from qframework.graph.nodes import argument, fake_value, layer_name, operation
+from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.kernels._common import MIN_CAPABILITY
-from qframework.numerics import FLOAT_DTYPES
 
 _SAGE = torch.ops.qframework.sage_attention.default
 NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
@@ -48,7 +46,7 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
             one of these for each layer, ``"off"`` for those that it does not name. The second attention of a layer
             ``name`` is ``name#1``, or else as the first.
     """
-    _name_shapes(gm)
+    name_shapes(gm)
     reports = []
     seen: Counter[str] = Counter()
     for node in list(gm.graph.nodes):
@@ -93,8 +91,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
             return None
         if reason := _reason_to_leave(call, option):
             return LayerReport(name, False, kind, reason, kind="attention")
-        _require_computable(call)
-        _replace(gm, call, option)
+        replace_attention(gm, call, lambda writer: writer.write(option))
     except (Refused, QFrameworkError) as refusal:
         wanted = option != "off" and not (option == "auto" and _reason_against_auto([_fake_of(node)]))
         return LayerReport(name, False, kind, str(refusal), fallback=wanted, kind="attention")
@@ -132,83 +129,3 @@ def _why_not_auto(device: torch.device) -> str | None:
 def _fakes(call: AttentionCall) -> list[Tensor]:
     nodes = [call.query, call.key, call.value, *(summand.value for summand in call.summands)]
     return [fake for node in nodes if (fake := fake_value(node)) is not None]
-
-
-def _require_computable(call: AttentionCall) -> None:
-    end = fake_value(call.end)
-    if end is None or end.dtype not in FLOAT_DTYPES or end.layout != torch.strided:
-        dtype = None if end is None else end.dtype
-        raise Refused(f"its result has dtype {dtype}; accepted: float32, float16, bfloat16")
-    if end.device.type not in ("cpu", "cuda"):
-        raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
-    operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
-    first = call.between[0]
-    if (writer := _written_between(first, call.end, operands, set(call.between))) is not None:
-        raise Refused(f"{writer.name} changes one of its operands in place between its products")
-
-
-def _written_between(first: Node, last: Node, operands: Sequence[Node], own: set[Node]) -> Node | None:
-    """A node from ``first`` to ``last`` that writes into the memory of an operand."""
-    memory = {_memory(node) for node in operands} - {None}
-    node = first
-    while node is not last:
-        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
-            return node
-        node = node.next
-    return None
-
-
-def _memory(node: Node) -> int | None:
-    fake = fake_value(node)
-    return None if fake is None else fake.untyped_storage()._cdata
-
-
-def _replace(gm: GraphModule, call: AttentionCall, variant: str) -> None:
-    """Put the operator in the place of ``call.end`` and erase what nothing reads any more."""
-    writer = AttentionWriter(gm, call)
-    try:
-        new = writer.write(variant)
-    except (Refused, QFrameworkError):
-        writer.undo()
-        raise
-    if cannot_be_viewed(call.end, new):
-        new = writer.add(torch.ops.aten.contiguous.default, new)
-    call.end.replace_all_uses_with(new)
-    _erase_unused(gm, call.end, set(call.between))
-
-
-def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
-    """Erase a node without readers, then whatever fed only it; placeholders, attributes and writes stay."""
-    if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
-        return
-    if writes_in_place(node) and node not in own:
-        return
-    for assertion in list(node.users):
-        gm.graph.erase_node(assertion)
-    inputs = node.all_input_nodes
-    gm.graph.erase_node(node)
-    for each in inputs:
-        if not each._erased:
-            _erase_unused(gm, each, own)
-
-
-def _name_shapes(gm: GraphModule) -> None:
-    """Rewrite ``x.view_as(y)``, ``x.reshape_as(y)`` and ``x.type_as(y)`` with sizes, so that they do not read y."""
-    for node in list(gm.graph.nodes):
-        name = operation(node)
-        if name not in ("view_as", "reshape_as", "type_as"):
-            continue
-        fake, x = fake_value(node), argument(node, 0, "input", "self")
-        if fake is None:
-            continue
-        sizes = [size if isinstance(size, int) else -1 for size in fake.shape]
-        if name != "type_as" and sizes.count(-1) > 1:
-            continue
-        with gm.graph.inserting_before(node):
-            if name == "type_as":
-                new = gm.graph.call_function(torch.ops.aten.to.dtype, (x, fake.dtype))
-            else:
-                new = gm.graph.call_function(torch.ops.aten.reshape.default, (x, sizes))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        gm.graph.erase_node(node)

@@ -1,4 +1,4 @@
-"""Write ``qframework::sage_attention`` into a graph in the place of an attention.
+"""Write an attention operator into a graph in the place of an attention.
 
 Logits may change shape between the products: ``(B * W, H, N, N)`` becomes ``(B, W, H, N, N)`` while a mask of W windows
 is added (Swin), ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with most dimensions,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,6 +24,17 @@ from qframework.graph.shapes import same, same_shape, splits_first
 aten = torch.ops.aten
 
 
+class AttentionOperands(NamedTuple):
+    """Tensors of one attention in the operators' shapes; ``mask`` bool or float."""
+
+    query: Node
+    key: Node
+    value: Node
+    mask: Node | None
+    rel_h: Node | None
+    rel_w: Node | None
+
+
 class AttentionWriter:
     """Adds nodes before ``call.end``, each with the fake tensor that tracing would have recorded."""
 
@@ -34,29 +45,54 @@ class AttentionWriter:
         self._grid_summands: list[Summand] = []
         self._fine = self._finest_shape()
 
-    def write(self, variant: str) -> Node:
-        """The node of the operator's output, in the shape and dtype of ``call.end``.
+    def write(self, variant: str, smooth_k: bool = True) -> Node:
+        """The node of ``sage_attention``'s output, in the shape and dtype of ``call.end``.
 
         Raises:
             Refused: a shape that cannot be brought to the operator's.
             QFrameworkError: what the operator itself refuses.
         """
-        call, end = self._call, fake_value(self._call.end)
-        assert end is not None
-        query, key, value = self._query(), self._key_node(), self._leading(call.value, call.value_shape)
-        dtype = self._common_dtype(end.dtype)
-        query, key, value = (self._cast(x, dtype) for x in (query, key, value))
-        relative, masks = self._split_summands()
-        mask = self._mask(masks)
-        rel_h, rel_w = self._factors(relative) if relative else (None, None)
+        call, (query, key, value, mask, rel_h, rel_w) = self._call, self.operands()
         both = self.add(
             torch.ops.qframework.sage_attention.default,
-            query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, True, False, rel_h, rel_w,
+            query, key, value, mask, call.is_causal, call.scale, call.enable_gqa, variant, smooth_k, False, rel_h,
+            rel_w,
         )  # fmt: skip
-        out = self.add(operator.getitem, both, 0)
-        if not same_shape(call.value_shape, self._fine):
+        return self._as_end(self.add(operator.getitem, both, 0))
+
+    def write_sdpa(self) -> Node:
+        """The node of ``aten.scaled_dot_product_attention``, in the shape and dtype of ``call.end``.
+
+        Raises:
+            Refused: a shape that cannot be brought to the operator's, or relative positions that are no bias.
+        """
+        if self._grid_summands:
+            raise Refused("its relative positions are added in the shape of a grid; accepted: a bias, or a variant")
+        call, (query, key, value) = self._call, self._query_key_value()
+        mask = self._mask(call.summands)
+        if mask is not None and _fake(mask).dtype != torch.bool:
+            mask = self._cast(mask, _fake(query).dtype)
+        arguments = {"scale": call.scale, "enable_gqa": call.enable_gqa}
+        operands = (query, key, value, mask, 0.0, call.is_causal)
+        return self._as_end(self.add(aten.scaled_dot_product_attention.default, *operands, **arguments))
+
+    def operands(self) -> AttentionOperands:
+        """What the project's operators take, written in front of ``call.end``. Raises Refused."""
+        relative, masks = self._split_summands()
+        query, key, value = self._query_key_value()
+        rel_h, rel_w = self._factors(relative) if relative else (None, None)
+        return AttentionOperands(query, key, value, self._mask(masks), rel_h, rel_w)
+
+    def _query_key_value(self) -> tuple[Node, Node, Node]:
+        call, end = self._call, _fake(self._call.end)
+        query, key, value = self._query(), self._key_node(), self._leading(call.value, call.value_shape)
+        dtype = self._common_dtype(end.dtype)
+        return self._cast(query, dtype), self._cast(key, dtype), self._cast(value, dtype)
+
+    def _as_end(self, out: Node) -> Node:
+        if not same_shape(self._call.value_shape, self._fine):
             out = self.add(aten.flatten.using_ints, out, 0, 1)
-        return self._cast(out, end.dtype)
+        return self._cast(out, _fake(self._call.end).dtype)
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its fake value."""

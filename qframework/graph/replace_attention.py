@@ -1,0 +1,101 @@
+"""Replace an attention of a captured graph, whole: its products, its softmax and what stands between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.errors import QFrameworkError
+from qframework.graph.attention_patterns import AttentionCall, Refused, is_assertion
+from qframework.graph.nodes import argument, fake_value, operation, writes_in_place
+from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
+from qframework.numerics import FLOAT_DTYPES
+
+
+def _require_computable(call: AttentionCall) -> None:
+    end = fake_value(call.end)
+    if end is None or end.dtype not in FLOAT_DTYPES or end.layout != torch.strided:
+        dtype = None if end is None else end.dtype
+        raise Refused(f"its result has dtype {dtype}; accepted: float32, float16, bfloat16")
+    if end.device.type not in ("cpu", "cuda"):
+        raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
+    operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
+    first = call.between[0]
+    if (writer := _written_between(first, call.end, operands, set(call.between))) is not None:
+        raise Refused(f"{writer.name} changes one of its operands in place between its products")
+
+
+def _written_between(first: Node, last: Node, operands: Sequence[Node], own: set[Node]) -> Node | None:
+    """A node from ``first`` to ``last`` that writes into the memory of an operand."""
+    memory = {_memory(node) for node in operands} - {None}
+    node = first
+    while node is not last:
+        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
+            return node
+        node = node.next
+    return None
+
+
+def _memory(node: Node) -> int | None:
+    fake = fake_value(node)
+    return None if fake is None else fake.untyped_storage()._cdata
+
+
+def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[AttentionWriter], Node]) -> Node:
+    """Put what ``write`` writes in the place of ``call.end`` and erase what nothing reads any more; returns it.
+
+    Raises:
+        Refused: attention that cannot be replaced; the graph is as it was.
+        QFrameworkError: what the operator itself refuses; the graph is as it was.
+    """
+    _require_computable(call)
+    writer = AttentionWriter(gm, call)
+    try:
+        new = write(writer)
+    except (Refused, QFrameworkError):
+        writer.undo()
+        raise
+    if cannot_be_viewed(call.end, new):
+        new = writer.add(torch.ops.aten.contiguous.default, new)
+    call.end.replace_all_uses_with(new)
+    _erase_unused(gm, call.end, set(call.between))
+    return new
+
+
+def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
+    """Erase a node without readers, then whatever fed only it; placeholders, attributes and writes stay."""
+    if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
+        return
+    if writes_in_place(node) and node not in own:
+        return
+    for assertion in list(node.users):
+        gm.graph.erase_node(assertion)
+    inputs = node.all_input_nodes
+    gm.graph.erase_node(node)
+    for each in inputs:
+        if not each._erased:
+            _erase_unused(gm, each, own)
+
+
+def name_shapes(gm: GraphModule) -> None:
+    """Rewrite ``x.view_as(y)``, ``x.reshape_as(y)`` and ``x.type_as(y)`` with sizes, so that they do not read y."""
+    for node in list(gm.graph.nodes):
+        name = operation(node)
+        if name not in ("view_as", "reshape_as", "type_as"):
+            continue
+        fake, x = fake_value(node), argument(node, 0, "input", "self")
+        if fake is None:
+            continue
+        sizes = [size if isinstance(size, int) else -1 for size in fake.shape]
+        if name != "type_as" and sizes.count(-1) > 1:
+            continue
+        with gm.graph.inserting_before(node):
+            if name == "type_as":
+                new = gm.graph.call_function(torch.ops.aten.to.dtype, (x, fake.dtype))
+            else:
+                new = gm.graph.call_function(torch.ops.aten.reshape.default, (x, sizes))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        gm.graph.erase_node(node)
