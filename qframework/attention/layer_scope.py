@@ -79,6 +79,8 @@ class AttentionCalls(TorchFunctionMode):
         if func is F.multi_head_attention_forward:  # PyTorch would hide the attention inside from this scope
             with self:
                 return multi_head_attention_forward(*args, **kwargs)
+        if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
+            return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
 
