@@ -50,7 +50,7 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "NK"])  # any length runs the same code
 def _quantized_attention_kernel(
     q_ptr,  # (B, H, N, D) int8
     k_ptr,  # (B, Hkv, Nk, D) int8

@@ -116,7 +116,7 @@ def _load_shifted(x_ptrs, mean_ptrs, mask, channel_mask, factor, HAS_MEAN: tl.co
     return tl.where(mask, x * factor, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])
 def _attention_quantize_kernel(
     x_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     mean_ptr,  # (B, H, MEANS, D) fp32

@@ -73,7 +73,7 @@ def round_to_e4m3(x):
     return (x + magic) - magic
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
 def _value_quantize_kernel(
     v_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     starts_ptr,  # (B + 1,) int32, for VARLEN
