@@ -23,8 +23,8 @@ from torch.fx import Node
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
 
 # Operations that hand on the same numbers: casts, copies, and the same elements under another shape.
-_CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
-_COPIES = {"contiguous", "clone", "alias"}
+CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
+COPIES = {"contiguous", "clone", "alias"}
 VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "unsqueeze", "squeeze"}
 
 # A score this low has no weight beside any other, so that filling with it and adding it are the same.
@@ -193,7 +193,7 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
 
 def _hands_on(node: Node, value: Node) -> bool:
     name = operation(node)
-    return name in (_CASTS | _COPIES | VIEWS | {"dropout"}) and argument(node, 0, "input", "self") is value
+    return name in (CASTS | COPIES | VIEWS | {"dropout"}) and argument(node, 0, "input", "self") is value
 
 
 def _unscaled(node: Node) -> tuple[Node, float]:
@@ -262,7 +262,7 @@ class _Logits:
 
     @classmethod
     def _same(cls, node: Node, factor: float) -> _Logits | None:
-        if operation(node) in _CASTS | _COPIES | VIEWS or is_inactive_dropout(node):
+        if operation(node) in CASTS | COPIES | VIEWS or is_inactive_dropout(node):
             return cls.trace(argument(node, 0, "input", "self"), factor)
         return None
 

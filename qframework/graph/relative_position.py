@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.graph.attention_patterns import VIEWS, NotAttention, Summand, shape_of
+from qframework.graph.attention_patterns import CASTS, COPIES, VIEWS, NotAttention, Summand, shape_of
 from qframework.graph.nodes import argument, fake_value, operation
 from qframework.graph.shapes import same, same_shape
 
@@ -36,12 +36,8 @@ def decomposed(summand: Summand) -> RelativePositions | None:
     """The factors of a summand ``reshape(h + w)`` of the logits, None for any other."""
     if summand.fill is not None:
         return None
-    node = _before_casts(summand.value)
-    shape = shape_of(summand.value)
-    if len(shape) < 3 or operation(node) not in VIEWS:
-        return None
-    total = argument(node, 0, "input", "self")
-    if not isinstance(total, Node) or operation(total) != "add" or argument(total, 2, "alpha", default=1) != 1:
+    shape, total = shape_of(summand.value), _before_views(summand.value)
+    if len(shape) < 3 or operation(total) != "add" or argument(total, 2, "alpha", default=1) != 1:
         return None
     x, y = argument(total, 0, "input", "self"), argument(total, 1, "other")
     grid = shape_of(total)
@@ -70,8 +66,9 @@ def _varies_over(node: object, shape: torch.Size) -> bool:
         return False
 
 
-def _before_casts(node: Node) -> Node:
-    while operation(node) in ("to", "float", "half", "bfloat16", "type_as", "contiguous"):
+def _before_views(node: Node) -> Node:
+    """The tensor whose entries ``node`` has in the same order."""
+    while operation(node) in VIEWS | CASTS | COPIES:
         before = argument(node, 0, "input", "self")
         if not isinstance(before, Node) or fake_value(before) is None:
             return node

@@ -21,8 +21,9 @@ VARIANT = "8-per_token-fp16-fp32"
 class Capture:
     """A backend that lowers and keeps the graphs and their reports; what it made of a graph runs in eager mode."""
 
-    def __init__(self, attention: str = VARIANT, linear: str = "off") -> None:
-        self.options = BackendOptions(attention=attention, linear=linear)
+    def __init__(self, attention: str = VARIANT, edit: Callable[[GraphModule], None] | None = None) -> None:
+        self.options = BackendOptions(attention=attention)
+        self.edit = edit
         self.graphs: list[GraphModule] = []
         self.reports: list[list[LayerReport]] = []
 
@@ -30,6 +31,9 @@ class Capture:
         reports, weights = lower(gm, example_inputs, self.options)
         self.graphs.append(gm)
         self.reports.append(reports)
+        if self.edit is not None:
+            self.edit(gm)
+            gm.recompile()
         return weights.follow(gm.forward)
 
     @property
@@ -76,12 +80,16 @@ def error_bound(q: Tensor, k: Tensor, v: Tensor, scale: float) -> float:
     return float((torch.exp(2 * e * scale) - 1 + 2**-9) * v.abs().amax())
 
 
-def randomize(model: nn.Module, std: float = 0.3) -> nn.Module:
-    """Weights large enough for attention to matter: initial ones make it a mean, and layer scales hide it."""
+def randomize(model: nn.Module) -> nn.Module:
+    """Weights with which attention matters: initial ones make it a mean, and layer scales hide it."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * 1.5 / parameter[0].numel() ** 0.5)
+            else:
+                parameter.copy_(noise * 0.2 + (0 if "bias" in name else 1))
     return model.eval()
 
 
