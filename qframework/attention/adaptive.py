@@ -24,7 +24,7 @@ from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model
 from qframework.errors import CalibrationError
-from qframework.kernels.attention_variants import resolve
+from qframework.kernels.attention_variants import AttentionVariant, resolve
 
 PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
 
@@ -56,7 +56,7 @@ def calibrate_attention(
     model: nn.Module,
     data: Iterable[Any],
     threshold: float = 0.998,
-    variants: Sequence[str] | None = None,
+    variants: Sequence[str | AttentionVariant] | None = None,
     *,
     max_relative_l1: float | None = None,
     max_rmse: float | None = None,
@@ -79,7 +79,7 @@ def calibrate_attention(
         data: batches: a tensor; a tuple or list, of which the model gets as many leading items as its forward requires
             (at least one), so that ``(images, labels)`` works; or a mapping of keyword arguments.
         threshold: a variant passes with a cosine similarity above it; 0.998 is the paper's.
-        variants: names or specs, fastest first; default: :func:`speed_order` of the device.
+        variants: names, specs or variants, fastest first; default: :func:`speed_order` of the device.
         max_relative_l1: also required to pass: relative L1 at most this.
         max_rmse: also required to pass: RMSE at most this.
         batches: stop after this many; default: all of ``data``.
@@ -157,7 +157,9 @@ def _criteria(threshold: float, max_relative_l1: float | None, max_rmse: float |
     return criteria
 
 
-def _checked_variants(variants: Sequence[str] | None, device: torch.device | None) -> tuple[str, ...]:
+def _checked_variants(
+    variants: Sequence[str | AttentionVariant] | None, device: torch.device | None
+) -> tuple[str, ...]:
     if variants is None:
         return speed_order(device or "cpu")
     if isinstance(variants, str) or not variants:

@@ -27,7 +27,7 @@ from qframework.kernels._attention_common import check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels._triton import tl, triton
-from qframework.kernels.attention_quantize import _row_amax, _to_integers, attention_quantize_ref, group_scale
+from qframework.kernels.attention_quantize import attention_quantize_ref, group_scale, row_amax, to_integers
 from qframework.kernels.attention_variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.numerics import MIN_SCALE
 
@@ -124,10 +124,10 @@ def _rope_quantize_kernel(
                 mean_rest = tl.load(means + r, mask=r < D, other=0.0)
                 rest = tl.where(rows[:, None], rest - mean_rest[None, :], 0.0)
         first, second = first * factor, second * factor
-        amax = tl.maximum(_row_amax(first), _row_amax(second))
+        amax = tl.maximum(row_amax(first), row_amax(second))
         if PARTIAL:
             rest = rest * factor
-            amax = tl.maximum(amax, _row_amax(rest))
+            amax = tl.maximum(amax, row_amax(rest))
         if MODE == "quantize":
             row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + (b * H + h) * G + tile * TILE // SPAN)
         else:
@@ -137,10 +137,10 @@ def _rope_quantize_kernel(
         if MODE != "scale":
             inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
             q_ptrs = q_ptr + (b * H + h) * N * D + n.to(tl.int64) * D
-            first, second = _to_integers(first, inv_scale, 127), _to_integers(second, inv_scale, 127)
+            first, second = to_integers(first, inv_scale, 127), to_integers(second, inv_scale, 127)
             store_pairs(q_ptrs, first, second, rows, pairs, INTERLEAVED, TILE, BLOCK_P)
             if PARTIAL:
-                tl.store(q_ptrs[:, None] + r[None, :], _to_integers(rest, inv_scale, 127), mask=rest_mask)
+                tl.store(q_ptrs[:, None] + r[None, :], to_integers(rest, inv_scale, 127), mask=rest_mask)
 
 
 def choose_tile(channels: int, span: int) -> tuple[int, int]:
@@ -323,6 +323,16 @@ def _rope_mean_cuda(x, cos, sin, interleaved=False, rotary_dim=None):
 def _rope_mean_fake(x, cos, sin, interleaved=False, rotary_dim=None):
     rotation_of("rope_mean", x, cos, sin, rotary_dim)
     return x.new_empty((*x.shape[:2], 1, x.shape[3]), dtype=torch.float32)
+
+
+def _no_backward(ctx, *grads):
+    raise QFrameworkError(
+        "rope_quantize and rope_mean are inference operators and have no gradient; run the model under torch.no_grad()"
+    )
+
+
+torch.library.register_autograd("qframework::rope_quantize", _no_backward, lib=LIBRARY)
+torch.library.register_autograd("qframework::rope_mean", _no_backward, lib=LIBRARY)
 
 
 def rope_mean(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:

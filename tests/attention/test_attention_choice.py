@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import threading
 from pathlib import Path
 
@@ -80,7 +81,8 @@ def test_each_layer_runs_its_variant(model: Net, x: Tensor) -> None:
     applied = AttentionChoice(BY_HAND).apply(model)
     assert ran(model, x) == specs("sage_vb", "off", "sage2_int4")
     assert list(model.state_dict()) == keys
-    assert ran(copy.deepcopy(model), x) == specs("sage_vb", "off", "sage2_int4")
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert ran(twin, x) == specs("sage_vb", "off", "sage2_int4")
     applied.remove()
     applied.remove()
     assert ran(model, x) == [None] * 3

@@ -367,5 +367,39 @@ def test_bert_with_padding() -> None:
     assert "off" not in choice.values()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """This chip's variants run, agree with the CPU's measurements, and the choice compiles."""
+    model = Net().eval()
+    data = [torch.randn(3, 197, DIM)]
+    expected = choose(model, data, variants=speed_order("cuda"))
+    model.to(dtype)
+    choice = choose(model, [data[0].to(dtype)], device="cuda")
+    assert list(choice.layers["layers.0"].measurements) == list(speed_order("cuda"))
+    assert "off" not in choice.values()
+    for name, layer in choice.layers.items():
+        for variant, measured in layer.measurements.items():
+            assert measured.error == ""
+            # both are 1 minus the noise of the same roundings; 16 bit inputs and results add their own
+            other = expected.layers[name].measurements[variant].cosine
+            assert 1 - measured.cosine < 2 * (1 - other) + 2e-5
+    x = data[0].to("cuda", dtype)
+    with torch.no_grad():
+        with choice.apply(model):
+            applied = model(x)
+        compiled = torch.compile(model, backend="qframework", options={"attention": choice})(x)
+    # both quantize the same numbers; Inductor's linears round differently
+    assert (compiled - applied).norm() < 0.02 * applied.norm()
+
+
+def test_variants_may_be_written_out(data: list[Tensor]) -> None:
+    from qframework.kernels.attention_variants import AttentionVariant
+
+    variant = AttentionVariant(8, "per_warp", "int8", smooth_v=True)
+    choice = choose(Net(), data, variants=[variant])
+    assert set(choice.values()) == {variant.spec}
+
+
 def test_public_name() -> None:
     assert qframework.calibrate_attention is calibrate_attention

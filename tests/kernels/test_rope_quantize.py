@@ -266,6 +266,17 @@ def test_errors_name_the_argument(arguments, error, message):
         kernels.rope_quantize(*arguments)
 
 
+def test_a_gradient_is_refused_not_cut():
+    x, cos, sin = problem("flash", dtype=torch.float32)
+    x = x.detach().requires_grad_()
+    for result in (
+        kernels.rope_mean(x, cos, sin),
+        kernels.rope_quantize(x, cos, sin, False, 1.0, "per_head", "key")[1],
+    ):
+        with pytest.raises(QFrameworkError, match="no gradient"):
+            result.sum().backward()
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_opcheck(interleaved):
     x, cos, sin = problem("partial", 33, torch.float32)
