@@ -34,7 +34,10 @@ from qframework.backend.lower_linear import (
     static_quantize_scale,
 )
 from qframework.backend.report import LayerReport
+from qframework.graph.attention_patterns import NotAttention, sdpa_call
+from qframework.graph.attention_patterns import Refused as NotWritable
 from qframework.graph.nodes import Constants, argument, fake_value, layer_name, operation
+from qframework.graph.write_attention import AttentionWriter
 
 _ours = torch.ops.qframework
 _ROLES = ("query", "key", "value")
@@ -49,7 +52,7 @@ def lower_static_attention(gm: GraphModule, constants: Constants, scales: ScaleC
         name = layer_name(node)
         try:
             operands = _operands(node, constants, name)
-        except Refused as refusal:
+        except (Refused, NotWritable) as refusal:
             reports.append(LayerReport(name, False, "float attention", str(refusal), fallback=True, kind="attention"))
             continue
         if operands is not None:
@@ -97,9 +100,8 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
     """Put ``mixed_attention`` in the place of ``node``; returns what was done."""
     fake = fake_value(node)
     assert fake is not None
+    mask, rel_h, rel_w = _bias(gm, node)
     out_scale = _output_scale(gm, node)
-    call = [argument(node, i, name, default=d) for i, name, d in ((3, "attn_mask", None), (5, "is_causal", False))]
-    call += [argument(node, 6, "scale"), argument(node, 7, "enable_gqa", default=False)]
     with gm.graph.inserting_before(node):
         operand_scales = [_scale_node(gm, operand, fake.device, scales) for operand in operands]
         new = gm.graph.call_function(
@@ -107,9 +109,14 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
             (
                 *(operand.value for operand in operands),
                 *operand_scales,
-                *call,
+                mask,
+                argument(node, 5, "is_causal", default=False),
+                argument(node, 6, "scale"),
+                argument(node, 7, "enable_gqa", default=False),
                 scales.node(out_scale, fake.device) if out_scale is not None else None,
                 fake.dtype if out_scale is None else None,
+                rel_h,
+                rel_w,
             ),
         )
     new.meta = dict(node.meta)
@@ -119,6 +126,19 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
     erase_unused(gm, node)
     _allow_any_strides(new)
     return "qframework::mixed_attention" + (" (int8 out)" if out_scale is not None else "")
+
+
+def _bias(gm: GraphModule, node: Node) -> tuple[Node | None, Node | None, Node | None]:
+    """Mask, relative heights and widths: a mask that is a sum of relative positions goes in as its two factors."""
+    call, mask = sdpa_call(node), argument(node, 3, "attn_mask")
+    if call is None or mask is None:
+        return mask, None, None
+    writer = AttentionWriter(gm, call)
+    try:
+        return writer.operands()[3:]
+    except (NotAttention, NotWritable):
+        writer.undo()
+        return mask, None, None
 
 
 def _scale_node(gm: GraphModule, operand: Quantized, device: torch.device, scales: ScaleConstants) -> Node:

@@ -9,12 +9,12 @@ inside the kernel, so that there is nothing to observe::
 
     q, k, v -> qframework.sage_attention (variant) -> getitem 0 -> ...
 
+Attention spelled out as matmul, softmax, matmul is written as one of the two first.
 Counterpart: qframework/backend/lower_static_attention.py.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,10 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
 import qframework.kernels  # noqa: F401  registers the operator that variants become
-from qframework.errors import UnsupportedError
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
+from qframework.graph.nodes import operation
+from qframework.graph.replace_attention import replace_attention
 from qframework.numerics import FLOAT_DTYPES, QMAX, QMIN
 from qframework.quantizer.annotate_linear import SharedObservers
 from qframework.quantizer.attention_config import AttentionConfig
@@ -63,6 +66,11 @@ class AttentionCall(NamedTuple):
 def is_attention(node: Node) -> bool:
     """Whether ``node`` is a ``scaled_dot_product_attention``."""
     return node.op == "call_function" and node.target == _SDPA
+
+
+def is_softmax(node: Node) -> bool:
+    """Whether ``node`` may belong to attention spelled out as matmul, softmax, matmul."""
+    return operation(node) == "softmax"
 
 
 def is_variant(node: Node) -> bool:
@@ -126,26 +134,30 @@ def _reason_against(role: str, value: torch.Tensor, config: AttentionConfig) -> 
     return None
 
 
-def replace_by_variant(model: GraphModule, node: Node, layer: str, config: AttentionConfig) -> None:
-    """Put ``qframework.sage_attention`` with the variant of ``config`` in the place of the attention ``node``.
+def transform_attention(model: GraphModule, node: Node, layer: str, config: AttentionConfig) -> None:
+    """Put the operator that ``config`` needs in the place of an attention, or of the one around the softmax ``node``.
+
+    A variant becomes ``qframework.sage_attention``, attention spelled out that is to be static becomes
+    ``scaled_dot_product_attention``; a softmax of something else is left alone.
 
     Raises:
-        UnsupportedError: no kernel can do ``config`` on this attention; see check_attention.
+        UnsupportedError: no kernel can do ``config`` on this attention.
     """
-    check_attention(node, layer, config)
-    call = attention_call(node)
-    operands = (call.query, call.key, call.value, call.attn_mask, call.is_causal, call.scale, call.enable_gqa)
-    with model.graph.inserting_before(node):
-        pair = model.graph.call_function(
-            torch.ops.qframework.sage_attention.default, (*operands, config.mode, config.smooth_k)
-        )
-        out = model.graph.call_function(operator.getitem, (pair, 0))
-    for new in (pair, out):
-        new.meta = {k: v for k, v in node.meta.items() if k != Q_ANNOTATION_KEY}
-    value = node.meta["val"]
-    pair.meta["val"] = (value, value.new_empty((0,), dtype=torch.float32))
-    node.replace_all_uses_with(out)
-    model.graph.erase_node(node)
+    if is_attention(node):
+        check_attention(node, layer, config)
+    try:
+        call = sdpa_call(node) if is_attention(node) else spelled_out_call(node)
+        if call is None:
+            return
+        if not config.is_static:
+            replace_attention(model, call, lambda writer: writer.write(config.mode, config.smooth_k))
+        elif not is_attention(node):
+            replace_attention(model, call, lambda writer: writer.write_sdpa())
+    except (Refused, QFrameworkError) as refusal:
+        raise UnsupportedError(
+            f"layer {layer!r}: attention that no kernel computes: {refusal}, or set_module_name({layer!r}, None) to "
+            "leave it in float"
+        ) from refusal
 
 
 def annotated_attentions(model: GraphModule) -> list[tuple[Node, AttentionAnnotation]]:

@@ -13,13 +13,15 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from qframework.errors import UnsupportedError
+from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
     annotate_attention,
     annotated_attentions,
     check_attention,
     is_attention,
+    is_softmax,
     is_variant,
-    replace_by_variant,
+    transform_attention,
 )
 from qframework.quantizer.annotate_linear import (
     SharedObservers,
@@ -78,8 +80,8 @@ class QFrameworkQuantizer(Quantizer):
         quantizer.set_global(static_attention())
         prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
 
-    Only ``aten.linear`` whose weight is a parameter or buffer and ``aten.scaled_dot_product_attention`` are quantized;
-    everything else, and attention that no rule selects, stays in float.
+    Quantized are ``aten.linear`` whose weight is a parameter or buffer, and attention, as one node or spelled out as
+    matmul, softmax, matmul; everything else, and attention that no rule selects, stays in float.
     """
 
     def __init__(self) -> None:
@@ -113,8 +115,8 @@ class QFrameworkQuantizer(Quantizer):
     def set_filter(self, function: NodeFilter, config: Config | None) -> QFrameworkQuantizer:
         """The linears and attentions for whose ``aten`` node ``function(node)`` is true.
 
-        With a LinearConfig it is called with ``linear`` nodes only, with an AttentionConfig with
-        ``scaled_dot_product_attention`` nodes only.
+        With a LinearConfig it is called with ``linear`` nodes only, with an AttentionConfig only with
+        ``scaled_dot_product_attention`` nodes and, where attention is spelled out, with ``softmax`` nodes.
         """
         if not callable(function):
             raise UnsupportedError(f"set_filter: function={function!r}; accepted: a function of a torch.fx.Node")
@@ -134,15 +136,19 @@ class QFrameworkQuantizer(Quantizer):
         return {"quantizer": type(self).__name__, "rules": [rule.to_dict() for rule in self.rules]}
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Put ``qframework.sage_attention`` in the place of every attention whose mode is a variant.
+        """Write every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Raises:
             UnsupportedError: no kernel can do what was asked.
         """
-        for node in self._attentions(model):
-            config = self._attention_config(node)
-            if config is not None and not config.is_static:
-                replace_by_variant(model, node, layer_name(node), config)
+        if not self._names(AttentionConfig):
+            return model
+        name_shapes(model)
+        for node in list(model.graph.nodes):
+            if is_attention(node) or is_softmax(node):
+                config = self._attention_config(node)
+                if config is not None:
+                    transform_attention(model, node, layer_name(node), config)
         model.recompile()
         return model
 
@@ -171,7 +177,7 @@ class QFrameworkQuantizer(Quantizer):
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
         """Configuration of the linear or attention ``node``; None is float."""
-        kind: Kind = AttentionConfig if is_attention(node) else LinearConfig
+        kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() keeps the first of equals, so the latest call goes first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
@@ -193,8 +199,9 @@ class QFrameworkQuantizer(Quantizer):
 
     def _annotate_attentions(self, model: GraphModule, shared: SharedObservers) -> None:
         attentions = self._attentions(model)
-        if not attentions and self._names(AttentionConfig) and not any(map(is_variant, model.graph.nodes)):
-            warnings.warn("QFrameworkQuantizer found no attention: no scaled_dot_product_attention", stacklevel=3)
+        left = any(is_variant(node) or is_softmax(node) for node in model.graph.nodes)
+        if not attentions and not left and self._names(AttentionConfig):
+            warnings.warn("QFrameworkQuantizer found no attention", stacklevel=3)
         for node in attentions:
             config = self._attention_config(node)
             if config is not None and not is_annotated(node):
@@ -221,6 +228,8 @@ def _selects(rule: Rule, node: Node) -> bool:
 
 def module_stack(node: Node) -> list[tuple[str, str]]:
     """Qualified name and type of each module around ``node``, outermost first; the model itself is ``""``."""
+    if is_softmax(node):  # may be a module inside the one that computes attention
+        node = node.all_input_nodes[0]
     stack = node.meta.get("nn_module_stack") or {}
     return [
         (_plain_path(path), kind if isinstance(kind, str) else _qualified_name(kind)) for path, kind in stack.values()
@@ -239,7 +248,7 @@ def layer_name(node: Node) -> str:
     """
     stack = module_stack(node)
     module = stack[-1][0] if stack else ""
-    if is_attention(node):
+    if not is_linear(node):
         return module or node.name
     weight: Any = node.args[1]
     owner = str(weight.target).rpartition(".")[0]

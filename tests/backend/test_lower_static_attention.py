@@ -235,6 +235,54 @@ def test_what_stands_between_keeps_its_quantize():
     assert "qframework::mixed_attention (int8 out)" in [r.operator for r in reports]
 
 
+class SpelledOut(Fused):
+    def forward(self, x):
+        batch, tokens, dim = x.shape
+        q, k, v = self.split(self.qkv(self.norm(x)))
+        weights = ((q @ k.transpose(-2, -1)) / (dim / HEADS) ** 0.5).softmax(-1)
+        return x + self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def test_attention_spelled_out_is_as_good():
+    model, x = SpelledOut(), data()
+    gm, _ = check(converted(model, x), x, model)
+    assert count(gm, QUANTIZE) == 1
+    assert [t for t in targets(gm) if "dequantize" in str(t)] == []
+    assert count(gm, torch.ops.aten.softmax.int) == 0
+
+
+class Relative(Fused):
+    """Decomposed relative positions as a bias (SAM): computed in float, they keep the queries in float as well."""
+
+    def __init__(self):
+        super().__init__()
+        self.grid = (3, 4)
+        self.table_h, self.table_w = (nn.Parameter(torch.randn(n, n, DIM // HEADS)) for n in self.grid)
+
+    def forward(self, x):
+        batch, tokens, dim = x.shape
+        h, w = self.grid
+        q, k, v = self.split(self.qkv(self.norm(x)))
+        on_grid = q.reshape(batch, HEADS, h, w, -1)
+        rel_h = torch.einsum("bnhwc,hkc->bnhwk", on_grid, self.table_h)
+        rel_w = torch.einsum("bnhwc,wkc->bnhwk", on_grid, self.table_w)
+        bias = (rel_h[..., None] + rel_w[..., None, :]).reshape(batch, HEADS, tokens, tokens)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return x + self.proj(out.transpose(1, 2).reshape(batch, tokens, dim))
+
+
+def test_relative_positions_go_in_as_factors():
+    model, x = Relative(), torch.randn(3, 12, DIM)
+    gm = converted(model, x)
+    reference = gm(x)
+    gm, _ = lowered(gm)
+    [attention] = (node for node in gm.graph.nodes if node.target is MIXED)
+    assert attention.args[6] is None
+    assert [tuple(node.meta["val"].shape[1:]) for node in attention.args[12:]] == [(HEADS, 12, 3), (HEADS, 12, 4)]
+    assert not [n for n in gm.graph.nodes if getattr(n.meta.get("val"), "shape", ())[-2:] == (12, 12)]
+    assert numerics.sqnr_db(reference, gm(x)) > 50
+
+
 class Rotary(Separate):
     def forward(self, x):
         q, k, v = (p(x).view(*x.shape[:2], -1, 8).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))

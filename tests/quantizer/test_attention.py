@@ -222,6 +222,57 @@ def test_arguments_pass_through(x, config, arguments):
     assert sqnr_db(model(x), converted(x)) > 28
 
 
+class SpelledOut(SelfAttention):
+    """matmul, softmax, matmul, as timm has it without fused attention."""
+
+    def __init__(self, mask=None):
+        super().__init__()
+        self.softmax, self.drop = nn.Softmax(-1), nn.Dropout(0.1)
+        self.register_buffer("mask", mask)
+
+    def forward(self, x):
+        batch, tokens, dim = x.shape
+        q, k, v = self.qkv(x).reshape(batch, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        logits = (q * 0.4) @ k.transpose(-2, -1)
+        weights = self.softmax(logits if self.mask is None else logits + self.mask)
+        out = self.drop(weights) @ v
+        return self.proj(out.transpose(1, 2).reshape(batch, tokens, dim)).softmax(-1)  # which is no attention
+
+
+@pytest.mark.parametrize("mask", [None, 3 * torch.randn(2, 5, 5)], ids=["plain", "bias"])
+@pytest.mark.parametrize("config", [static_attention(), static_attention("per_head"), dynamic_attention("sage_b")])
+def test_attention_spelled_out(x, config, mask):
+    model = nn.Sequential(SpelledOut(mask)).eval()
+    quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("0", config)
+    quantizer.set_module_name("0.qkv", static_int8())
+    converted = quantized(model, quantizer, x, dynamic_batch=True)
+    nodes = count(converted)
+    assert (nodes[SDPA], nodes[SAGE]) == ((1, 0) if config.is_static else (0, 1))
+    assert nodes[torch.ops.aten.matmul.default] == 0
+    assert nodes[torch.ops.aten.softmax.int] == 1, "a softmax of something else stays"
+    [attention] = [*nodes_of(converted, SDPA), *nodes_of(converted, SAGE)]
+    assert (attention.args[3] is None) == (mask is None)
+    if config.is_static:
+        assert all("dequantize" in str(node.target) for node in attention.args[:3])
+    assert sqnr_db(model(x), converted(x)) > 25
+
+
+def test_attention_spelled_out_stays_where_no_rule_wants_it(x):
+    quantizer = QFrameworkQuantizer().set_global(static_attention()).set_module_name("0", None)
+    converted = quantized(nn.Sequential(SpelledOut()), quantizer, x)
+    assert count(converted)[torch.ops.aten.matmul.default] == 2
+
+
+def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
+    class Clamped(SpelledOut):
+        def forward(self, x):
+            q, k, v = self.qkv(x).chunk(3, -1)
+            return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
+
+    with pytest.raises(UnsupportedError, match=r"layer '0': attention that no kernel computes: .* clamp"):
+        prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
+
+
 def test_dynamic_everything_needs_no_calibration(x):
     config = QuantizationConfig(dynamic_int8(), dynamic_attention("sage_b"))
     model = Net().eval()
