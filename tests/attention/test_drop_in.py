@@ -479,3 +479,35 @@ def test_training_step_compiled_by_inductor(device: torch.device) -> None:
     found = torch.autograd.grad(torch.compile(function, fullgraph=True)(*tensors), tensors)
     for got, want in zip(found, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", ["auto", "sage_t", "sage_vb", "sage2_int8", "sage2_int4", "sage2pp_int8", "qattn"])
+def test_cuda_graph_replays_with_new_inputs(variant: str) -> None:
+    """What is computed from the data (scales, means) must be computed again at every replay."""
+    tensors = [x.half() for x in qkv(device="cuda")]
+
+    def function() -> Tensor:
+        with use_sage_attention(variant):
+            return SDPA(*tensors, is_causal=True)
+
+    function()  # compiles the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = function()
+    for factor in (1.0, 5.0):
+        for x in tensors:
+            x.copy_(torch.randn_like(x) * factor)
+        graph.replay()
+        assert torch.equal(out, function())
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+@torch.no_grad()
+def test_reduce_overhead_replays_with_new_inputs() -> None:
+    compiled = torch.compile(Attention(), mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        tensors = qkv(device="cuda", dtype=torch.float16)
+        with use_sage_attention():
+            torch.testing.assert_close(compiled(*tensors), Attention()(*tensors), rtol=2e-3, atol=2e-3)

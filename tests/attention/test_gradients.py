@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from attention_helpers import Operators, exact_attention, gradients, heads
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework import sage_attention, sage_attention_varlen, use_sage_attention
 from qframework.errors import UnsupportedError
@@ -113,13 +114,29 @@ def test_a_row_in_which_nothing_takes_part_has_no_gradient(kind: str, lse: bool)
     assert torch.equal(found[0][:, :, 3], torch.zeros_like(found[0][:, :, 3]))
 
 
+class BackwardArguments(TorchDispatchMode):
+    """What the backward operator was called with."""
+
+    seen: tuple[Any, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.qframework.sage_attention_backward.default:
+            self.seen = args
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("which", range(3))
 def test_only_what_needs_a_gradient_is_computed(which: int) -> None:
+    """Nor the log-sum-exp's logits, N x N, where nobody uses it."""
     inputs = list(qkv())
     expected = gradients(operator, *inputs)[which]
-    out = operator(*(x.requires_grad_(i == which) for i, x in enumerate(inputs)))
+    out, _ = operator(*(x.requires_grad_(i == which) for i, x in enumerate(inputs)), return_lse=True)
     weight = torch.linspace(-1, 1, out.numel()).view(out.shape)
-    assert torch.equal(torch.autograd.grad(out, inputs[which], weight)[0], expected)
+    with BackwardArguments() as backward:
+        assert torch.equal(torch.autograd.grad(out, inputs[which], weight)[0], expected)
+    _, grad_lse, *_, needed = backward.seen
+    assert grad_lse is None
+    assert needed == [i == which for i in range(6)]
 
 
 def test_gradient_of_the_log_sum_exp_alone() -> None:
@@ -144,7 +161,9 @@ def test_half_precision_keeps_its_dtype(dtype: torch.dtype) -> None:
         assert (got - want).abs().max() < 5 * torch.finfo(dtype).eps * want.abs().max()
 
 
-def test_second_derivatives() -> None:
+@pytest.mark.parametrize("variant", ["off", "sage_b"])
+def test_second_derivatives(variant: str) -> None:
+    """Inside a scope as well, which must not quantize what is differentiated."""
     query, key, value = (x[:1, :1, :5].double().float() for x in qkv(5, 5))
 
     def penalty(attention: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -153,11 +172,10 @@ def test_second_derivatives() -> None:
         return torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
 
     # The square's own derivative sees the quantized output, hence the wide tolerance; a cut graph would be far off.
-    for got, want in zip(
-        penalty(operator, query, key, value),
-        penalty(exact, *(x.double() for x in (query, key, value))),
-        strict=True,
-    ):
+    with use_sage_attention(variant), Operators() as operators:
+        found = penalty(operator, query, key, value)
+    assert operators.count() == 1
+    for got, want in zip(found, penalty(exact, *(x.double() for x in (query, key, value))), strict=True):
         assert (got - want).abs().max() < 0.05 * want.abs().max()
 
 

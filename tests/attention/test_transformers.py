@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_helpers import Operators
+from attention_helpers import Operators, assert_within, exact_attention, expected_error
 from torch import Tensor
 
 pytest.importorskip("transformers")
@@ -44,7 +45,7 @@ from transformers import (
 )
 
 from qframework.attention import fallbacks
-from qframework.attention.transformers import register
+from qframework.attention.transformers import attention_function, register
 from qframework.errors import UnsupportedError
 
 TINY = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -307,6 +308,27 @@ def test_what_is_not_understood_is_refused(model_type: Any) -> None:
     model = model_type(settings).eval()
     with pytest.raises(UnsupportedError, match=r"Attention: (softcap|s_aux) cannot be done by .*qframework"):
         model(torch.randint(3, 40, (1, 8)))
+
+
+def test_the_empty_part_of_a_static_cache_is_not_read() -> None:
+    query, key, value = (torch.randn(1, 2, n, 16) for n in (8, 12, 12))
+    expected, _ = attention_function("auto", True)(torch.nn.Module(), query, key[:, :, :8], value[:, :, :8], None)
+    key[:, :, 8:] = value[:, :, 8:] = math.nan
+    actual, _ = attention_function("auto", True)(torch.nn.Module(), query, key, value, None)
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
+def test_position_bias_beside_each_kind_of_mask(kind: str) -> None:
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    bias = 3 * torch.randn(1, 2, 8, 8)
+    visible = torch.ones(8, 8, dtype=torch.bool).tril()
+    mask = {"bool": visible, "float": torch.zeros(8, 8).masked_fill(~visible, -math.inf)}.get(kind)
+    actual, _ = attention_function("auto", True)(
+        torch.nn.Module(), query, key, value, mask, is_causal=kind == "causal", position_bias=bias
+    )
+    exact, _, p = exact_attention(query, key, value, bias if kind == "none" else bias.masked_fill(~visible, -math.inf))
+    assert_within(actual.transpose(1, 2), exact, expected_error(query, key, value, p))
 
 
 # The registration -----------------------------------------------------------------------------------------------------
