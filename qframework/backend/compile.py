@@ -20,6 +20,7 @@ from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
+from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.nodes import Constants, layer_name
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ def lower(
 ) -> tuple[list[LayerReport], FloatWeights]:
     """Run every lowering pass over the graph, in place."""
     constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
+    expand_multi_head_attention(gm)
     order = _layer_order(gm)
     attention = lower_static_attention(gm, constants, scales)
     attention = _one_for_each(attention, lower_attention(gm, options.attention))

@@ -74,6 +74,7 @@ class AttentionCall:
     is_causal: bool = False
     enable_gqa: bool = False
     between: list[Node] = field(default_factory=list)  # the nodes that go, from the first product to ``end``
+    first: Node | None = None  # the first node that reads an operand, ``end`` where None
 
 
 def sdpa_call(node: Node) -> AttentionCall | None:
@@ -133,12 +134,12 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         return None
     for node in (*logits.nodes, *weights):
         _require_private(node)
-    query, query_factor = _unscaled(logits.a)
-    key, key_factor = _unscaled(logits.b)
+    (query, query_factor, query_reader), (key, key_factor, key_reader) = _unscaled(logits.a), _unscaled(logits.b)
     return AttentionCall(
         end, query, key, argument(end, 1, "other", "mat2"), logits.shape, shape_of(weights[-1]),
         key_is_transposed=True, summands=logits.summands, row_factors=logits.row_factors,
         scale=logits.factor * query_factor * key_factor, between=[*logits.nodes, *weights, end],
+        first=min(reader for reader in (query_reader, key_reader, logits.nodes[0]) if reader is not None),
     )  # fmt: skip
 
 
@@ -196,14 +197,14 @@ def _hands_on(node: Node, value: Node) -> bool:
     return name in (CASTS | COPIES | VIEWS | {"dropout"}) and argument(node, 0, "input", "self") is value
 
 
-def _unscaled(node: Node) -> tuple[Node, float]:
-    """``x`` and ``s`` of ``x * s`` with a number s; ``(node, 1)`` for any other node."""
+def _unscaled(node: Node) -> tuple[Node, float, Node | None]:
+    """``x``, ``s`` and the node that reads x, of ``x * s`` with a number s; ``(node, 1, None)`` for any other node."""
     x, factor = _scaled(node) or (node, 1.0)
     before, after = fake_value(x), fake_value(node)
     if x is node or not isinstance(factor, float) or before is None or after is None or before.dtype != after.dtype:
-        return node, 1.0
-    inner, more = _unscaled(x)
-    return inner, factor * more
+        return node, 1.0, None
+    inner, more, reader = _unscaled(x)
+    return inner, factor * more, reader or node
 
 
 def _scaled(node: Node) -> tuple[Node, float | Node] | None:

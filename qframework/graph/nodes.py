@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +150,23 @@ def writes_in_place(node: Node) -> bool:
     )
 
 
+def written_between(first: Node, last: Node, operands: Iterable[Node], own: Collection[Node] = ()) -> Node | None:
+    """A node from ``first`` to ``last``, not one of ``own``, that writes into the memory of an operand."""
+    memory = {_memory(node) for node in operands} - {None}
+    node = first
+    while node is not last:
+        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
+            return node
+        node = node.next
+    return None
+
+
+def _memory(node: Node) -> int | None:
+    """What tells the memory of a tensor, and of its views, from that of others."""
+    fake = fake_value(node)
+    return None if fake is None else fake.untyped_storage()._cdata
+
+
 def fake_value(node: Node) -> Tensor | None:
     """The fake tensor that tracing recorded for a node, None where it recorded none."""
     value = node.meta.get("example_value", node.meta.get("val"))
@@ -215,4 +232,6 @@ def _state_path(node: Node) -> str | None:
             return None
         path = _clean_path(source.name() if callable(source.name) else source.name)
     owner, _, leaf = path.rpartition(".")
+    if leaf in ("in_proj_weight", "in_proj_bias"):  # nn.MultiheadAttention's own parameters
+        return f"{owner}.in_proj" if owner else "in_proj"
     return owner if leaf in ("bias", "weight") else None

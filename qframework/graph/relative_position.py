@@ -25,10 +25,11 @@ from qframework.graph.shapes import same, same_shape
 
 
 class RelativePositions(NamedTuple):
-    """``h (..., qh, qw, kh, 1)`` and ``w (..., qh, qw, 1, kw)``, both times ``factor``."""
+    """``h (..., qh, qw, kh, 1)`` and ``w (..., qh, qw, 1, kw)``, both times ``factor``; ``read_by`` is their sum."""
 
     h: Node
     w: Node
+    read_by: Node
     factor: float = 1.0
 
 
@@ -45,7 +46,7 @@ def decomposed(summand: Summand) -> RelativePositions | None:
         return None
     for h, w in ((x, y), (y, x)):
         if is_height(h, grid) and is_width(w, grid):
-            return RelativePositions(h, w, summand.factor)
+            return RelativePositions(h, w, total, summand.factor)
     return None
 
 

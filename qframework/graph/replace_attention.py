@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.fx import GraphModule, Node
 
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, is_assertion
-from qframework.graph.nodes import argument, fake_value, operation, writes_in_place
+from qframework.graph.nodes import argument, fake_value, operation, writes_in_place, written_between
 from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.numerics import FLOAT_DTYPES
 
@@ -22,25 +22,8 @@ def _require_computable(call: AttentionCall) -> None:
     if end.device.type not in ("cpu", "cuda"):
         raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
     operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
-    first = call.between[0]
-    if (writer := _written_between(first, call.end, operands, set(call.between))) is not None:
+    if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
         raise Refused(f"{writer.name} changes one of its operands in place between its products")
-
-
-def _written_between(first: Node, last: Node, operands: Sequence[Node], own: set[Node]) -> Node | None:
-    """A node from ``first`` to ``last`` that writes into the memory of an operand."""
-    memory = {_memory(node) for node in operands} - {None}
-    node = first
-    while node is not last:
-        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
-            return node
-        node = node.next
-    return None
-
-
-def _memory(node: Node) -> int | None:
-    fake = fake_value(node)
-    return None if fake is None else fake.untyped_storage()._cdata
 
 
 def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[AttentionWriter], Node]) -> Node:
@@ -58,7 +41,7 @@ def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[Att
         writer.undo()
         raise
     if cannot_be_viewed(call.end, new):
-        new = writer.add(torch.ops.aten.contiguous.default, new)
+        new = writer.in_memory_order_of(call.end, new)
     call.end.replace_all_uses_with(new)
     _erase_unused(gm, call.end, set(call.between))
     return new

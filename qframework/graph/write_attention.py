@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
-from qframework.graph.nodes import fake_value, operation
+from qframework.graph.nodes import fake_value, operation, written_between
 from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
 from qframework.graph.shapes import same, same_shape, splits_first
 
@@ -103,6 +103,13 @@ class AttentionWriter:
         node.meta = {k: v for k, v in end.meta.items() if k in ("nn_module_stack", "stack_trace")}
         node.meta[self._key] = target(*map_arg(args, _recorded), **kwargs)
         return node
+
+    def in_memory_order_of(self, old: Node, new: Node) -> Node:
+        """``new`` with its dimensions in memory as those of ``old``, whose views need them so."""
+        strides = [_hint(stride) for stride in _fake(old).stride()]
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
+        moved = self.add(aten.contiguous.default, self.add(aten.permute.default, new, order))
+        return self.add(aten.permute.default, moved, sorted(range(len(order)), key=order.__getitem__))
 
     def undo(self) -> None:
         """Erase all nodes that were added."""
@@ -194,15 +201,17 @@ class AttentionWriter:
         if len({summand.factor for summand in self._grid_summands}) == 1 and len(values) == 2:
             (x, grid), (y, _) = values
             for h, w in ((x, y), (y, x)):
-                found = RelativePositions(h, w, self._grid_summands[0].factor)
+                found = RelativePositions(h, w, self._call.between[0], self._grid_summands[0].factor)
                 if is_height(h, grid) and is_width(w, grid) and self._fits(found):
                     return found
         shapes = ", ".join(str(tuple(shape_of(value))) for value, _ in values)
         raise Refused(f"tensors of shapes {shapes} are added to its logits; accepted: relative heights and widths")
 
     def _fits(self, found: RelativePositions) -> bool:
-        """Whether the factors' leading dimensions are the logits', split or merged."""
+        """Whether the factors' leading dimensions are the logits', split or merged, and they can still be read."""
         lead, fine = shape_of(found.h)[:-4], self._fine[:-2]
+        if written_between(found.read_by, self._call.end, (found.h, found.w), self._call.between) is not None:
+            return False
         return same_shape(lead, fine) or splits_first(fine, lead) or splits_first(lead, fine)
 
     def _factors(self, found: RelativePositions) -> tuple[Node, Node]:
@@ -281,6 +290,12 @@ def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
     except (RuntimeError, ValueError):
         return True
     return any(_breaks(user, {node: result}) for user in node.users)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    """A size as it was when the graph was captured; only an order is taken from it."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if isinstance(hint, int) else 0
 
 
 def _recorded(node: Node) -> Any:

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_models import SAGE, VARIANT, Capture, compiled, error_bound, exported, qkv
+from attention_models import SAGE, VARIANT, Capture, compiled, error_bound, exported, qkv, randomize
 from torch import nn
 
 import qframework
@@ -251,6 +251,57 @@ def test_no_copy_where_the_heads_are_merged():
     assert "contiguous" not in capture.names()
 
 
+class TestMultiheadAttention:
+    def check(self, run, model, *inputs, linears=2):
+        out, capture = compiled(run, *inputs)
+        assert len(capture.calls) == 1
+        assert "multi_head_attention_forward" not in capture.names()
+        with torch.no_grad():
+            assert sqnr_db(run(*inputs), out) > 35
+        names = [report.name for report in capture.reports[-1]]
+        assert len(names) == len(set(names)) == linears + 1
+        assert {name.rpartition(".")[2] for name in names} > {"in_proj", "out_proj"}
+        return capture
+
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_module(self, need_weights, batch_first):
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=batch_first))
+        self.check(lambda x: model(x, x, x, need_weights=need_weights)[0], model, torch.randn(3, 17, 32))
+
+    def test_padding_mask(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        padding = torch.zeros(3, 17, dtype=torch.bool)
+        padding[1, 9:] = True
+        capture = self.check(lambda x, p: model(x, x, x, key_padding_mask=p)[0], model, x, padding)
+        assert capture.calls[0]["attn_mask"] is not None
+
+    def test_any_batch_size_and_int8_linears(self):
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=True))
+        options = {"attention": VARIANT, "linear": "int8_dynamic"}
+        run = torch.compile(lambda x: model(x, x, x)[0], backend="qframework", options=options, fullgraph=True)
+        with torch.no_grad():
+            for batch in (2, 3, 5):
+                x = torch.randn(batch, 17, 32)
+                assert sqnr_db(model(x, x, x)[0], run(x)) > 25
+
+    def test_weights_that_are_read_are_computed(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        out, capture = compiled(lambda x: model(x, x, x), x)
+        assert not capture.calls
+        with torch.no_grad():
+            torch.testing.assert_close(out, model(x, x, x))
+
+    def test_gradients(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        gradients = []
+        for run in (model, torch.compile(model, backend="qframework", options={"attention": "off"})):
+            model.zero_grad()
+            run(x, x, x)[0].square().sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+
+
 def active_dropout(q, k, v):
     return F.dropout(product(q, k).softmax(-1), 0.1, training=True) @ v
 
@@ -284,6 +335,13 @@ def attend_all(convert):
     return lambda q, k, v: F.scaled_dot_product_attention(*map(convert, (q, k, v)))
 
 
+def scaled_operand_overwritten(q, k, v):
+    q = q + 1
+    scaled = q * SCALE
+    q.zero_()
+    return product(scaled, k).softmax(-1) @ v + q
+
+
 LEFT_ALONE = {
     "dropout": (active_dropout, "dropout of its attention weights is active"),
     "SDPA's dropout": (lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=0.1), "dropout_p=0.1"),
@@ -297,6 +355,7 @@ LEFT_ALONE = {
     "2-D": (attend_all(lambda x: x[0, 0]), r"accepted: .*3 \(B, N, D\) to 5"),
     "broadcasting batch": (lambda q, k, v: product(q, k[0, 0]).softmax(-1) @ v, "operand has shape"),
     "overwritten": (operand_overwritten, "changes one of its operands in place"),
+    "scaled, then overwritten": (scaled_operand_overwritten, "changes one of its operands in place"),
     "wide heads": (attend_all(lambda x: torch.cat([x] * 17, -1)), "head dimension 272; accepted: 1 to 256"),
 }
 
