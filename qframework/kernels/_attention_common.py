@@ -67,7 +67,7 @@ class QuantizedQK(NamedTuple):
     """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries."""
 
     q: Tensor  # (B, H, N, D) int8, or half the channels for INT4; packed (total, H, D) with variable lengths
-    q_scale: Tensor  # (B, H, Gq) fp32
+    q_scale: Tensor | None  # (B, H, Gq) fp32; None: q is float, and the kernel quantizes its own tile of it
     k: Tensor  # (B, Hkv, Nk, D) int8
     k_scale: Tensor  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves

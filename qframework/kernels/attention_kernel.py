@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from qframework.kernels._common import round_half_even, round_to_int8
 from qframework.kernels._triton import INTERPRET, tl, triton
+from qframework.kernels.attention_quantize import group_scale, row_amax, to_integers
 from qframework.kernels.value_quantize import round_to_e4m3
 
 INTERPRETED = tl.constexpr(INTERPRET)
@@ -52,7 +53,7 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
 
 @triton.jit(do_not_specialize=["N", "NK"])  # any length runs the same code
 def _quantized_attention_kernel(
-    q_ptr,  # (B, H, N, D) int8
+    q_ptr,  # (B, H, N, D) int8, or float for QUANTIZE_Q
     k_ptr,  # (B, Hkv, Nk, D) int8
     v_ptr,  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) for 8-bit products
     q_scale_ptr,  # (B, H, Gq) fp32
@@ -106,6 +107,8 @@ def _quantized_attention_kernel(
     ACCUMULATE_FP16: tl.constexpr,
     ROUND_FP8: tl.constexpr,
     INT4: tl.constexpr,
+    QUANTIZE_Q: tl.constexpr,  # whole groups of queries lie in one tile
+    MIN_SCALE: tl.constexpr,
     Q_SPAN: tl.constexpr,
     Q_GROUPS: tl.constexpr,
     Q_MODULO: tl.constexpr,
@@ -167,8 +170,13 @@ def _quantized_attention_kernel(
     q, q_high = q_packed, q_packed
     if INT4:
         q, q_high = (q_packed << 4) >> 4, q_packed >> 4
-    q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
-    q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
+    if QUANTIZE_Q:
+        q_float = q_packed.to(tl.float32) * logit_scale
+        _, q_scale = group_scale(row_amax(q_float), 127, MIN_SCALE, Q_SPAN, Q_GROUPS, Q_MODULO, Q_DIVISOR, BLOCK_M)
+        q = to_integers(q_float, tl.math.div_rn(1.0, q_scale)[:, None], 127)
+    else:
+        q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
+        q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
     k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK
     if ROW_BIAS:
         row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK

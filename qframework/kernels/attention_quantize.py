@@ -96,24 +96,35 @@ def group_scale(
 
 
 @triton.jit
-def _row_amax(y):
+def row_amax(y):
     """max|y| of each row; infinity for a row that holds NaN, which max would drop."""
     amax = tl.max(tl.abs(y), 1)
     return tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("inf"), amax)
 
 
 @triton.jit
-def _to_integers(y, inv_scale, QMAX: tl.constexpr):
+def to_integers(y, inv_scale, QMAX: tl.constexpr):
+    """y / scale, saturated and rounded half to even, as int8."""
     return round_half_even(tl.minimum(tl.maximum(y * inv_scale, -1.0 * QMAX), 1.0 * QMAX)).to(tl.int8)
 
 
 @triton.jit
-def _load_shifted(x_ptrs, mean_ptrs, mask, channel_mask, factor, HAS_MEAN: tl.constexpr):
+def _token_mean(base, stride, tokens, D, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Mean of all tokens of a head, (BLOCK_D,) float32, block by block as token_statistics adds them."""
+    d = tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D,), tl.float32)
+    for start in range(0, tokens, TILE):
+        n = start + tl.arange(0, TILE)
+        mask = (n < tokens)[:, None] & (d < D)[None, :]
+        total += tl.sum(tl.load(base + n[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32), 0)
+    return tl.math.div_rn(total, tokens.to(tl.float32))
+
+
+@triton.jit
+def _load_shifted(x_ptrs, mean, mask, factor):
     """(x - mean) * factor, zero outside ``mask``."""
     x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    if HAS_MEAN:
-        x = x - tl.load(mean_ptrs, mask=channel_mask, other=0.0)[None, :]
-    return tl.where(mask, x * factor, 0.0)
+    return tl.where(mask, (x - mean[None, :]) * factor, 0.0)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -136,7 +147,7 @@ def _attention_quantize_kernel(
     stride_qh,
     stride_qn,
     MIN_SCALE: tl.constexpr,
-    HAS_MEAN: tl.constexpr,
+    MEAN: tl.constexpr,  # "none", "given", or "compute": of all tokens of the head, INT8 only
     GIVEN_SCALE: tl.constexpr,  # scale_ptr (B, H) is read
     STORE_Q: tl.constexpr,
     VARLEN: tl.constexpr,
@@ -167,13 +178,20 @@ def _attention_quantize_kernel(
     mean_base = mean_ptr + ((b * H + h) * MEANS + (tile if MEANS > 1 else 0)) * D + d
     mask = (n < tokens)[:, None] & (d < stored)[None, :]
     x_ptrs = x_base + n[:, None] * stride_xn + d[None, :]
-    low = _load_shifted(x_ptrs, mean_base, mask, d < stored, factor, HAS_MEAN)
-    amax = _row_amax(low)
+    mean = tl.zeros((BLOCK_D,), tl.float32)
+    if MEAN == "given":
+        mean = tl.load(mean_base, mask=d < stored, other=0.0)
+    elif MEAN == "compute":
+        mean = _token_mean(x_base, stride_xn, tokens, D, TILE, BLOCK_D)
+    low = _load_shifted(x_ptrs, mean, mask, factor)
+    amax = row_amax(low)
     if BITS == 4:
         channels = d + stored < D
         high_mask = (n < tokens)[:, None] & channels[None, :]
-        high = _load_shifted(x_ptrs + stored, mean_base + stored, high_mask, channels, factor, HAS_MEAN)
-        amax = tl.maximum(amax, _row_amax(high))
+        if MEAN == "given":
+            mean = tl.load(mean_base + stored, mask=channels, other=0.0)
+        high = _load_shifted(x_ptrs + stored, mean, high_mask, factor)
+        amax = tl.maximum(amax, row_amax(high))
 
     if GIVEN_SCALE:
         row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + b * H + h)
@@ -183,9 +201,9 @@ def _attention_quantize_kernel(
         tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
     if STORE_Q:
         inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
-        q = _to_integers(low, inv_scale, QMAX)
+        q = to_integers(low, inv_scale, QMAX)
         if BITS == 4:
-            q = (q & 0xF) | (_to_integers(high, inv_scale, QMAX) << 4)
+            q = (q & 0xF) | (to_integers(high, inv_scale, QMAX) << 4)
         tl.store(q_base + n[:, None] * stride_qn + d[None, :], q, mask=mask)
 
 
@@ -198,7 +216,9 @@ def _attention_quantize_triton(
     bits: int = 8,
     starts: Tensor | None = None,
     longest: int = 0,
+    smooth: bool = False,
 ) -> tuple[Tensor, Tensor]:
+    """``smooth``: subtract the mean over tokens, computed in the same kernel; for heads of few tokens."""
     check_device(x.device)
     x = last_contiguous(x)
     check_offsets("attention_quantize", x=x)
@@ -210,7 +230,7 @@ def _attention_quantize_triton(
     if x.numel() == 0:
         return q, scale.fill_(MIN_SCALE)
     if groups.span <= _TILE:
-        _launch(x, mean, factor, shape, groups, bits, q, scale, given=False)
+        _launch(x, mean, factor, shape, groups, bits, q, scale, given=False, smooth=smooth)
         return q, scale
     tiles = TokenGroups(_TILE)
     partial = scale.new_empty(shape.batch, shape.heads, tiles.count(shape.tokens))
@@ -231,6 +251,7 @@ def _launch(
     q: Tensor | None,
     scale: Tensor,
     given: bool,
+    smooth: bool = False,
 ) -> None:
     block_d = max(triton.next_power_of_2(shape.channels if bits == 8 else -(-shape.channels // 2)), 16)
     out = q if q is not None else x
@@ -249,7 +270,7 @@ def _launch(
         *shape.strides(x),
         *shape.strides(out),
         MIN_SCALE=MIN_SCALE,
-        HAS_MEAN=mean is not None,
+        MEAN="given" if mean is not None else "compute" if smooth else "none",
         GIVEN_SCALE=given,
         STORE_Q=q is not None,
         VARLEN=shape.starts is not None,

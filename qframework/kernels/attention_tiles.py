@@ -16,6 +16,12 @@ class AttentionTile(NamedTuple):
     num_warps: int
     num_stages: int
 
+    def holding(self, span: int) -> AttentionTile:
+        """The tile with at least ``span`` rows, so that whole groups of queries lie in it."""
+        if self.block_m >= span:
+            return self
+        return self._replace(block_m=span, num_warps=8 if span >= 128 else self.num_warps)
+
 
 INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, so that masks and loops show; the reference's block of keys
 

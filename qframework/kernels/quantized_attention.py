@@ -49,7 +49,7 @@ from qframework.kernels.attention_variants import (
     resolve,
     token_groups,
 )
-from qframework.numerics import FLOAT_DTYPES
+from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
 
 def quantized_attention_triton(
@@ -84,18 +84,21 @@ def quantized_attention_triton(
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
     mode = _mode(variant, values.v)
+    q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
+    quantize_q = qk.q_scale is None
     tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode, variant.accumulator)
+    if quantize_q:
+        tile = tile.holding(q_groups.span)
     accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
     if accumulate_fp16 and mode == "fp8":
         check_fp16_ranges(min(tile.block_n, KEYS_PER_FP16_SUM), *fp8_ranges("fp16"))
-    q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     mask, rel_h, rel_w = bias.mask, bias.rel_h, bias.rel_w
     some = qk.q  # stands where the kernel reads nothing
     _quantized_attention_kernel[(triton.cdiv(tokens, tile.block_m) * heads * batch,)](
         qk.q,
         qk.k,
         values.v,
-        qk.q_scale,
+        qk.q_scale if qk.q_scale is not None else some,
         qk.k_scale,
         values.scale if values.scale is not None else some,
         values.mean if values.mean is not None else some,
@@ -113,7 +116,7 @@ def quantized_attention_triton(
         tokens,
         k_shape.tokens,
         rel_w.shape[-1] if rel_w is not None else 1,
-        qk.q_scale.shape[2],
+        qk.q_scale.shape[2] if qk.q_scale is not None else 1,
         qk.k_scale.shape[2],
         qk.row_bias.shape[2] if qk.row_bias is not None else 1,
         *q_shape.strides(qk.q),
@@ -131,6 +134,8 @@ def quantized_attention_triton(
         ACCUMULATE_FP16=accumulate_fp16,
         ROUND_FP8=mode == "fp8" and values.v.dtype == torch.float16,
         INT4=variant.qk_bits == 4,
+        QUANTIZE_Q=quantize_q,
+        MIN_SCALE=MIN_SCALE,
         Q_SPAN=q_groups.span,
         Q_GROUPS=q_groups.groups,
         Q_MODULO=q_groups.modulo,

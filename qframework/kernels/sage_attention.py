@@ -40,7 +40,14 @@ from qframework.kernels.attention_arguments import (
 )
 from qframework.kernels.attention_quantize import _attention_quantize_triton, attention_quantize_ref
 from qframework.kernels.attention_reference import quantized_attention_ref
-from qframework.kernels.attention_variants import QUERY_BLOCK, AttentionVariant, choose_variant, fp8_ranges, resolve
+from qframework.kernels.attention_variants import (
+    QUERY_BLOCK,
+    AttentionVariant,
+    choose_variant,
+    fp8_ranges,
+    resolve,
+    token_groups,
+)
 from qframework.kernels.quantized_attention import quantized_attention_triton
 from qframework.kernels.token_statistics import _block_statistics_triton, block_statistics_ref
 from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref
@@ -53,6 +60,7 @@ class _Steps(NamedTuple):
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_values: Callable[..., tuple[Tensor, Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
+    fuses: bool  # whether attention can quantize queries itself, and keys their own mean
 
 
 def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
@@ -60,8 +68,8 @@ def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
     return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), sums if lse else None
 
 
-def _attend_triton(qk, values, bias, variant, dtype, lse, lengths):
-    return quantized_attention_triton(qk, values, bias, variant, 1.0, dtype, lse=lse, lengths=lengths)
+def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
+    return quantized_attention_triton(qk, values, bias, variant, factor, dtype, lse=lse, lengths=lengths)
 
 
 _TORCH = _Steps(
@@ -71,6 +79,7 @@ _TORCH = _Steps(
     ),
     lambda v, kind, v_range, smooth, starts, longest: value_quantize_ref(v, kind, v_range, smooth),
     _attend_ref,
+    fuses=False,
 )
 _TRITON = _Steps(
     lambda x, starts, longest: (
@@ -81,6 +90,7 @@ _TRITON = _Steps(
     ),
     _value_quantize_triton,
     _attend_triton,
+    fuses=True,
 )
 
 
@@ -116,6 +126,27 @@ def _quantize_qk(
     q8, q_scale = steps.quantize(q, q_mean, scale * LOG2_E, variant, "query", *q_of)
     k8, k_scale = steps.quantize(k, k_mean, 1.0, variant, "key", *k_of)
     return QuantizedQK(q8, q_scale, k8, k_scale, q.shape[-1], row_bias), k_mean
+
+
+# Up to this many keys every program reads them all for their mean, from the cache: cheaper than a kernel for the mean.
+_FEW_KEYS = 512
+
+
+def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, lengths: Lengths | None) -> QuantizedQK:
+    """Quantized K beside the queries as they are: the attention kernel quantizes its own tile of them."""
+    of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
+    smooth_within = smooth_k and of[1] <= _FEW_KEYS
+    k_mean = None
+    if smooth_k and not smooth_within:
+        k_mean = _TRITON.block_sums(k, *of).sum(2, keepdim=True) / _token_counts(of[1], of[0])
+    k8, k_scale = _attention_quantize_triton(k, k_mean, 1.0, variant.granularity, "key", 8, *of, smooth=smooth_within)
+    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1])
+
+
+def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
+    """INT8 groups of queries that fit a tile; wide heads have no registers left, and LSE needs K's mean."""
+    spans = token_groups(variant.granularity, "query").span <= QUERY_BLOCK
+    return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
 
 
 def _row_bias(q_mean: Tensor, k: Tensor, k_mean: Tensor | None, lengths: Lengths | None) -> Tensor:
@@ -160,8 +191,11 @@ def _attention(
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
-    qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
     values = _quantize_values(v, variant, steps, lengths)
+    if steps.fuses and _can_fuse(q, variant, return_lse):
+        qk = _fused(q, k, variant, smooth_k, lengths)
+        return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths, scale * LOG2_E)
+    qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
     if lse is not None and k_mean is not None:  # softmax does not see the mean, the sum of exponentials does
         group = q.shape[1] // k.shape[1]
