@@ -75,7 +75,7 @@ class Demo:
             title="A vision transformer on handwritten digits",
             caption="FP32: the float model, eager. INT8: compiled with backend='qframework'.\n"
             "SQNR: of the worst layer's output, in dB. Lowered: linear layers in INT8.\n"
-            "Attention in INT8 pays on a GPU; on a CPU its operators are exact rather than fast.\n"
+            "INT8 attention on a CPU is its kernels' reference: exact, not fast.\n"
             f"FP32 compiled by Inductor: {self.compiled_fp32_images_per_second:,.0f} images/s.",
         )
         table.add_column("configuration", no_wrap=True)
