@@ -171,7 +171,7 @@ def _quantized_attention_kernel(
     if INT4:
         q, q_high = (q_packed << 4) >> 4, q_packed >> 4
     if QUANTIZE_Q:
-        q_float = q_packed.to(tl.float32) * logit_scale
+        q_float = tl.where(rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0)  # repeated rows have no say
         _, q_scale = group_scale(row_amax(q_float), 127, MIN_SCALE, Q_SPAN, Q_GROUPS, Q_MODULO, Q_DIVISOR, BLOCK_M)
         q = to_integers(q_float, tl.math.div_rn(1.0, q_scale)[:, None], 127)
     else:

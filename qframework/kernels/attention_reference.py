@@ -31,6 +31,7 @@ def quantized_attention_ref(
     roundings that define the variant.
     """
     q, k = (unpack_int4(x, qk.channels) if variant.qk_bits == 4 else x for x in (qk.q, qk.k))
+    assert qk.q_scale is not None, "only the Triton kernel quantizes queries itself"
     batch, heads, tokens, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(tokens, q.device)] * logit_scale

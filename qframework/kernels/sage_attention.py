@@ -134,12 +134,14 @@ _FEW_KEYS = 512
 
 def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, lengths: Lengths | None) -> QuantizedQK:
     """Quantized K beside the queries as they are: the attention kernel quantizes its own tile of them."""
-    of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
-    smooth_within = smooth_k and of[1] <= _FEW_KEYS
+    starts, longest = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
+    smooth_within = smooth_k and longest <= _FEW_KEYS
     k_mean = None
     if smooth_k and not smooth_within:
-        k_mean = _TRITON.block_sums(k, *of).sum(2, keepdim=True) / _token_counts(of[1], of[0])
-    k8, k_scale = _attention_quantize_triton(k, k_mean, 1.0, variant.granularity, "key", 8, *of, smooth=smooth_within)
+        k_mean = _TRITON.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
+    k8, k_scale = _attention_quantize_triton(
+        k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
+    )
     return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1])
 
 
