@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 ROUNDING = {torch.float32: 2.0**-11, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}  # of P, of V and of the result
@@ -87,3 +88,16 @@ def gradients(function: Callable[..., Any], *inputs: Tensor, **kwargs: Any) -> t
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     weights = [torch.linspace(-1, 1, o.numel(), dtype=o.dtype, device=o.device).view(o.shape) for o in outputs]
     return torch.autograd.grad(outputs, [x for x in leaves if x.requires_grad], weights)
+
+
+def qkv(nq: int = 20, nk: int = 30, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return heads(2, 3, nq, 16, **kwargs), heads(2, 3, nk, 16, **kwargs), heads(2, 3, nk, 16, **kwargs)
+
+
+class Attention(nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value) * 2
+
+
+def count_operators(graph: torch.fx.GraphModule) -> int:
+    return sum(str(node.target).startswith("qframework.sage_attention") for node in graph.graph.nodes)
