@@ -37,6 +37,11 @@ _SAGE = torch.ops.qframework.sage_attention.default
 NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
 
 
+# nn.TransformerEncoderLayer in inference is one node, whose attention is inside.
+_FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
+_FUSED = "PyTorch's fused layer holds it; torch.backends.mha.set_fastpath_enabled(False) takes it apart"
+
+
 def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[LayerReport]:
     """Replace every attention the operator computes, in place; report on every attention.
 
@@ -62,6 +67,10 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
                     kind="attention",
                 )
             )
+        elif operation(node) in _FUSED_BY_PYTORCH:
+            name = layer_name(node)
+            wanted = _is_wanted(node, _option_of(option, name, seen[name]))
+            reports.append(LayerReport(name, False, str(operation(node)), _FUSED, wanted, kind="attention"))
         elif (report := _lower_one(gm, node, option, seen)) is not None:
             reports.append(report)
             seen[report.name] += 1
@@ -93,9 +102,13 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
             return LayerReport(name, False, kind, reason, kind="attention")
         replace_attention(gm, call, lambda writer: writer.write(option))
     except (Refused, QFrameworkError) as refusal:
-        wanted = option != "off" and not (option == "auto" and _reason_against_auto([_fake_of(node)]))
-        return LayerReport(name, False, kind, str(refusal), fallback=wanted, kind="attention")
+        return LayerReport(name, False, kind, str(refusal), fallback=_is_wanted(node, option), kind="attention")
     return LayerReport(name, True, _describe(option), "", kind="attention")
+
+
+def _is_wanted(node: Node, option: str) -> bool:
+    """Whether the attention of a node was to be quantized."""
+    return option != "off" and not (option == "auto" and _reason_against_auto([_fake_of(node)]))
 
 
 def _fake_of(node: Node) -> Tensor:

@@ -292,6 +292,19 @@ class TestMultiheadAttention:
         with torch.no_grad():
             torch.testing.assert_close(out, model(x, x, x))
 
+    @pytest.mark.parametrize("fast_path", [True, False])
+    def test_encoder_layer(self, fast_path):
+        model, x = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(), torch.randn(3, 17, 32)
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        try:
+            _, capture = compiled(lambda x: model(x), x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+        (report,) = capture.attention
+        assert report.lowered is not fast_path
+        assert ("set_fastpath_enabled(False) takes it apart" in report.reason) is fast_path
+
     def test_gradients(self):
         model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
         gradients = []

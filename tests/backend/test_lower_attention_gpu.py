@@ -1,0 +1,72 @@
+"""Attention lowering on a GPU: "auto" by default, CUDA graphs, and the memory that SAM's bias no longer takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from attention_models import randomize
+from test_lower_attention import Attention
+from test_timm_models import MODELS
+
+import qframework
+from qframework.numerics import sqnr_db
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
+
+
+def build(name, dtype):
+    timm = pytest.importorskip("timm")
+    kwargs = MODELS[name]
+    torch.manual_seed(0)
+    model = randomize(timm.create_model(name, **kwargs)).cuda()
+    x = torch.randn(2, 3, kwargs["img_size"], kwargs["img_size"], device="cuda")
+    with torch.no_grad():
+        return model(x), model.to(dtype), x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_auto_is_the_default(name, dtype):
+    exact, model, x = build(name, dtype)
+    run = torch.compile(model, backend="qframework", fullgraph=True)
+    report = qframework.explain(run, x)
+    assert report.attention_lowered == report.attention_total > 0, str(report)
+    with torch.no_grad():
+        half = sqnr_db(exact, model(x).float())
+        # Half precision alone loses most of this; INT8 Q and K may cost a few bits more.
+        assert sqnr_db(exact, run(x).float()) > min(half - 12, 30)
+
+
+def test_training_stays_exact_by_default():
+    model, x = Attention().cuda(), torch.randn(3, 17, 32, device="cuda")
+    run = torch.compile(model, backend="qframework")
+    torch.testing.assert_close(run(x), model(x), rtol=1e-4, atol=1e-4)
+    run(x).sum().backward()
+    assert model.bias.grad is not None
+
+
+def test_cuda_graphs_follow_their_inputs():
+    model = Attention(dim=128, heads=4, tokens=65).cuda().half().eval()
+    run = torch.compile(model, backend="qframework", mode="reduce-overhead", fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(2, 65, 128, device="cuda", dtype=torch.float16)
+            assert sqnr_db(model(x), run(x).clone()) > 25
+
+
+def test_sam_never_holds_its_bias():
+    """One head of 4096 x 4096 in float16 is 32 MiB; all 12 of a global layer are 384 MiB."""
+    timm = pytest.importorskip("timm")
+    config = {"depth": 1, "window_size": 14, "global_attn_indexes": (0,), "embed_dim": 768, "num_heads": 12}
+    model = timm.create_model("samvit_base_patch16", img_size=1024, **config).cuda().half().eval()
+    x = torch.randn(1, 3, 1024, 1024, device="cuda", dtype=torch.float16)
+    run = torch.compile(model, backend="qframework", fullgraph=True)
+    with torch.no_grad():
+        y = run(x)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run(x)
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak < 12 * 4096 * 4096 * 2
+        assert sqnr_db(model(x), y) > 25
