@@ -1,7 +1,7 @@
 """Operators, each with a plain-torch reference, a Triton kernel for GPUs and a CPU implementation."""
 
 import qframework.kernels.sage_attention
-import qframework.kernels.sage_attention_backward  # both register operators
+import qframework.kernels.sage_attention_backward  # noqa: F401  both register operators
 from qframework.kernels.attention_quantize import attention_quantize
 from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation

@@ -7,13 +7,14 @@ Formula (QAttn eq. 15-18)::
     out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
 
 Layout: as ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
-Reference: ``attention_reference.quantized_attention_ref``, which is also the CPU implementation.
+Reference: ``attention_reference.quantized_attention_ref``. CPU: PyTorch's attention of the integers as float32.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -80,6 +81,23 @@ def _operands(query, key, value, query_scale, key_scale, value_scale, attn_mask,
     return qk, values, Bias(call.mask, call.rel_h, call.rel_w, is_causal)
 
 
+def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: float) -> Tensor:
+    """The same attention through PyTorch's: int8 products are exact in float32, 127**2 * 256 is below 2**24."""
+    assert qk.q_scale is not None
+    assert values.scale is not None
+    group = qk.q.shape[1] // qk.k.shape[1]
+    q_scale = qk.q_scale * qk.k_scale.repeat_interleave(group, dim=1) * logit_scale
+    q = qk.q.float() * q_scale[..., None]
+    mask = bias.mask.float() if bias.mask is not None and bias.mask.dtype != torch.bool else bias.mask
+    if bias.causal and mask is not None:
+        keep = torch.ones(q.shape[2], qk.k.shape[2], dtype=torch.bool).tril()
+        mask = mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, -torch.inf)
+    out = F.scaled_dot_product_attention(
+        q, qk.k.float(), values.v.float(), mask, is_causal=bias.causal and mask is None, scale=1.0, enable_gqa=group > 1
+    )
+    return out * values.scale.repeat_interleave(group, dim=1)[..., None]
+
+
 LIBRARY.define(
     "mixed_attention(Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
     "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False, Tensor? out_scale=None, "
@@ -102,7 +120,11 @@ def _mixed_attention_cpu(
     qk, values, bias = _operands(
         query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w
     )
-    out, _ = quantized_attention_ref(qk, values, bias, _VARIANT, default_scale(query, scale) * LOG2_E)
+    logit_scale = default_scale(query, scale)
+    if rel_h is None:
+        out = _float_products(qk, values, bias, logit_scale)
+    else:
+        out, _ = quantized_attention_ref(qk, values, bias, _VARIANT, logit_scale * LOG2_E)
     if out_scale is not None:
         out = numerics.quantize(out, out_scale)
     return result.copy_(out.view(result.shape))
