@@ -1,8 +1,8 @@
 """Attention: every variant of qframework beside PyTorch's SDPA backends and SageAttention, at the shapes of models.
 
-Whole calls: smoothing, quantization and the kernel. ``tflops`` counts 4 B H N N D operations, half of them if causal.
-``error`` is the relative L2 error against float32 attention (of the INT8 operands, for INT8 in and out), and
-``relative_l1`` always the relative L1 error against float32 attention of the float operands.
+Whole calls: smoothing, quantization and the kernel; both parts alone have records of their own (``op``). ``tflops``
+counts 4 B H N N D operations, half of them if causal. ``error`` is the relative L2 error against float32 attention (of
+the INT8 operands, for INT8 in and out), ``relative_l1`` always against float32 attention of the float operands.
 
 Every provider has a process of its own and two deadlines: one to compile and be checked at all shapes, some providers
 at a time, and one to be timed, alone on the GPU. ``sageattention`` (1.0.6, Triton) is measured where it is installed.
@@ -22,7 +22,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, relative_l1
+from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, parts_of, relative_l1
 from benchmarks.boxed import Worker
 from benchmarks.harness import (
     Record,
@@ -77,6 +77,7 @@ class Measurement:
                     yield self.checked[name, shape]
                 elif self.checked[name, shape].status == "ok":
                     yield self.time(name, shape)
+                    yield from self.time_parts(name, shape)
             _free(self.plan.device)
 
     def check(self, name: str, shape: Shape) -> Record:
@@ -115,6 +116,14 @@ class Measurement:
             tflops=shape.operations / timing.median_s / 1e12,
             peak_mb=torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
         )
+
+    def time_parts(self, name: str, shape: Shape) -> Iterator[Record]:
+        """Quantization alone and the kernel alone, of the providers that have both."""
+        given = make_inputs(shape, self.plan.device, self.plan.seed)
+        for op, fn in parts_of(given, name).items():
+            timing = time_provider(fn, self.plan.device, rep_ms=REP_MS / 2)
+            tflops = shape.operations / timing.median_s / 1e12 if op == "attention_kernel" else None
+            yield replace(identify(name, shape), op=op, **timing.fields(), tflops=tflops)
 
     def _case(self, name: str, shape: Shape) -> tuple[Case, Callable[[], torch.Tensor]]:
         given = make_inputs(shape, self.plan.device, self.plan.seed)
@@ -178,18 +187,20 @@ def run_workers(results: Results, plans: Sequence[Plan], limits: Limits, jobs: i
 def complete(
     plan: Plan, checked: Sequence[Record], timed: Sequence[Record], ended: tuple[str, str] | None
 ) -> Iterator[Record]:
-    """One record for each provider and shape: timed, or refused, or with the reason its process was ended."""
+    """One record for each provider and shape: timed, refused, or with the reason its process was ended. Then parts."""
     best = {_key(record): record for record in [*checked, *timed]}
     status, reason = ended or ("failed", "no record")
+    parts = [record for record in timed if record.op != "attention"]
     for shape in plan.shapes:
         for name in plan.providers:
             record = best.get(_key(identify(name, shape)), identify(name, shape))
             untimed = record.status == "ok" and record.p50_ms is None
             yield replace(record, status=status, reason=reason) if untimed else record
+    yield from parts
 
 
 def _key(record: Record) -> tuple[object, ...]:
-    return (record.provider, tuple(record.shape or ()), record.causal)
+    return (record.op, record.provider, tuple(record.shape or ()), record.causal)
 
 
 # Command line -------------------------------------------------------------------------------------------------------

@@ -27,7 +27,9 @@ from benchmarks.harness import (
     worst_row_error,
 )
 from qframework import numerics
+from qframework.kernels._attention_common import Bias, QuantizedQK, Values
 from qframework.kernels.attention_variants import VARIANTS, AttentionVariant, choose_variant, resolve
+from qframework.kernels.sage_attention import _TORCH, _TRITON, _quantize_qk, _quantize_values
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
 ORACLE_BYTES = 2**30  # of logits at a time
@@ -194,6 +196,23 @@ def _sage(given: Inputs, name: str) -> Case:
     variant = resolve(chosen)
     check = attention_within(lambda: given.oracle, bound_of(variant))
     return Case(fn, check, f"float16, Q K int{variant.qk_bits}, PV {variant.pv}")
+
+
+def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
+    """What a call of a variant is made of, by the ``op`` of its record; empty for providers that are not split."""
+    name = provider.removeprefix("qframework_")
+    if name not in VARIANTS:
+        return {}
+    variant, steps = resolve(name), _TRITON if given.query.device.type == "cuda" else _TORCH
+    bias, scale = Bias(causal=given.shape.causal), given.shape.head_dim**-0.5
+
+    def quantize() -> tuple[QuantizedQK, Values]:
+        qk, _ = _quantize_qk(given.query, given.key, variant, scale, True, steps, None)
+        return qk, _quantize_values(given.value, variant, steps, None)
+
+    qk, values = quantize()
+    kernel = functools.partial(steps.attend, qk, values, bias, variant, torch.float16, False, None)
+    return {"attention_quantize": quantize, "attention_kernel": kernel}
 
 
 def _mixed_static(given: Inputs) -> Case:

@@ -8,6 +8,8 @@ from benchmarks.harness import Record
 from benchmarks.tables import OURS, Run, bold_if, is_ours, number, ratio, speed, split, table
 
 SHAPE = "B,H,N,D"
+SPLIT_NOTE = """Where a call quantizes inside the kernel, it takes less than the sum.
+"""
 PARTS = ("attention_quantize", "attention_kernel")  # op of the records that time a part of a call
 NOTE = """TOP/s of 4 B H N N D (half if causal) at the median, of whole calls: smoothing, quantization and the kernel.
 The fastest of a row is in bold. `mixed_static` starts from INT8 and ends in INT8, all others start and end in float16.
@@ -21,7 +23,7 @@ def attention_tables(run: Run) -> str:
     parts = [NOTE, _against_peers(groups), "### Every variant, TOP/s\n", _by_provider(groups, speed, number, is_ours)]
     parts += ["### Relative L1 error\n", _by_provider(groups, _error, _four_digits, lambda record: True)]
     if split_times := _split_times(run):
-        parts += ["### Milliseconds of quantization and of the kernel, each alone\n", split_times]
+        parts += ["### Milliseconds of quantization and of the kernel, each alone\n", SPLIT_NOTE, split_times]
     return "\n".join([*parts, "### Every measurement\n"])
 
 

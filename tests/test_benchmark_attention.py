@@ -17,6 +17,7 @@ from benchmarks.attention import Limits, Measurement, Plan
 from benchmarks.attention_cases import PROVIDERS, Shape, attention_within, float32_attention, make_inputs
 from benchmarks.boxed import Worker
 from benchmarks.harness import Record, Results, WrongResultError
+from qframework.kernels.attention_variants import VARIANTS
 
 SHAPE = Shape(2, 2, 33, 16)
 GPU_ONLY = {"torch_cudnn", "torch_efficient", "sageattention"}
@@ -82,7 +83,11 @@ def test_every_provider_in_a_smoke_run(tmp_path):
     document = json.loads(output.read_text())
     records = [Record.from_json(fields) for fields in document["records"]]
     assert document["smoke"] is True
+    parts = [record for record in records if record.op != "attention"]
+    records = [record for record in records if record.op == "attention"]
     assert len(records) == len(PROVIDERS) * len(attention.SMOKE_SHAPES)
+    assert len(parts) == 2 * len(VARIANTS) * len(attention.SMOKE_SHAPES)
+    assert all(record.p50_ms > 0 for record in parts)
     assert {record.provider for record in records if record.status != "ok"} == GPU_ONLY
     for record in records:
         if record.status == "ok":
