@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import AttentionVariant, fp8_ranges
+from qframework.kernels.attention_variants import KEYS_PER_FP16_SUM, AttentionVariant, fp8_ranges
 
 _MAX_OFFSET = 2**31 - 1
 LOG2_E = math.log2(math.e)
@@ -97,10 +97,16 @@ class Lengths(NamedTuple):
 class Bias(NamedTuple):
     """What is added to the logits besides Q K^T."""
 
-    mask: Tensor | None = None  # bool or float, (B, H, N, Nk) with dimensions of 1 that broadcast
+    mask: Tensor | None = None  # bool or float, (M, H, N, Nk), batch b uses b % M, other dimensions of 1 broadcast
     rel_h: Tensor | None = None  # (B, H, N, Kh)
     rel_w: Tensor | None = None  # (B, H, N, Kw)
     causal: bool = False
+
+    def masks_of(self, batch: int) -> Tensor | None:
+        """The mask with a batch of 1 or ``batch``."""
+        if self.mask is None or self.mask.shape[0] in (1, batch):
+            return self.mask
+        return self.mask.repeat(batch // self.mask.shape[0], 1, 1, 1)
 
 
 def transposes_values(pv: str) -> bool:
@@ -109,7 +115,9 @@ def transposes_values(pv: str) -> bool:
 
 
 def p_range(variant: AttentionVariant) -> float:
-    """The integer or FP8 number that 1 in P becomes."""
+    """The number that 1 in P becomes. With FP16 sums of a block of keys it is 1/64: they stay as small as V itself."""
     if variant.pv == "fp8":
         return fp8_ranges(variant.accumulator)[0]
-    return 127.0 if variant.pv == "int8" else 1.0
+    if variant.pv == "int8":
+        return 127.0
+    return 1.0 / KEYS_PER_FP16_SUM if variant.accumulator == "fp16" else 1.0

@@ -36,7 +36,8 @@ def canonical(
     lead = torch.broadcast_shapes(_lead(query), _lead(key), _lead(value))
     return Canonical(
         *(_four(x.expand(*lead, *x.shape[len(_lead(x)) :]), lead) for x in (query, key, value)),
-        *(_four_broadcasting(x, query.ndim, lead) for x in (attn_mask, rel_h, rel_w)),
+        _four_broadcasting(attn_mask, query.ndim, lead, periodic=True),
+        *(_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w)),
     )
 
 
@@ -49,8 +50,11 @@ def _four(x: Tensor, lead: torch.Size) -> Tensor:
     return x.unsqueeze(1) if x.ndim == 3 else x.reshape(math.prod(lead), *x.shape[-3:])
 
 
-def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size) -> Tensor | None:
-    """A mask or a relative position of up to ``ndim`` dimensions as (B or 1, H or 1, N or 1, Nk or 1)."""
+def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: bool = False) -> Tensor | None:
+    """A mask or a relative position of up to ``ndim`` dimensions as (B or 1, H or 1, N or 1, Nk or 1).
+
+    ``periodic`` allows a batch that divides B.
+    """
     if x is None:
         return None
     x = x.reshape(*[1] * (ndim - x.ndim), *x.shape)
@@ -58,6 +62,8 @@ def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size) -> Tensor 
         return x.unsqueeze(1)
     if len(lead) == 1:
         return x
+    if periodic and x.shape[0] == 1:  # one mask for each window of every image: batch b uses b % windows
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
     if all(size == 1 for size in x.shape[:-3]):
         return x.reshape(1, *x.shape[-3:])
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])

@@ -61,7 +61,7 @@ def _quantized_attention_kernel(
     v_scale_ptr,  # (B, Hkv, Dv) or (B, Hkv, 1) fp32
     v_mean_ptr,  # (B, Hkv, Dv) fp32
     row_bias_ptr,  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32
-    mask_ptr,  # (B, H, N, Nk), strides of 0 broadcast
+    mask_ptr,  # (MASKS, H, N, Nk), batch b uses b % MASKS, strides of 0 broadcast
     rel_h_ptr,  # (B, H, N, Kh)
     rel_w_ptr,  # (B, H, N, Kw)
     out_scale_ptr,  # (1,) or (H,) fp32
@@ -74,6 +74,7 @@ def _quantized_attention_kernel(
     N,
     NK,
     KW,
+    MASKS,
     GQ,
     GK,
     ROW_BLOCKS,
@@ -181,7 +182,7 @@ def _quantized_attention_kernel(
     if ROW_BIAS:
         row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK
     if MASK != "none":
-        mask_base = mask_ptr + b * stride_mb + h * stride_mh + row.to(tl.int64)[:, None] * stride_mm
+        mask_base = mask_ptr + (b % MASKS) * stride_mb + h * stride_mh + row.to(tl.int64)[:, None] * stride_mm
     if RELATIVE:
         rel_h_base = rel_h_ptr + b * stride_hb + h * stride_hh + row[:, None] * stride_hn
         rel_w_base = rel_w_ptr + b * stride_wb + h * stride_wh + row[:, None] * stride_wn

@@ -71,8 +71,8 @@ def _add_bias(s: Tensor, row_bias: Tensor | None, bias: Bias, n: slice, keys: in
     tokens = s.shape[2]
     if row_bias is not None:
         s = s + row_bias[..., n].repeat_interleave(QUERY_BLOCK, dim=2)[:, :, :tokens].to(s.dtype)
-    if bias.mask is not None:
-        mask = bias.mask[..., n] if bias.mask.shape[-1] == keys and keys > 1 else bias.mask
+    if (mask := bias.masks_of(s.shape[0])) is not None:
+        mask = mask[..., n] if mask.shape[-1] == keys and keys > 1 else mask
         s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask.to(s.dtype) * LOG2_E
     if bias.rel_h is not None and bias.rel_w is not None:
         key = torch.arange(n.start, n.stop, device=s.device)

@@ -88,7 +88,9 @@ def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: fl
     group = qk.q.shape[1] // qk.k.shape[1]
     q_scale = qk.q_scale * qk.k_scale.repeat_interleave(group, dim=1) * logit_scale
     q = qk.q.float() * q_scale[..., None]
-    mask = bias.mask.float() if bias.mask is not None and bias.mask.dtype != torch.bool else bias.mask
+    mask = bias.masks_of(q.shape[0])
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.float()
     if bias.causal and mask is not None:
         keep = torch.ones(q.shape[2], qk.k.shape[2], dtype=torch.bool).tril()
         mask = mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, -torch.inf)

@@ -116,6 +116,7 @@ def quantized_attention_triton(
         tokens,
         k_shape.tokens,
         rel_w.shape[-1] if rel_w is not None else 1,
+        mask.shape[0] if mask is not None else 1,
         qk.q_scale.shape[2] if qk.q_scale is not None else 1,
         qk.k_scale.shape[2],
         qk.row_bias.shape[2] if qk.row_bias is not None else 1,

@@ -27,9 +27,10 @@ def no_grad():
 
 
 @pytest.fixture(autouse=True)
-def no_tf32(monkeypatch):
+def no_tf32():
     """The patch embedding's convolution in float32, as on the CPU."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        yield
 
 
 def assert_as_close_to_float(reference, quantized, other):

@@ -87,6 +87,16 @@ def test_what_is_added_to_the_logits(implementation, place, form):
         assert (out[:, :, 3] == 0).all(), "a row without keys is not zero"
 
 
+def test_a_mask_for_each_window_of_every_image(implementation, place):
+    """5-D (images, windows, heads, N, D) with a mask (1, windows, 1, N, N), as Swin's shifted windows have it."""
+    tensors, scales = operands((6, 2, 2, 20, 20, 16, 16), place)
+    mask = torch.randn(3, 1, 20, 20)
+    windows = [x.unflatten(0, (2, 3)) for x in tensors]
+    out = run(implementation, windows, scales, attn_mask=mask[None].to(place), out_dtype=torch.float32)
+    expected, size = exact(tensors, scales, mask.repeat(2, 1, 1, 1).double())
+    assert ((out.flatten(0, 1).cpu().double() - expected).abs() <= TOLERANCE * size + 1e-9).all()
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_int8_out(implementation, place, per_head):
     tensors, scales = operands((2, 3, 3, 50, 77, 64, 64), place, per_head)
@@ -127,6 +137,16 @@ def test_bad_arguments_are_named(change, message):
     arguments = {"query": x, "key": x, "value": x, "query_scale": one, "key_scale": one, "value_scale": one} | change
     with pytest.raises(QFrameworkError, match=message):
         mixed_attention(**arguments)
+
+
+@pytest.mark.parametrize("variant", ["sage_t", "sage_b"])
+def test_large_values_do_not_overflow_float16_sums(implementation, place, variant):
+    """64 keys of equal weight and V at a quarter of float16's range: their plain sum would be 16 times the range."""
+    sage = sys.modules["qframework.kernels.sage_attention"]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage._sage_attention_triton}[implementation]
+    x = torch.zeros(1, 1, 128, 32, dtype=torch.float16, device=place)
+    out, _ = call(x, x, torch.full_like(x, 16384.0), variant=variant)
+    assert ((out.float() - 16384.0).abs() <= 16384 * 2.0**-10).all()
 
 
 def test_opcheck(device):
