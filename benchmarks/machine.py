@@ -45,12 +45,14 @@ def describe_machine(device: str) -> dict[str, Any]:
 def git_state() -> tuple[str | None, bool | None]:
     """Commit and whether the sources differ from it.
 
-    Where there is no git, QFRAMEWORK_COMMIT may name them: "abc123", or "abc123-dirty".
+    QFRAMEWORK_COMMIT, "abc123" or "abc123-dirty", wins over git: whoever copies a tree to another machine knows what it
+    is, and a repository there may be at another commit, which says nothing about the files measured.
     """
+    if named := os.environ.get("QFRAMEWORK_COMMIT"):
+        return named.removesuffix("-dirty"), named.endswith("-dirty")
     commit = _output("git", "-C", str(REPOSITORY), "rev-parse", "--short=12", "HEAD")
     if commit is None:
-        named = os.environ.get("QFRAMEWORK_COMMIT")
-        return (named.removesuffix("-dirty"), named.endswith("-dirty")) if named else (None, None)
+        return None, None
     return commit, bool(_output("git", "-C", str(REPOSITORY), "status", "--porcelain", "--", ".", *GENERATED))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import harness, int8_linear, models, report, vit_cpu, vit_gpu
+from benchmarks import harness, int8_linear, machine, models, report, vit_cpu, vit_gpu
 from benchmarks.harness import Record, Results, UnavailableError, WrongResultError
 from benchmarks.machine import describe_machine
 
@@ -150,10 +150,27 @@ def test_records_survive_the_file(tmp_path):
 
 
 def test_machine_header_names_everything():
-    machine = describe_machine("cpu")
-    assert set(machine) == set(MACHINE)
-    assert machine["torch"] == torch.__version__
-    assert machine["date"].endswith("+00:00")
+    header = describe_machine("cpu")
+    assert set(header) == set(MACHINE)
+    assert header["torch"] == torch.__version__
+    assert header["date"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    ("named", "state"),
+    [("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True)), ("", ("fedcba987654", True))],
+)
+def test_the_commit_named_wins_over_git(monkeypatch, named, state):
+    """A copy of the tree may lie in a repository that is at another commit; an empty name is none."""
+    monkeypatch.setattr(machine, "_output", lambda *command: "fedcba987654" if "rev-parse" in command else " M file.py")
+    monkeypatch.setenv("QFRAMEWORK_COMMIT", named)
+    assert machine.git_state() == state
+
+
+def test_without_git_and_a_name_the_commit_is_unknown(monkeypatch):
+    monkeypatch.setattr(machine, "_output", lambda *command: None)
+    monkeypatch.delenv("QFRAMEWORK_COMMIT", raising=False)
+    assert machine.git_state() == (None, None)
 
 
 # Smoke runs
