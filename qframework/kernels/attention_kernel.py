@@ -123,6 +123,7 @@ def _quantized_attention_kernel(
     ROW_BIAS: tl.constexpr,
     MASK: tl.constexpr,  # "none", "bool", "float"
     RELATIVE: tl.constexpr,
+    WHOLE_ROWS: tl.constexpr,  # a block of keys is one row of the image: KW == BLOCK_N
     CAUSAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "head"
     LSE: tl.constexpr,
@@ -186,6 +187,8 @@ def _quantized_attention_kernel(
     if RELATIVE:
         rel_h_base = rel_h_ptr + b * stride_hb + h * stride_hh + row[:, None] * stride_hn
         rel_w_base = rel_w_ptr + b * stride_wb + h * stride_wh + row[:, None] * stride_wn
+        if WHOLE_ROWS:
+            row_width = tl.load(rel_w_base + tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -210,7 +213,9 @@ def _quantized_attention_kernel(
         elif MASK == "bool":
             keep = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0)
             s = tl.where(keep != 0, s, float("-inf"))
-        if RELATIVE:
+        if RELATIVE and WHOLE_ROWS:
+            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * LOG2E
+        elif RELATIVE:
             height = tl.load(rel_h_base + (n // KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
             width = tl.load(rel_w_base + (n % KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
             s += (height + width) * LOG2E

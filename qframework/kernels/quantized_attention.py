@@ -150,6 +150,7 @@ def quantized_attention_triton(
         ROW_BIAS=qk.row_bias is not None,
         MASK="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
         RELATIVE=rel_h is not None,
+        WHOLE_ROWS=rel_w is not None and rel_w.shape[-1] == tile.block_n,
         CAUSAL=bias.causal,
         OUT_SCALE="none" if out_scale is None else "tensor" if out_scale.numel() == 1 else "head",
         LSE=lse,

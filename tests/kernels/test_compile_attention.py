@@ -203,6 +203,9 @@ FEATURES = {
     "relative": float_call(
         "sage2_int8", 80, rel_h=torch.zeros(1, 2, 1024, 32).half(), rel_w=torch.zeros(1, 2, 1024, 32).half()
     ),
+    "rows": float_call(
+        "sage_b", 80, rel_h=torch.zeros(1, 2, 1024, 16).half(), rel_w=torch.zeros(1, 2, 1024, 64).half()
+    ),
     "bfloat16": float_call("sage_b", dtype=torch.bfloat16),
     "float32": float_call("sage_b", dtype=torch.float32),
     "int8": int8_call,

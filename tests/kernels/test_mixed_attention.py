@@ -87,6 +87,16 @@ def test_what_is_added_to_the_logits(implementation, place, form):
         assert (out[:, :, 3] == 0).all(), "a row without keys is not zero"
 
 
+@pytest.mark.parametrize("width", [64, 32])
+def test_rows_of_an_image_as_wide_as_a_block(implementation, place, width):
+    tensors, scales = operands((1, 2, 2, 70, 192, 32, 32), place)
+    rel_h, rel_w = torch.randn(1, 2, 70, 192 // width), torch.randn(1, 2, 70, width)
+    parts = {"rel_h": rel_h.to(place), "rel_w": rel_w.to(place)}
+    out = run(implementation, tensors, scales, out_dtype=torch.float32, **parts)
+    expected, size = exact(tensors, scales, (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2).double())
+    assert ((out.cpu().double() - expected).abs() <= TOLERANCE * size + 1e-9).all()
+
+
 def test_a_mask_for_each_window_of_every_image(implementation, place):
     """5-D (images, windows, heads, N, D) with a mask (1, windows, 1, N, N), as Swin's shifted windows have it."""
     tensors, scales = operands((6, 2, 2, 20, 20, 16, 16), place)
