@@ -89,6 +89,9 @@ def quantized_attention_triton(
     tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode, variant.accumulator)
     if quantize_q:
         tile = tile.holding(q_groups.span)
+    whole_rows = bias.rel_w is not None and bias.rel_w.shape[-1] == tile.block_n
+    if whole_rows and tile.block_m >= 128:  # the width's factor stays in registers beside the accumulator
+        tile = tile._replace(num_warps=8)
     accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
     if accumulate_fp16 and mode == "fp8":
         check_fp16_ranges(min(tile.block_n, KEYS_PER_FP16_SUM), *fp8_ranges("fp16"))
@@ -150,7 +153,7 @@ def quantized_attention_triton(
         ROW_BIAS=qk.row_bias is not None,
         MASK="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
         RELATIVE=rel_h is not None,
-        WHOLE_ROWS=rel_w is not None and rel_w.shape[-1] == tile.block_n,
+        WHOLE_ROWS=whole_rows,
         CAUSAL=bias.causal,
         OUT_SCALE="none" if out_scale is None else "tensor" if out_scale.numel() == 1 else "head",
         LSE=lse,
