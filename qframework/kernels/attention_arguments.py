@@ -34,11 +34,10 @@ def canonical(
 ) -> Canonical:
     """3-D to 5-D tensors as 4-D; a view wherever one exists."""
     lead = torch.broadcast_shapes(_lead(query), _lead(key), _lead(value))
-    return Canonical(
-        *(_four(x.expand(*lead, *x.shape[len(_lead(x)) :]), lead) for x in (query, key, value)),
-        _four_broadcasting(attn_mask, query.ndim, lead, periodic=True),
-        *(_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w)),
-    )
+    q, k, v = (_four(x.expand(*lead, *x.shape[len(_lead(x)) :]), lead) for x in (query, key, value))
+    mask = _four_broadcasting(attn_mask, query.ndim, lead, periodic=True)
+    rel_h, rel_w = (_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w))
+    return Canonical(q, k, v, mask, rel_h, rel_w)
 
 
 def _lead(x: Tensor) -> torch.Size:
