@@ -33,8 +33,10 @@ def canonical(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None
 ) -> Canonical:
     """3-D to 5-D tensors as 4-D; a view wherever one exists."""
-    lead = torch.broadcast_shapes(_lead(query), _lead(key), _lead(value))
-    q, k, v = (_four(x.expand(*lead, *x.shape[len(_lead(x)) :]), lead) for x in (query, key, value))
+    lead = _lead(query)  # checked: key and value broadcast to it
+    q, k, v = (
+        _four(x if _lead(x) == lead else x.expand(*lead, *x.shape[len(lead) :]), lead) for x in (query, key, value)
+    )
     mask = _four_broadcasting(attn_mask, query.ndim, lead, periodic=True)
     rel_h, rel_w = (_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w))
     return Canonical(q, k, v, mask, rel_h, rel_w)
@@ -46,6 +48,8 @@ def _lead(x: Tensor) -> torch.Size:
 
 
 def _four(x: Tensor, lead: torch.Size) -> Tensor:
+    if x.ndim == 4:
+        return x
     return x.unsqueeze(1) if x.ndim == 3 else x.reshape(math.prod(lead), *x.shape[-3:])
 
 
@@ -113,7 +117,9 @@ def check_sage_arguments(
         )
     if key.shape[-2] != value.shape[-2]:
         raise QFrameworkError(f"{name}: key has {key.shape[-2]} tokens but value has {value.shape[-2]}")
-    lead = _broadcast(name, "key and value's batch", _lead(query), _lead(key), _lead(value))
+    lead = _lead(query)
+    if not _lead(key) == _lead(value) == lead:
+        lead = _broadcast(name, "key and value's batch", lead, _lead(key), _lead(value))
     if lead != _lead(query):
         raise QFrameworkError(
             f"{name}: key and value have batch {tuple(lead)} but query has {tuple(_lead(query))}; accepted: the "
