@@ -21,11 +21,15 @@ import torch
 from torch.fx import Node
 
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
+from qframework.graph.shapes import same
+from qframework.numerics import FLOAT_DTYPES
 
-# Operations that hand on the same numbers: casts, copies, and the same elements under another shape.
+# Operations that hand on the same numbers: casts to a dtype of _FLOATS, copies, the same elements under another shape.
 CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
 COPIES = {"contiguous", "clone", "alias"}
 VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "unsqueeze", "squeeze"}
+
+_FLOATS = {*FLOAT_DTYPES, torch.float64}
 
 # A score this low has no weight beside any other, so that filling with it and adding it are the same.
 _NO_WEIGHT = -1e4
@@ -132,6 +136,8 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
         logits = _Logits.trace(argument(softmax, 0, "input", "self"), 1.0)
     except NotAttention:
         return None
+    if not same(shape_of(softmax)[-1], logits.shape[-1]):
+        raise Refused(f"its softmax is over {shape_of(softmax)[-1]} logits; accepted: the {logits.shape[-1]} of a row")
     for node in (*logits.nodes, *weights):
         _require_private(node)
     (query, query_factor, query_reader), (key, key_factor, key_reader) = _unscaled(logits.a), _unscaled(logits.b)
@@ -193,8 +199,12 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
 
 
 def _hands_on(node: Node, value: Node) -> bool:
-    name = operation(node)
-    return name in (CASTS | COPIES | VIEWS | {"dropout"}) and argument(node, 0, "input", "self") is value
+    return (_keeps_numbers(node) or operation(node) == "dropout") and argument(node, 0, "input", "self") is value
+
+
+def _keeps_numbers(node: Node) -> bool:
+    fake = fake_value(node)
+    return operation(node) in CASTS | COPIES | VIEWS and fake is not None and fake.dtype in _FLOATS
 
 
 def _unscaled(node: Node) -> tuple[Node, float, Node | None]:
@@ -263,7 +273,7 @@ class _Logits:
 
     @classmethod
     def _same(cls, node: Node, factor: float) -> _Logits | None:
-        if operation(node) in CASTS | COPIES | VIEWS or is_inactive_dropout(node):
+        if _keeps_numbers(node) or is_inactive_dropout(node):
             return cls.trace(argument(node, 0, "input", "self"), factor)
         return None
 
@@ -294,6 +304,8 @@ class _Logits:
         if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
             return None
         x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
+        if isinstance(x, (int, float)) or isinstance(y, (int, float)):  # the same for all keys: no softmax sees it
+            return cls.trace(y if isinstance(x, (int, float)) else x, factor)
         failure: Exception = NotAttention()
         for logits_side, other in ((x, y), (y, x)):
             if not isinstance(other, Node) or fake_value(other) is None or shape_of(logits_side) != shape_of(node):
@@ -309,21 +321,27 @@ class _Logits:
 
     @classmethod
     def _filled(cls, node: Node, factor: float) -> _Logits | None:
-        """``x.masked_fill(mask, low)`` or ``where(seen, x, low)``, with a number so low that no weight is left."""
+        """``x.masked_fill(mask, low)``, ``where(seen, x, low)`` or ``where(mask, low, x)``.
+
+        The number must be so low that no weight is left.
+        """
+        if operation(node) not in ("masked_fill", "where"):
+            return None
+        seen = False
         if operation(node) == "masked_fill":
             x, mask, fill = argument(node, 0, "input", "self"), argument(node, 1, "mask"), argument(node, 2, "value")
-        elif operation(node) == "where":
-            mask, x, fill = (
+        else:
+            mask, fill, x = (
                 argument(node, 0, "condition"),
                 argument(node, 1, "input", "self"),
                 argument(node, 2, "other"),
             )
-        else:
-            return None
+            if _number(fill) is None:
+                x, fill, seen = fill, x, True
         logits, fill = cls.trace(x, factor), _number(fill)
         if fill is None or factor * fill > _NO_WEIGHT or shape_of(x) != shape_of(node):
             raise Refused(f"its logits are filled by {node.name}; accepted: a number below {_NO_WEIGHT:.0f}")
-        logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=operation(node) == "where"))
+        logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
 
 

@@ -138,6 +138,11 @@ FORMS = {
         lambda q, k, v: torch.where(CAUSAL, product(q, k) * SCALE, LOW).softmax(-1) @ v,
         {"attn_mask": CAUSAL},
     ),
+    "where, the other way round": (
+        lambda q, k, v: torch.where(~CAUSAL, LOW, product(q, k) * SCALE).softmax(-1) @ v,
+        {"attn_mask": CAUSAL},
+    ),
+    "a number added": (lambda q, k, v: ((1.0 + product(q, k)) * SCALE + 1e-6).softmax(-1) @ v, {}),
     "filled, then biased": (
         lambda q, k, v: ((product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf) + BIAS).softmax(-1) @ v,
         {"attn_mask": BIAS.masked_fill(~CAUSAL, -math.inf)},
@@ -344,6 +349,15 @@ def filled_with_zero(q, k, v):
     return product(q, k).masked_fill(~CAUSAL, 0.0).softmax(-1) @ v
 
 
+def softmax_over_all_pairs(q, k, v):
+    return product(q, k).flatten(-2).softmax(-1).view(2, 2, 17, 17) @ v
+
+
+def softmax_over_groups_of_keys(q, k, v):
+    q, k, v = q[:, :, :16], k[:, :, :16], v[:, :, :16]
+    return product(q, k).view(2, 2, 16, 4, 4).softmax(-1).view(2, 2, 16, 16) @ v
+
+
 def attend_all(convert):
     return lambda q, k, v: F.scaled_dot_product_attention(*map(convert, (q, k, v)))
 
@@ -363,6 +377,9 @@ LEFT_ALONE = {
     "softcap": (lambda q, k, v: torch.tanh(product(q, k)).softmax(-1) @ v, "logits pass through tanh"),
     "talking heads": (lambda q, k, v: product(q, k).transpose(0, 1).softmax(-1) @ v, "logits pass through transpose"),
     "random factor per key": (scaled_per_key, "accepted: one factor per row"),
+    "softmax over all pairs": (softmax_over_all_pairs, "softmax is over 289 logits; accepted: the 17 of a row"),
+    "softmax over groups": (softmax_over_groups_of_keys, "softmax is over 4 logits; accepted: the 16 of a row"),
+    "logits cast to int": (lambda q, k, v: product(q, k).to(torch.int8).float().softmax(-1) @ v, "pass through to"),
     "filled with 0": (filled_with_zero, "accepted: a number below"),
     "double": (attend_all(torch.Tensor.double), "torch.float64"),
     "2-D": (attend_all(lambda x: x[0, 0]), r"accepted: .*3 \(B, N, D\) to 5"),
