@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from benchmarks import attention, attention_cases, report
+from benchmarks import attention, attention_oracle, report
 from benchmarks.attention import Limits, Measurement, Plan
-from benchmarks.attention_cases import PROVIDERS, Shape, attention_within, float32_attention, make_inputs
+from benchmarks.attention_cases import PER_WARP, PROVIDERS, Shape, make_inputs
+from benchmarks.attention_oracle import float32_attention, predicted_noise
 from benchmarks.boxed import Worker
 from benchmarks.harness import Record, Results, WrongResultError
-from qframework.kernels.attention_variants import VARIANTS
+from qframework.kernels.attention_variants import VARIANTS, resolve
 
 SHAPE = Shape(2, 2, 33, 16)
 GPU_ONLY = {"torch_cudnn", "torch_efficient", "sageattention"}
@@ -33,7 +34,7 @@ def plan(*providers: str, shape: Shape = SHAPE) -> Plan:
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_oracle_is_attention(causal, monkeypatch):
     """Also in groups of heads that do not divide them."""
-    monkeypatch.setattr(attention_cases, "ORACLE_BYTES", 3 * 4 * 33 * 33)
+    monkeypatch.setattr(attention_oracle, "ORACLE_BYTES", 3 * 4 * 33 * 33)
     given = make_inputs(dataclasses.replace(SHAPE, causal=causal), "cpu", 0)
     tensors = [tensor.double() for tensor in (given.query, given.key, given.value)]
     expected = F.scaled_dot_product_attention(*tensors, is_causal=causal)
@@ -59,11 +60,41 @@ def test_operations_are_those_of_two_products():
 )
 def test_checks_refuse_wrong_attention(spoil):
     given = make_inputs(SHAPE, "cpu", 0)
-    for bound in (attention_cases.FP16_PV_BOUND, attention_cases.INT8_PV_BOUND, attention_cases.FP8_PV_BOUND):
-        check = attention_within(lambda: given.oracle, bound)
+    for variant in (None, resolve("sage_b"), resolve("sage_vb"), resolve("sage2_int8")):
+        check = given.check(variant)
         assert check(given.oracle) == 0
         with pytest.raises(WrongResultError):
             check(spoil(given.oracle))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", [*VARIANTS, PER_WARP])
+def test_errors_are_those_predicted(name, causal):
+    """All rows together have the error that rounding must cause, no less and no more, and no row an unlikely one."""
+    given = make_inputs(Shape(2, 4, 320, 64, causal), "cpu", 1)
+    variant = resolve(name)
+    out = torch.ops.qframework.sage_attention(
+        given.query, given.key, given.value, is_causal=causal, variant=name
+    )[0].float()  # fmt: skip
+    given.check(variant)(out)
+    noise = predicted_noise(given.query, given.key, given.value, given.rows, variant)
+    error = (out - given.oracle).norm(dim=-1)
+    assert 0.8 < float(error.norm() / noise.norm()) < 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "seen"), [("sage_b", 1.0), ("sage_vb", 1.0), ("sage2_int8", 1.0), ("sage2_int4", 0.95)]
+)
+def test_one_zeroed_row_is_seen(name, seen):
+    """Whichever row it is; with INT4, but for the few rows that hang on one or two keys."""
+    given = make_inputs(Shape(1, 2, 320, 64), "cpu", 2)
+    rows = given.rows
+    noise = predicted_noise(given.query, given.key, given.value, rows, resolve(name))
+    refused = given.oracle.norm(dim=-1) > noise * attention_oracle.tail(rows)
+    assert float(refused.float().mean()) >= seen
+    first = refused[0, 0].nonzero()[0]
+    with pytest.raises(WrongResultError, match="the worst row"):
+        given.check(resolve(name))(given.oracle.index_fill(2, first, 0.0))
 
 
 @pytest.mark.parametrize("provider", sorted(set(PROVIDERS) - GPU_ONLY))
@@ -86,7 +117,7 @@ def test_every_provider_in_a_smoke_run(tmp_path):
     parts = [record for record in records if record.op != "attention"]
     records = [record for record in records if record.op == "attention"]
     assert len(records) == len(PROVIDERS) * len(attention.SMOKE_SHAPES)
-    assert len(parts) == 2 * len(VARIANTS) * len(attention.SMOKE_SHAPES)
+    assert len(parts) == 2 * len([*VARIANTS, PER_WARP]) * len(attention.SMOKE_SHAPES)
     assert all(record.p50_ms > 0 for record in parts)
     assert {record.provider for record in records if record.status != "ok"} == GPU_ONLY
     for record in records:
