@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from qframework.attention.drop_in import use_sage_attention
 from qframework.attention.handover import multi_head_attention_forward
@@ -60,7 +60,14 @@ class LayerScope:
         (self._scope or _ScopeByCall(self._variants)).__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
+        # where an earlier hook raised, nothing was entered, and the scope on top is someone else's
+        if torch.compiler.is_compiling() or self._is_own(_get_current_function_mode()):
+            (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
+
+    def _is_own(self, scope: object) -> bool:
+        if self._scope is not None:
+            return scope is self._scope
+        return isinstance(scope, _ScopeByCall) and scope.variants is self._variants
 
 
 class AttentionCalls(TorchFunctionMode):
@@ -89,6 +96,7 @@ class _ScopeByCall(AttentionCalls):
 
     def __init__(self, variants: Mapping[int, str]) -> None:
         super().__init__()
+        self.variants = variants
         self._scopes = {index: use_sage_attention(variant) for index, variant in variants.items()}
         self._first = self._scopes.get(0) or use_sage_attention("off")
         self._calls = 0

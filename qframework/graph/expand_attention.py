@@ -15,6 +15,7 @@ nothing reads the attention weights they are not computed any more.
 from __future__ import annotations
 
 import operator
+from inspect import signature
 from typing import Any
 
 import torch.nn.functional as F
@@ -54,7 +55,8 @@ def _expand(gm: GraphModule, node: Node, output: Node) -> None:
         args: Any
         kwargs: Any
         args, kwargs = map_arg((node.args, node.kwargs), of.__getitem__)
-        return F.multi_head_attention_forward(*args, **{**kwargs, "need_weights": False})[0]
+        call = signature(F.multi_head_attention_forward).bind(*args, **kwargs)
+        return F.multi_head_attention_forward(**{**call.arguments, "need_weights": False})[0]
 
     with modes[0]:
         traced = make_fx(run, pre_dispatch=True)(*fakes)

@@ -204,7 +204,10 @@ def _is_module_state(node: Node, value: Any) -> bool:
 
 
 def layer_name(node: Node) -> str:
-    """The module path of a linear layer's node, from its module stack or else from the names of its operands."""
+    """The module path of a layer's node, from its module stack or else from the names of its operands.
+
+    Attention outside of any module is ``"scaled_dot_product_attention"``, whatever variable the model keeps it in.
+    """
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if cleaned := _clean_path(path):
             return cleaned
@@ -212,7 +215,8 @@ def layer_name(node: Node) -> str:
     for operand in (call.bias, call.weight) if call else ():
         if isinstance(operand, Node) and (name := _state_path(operand)):
             return name
-    return node.name
+    is_sdpa = operation(node) == "scaled_dot_product_attention"
+    return "scaled_dot_product_attention" if is_sdpa else node.name
 
 
 def _clean_path(path: str) -> str:

@@ -7,6 +7,7 @@ import json
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -118,6 +119,21 @@ def test_the_scope_ends_when_forward_raises(model: Net, x: Tensor) -> None:
             model(x[..., :-1])
         assert torch._C._len_torch_function_stack() == 0
         assert ran(model, x) == specs("sage_vb", "off", "sage2_int4")
+
+
+@pytest.mark.parametrize("choice", [{"0": "sage_b"}, {"0": "sage_b", "0#1": "off"}], ids=["one", "by call"])
+def test_an_error_before_forward_leaves_the_scope_around_it_alone(choice: dict[str, str], x: Tensor) -> None:
+    def refuse(*_: Any) -> None:
+        raise ValueError("refused")
+
+    layer = nn.Sequential(Attention())
+    layer[0].register_forward_pre_hook(refuse)
+    AttentionChoice(choice).apply(layer)
+    with use_sage_attention("off"):
+        before = torch.overrides._get_current_function_mode()
+        with pytest.raises(ValueError, match="refused"):
+            layer(x)
+        assert torch.overrides._get_current_function_mode() is before
 
 
 def test_threads(model: Net, x: Tensor) -> None:

@@ -274,6 +274,20 @@ class TestMultiheadAttention:
         model = randomize(nn.MultiheadAttention(32, 2, batch_first=batch_first))
         self.check(lambda x: model(x, x, x, need_weights=need_weights)[0], model, torch.randn(3, 17, 32))
 
+    def test_function_with_positional_arguments(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2)), torch.randn(17, 3, 32)
+        weights = (model.in_proj_weight, model.in_proj_bias, None, None, False, 0.0)
+        out_proj = (model.out_proj.weight, model.out_proj.bias)
+
+        def run(x):
+            need_weights = False
+            return F.multi_head_attention_forward(x, x, x, 32, 2, *weights, *out_proj, False, None, need_weights)[0]
+
+        out, capture = compiled(run, x)
+        assert len(capture.calls) == 1
+        with torch.no_grad():
+            assert sqnr_db(run(x), out) > 35
+
     def test_padding_mask(self):
         model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
         padding = torch.zeros(3, 17, dtype=torch.bool)
@@ -504,6 +518,20 @@ class TestGradients:
             # Below proj the gradient is the same function of the same values; proj's own sees the quantized output.
             tolerance = 1e-5 if name != "proj.weight" else 1e-2
             assert (gradients[1][name] - exact).norm() <= tolerance * exact.norm(), name
+
+
+def test_attention_outside_of_any_module_is_named_as_calibration_names_it():
+    """The graph names a node after the variable that a model keeps it in."""
+
+    class Model(nn.Module):
+        def forward(self, q, k, v):
+            first = F.scaled_dot_product_attention(q, k, v)
+            second = F.scaled_dot_product_attention(first, k, v)
+            return F.scaled_dot_product_attention(second, k, v)
+
+    root = "scaled_dot_product_attention"
+    _, capture = compiled(Model(), *qkv(), attention={root: VARIANT, f"{root}#1": "off"})
+    assert [report.lowered for report in capture.attention] == [True, False, True]
 
 
 class TestExplain:
