@@ -6,6 +6,8 @@ the INT8 operands, for INT8 in and out), ``relative_l1`` always against float32 
 
 Every provider has a process of its own and two deadlines: one to compile and be checked at all shapes, some providers
 at a time, and one to be timed, alone on the GPU. ``sageattention`` (1.0.6, Triton) is measured where it is installed.
+
+A long measurement can be made in parts: ``--providers`` and ``--shapes`` choose, and ``--merge`` adds to ``--output``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import functools
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -25,6 +27,7 @@ import torch
 from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, parts_of, relative_l1
 from benchmarks.boxed import Worker
 from benchmarks.harness import (
+    BROKEN,
     Record,
     Results,
     UnavailableError,
@@ -33,7 +36,7 @@ from benchmarks.harness import (
     guarded,
     time_provider,
 )
-from qframework.errors import UnsupportedError
+from qframework.errors import FileFormatError, UnsupportedError
 
 SHAPES = (
     Shape(64, 12, 197, 64), Shape(512, 12, 197, 64), Shape(512, 16, 197, 64),
@@ -55,6 +58,7 @@ class Plan:
     shapes: tuple[Shape, ...]
     device: str
     seed: int
+    parts: bool = True  # also quantization and kernel alone
 
 
 # The worker ---------------------------------------------------------------------------------------------------------
@@ -70,15 +74,26 @@ class Measurement:
         torch.set_grad_enabled(False)
 
     def __call__(self, phase: Phase) -> Iterator[Record]:
+        """Whole calls at every shape come before their parts, which compile kernels of their own."""
+        if phase == "check":
+            yield from self._each(self._check_and_keep)
+            return
+        yield from self._each(self.time)
+        if self.plan.parts:
+            yield from self._each(self.time_parts)
+
+    def _each(self, measure: Callable[[str, Shape], Iterable[Record]]) -> Iterator[Record]:
         for shape in self.plan.shapes:
             for name in self.plan.providers:
-                if phase == "check":
-                    self.checked[name, shape] = self.check(name, shape)
-                    yield self.checked[name, shape]
-                elif self.checked[name, shape].status == "ok":
-                    yield self.time(name, shape)
-                    yield from self.time_parts(name, shape)
+                yield from measure(name, shape)
             _free(self.plan.device)
+
+    def _check_and_keep(self, name: str, shape: Shape) -> Iterator[Record]:
+        self.checked[name, shape] = self.check(name, shape)
+        yield self.checked[name, shape]
+
+    def _is_right(self, name: str, shape: Shape) -> bool:
+        return self.checked[name, shape].status == "ok"
 
     def check(self, name: str, shape: Shape) -> Record:
         identity = identify(name, shape)
@@ -100,9 +115,10 @@ class Measurement:
             first_call_s=first_call_s,
         )
 
-    def time(self, name: str, shape: Shape) -> Record:
+    def time(self, name: str, shape: Shape) -> Iterator[Record]:
         checked = self.checked[name, shape]
-        return guarded(checked, functools.partial(self._time, name, shape, checked))
+        if self._is_right(name, shape):
+            yield guarded(checked, functools.partial(self._time, name, shape, checked))
 
     def _time(self, name: str, shape: Shape, checked: Record) -> Record:
         case, _ = self._case(name, shape)
@@ -119,6 +135,8 @@ class Measurement:
 
     def time_parts(self, name: str, shape: Shape) -> Iterator[Record]:
         """Quantization alone and the kernel alone, of the providers that have both."""
+        if not self._is_right(name, shape):
+            return
         given = make_inputs(shape, self.plan.device, self.plan.seed)
         for op, fn in parts_of(given, name).items():
             timing = time_provider(fn, self.plan.device, rep_ms=REP_MS / 2)
@@ -203,12 +221,43 @@ def _key(record: Record) -> tuple[object, ...]:
     return (record.op, record.provider, tuple(record.shape or ()), record.causal)
 
 
+def merge_runs(old: Results, new: Results) -> None:
+    """Add ``old``'s records to ``new``; of a provider at a shape the newer stays, unless only the older has a time.
+
+    Raises FileFormatError unless both were measured by the same code, as committed, on the same machine.
+    """
+    if new.machine.get("dirty"):
+        raise FileFormatError(f"{new.path}: runs of a tree with local changes may differ; accepted: a commit as it is")
+    apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
+    if apart or (old.benchmark, old.smoke) != (new.benchmark, new.smoke):
+        differences = ", ".join(f"{key} {old.machine.get(key)!r} and {new.machine[key]!r}" for key in apart)
+        raise FileFormatError(
+            f"{new.path} is another kind of run: {differences or 'another benchmark'}; accepted: equal"
+        )
+    best = {_key(record): record for record in old.records}
+    for record in new.records:
+        before = best.get(_key(record))
+        if before is None or before.p50_ms is None or record.p50_ms is not None or record.status in BROKEN:
+            best[_key(record)] = record
+    order = {name: place for place, name in enumerate(PROVIDERS)}
+    new.note = old.note
+    new.records = sorted(best.values(), key=lambda record: (record.op != "attention", order.get(record.provider, -1)))
+
+
 # Command line -------------------------------------------------------------------------------------------------------
+
+
+_BY_NAME = {shape.name: shape for shape in (*SHAPES, *SMOKE_SHAPES)}
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argument_parser("attention", __doc__)
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--shapes", type=comma_separated(_BY_NAME), help=f"of {', '.join(_BY_NAME)} (default: all)")
+    parser.add_argument(
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="quantization, kernel alone"
+    )
+    parser.add_argument("--merge", action="store_true", help="add to what --output holds, of the same code and machine")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
     parser.add_argument("--check-limit", type=float, default=100.0, help="seconds for one provider, all shapes")
@@ -220,17 +269,32 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider at every shape; returns the exit status."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.merge and arguments.output is None:
+        parser.error("--merge adds to the file that --output names")
     limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(2**31)
     print(f"seed {seed}")
     small = arguments.smoke or arguments.device == "cpu"
-    plan = functools.partial(Plan, shapes=SMOKE_SHAPES if small else SHAPES, device=arguments.device, seed=seed)
+    shapes = tuple(_BY_NAME[name] for name in arguments.shapes or ()) or (SMOKE_SHAPES if small else SHAPES)
+    plan = functools.partial(Plan, shapes=shapes, device=arguments.device, seed=seed, parts=arguments.parts)
     results = Results.start("attention", arguments.device, arguments)
+    whole = results.path
+    old = Results.load(whole) if arguments.merge and whole and whole.exists() else None
+    if old is not None and whole is not None:
+        merge_runs(old, replace(results))  # refuse before measuring
+        results.path = whole.with_suffix(".new.json")  # of its own until it is done: what was measured is not risked
     # A smoke run shares one process among the providers: it asks whether they run, not how fast.
     groups = [tuple(arguments.providers)] if small else [(name,) for name in arguments.providers]
     run_workers(results, [plan(group) for group in groups], limits, arguments.jobs)
-    return results.exit_code
+    exit_code = results.exit_code
+    if old is not None and results.path is not None:
+        partial, results.path = results.path, whole
+        merge_runs(old, results)
+        results.write()
+        partial.unlink(missing_ok=True)
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ from benchmarks.harness import ROUNDOFF, Check, WrongResultError, relative_error
 from qframework.kernels.attention_variants import QUERY_BLOCK, AttentionVariant, token_groups
 
 ORACLE_BYTES = 2**29  # of logits at a time
-TOTAL = 1.25  # over all rows a right result has 0.85 to 1.02 times the error predicted
+TOTAL = 1.25  # over all rows a right result has 0.84 to 1.05 times the error predicted, on an H100 too
 FALSE_ALARM = 1e-3
 E4M3_VARIANCE = 1 / 1536  # of x^2
 FP16 = ROUNDOFF[torch.float16]

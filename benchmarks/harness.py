@@ -1,10 +1,10 @@
 """One record format, one way to time, and checks that come first: a wrong result is never timed.
 
-A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}``. A record names what
-ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), how long it took (``p20_ms, p50_ms,
-p80_ms`` over ``runs`` samples), the rate at the median, and what it cost in accuracy and memory. ``status`` is ``ok``,
-or says why there is no time: ``wrong`` and ``failed`` make the benchmark exit with 1, ``timeout`` and ``unsupported``
-do not.
+A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}``, and a ``"note"`` where needed. A
+record names what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), how long it took
+(``p20_ms, p50_ms, p80_ms`` over ``runs`` samples), the rate at the median, and what it cost in accuracy and memory.
+``status`` is ``ok``, or says why there is no time: ``wrong`` and ``failed`` make the benchmark exit with 1, ``timeout``
+and ``unsupported`` do not.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
-from qframework.errors import QFrameworkError
+from qframework.errors import FileFormatError, QFrameworkError
 
 SCHEMA = 1
 BROKEN = ("wrong", "failed")
@@ -132,11 +132,25 @@ class Results:
     smoke: bool = False
     peaks: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
+    note: str | None = None  # what a reader must know about this run; added by hand, shown on the page
 
     @classmethod
     def start(cls, benchmark: str, device: str, arguments: argparse.Namespace) -> Results:
         """Empty results for ``arguments`` as ``argument_parser`` reads them."""
         return cls(benchmark, describe_machine(device), arguments.output, arguments.smoke)
+
+    @classmethod
+    def load(cls, path: Path) -> Results:
+        """What ``write`` wrote to ``path``. Raises FileFormatError on any other file."""
+        try:
+            document = json.loads(path.read_text())
+            if document["schema"] != SCHEMA:
+                raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
+            records = [Record.from_json(fields) for fields in document["records"]]
+            head = document["benchmark"], document["machine"], path, document["smoke"], document["peaks"]
+            return cls(*head, records, document.get("note"))
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise FileFormatError(f"{path} is no result file of benchmarks.harness: {error!r}") from error
 
     def attempt(self, identity: Record, measure: Callable[[], Record]) -> None:
         """Add what ``measure`` returns, or what its error stands for."""
@@ -163,6 +177,7 @@ class Results:
             "benchmark": self.benchmark,
             "smoke": self.smoke,
             "machine": self.machine,
+            **({"note": self.note} if self.note else {}),
             "peaks": {key: _round(value) for key, value in self.peaks.items()},
             "records": [record.to_json() for record in self.records],
         }

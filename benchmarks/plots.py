@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import Record
+from benchmarks.report_attention import PARTS
 from benchmarks.tables import Run, is_ours, number, speed, split
 
 COLOUR, GREY = "#c2410c", "#a8a29e"
@@ -80,7 +81,7 @@ def _draw_group(axis: Any, group: Sequence[Record]) -> None:
 
 def _dots(run: Run, plt: Any) -> Any:
     """One line for each shape: every peer named, every variant a dot, the fastest variant named."""
-    groups = _timed_groups(run)
+    groups = [group for group in _timed_groups(run) if group[0].op not in PARTS]  # a kernel alone is no call
     figure, axis = plt.subplots(figsize=(WIDTH, 1.2 + 0.45 * len(groups)), layout="constrained")
     for row, group in enumerate(groups):
         _draw_dots(axis, row, group)

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.harness import SCHEMA, Record, Results
+from benchmarks.harness import Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
 from benchmarks.report_attention import PARTS, attention_tables
@@ -51,6 +51,9 @@ Absolute figures belong to one machine; ratios within a table travel better.
 SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias;
 `qframework_int8_out` also quantizes its result.
 """
+NOISE = 0.02  # of speed, between runs of the same code
+SLOWER_THAN_BEFORE = """Slower than in the run before it on the same device, by more than 2 percent:
+"""
 NOTHING = """
 ## Nothing measured yet
 
@@ -60,18 +63,12 @@ There are no results. `python -m benchmarks.vit_cpu --output benchmarks/results/
 
 def load_run(path: Path) -> Run | None:
     """Read a result file; None for a smoke run's, whose times mean nothing. Raises FileFormatError on any other."""
-    try:
-        document = json.loads(path.read_text())
-        if document["schema"] != SCHEMA:
-            raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
-        if document["smoke"]:
-            return None
-        records = [Record.from_json(fields) for fields in document["records"]]
-        benchmark, machine, peaks = document["benchmark"], document["machine"], document["peaks"]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise FileFormatError(f"{path} is no result file of benchmarks.harness: {error!r}") from error
-    canonical = json.dumps(document, sort_keys=True).encode()
-    return Run(path.stem, benchmark, machine, peaks, records, hashlib.sha256(canonical).hexdigest()[:16])
+    results = Results.load(path)
+    if results.smoke:
+        return None
+    canonical = json.dumps(json.loads(path.read_text()), sort_keys=True).encode()
+    digest = hashlib.sha256(canonical).hexdigest()[:16]
+    return Run(path.stem, results.benchmark, results.machine, results.peaks, results.records, digest, results.note)
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -93,12 +90,51 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> str:
-    """Every place where the best of qframework is slower than a peer."""
+    """Every place where the best of qframework is slower than a peer, and every provider that was faster before."""
     rows = [row for run in runs for group in run.groups() if (row := _lost(run, group))]
     text = "## Where qframework is slower\n\n"
-    if not rows:
-        return text + "Nowhere in these runs.\n"
-    return text + table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
+    text += (
+        table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
+        if rows
+        else ("Nowhere in these runs.\n")
+    )
+    if regressions := _regressions(runs):
+        header = [
+            "what",
+            "provider",
+            "run",
+            "speed",
+            "the run before",
+            "speed",
+            "ratio",
+            "what the note of the newer run says first",
+        ]
+        text += f"\n{SLOWER_THAN_BEFORE}\n{table(header, regressions)}"
+    return text
+
+
+def _regressions(runs: Sequence[Run]) -> list[list[str]]:
+    """Providers of qframework whose newest run is slower than the one before it, by more than ``NOISE``."""
+    newest_first = sorted(runs, key=lambda run: str(run.machine.get("date")), reverse=True)
+    speeds: dict[tuple[object, ...], list[tuple[Run, float]]] = {}
+    for run in newest_first:
+        for record in run.records:
+            if is_ours(record) and speed(record) and record.op not in PARTS:
+                key = (run.benchmark, run.machine.get("device"), record.subject, record.provider)
+                speeds.setdefault(key, []).append((run, speed(record)))
+    return [
+        [
+            *(str(key[2]), str(key[3]), _short(now), number(new), _short(before), number(old), ratio(new, old)),
+            (now.note or "").partition(". ")[0],
+        ]
+        for key, ((now, new), (before, old), *_) in ((key, pairs) for key, pairs in speeds.items() if len(pairs) > 1)
+        if new < (1 - NOISE) * old
+    ]
+
+
+def _short(run: Run) -> str:
+    """A run's file and commit."""
+    return f"{run.stem}, `{run.machine.get('commit')}`"
 
 
 def _lost(run: Run, group: Sequence[Record]) -> list[str]:
@@ -114,7 +150,8 @@ def _lost(run: Run, group: Sequence[Record]) -> list[str]:
 
 
 def _section(run: Run) -> str:
-    parts = [f"## {run.title}\n", _machine(run), f"![{run.title}](assets/{run.plot})\n"]
+    parts = [f"## {run.title}\n", _machine(run), *([f"{run.note}\n"] if run.note else [])]
+    parts.append(f"![{run.title}](assets/{run.plot})\n")
     if run.benchmark == "int8_linear":
         parts.append(SHAPES_NOTE)
         parts.append(_shapes_table(run))

@@ -8,7 +8,7 @@ from benchmarks.harness import Record
 from benchmarks.tables import OURS, Run, bold_if, is_ours, number, ratio, speed, split, table
 
 SHAPE = "B,H,N,D"
-SPLIT_NOTE = """Where a call quantizes inside the kernel, it takes less than the sum.
+SPLIT_NOTE = """A whole call may take less than the sum, where it quantizes inside the kernel, and elsewhere more.
 """
 PARTS = ("attention_quantize", "attention_kernel")  # op of the records that time a part of a call
 NOTE = """TOP/s of 4 B H N N D (half if causal) at the median, of whole calls: smoothing, quantization and the kernel.
@@ -22,6 +22,8 @@ def attention_tables(run: Run) -> str:
     groups = [group for group in run.groups() if group[0].op == "attention"]
     parts = [NOTE, _against_peers(groups), "### Every variant, TOP/s\n", _by_provider(groups, speed, number, is_ours)]
     parts += ["### Relative L1 error\n", _by_provider(groups, _error, _four_digits, lambda record: True)]
+    if refused := _refused(groups):
+        parts += ["### Wrong, so not timed\n", refused]
     if split_times := _split_times(run):
         parts += ["### Milliseconds of quantization and of the kernel, each alone\n", SPLIT_NOTE, split_times]
     return "\n".join([*parts, "### Every measurement\n"])
@@ -41,6 +43,14 @@ def _against_peers(groups: Sequence[Sequence[Record]]) -> str:
         gain = ratio(speed(best), max(times.values(), default=0.0)) if best else ""
         rows.append([group[0].subject, *cells, own, name, gain])
     return table([SHAPE, *peers, "qframework, fastest", "which", "/ best peer"], rows)
+
+
+def _refused(groups: Sequence[Sequence[Record]]) -> str:
+    """Providers whose result the check refused, with the shapes and the reason; empty where all were right."""
+    wrong = [record for group in groups for record in group if record.status == "wrong"]
+    wrong.sort(key=is_ours)
+    rows = [[record.provider, record.subject, record.reason or ""] for record in wrong]
+    return table(["provider", SHAPE, "what the check found"], rows) if rows else ""
 
 
 def _by_provider(

@@ -27,6 +27,7 @@ class Run:
     peaks: dict[str, float]
     records: list[Record]
     digest: str  # of the file's content; the plot carries it
+    note: str | None = None
 
     @property
     def plot(self) -> str:

@@ -18,6 +18,7 @@ from benchmarks.attention_cases import PER_WARP, PROVIDERS, Shape, make_inputs
 from benchmarks.attention_oracle import float32_attention, predicted_noise
 from benchmarks.boxed import Worker
 from benchmarks.harness import Record, Results, WrongResultError
+from qframework.errors import FileFormatError
 from qframework.kernels.attention_variants import VARIANTS, resolve
 
 SHAPE = Shape(2, 2, 33, 16)
@@ -195,6 +196,53 @@ def test_no_time_is_left_after_the_deadline():
     assert dataclasses.replace(limits, deadline=time.monotonic() - 1).of("time") == 0
 
 
+# A run in parts
+
+
+def test_a_second_call_adds_to_the_first(tmp_path, monkeypatch):
+    """What the first had no time for is filled in, what it measured stays, and another commit is refused."""
+    output = tmp_path / "out.json"
+    shape = attention.SMOKE_SHAPES[0].name
+    common = ["--smoke", "--device", "cpu", "--output", str(output), "--no-parts", "--shapes", shape]
+    monkeypatch.setenv("QFRAMEWORK_COMMIT", "abc123")
+
+    def run(provider: str) -> list[tuple[str, float]]:
+        assert attention.main([*common, "--merge", "--providers", provider]) == 0
+        return [(record.provider, record.p50_ms) for record in Results.load(output).records]
+
+    (first,) = run("qframework_sage_b")
+    second = run("torch_math")
+    assert second[0] == first
+    assert [name for name, _ in second] == ["qframework_sage_b", "torch_math"]
+    assert len(run("torch_math")) == 2
+    assert list(tmp_path.iterdir()) == [output]
+    before = output.read_text()
+    for commit in ("def456", "abc123-dirty"):
+        monkeypatch.setenv("QFRAMEWORK_COMMIT", commit)
+        with pytest.raises(FileFormatError, match="accepted"):
+            run("torch_math")
+    assert output.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("second", "kept"), [({"status": "timeout"}, 1.0), ({"p50_ms": 2.0}, 2.0), ({"status": "wrong"}, None)]
+)
+def test_of_two_measurements_the_one_with_a_time_stays(second, kept):
+    """But a wrong result is not hidden by an earlier time."""
+    record = attention.identify("torch_math", SHAPE)
+    old = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, p50_ms=1.0)], note="seen")
+    new = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, **second)])
+    attention.merge_runs(old, new)
+    assert [record.p50_ms for record in new.records] == [kept]
+    assert new.note == "seen"
+
+
+def test_what_matters_is_measured_first():
+    names = list(PROVIDERS)
+    assert names[:5] == ["torch_flash", "torch_cudnn", "sageattention", "qframework_auto", "qframework_mixed_static"]
+    assert {f"qframework_{name}" for name in (*VARIANTS, PER_WARP)} < set(names)
+
+
 # The page
 
 
@@ -239,6 +287,18 @@ def test_the_page_shows_accuracy_and_what_a_call_is_made_of(site):
     assert "| 1,2,3,4 | 0.25 + 0.75 |" in text
 
 
+def test_the_page_shows_what_was_refused_and_what_must_be_known(site):
+    path = site / "results" / "attention.json"
+    results = Results.load(path)
+    results.note = "Read this first."
+    results.add(
+        dataclasses.replace(results.records[0], provider="peer", status="wrong", reason="off by 3", p50_ms=None)
+    )
+    text = page(site)
+    assert "| peer | 1,2,3,4 | off by 3 |" in text.split("### Wrong, so not timed")[1]
+    assert text.index("Read this first.") < text.index("![Attention")
+
+
 def test_the_plot_names_every_peer_and_the_fastest_variant(site):
     page(site)
     (plot,) = (site / "assets").iterdir()
@@ -246,4 +306,5 @@ def test_the_plot_names_every_peer_and_the_fastest_variant(site):
     assert ">cudnn<" in text
     assert ">sage_vb<" in text
     assert ">sage_t<" not in text
+    assert text.count(">1,2,3,4<") == 1  # whole calls, not the kernel alone
     assert report.main(["--results", str(site / "results"), "--page", str(site / "performance.md"), "--check"]) == 0

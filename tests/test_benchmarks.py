@@ -378,6 +378,25 @@ def test_report_shows_losses_and_failures(site):
     assert "failed: a / b |" in page(site)
 
 
+def test_report_shows_what_was_faster_before(site):
+    """The newest run beside the one before it, peers left out; a percent is noise."""
+    folder = site / "results"
+    for name, date, rates in (("older", "2026-01-03", (99.0, 1.0)), ("old", "2026-01-04", (20.0, 9.0))):
+        results = Results("vit_cpu", {**MACHINE, "date": date}, folder / f"{name}.json")
+        results.add(vit("qframework_static", rates[0]), vit("qframework_dynamic", 10.0), vit("fp32_eager", rates[1]))
+    machine_now = {**MACHINE, "commit": "def456", "date": "2026-01-05"}
+    new = Results("vit_cpu", machine_now, folder / "new.json", note="Attention too. And more.")
+    new.add(vit("qframework_static", 18.0), vit("qframework_dynamic", 9.9), vit("fp32_eager", 5.0))
+    run_report(site)
+    before = page(site).split("Slower than in the run before")[1].split("\n## ")[0]
+    assert (
+        "| vit, batch 8 | qframework_static | new, `def456` | 18 | old, `abc123` | 20 | 0.90 | Attention too |"
+        in before
+    )
+    assert "dynamic" not in before
+    assert "fp32" not in before
+
+
 def test_report_check_finds_a_stale_page_plot_or_leftover(site):
     assert run_report(site, "--check") == 1
     run_report(site)
