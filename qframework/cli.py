@@ -21,7 +21,7 @@ from qframework import __version__
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
-    from qframework.quantizer import LinearConfig
+    from qframework.quantizer import AttentionConfig, LinearConfig
 
 CHECK_FAILED, BAD_INPUT = 1, 2
 _state = {"debug": False}
@@ -90,6 +90,8 @@ qframework quantize digits --output digits.pt2
 qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --batches 16 --output vit.pt2
 
 qframework quantize vit_base_patch16_224 --checkpoint vit.safetensors --data imagenet/train --dynamic
+
+qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --attention static --output vit.pt2
 """
 )
 def quantize(
@@ -110,13 +112,16 @@ def quantize(
     weight: Annotated[
         Literal["per_channel", "per_tensor"], typer.Option(help="Granularity of weights.")
     ] = "per_channel",
+    attention: Annotated[
+        str, typer.Option(help="off, static (calibrated, with the observer of --observer), auto, or a variant: sage_b.")
+    ] = "off",
     batches: Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")] = 8,
     batch_size: BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
     device: Device = "cpu",
     as_json: Json = False,
 ) -> None:
-    """Quantize the linear layers of a classifier to INT8 and save it."""
+    """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
     from qframework.backend import explain
     from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
     from qframework.evaluation.models import images_for, load_classifier
@@ -124,16 +129,16 @@ def quantize(
     from qframework.quantizer import QFrameworkQuantizer
     from qframework.serialization import save
 
-    config = _linear_config(static, observer, activation, weight)
+    quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
+    if attention != "off":
+        quantizer.set_global(_attention_config(attention, observer))
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     _refuse_random_weights(model, checkpoint, pretrained)
     loader = images_for(classifier.describe(), data, batch_size=batch_size, calibration=True)
     images = _at_least_two(next(iter(loader))[0].to(_device(device)))
     float_model = classifier.model.to(images.device)
-    quantizer = QFrameworkQuantizer().set_global(config)
-    quantized = quantize_model(
-        float_model, images, quantizer, loader if static else None, batches=batches, show_progress=True
-    )
+    calibration = loader if static or attention == "static" else None
+    quantized = quantize_model(float_model, images, quantizer, calibration, batches=batches, show_progress=True)
     output = output or Path(f"{model}_int8.pt2")
     kept = {**classifier.describe(), "quantizer": quantizer.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
@@ -145,6 +150,8 @@ def quantize(
         "output": str(output),
         "lowered_linears": report.lowered,
         "linears": report.total,
+        "lowered_attentions": report.attention_lowered,
+        "attentions": report.attention_total,
         "weight_bytes_fp32": weight_bytes(float_model),
         "weight_bytes": weight_bytes(quantized.converted),
         "worst_layer": worst,
@@ -266,6 +273,12 @@ def _linear_config(static: bool, observer: str, activation: Any, weight: Any) ->
     if observer != "minmax":
         raise QFrameworkError(f"--observer {observer} needs --static: dynamic scales come from the data")
     return dynamic_int8(activation=activation or "per_token", weight=weight)
+
+
+def _attention_config(attention: str, observer: str) -> AttentionConfig:
+    from qframework.quantizer import dynamic_attention, static_attention
+
+    return static_attention(observer=observer) if attention == "static" else dynamic_attention(attention)
 
 
 def _refuse_random_weights(model: str, checkpoint: Path | None, pretrained: bool) -> None:

@@ -86,6 +86,17 @@ def test_quantize_options_reach_the_quantizer() -> None:
     assert rule["config"]["activation"]["granularity"] == "per_tensor"
 
 
+@pytest.mark.parametrize("scales", ["--static", "--dynamic"])
+@pytest.mark.parametrize("attention", ["static", "sage_b"])
+def test_quantize_attention(attention: str, scales: str) -> None:
+    result = run_json("quantize", "digits", scales, "--attention", attention, "--output", "a.pt2", "--batches", "2")
+    assert result["lowered_attentions"] == result["attentions"] == TINY.depth
+    assert result["lowered_linears"] == result["linears"] == 5
+    _, rule = read_metadata("a.pt2")["config"]["quantizer"]["rules"]
+    assert rule["config"]["mode"] == attention
+    assert run_json("evaluate", "a.pt2")["top1"] == pytest.approx(run_json("evaluate", "digits")["top1"], abs=3)
+
+
 def test_quantize_prints_a_table_and_names_its_file() -> None:
     result = run("quantize", "digits", "--dynamic")
     assert result.exit_code == 0, result.output
@@ -210,6 +221,10 @@ BAD_INPUT = {
     "missing checkpoint": (("quantize", TIMM_MODEL, "--checkpoint", "none.pth"), "none.pth does not exist"),
     "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
     "observer of a dynamic scale": (("quantize", "digits", "--dynamic", "--observer", "mse"), "needs --static"),
+    "unknown attention": (
+        ("quantize", "digits", "--attention", "sage9"),
+        "variant='sage9' is unknown; accepted: auto, sage_t",
+    ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
     "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is no device"),
