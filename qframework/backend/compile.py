@@ -21,6 +21,7 @@ from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
 from qframework.graph.expand_attention import expand_multi_head_attention
+from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.nodes import Constants, layer_name
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ def lower(
     """Run every lowering pass over the graph, in place."""
     constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
     expand_multi_head_attention(gm)
+    expand_einsum(gm)
     order = _layer_order(gm)
     attention = lower_static_attention(gm, constants, scales)
     attention = _one_for_each(attention, lower_attention(gm, options.attention))

@@ -292,6 +292,8 @@ class _Logits:
             if divides:
                 raise
             x, by, logits = by, x, cls.trace(by, factor)
+        if fake_value(by) is None:
+            raise Refused(f"its logits are scaled by {by.name}, a number from the graph; accepted: a constant")
         if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
             raise Refused(
                 f"its logits are scaled by {by.name} of shape {tuple(shape_of(by))}; accepted: one factor per row"

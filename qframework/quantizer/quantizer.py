@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.quantizer import Quantizer
 
 from qframework.errors import UnsupportedError
+from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
     annotate_attention,
@@ -144,6 +145,7 @@ class QFrameworkQuantizer(Quantizer):
         if not self._names(AttentionConfig):
             return model
         name_shapes(model)
+        expand_einsum(model)
         for node in list(model.graph.nodes):
             if is_attention(node) or is_softmax(node):
                 config = self._attention_config(node)

@@ -142,6 +142,20 @@ FORMS = {
         lambda q, k, v: torch.where(~CAUSAL, LOW, product(q, k) * SCALE).softmax(-1) @ v,
         {"attn_mask": CAUSAL},
     ),
+    "einsum": (
+        lambda q, k, v: torch.einsum(
+            "b h i j, b h j d -> b h i d", (torch.einsum("bhid,bhjd->bhij", q, k) * SCALE).softmax(-1), v
+        ),
+        {},
+    ),
+    "einsum with tokens before heads": (
+        lambda q, k, v: torch.einsum(
+            "bhnm,bmhd->bnhd",
+            (torch.einsum("bnhd,bmhd->bhnm", q.transpose(1, 2), k.transpose(1, 2)) * SCALE).softmax(-1),
+            v.transpose(1, 2),
+        ).transpose(1, 2),
+        {},
+    ),
     "a number added": (lambda q, k, v: ((1.0 + product(q, k)) * SCALE + 1e-6).softmax(-1) @ v, {}),
     "filled, then biased": (
         lambda q, k, v: ((product(q, k) * SCALE).masked_fill(~CAUSAL, -math.inf) + BIAS).softmax(-1) @ v,
@@ -435,6 +449,32 @@ def test_other_softmaxes_are_no_attention(form):
     out, capture = compiled(form, q, k, v)
     assert capture.attention == []
     torch.testing.assert_close(out, form(q, k, v))
+
+
+@pytest.mark.parametrize("equation", ["bhid,bhjd->bij", "bhid,bhje->bhij", "bhid,bhjd->bhi", "...id,...jd->...ij"])
+def test_einsums_that_are_no_product_of_matrices_stay(equation):
+    q, k, _ = qkv()
+    out, capture = compiled(lambda q, k: torch.einsum(equation, q, k), q, k)
+    assert "einsum" in capture.names()
+    torch.testing.assert_close(out, torch.einsum(equation, q, k))
+
+
+def test_an_einsum_that_broadcasts_stays():
+    q, k, _ = qkv()
+    _, capture = compiled(lambda q, k: torch.einsum("bhid,bhjd->bhij", q, k[:1]), q, k)
+    assert "einsum" in capture.names()
+
+
+def test_a_scale_that_varies_from_call_to_call_is_reported():
+    def attend(q, k, v):
+        return (product(q, k) / math.sqrt(q.shape[-2])).softmax(-1) @ v
+
+    capture = Capture()
+    run = torch.compile(attend, backend=capture, dynamic=True)
+    q, k, v = qkv()
+    torch.testing.assert_close(run(q, k, v), attend(q, k, v))
+    (report,) = capture.attention
+    assert "a number from the graph" in report.reason
 
 
 class TestOptions:
