@@ -80,18 +80,18 @@ def test_errors_are_those_predicted(name, causal):
     given.check(variant)(out)
     noise = predicted_noise(given.query, given.key, given.value, given.rows, variant)
     error = (out - given.oracle).norm(dim=-1)
-    assert 0.8 < float(error.norm() / noise.norm()) < 1.1
+    assert 0.8 < float(error.norm() / noise.rows.norm()) < 1.1
 
 
 @pytest.mark.parametrize(
-    ("name", "seen"), [("sage_b", 1.0), ("sage_vb", 1.0), ("sage2_int8", 1.0), ("sage2_int4", 0.95)]
+    ("name", "seen"), [("sage_b", 1.0), ("sage_vb", 1.0), ("sage2_int8", 1.0), ("sage2_int4", 0.5)]
 )
 def test_one_zeroed_row_is_seen(name, seen):
-    """Whichever row it is; with INT4, but for the few rows that hang on one or two keys."""
+    """Whichever row it is; with INT4, but for the rows that hang on few keys."""
     given = make_inputs(Shape(1, 2, 320, 64), "cpu", 2)
     rows = given.rows
     noise = predicted_noise(given.query, given.key, given.value, rows, resolve(name))
-    refused = given.oracle.norm(dim=-1) > noise * attention_oracle.tail(rows)
+    refused = given.oracle.norm(dim=-1) > attention_oracle.largest_noise(rows, noise)
     assert float(refused.float().mean()) >= seen
     first = refused[0, 0].nonzero()[0]
     with pytest.raises(WrongResultError, match="the worst row"):
