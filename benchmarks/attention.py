@@ -70,8 +70,6 @@ class Measurement:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.checked: dict[tuple[str, Shape], Record] = {}
-        torch.backends.cuda.matmul.allow_tf32 = False
-        torch.set_grad_enabled(False)
 
     def __call__(self, phase: Phase) -> Iterator[Record]:
         """Whole calls at every shape come before their parts, which compile kernels of their own."""
@@ -99,6 +97,7 @@ class Measurement:
         identity = identify(name, shape)
         return guarded(identity, functools.partial(self._check, name, shape, identity))
 
+    @torch.no_grad()
     def _check(self, name: str, shape: Shape, identity: Record) -> Record:
         start = time.perf_counter()
         case, oracle = self._case(name, shape)
@@ -120,6 +119,7 @@ class Measurement:
         if self._is_right(name, shape):
             yield guarded(checked, functools.partial(self._time, name, shape, checked))
 
+    @torch.no_grad()
     def _time(self, name: str, shape: Shape, checked: Record) -> Record:
         case, _ = self._case(name, shape)
         on_gpu = self.plan.device == "cuda"

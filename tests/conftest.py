@@ -96,6 +96,15 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def grad_mode() -> Iterator[None]:
+    """A test that leaves gradients switched off would fail others, far away from it."""
+    yield
+    left_off = not torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert not left_off, "gradients are still switched off after the test"
+
+
+@pytest.fixture(autouse=True)
 def seed() -> None:
     """Same random tensors in every run and in any order of tests."""
     torch.manual_seed(0)
