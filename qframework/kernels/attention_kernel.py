@@ -234,7 +234,7 @@ def _quantized_attention_kernel(
         p = tl.exp2(s - shift[:, None])
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        if TRANSPOSED:  # padded with zeros to a multiple of BLOCK_N's
+        if TRANSPOSED:  # stride_vn is the padded number of keys
             v_ptrs = v_base + dv[None, :] * stride_vn + n[:, None]
             v = tl.load(v_ptrs, mask=(dv < DV)[None, :] & (n < stride_vn)[:, None], other=0.0)
         else:

@@ -26,13 +26,11 @@ class AttentionTile(NamedTuple):
 INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, so that masks and loops show; the reference's block of keys
 
 
-def choose_attention_tile(
-    queries: int, head_dim: int, pv: str, accumulator: str, capability: tuple[int, int]
-) -> AttentionTile:
+def choose_attention_tile(queries: int, head_dim: int, pv: str, capability: tuple[int, int]) -> AttentionTile:
     """Tile for ``queries`` rows of a head; ``capability`` is CUDA's, (0, 0) stands for an AMD GPU.
 
-    A tile of queries divides QUERY_BLOCK, and with an FP16 accumulator a step has at most 64 keys: both are what the
-    numerics promise. Wide heads take fewer rows, so that the accumulator stays in registers.
+    A tile of queries divides QUERY_BLOCK and a step has at most KEYS_PER_FP16_SUM keys: both are what the numerics
+    promise. Wide heads take fewer rows, so that the accumulator stays in registers.
     """
     if head_dim > 128:
         return AttentionTile(64 if queries > 32 else 32, 32 if pv == "fp32" else 64, 4, 2)
@@ -45,9 +43,9 @@ def choose_attention_tile(
 
 
 @functools.lru_cache(1024)
-def attention_tile(device: torch.device, queries: int, head_dim: int, pv: str, accumulator: str) -> AttentionTile:
+def attention_tile(device: torch.device, queries: int, head_dim: int, pv: str) -> AttentionTile:
     """:func:`choose_attention_tile` for a device."""
     if device.type != "cuda":
         return INTERPRETED
     capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
-    return choose_attention_tile(queries, head_dim, pv, accumulator, capability)
+    return choose_attention_tile(queries, head_dim, pv, capability)

@@ -6,8 +6,9 @@ Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1
     m   = max(m, rowmax(S_j)),   P_j = P_range * exp2(S_j - m),   l = l * exp2(m_old - m) + rowsum(P_j)
     O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
 
-``P_range`` (127 for INT8, 448 or 224 for FP8, else 1) is folded into the exponent and leaves through ``l``. Products of
-a block end in INT32 or in ``accumulator``, then join the FP32 buffer O (the two-level accumulation of SageAttention2).
+``P_range`` (127 for INT8, 448 or 224 for FP8, 1/64 for FP16 accumulators, else 1) is folded into the exponent and
+leaves through ``l``. Products of a block end in INT32 or in ``accumulator``, then join the FP32 buffer O (the two-level
+accumulation of SageAttention2).
 
 Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)`` int8 with scales ``(B, H, G)``; ``v (B, Hkv, Nk, Dv)`` in 16 or 32 bit
 or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``out (B, H, N, Dv)`` in the memory order
@@ -41,7 +42,6 @@ from qframework.kernels.attention_kernel import _quantized_attention_kernel
 from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_tiles import attention_tile
 from qframework.kernels.attention_variants import (
-    KEYS_PER_FP16_SUM,
     QUERY_BLOCK,
     AttentionVariant,
     check_fp16_ranges,
@@ -49,6 +49,7 @@ from qframework.kernels.attention_variants import (
     resolve,
     token_groups,
 )
+from qframework.kernels.value_quantize import padded_tokens
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
 
@@ -86,7 +87,7 @@ def quantized_attention_triton(
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None
-    tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode, variant.accumulator)
+    tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode)
     if quantize_q:
         tile = tile.holding(q_groups.span)
     whole_rows = bias.rel_w is not None and bias.rel_w.shape[-1] == tile.block_n
@@ -94,8 +95,9 @@ def quantized_attention_triton(
         tile = tile._replace(num_warps=8)
     accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
     if accumulate_fp16 and mode == "fp8":
-        check_fp16_ranges(min(tile.block_n, KEYS_PER_FP16_SUM), *fp8_ranges("fp16"))
-    mask, rel_h, rel_w = bias.mask, bias.rel_h, bias.rel_w
+        check_fp16_ranges(tile.block_n, *fp8_ranges("fp16"))
+    mask = bias.mask
+    rel_h, rel_w = (last_contiguous(x) if x is not None else None for x in (bias.rel_h, bias.rel_w))
     some = qk.q  # stands where the kernel reads nothing
     _quantized_attention_kernel[(triton.cdiv(tokens, tile.block_m) * heads * batch,)](
         qk.q,
@@ -195,7 +197,9 @@ def _operands(
     q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
 ) -> tuple[QuantizedQK, Values, Bias, AttentionVariant]:
     name, chosen = "quantized_attention", resolve(variant)
-    check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, v_scale=v_scale, attn_mask=attn_mask)
+    others = {"v_scale": v_scale, "v_mean": v_mean, "row_bias": row_bias, "attn_mask": attn_mask}
+    others |= {"rel_h": rel_h, "rel_w": rel_w}
+    check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, **others)
     for argument, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
@@ -217,11 +221,23 @@ def _operands(
         expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
         if scale.shape != expected:
             raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
-    stored = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
-    qk = QuantizedQK(
-        last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), stored, row_bias
-    )
-    return qk, Values(last_contiguous(v), v_scale, v_mean), Bias(attn_mask, rel_h, rel_w, is_causal), chosen
+    _check_values(name, v, k, transposes_values(chosen.pv))
+    if attn_mask is not None and attn_mask.ndim != 4:
+        raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
+    width = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
+    scales = (x.contiguous() if x is not None else None for x in (v_scale, v_mean))
+    bias = row_bias.contiguous() if row_bias is not None else None
+    qk = QuantizedQK(last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), width, bias)
+    values = v.contiguous() if transposes_values(chosen.pv) else last_contiguous(v)
+    return qk, Values(values, *scales), Bias(attn_mask, rel_h, rel_w, is_causal), chosen
+
+
+def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
+    """Raise QFrameworkError where ``v`` has fewer tokens than the kernel reads, or other heads than ``k``."""
+    keys = padded_tokens(k.shape[2]) if transposed else k.shape[2]
+    if v.shape[:2] != k.shape[:2] or v.shape[3 if transposed else 2] != keys:
+        layout = f"(B, Hkv, Dv, {keys}) from value_quantize" if transposed else f"(B, Hkv, {keys}, Dv)"
+        raise QFrameworkError(f"{name}: v has shape {tuple(v.shape)} with k {tuple(k.shape)}; accepted: {layout}")
 
 
 @torch.library.impl(LIBRARY, "quantized_attention", "CPU")

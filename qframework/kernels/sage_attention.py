@@ -205,10 +205,10 @@ def _attention(
     return out, lse
 
 
-def variant_for(query: Tensor, key: Tensor, variant: str) -> AttentionVariant:
+def _variant_for(query: Tensor, queries: int, keys: int, variant: str) -> AttentionVariant:
     """The variant of a call: ``variant`` itself, or what ``"auto"`` stands for there."""
     if variant == "auto":
-        variant = choose_variant(query.device, query.shape[-2], key.shape[-2], query.shape[-1], query.dtype)
+        variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype)
     return resolve(variant)
 
 
@@ -216,7 +216,7 @@ def _sage_attention(
     steps, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
 ):
     check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w)
-    chosen = variant_for(query, key, variant)
+    chosen = _variant_for(query, query.shape[-2], key.shape[-2], variant)
     shape = (*query.shape[:-1], value.shape[-1])
     call: Canonical = canonical(query, key, value, attn_mask, rel_h, rel_w)
     if call.q.numel() == 0 or call.k.numel() == 0 or value.shape[-1] == 0:
@@ -286,7 +286,7 @@ def _sage_attention_varlen_cpu(
     variant="auto", smooth_k=True,
 ):  # fmt: skip
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    chosen = _varlen_variant(query, max_seqlen_q, max_seqlen_k, variant)
+    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
     q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     for b in range(len(q_ends) - 1):
@@ -306,21 +306,14 @@ def _sage_attention_varlen_triton(
 ):  # fmt: skip
     check_device(query.device)
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    chosen = _varlen_variant(query, max_seqlen_q, max_seqlen_k, variant)
+    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))
     lengths = Lengths(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
     query, key, value = last_contiguous(query), last_contiguous(key), last_contiguous(value)
-    bias = Bias(causal=is_causal)
-    return _attention(query, key, value, bias, chosen, default_scale(query, scale), smooth_k, False, _TRITON, lengths)[
-        0
-    ]
-
-
-def _varlen_variant(query: Tensor, longest_q: int, longest_k: int, variant: str) -> AttentionVariant:
-    if variant == "auto":
-        variant = choose_variant(query.device, longest_q, longest_k, query.shape[-1], query.dtype)
-    return resolve(variant)
+    bias, scale = Bias(causal=is_causal), default_scale(query, scale)
+    out, _ = _attention(query, key, value, bias, chosen, scale, smooth_k, False, _TRITON, lengths)
+    return out
 
 
 @torch.library.register_fake("qframework::sage_attention_varlen", lib=LIBRARY)

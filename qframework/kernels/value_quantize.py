@@ -188,8 +188,7 @@ def _value_quantize_fake(v, kind, v_range, smooth=False):
     _check(v, kind)
     batch, heads, tokens, channels = v.shape
     native = kind == "int8" or v.device.type == "cpu" or has_fp8(v.device)  # torch has FP8 on every CPU
-    padded = (tokens + TOKEN_PAD - 1) // TOKEN_PAD * TOKEN_PAD
-    q = v.new_empty((batch, heads, channels, padded), dtype=_STORED[kind] if native else torch.float16)
+    q = v.new_empty((batch, heads, channels, padded_tokens(tokens)), dtype=_STORED[kind] if native else torch.float16)
     return q, v.new_empty(q.shape[:3], dtype=torch.float32), v.new_empty(q.shape[:3], dtype=torch.float32)
 
 

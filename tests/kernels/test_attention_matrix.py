@@ -157,7 +157,7 @@ def reference_of(implementation: str, inputs: Inputs, variant, smooth_k: bool) -
     if implementation == "triton":
         widest = max(call.q.shape[-1], call.v.shape[-1])
         mode = "fp32" if variant.pv == "fp16" and call.v.dtype == torch.float32 else variant.pv
-        block_n = attention_tile(call.q.device, call.q.shape[2], widest, mode, variant.accumulator).block_n
+        block_n = attention_tile(call.q.device, call.q.shape[2], widest, mode).block_n
     return quantized_attention_ref(qk, values, bias, variant, block_n=block_n, dtype=torch.float64)[0]
 
 

@@ -10,9 +10,11 @@ import torch
 from oracle import numpy64
 from torch import Tensor
 
-from qframework.errors import UnsupportedError
-from qframework.kernels import attention_quantize, value_quantize
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import attention_quantize, quantized_attention, value_quantize
 from qframework.kernels.attention_quantize import pack_int4, unpack_int4
+from qframework.kernels.attention_tiles import choose_attention_tile
+from qframework.kernels.attention_variants import KEYS_PER_FP16_SUM, QUERY_BLOCK
 
 qk_module = sys.modules["qframework.kernels.attention_quantize"]
 v_module = sys.modules["qframework.kernels.value_quantize"]
@@ -131,6 +133,33 @@ def test_values(implementation, place, kind, v_range, smooth, tokens, channels):
 def test_bad_arguments_are_named(call, message):
     with pytest.raises(UnsupportedError, match=message):
         call(torch.zeros(1, 1, 4, 8))
+
+
+def test_quantized_attention_names_what_does_not_fit():
+    x = torch.zeros(1, 2, 70, 16)
+    (q, q_scale), (k, k_scale) = (attention_quantize(x, None, 1.0, "per_block", role) for role in ("query", "key"))
+    v8, v_scale, _ = value_quantize(x, "fp8", 448.0)
+    for changes, message in [
+        ({"v": x[:, :, :60].half()}, r"v has shape \(1, 2, 60, 16\) .* accepted: \(B, Hkv, 70, Dv\)"),
+        ({"v": x[:, :1].half()}, "v has shape"),
+        ({"v": v8[..., :64], "v_scale": v_scale, "variant": "8-per_block-fp8-fp32"}, "128.* from value_quantize"),
+        ({"v": v8, "variant": "8-per_block-fp8-fp32"}, "v_scale is None"),
+        ({"attn_mask": torch.zeros(70, 70)}, "attn_mask has shape"),
+        ({"q_scale": q_scale[..., :0]}, "q_scale has shape"),
+    ]:
+        arguments = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": x.half()} | changes
+        with pytest.raises(QFrameworkError, match=message):
+            quantized_attention(**arguments)
+
+
+@pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
+def test_tiles_keep_what_the_numerics_promise(capability):
+    for queries in (1, 33, 197, 4096):
+        for channels in (32, 64, 80, 128, 256):
+            for pv in ("fp16", "fp32", "int8", "fp8", "int8_dequantized"):
+                tile = choose_attention_tile(queries, channels, pv, capability)
+                assert QUERY_BLOCK % tile.block_m == 0
+                assert tile.block_n <= KEYS_PER_FP16_SUM
 
 
 def test_opcheck(device):

@@ -97,6 +97,18 @@ def test_rows_of_an_image_as_wide_as_a_block(implementation, place, width):
     assert ((out.cpu().double() - expected).abs() <= TOLERANCE * size + 1e-9).all()
 
 
+@pytest.mark.parametrize("width", [64, 24])
+def test_factors_with_any_strides(implementation, place, width):
+    """Einsums leave their results in any order of memory."""
+    tensors, scales = operands((1, 2, 2, 30, 3 * width, 32, 32), place)
+    rel_h, rel_w = torch.randn(1, 2, 3, 30).mT, torch.randn(1, 2, width, 30).mT
+    parts = {"rel_h": rel_h.to(place), "rel_w": rel_w.to(place)}
+    assert parts["rel_h"].stride(-1) != 1 != parts["rel_w"].stride(-1)
+    out = run(implementation, tensors, scales, out_dtype=torch.float32, **parts)
+    expected, size = exact(tensors, scales, (rel_h[..., :, None] + rel_w[..., None, :]).flatten(-2).double())
+    assert ((out.cpu().double() - expected).abs() <= TOLERANCE * size + 1e-9).all()
+
+
 def test_a_mask_for_each_window_of_every_image(implementation, place):
     """5-D (images, windows, heads, N, D) with a mask (1, windows, 1, N, N), as Swin's shifted windows have it."""
     tensors, scales = operands((6, 2, 2, 20, 20, 16, 16), place)
