@@ -1,0 +1,68 @@
+"""How far each variant of attention is from float64 attention, and what smoothing K gains: the figures of
+docs/attention.md.
+
+Normal Q, K and V of ``(1, 4, 1776, 64)`` in float16, the size of SageAttention's table 9; the operator's CPU
+implementation, whose roundings are the kernel's. For the gain K gets a bias per channel of 10 times its signal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.machine import describe_machine
+from qframework.attention import sage_attention
+from qframework.kernels.attention_variants import VARIANTS
+
+SHAPE, SMOKE_SHAPE = (1, 4, 1776, 64), (1, 2, 70, 16)
+MEASURED = (*VARIANTS, "8-per_thread-fp16-fp32")
+
+
+def relative_l1(out: Tensor, exact: Tensor) -> float:
+    """``sum |out - exact| / sum |exact|`` (SageAttention 4.3)."""
+    return float((out.double() - exact).abs().sum() / exact.abs().sum())
+
+
+def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
+    """A row a variant: its error, and its error with a biased K, smoothed and not."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(shape, generator=generator).half() for _ in range(3))
+    bias = torch.randn(1, shape[1], 1, shape[3], generator=generator)
+    biased = (key.float() + 10 * bias).half()
+    exact, exact_biased = (
+        F.scaled_dot_product_attention(query.double(), k.double(), value.double()) for k in (key, biased)
+    )
+    rows: list[dict[str, object]] = []
+    for variant in MEASURED:
+        smooth, rough = (
+            relative_l1(sage_attention(query, biased, value, variant=variant, smooth_k=on), exact_biased)
+            for on in (True, False)
+        )
+        error = relative_l1(sage_attention(query, key, value, variant=variant), exact)
+        rows.append({"variant": variant, "relative_l1": error, "biased_smooth": smooth, "biased_rough": rough})
+    return rows
+
+
+def main() -> None:
+    """Measure, print, and write a file where one is named."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    arguments = parser.parse_args()
+    shape = SMOKE_SHAPE if arguments.smoke else SHAPE
+    rows = measure(shape)
+    for row in rows:
+        print(f"{row['variant']:26} {row['relative_l1']:.4f}  gain {row['biased_rough'] / row['biased_smooth']:.1f}")  # type: ignore[operator]
+    if arguments.output:
+        what = "Relative L1 error of each variant against float64 attention, and with K biased by 10 times its signal."
+        document = {"what": what, "machine": describe_machine("cpu"), "shape": shape, "rows": rows}
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
