@@ -7,14 +7,13 @@ implementation, whose roundings are the kernel's. For the gain K gets a bias per
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from qframework.attention import sage_attention
 from qframework.kernels.attention_variants import VARIANTS
@@ -50,10 +49,7 @@ def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
 
 def main() -> None:
     """Measure, print, and write a file where one is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
-    arguments = parser.parse_args()
+    arguments = argument_parser("attention_accuracy", __doc__).parse_args()
     shape = SMOKE_SHAPE if arguments.smoke else SHAPE
     rows = measure(shape)
     for row in rows:
