@@ -112,6 +112,16 @@ def test_errors_become_rows_and_the_exit_status(error, status, exit_code):
     assert results.exit_code == exit_code
 
 
+def test_what_another_package_gets_wrong_is_a_row_and_no_failure():
+    def measure() -> Record:
+        raise WrongResultError("off", 0.5)
+
+    results = Results("attention", MACHINE)
+    results.attempt(dataclasses.replace(IDENTITY, provider="sageattention"), measure)
+    assert [record.status for record in results.records] == ["wrong"]
+    assert results.exit_code == 0
+
+
 def test_a_wrong_provider_makes_the_benchmark_fail(monkeypatch, tmp_path):
     """A provider that computes something else is recorded as wrong, without a time, and the exit status is 1."""
 

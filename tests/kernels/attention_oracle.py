@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 TOTAL, ROW, ENOUGH_ROWS = 1.25, 6.0, 64
+TF32 = 2.0**-10  # what float32 operands are multiplied in on a GPU, which drops their last bits instead of rounding
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 # Which tokens share a scale, as the papers say: blocks of 128 queries and 64 keys, warps of 32 queries, and what one
 # thread of an mma instruction holds: queries equal modulo 8, keys equal in their pair modulo 8.
@@ -139,6 +140,8 @@ def rounding_of_v(v: Tensor, variant, dtype: torch.dtype) -> Tensor:
         return (amax / 127).square().expand_as(v).sum(-1) / 12
     if variant.pv == "fp8":
         return e4m3_variance(v, amax / (448 if variant.accumulator == "fp32" else 4.5)).sum(-1)
+    if dtype == torch.float32:
+        return (v * TF32).square().sum(-1) / 3
     return torch.zeros_like(v[..., 0])
 
 
@@ -151,10 +154,10 @@ def e4m3_variance(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _low_precision(variant, dtype: torch.dtype) -> float:
-    """Unit roundoff of P where it stays in 16 bit; float32 values are multiplied in TF32 on a GPU."""
+    """Largest relative error of P where it stays in 16 bit, or beside float32 values."""
     if variant.pv == "int8_dequantized":
         return 2.0**-11
-    return 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
+    return {torch.bfloat16: 2.0**-8, torch.float32: TF32}.get(dtype, 2.0**-11)
 
 
 def _accumulation(exact: Exact, variant, dtype: torch.dtype) -> Tensor:
