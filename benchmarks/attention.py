@@ -18,14 +18,12 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 
 from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, parts_of, relative_l1
-from benchmarks.boxed import Worker
+from benchmarks.boxed import Limits, Phase, check_then_time
 from benchmarks.harness import (
     BROKEN,
     Record,
@@ -34,9 +32,10 @@ from benchmarks.harness import (
     argument_parser,
     comma_separated,
     guarded,
-    time_provider,
+    require_same_code,
 )
-from qframework.errors import FileFormatError, UnsupportedError
+from benchmarks.timing import peak_mb, time_provider
+from qframework.errors import UnsupportedError
 
 SHAPES = (
     Shape(64, 12, 197, 64), Shape(512, 12, 197, 64), Shape(512, 16, 197, 64),
@@ -47,7 +46,6 @@ SHAPES = (
 )  # fmt: skip
 SMOKE_SHAPES = (Shape(2, 2, 37, 16), Shape(1, 2, 65, 24, causal=True))
 REP_MS = 60.0
-Phase = Literal["check", "time"]
 
 
 @dataclass(frozen=True)
@@ -122,15 +120,12 @@ class Measurement:
     @torch.no_grad()
     def _time(self, name: str, shape: Shape, checked: Record) -> Record:
         case, _ = self._case(name, shape)
-        on_gpu = self.plan.device == "cuda"
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
         timing = time_provider(case.fn, self.plan.device, rep_ms=REP_MS)
         return replace(
             checked,
             **timing.fields(),
             tflops=shape.operations / timing.median_s / 1e12,
-            peak_mb=torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None,
+            peak_mb=peak_mb(case.fn, self.plan.device),
         )
 
     def time_parts(self, name: str, shape: Shape) -> Iterator[Record]:
@@ -176,69 +171,28 @@ def _free(device: str) -> None:
 # The parent ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Limits:
-    """Seconds: of one provider's check, of one provider's timing, and of the whole run."""
-
-    check: float
-    time: float
-    deadline: float  # of time.monotonic()
-
-    def of(self, phase: Phase) -> float:
-        return max(min(getattr(self, phase), self.deadline - time.monotonic()), 0.0)
-
-
 def run_workers(results: Results, plans: Sequence[Plan], limits: Limits, jobs: int) -> None:
     """Check all plans, ``jobs`` at a time, then time them one after the other; rows are added as they come."""
-
-    def check(plan: Plan) -> tuple[Worker, list[Record]]:
-        worker = Worker(Measurement, plan)
-        return worker, list(worker.request("check", limits.of("check")))
-
-    with ThreadPoolExecutor(jobs) as pool:
-        for plan, (worker, checked) in zip(plans, list(pool.map(check, plans)), strict=True):
-            timed = list(worker.request("time", limits.of("time")))
-            worker.close()
-            results.add(*complete(plan, checked, timed, worker.status))
+    for answers in check_then_time(Measurement, plans, limits, jobs):
+        results.add(*answers.complete(identities(answers.plan)))
 
 
-def complete(
-    plan: Plan, checked: Sequence[Record], timed: Sequence[Record], ended: tuple[str, str] | None
-) -> Iterator[Record]:
-    """One record for each provider and shape: timed, refused, or with the reason its process was ended. Then parts."""
-    best = {_key(record): record for record in [*checked, *timed]}
-    status, reason = ended or ("failed", "no record")
-    parts = [record for record in timed if record.op != "attention"]
-    for shape in plan.shapes:
-        for name in plan.providers:
-            record = best.get(_key(identify(name, shape)), identify(name, shape))
-            untimed = record.status == "ok" and record.p50_ms is None
-            yield replace(record, status=status, reason=reason) if untimed else record
-    yield from parts
-
-
-def _key(record: Record) -> tuple[object, ...]:
-    return (record.op, record.provider, tuple(record.shape or ()), record.causal)
+def identities(plan: Plan) -> list[Record]:
+    """The records of whole calls that a plan is to give."""
+    return [identify(name, shape) for shape in plan.shapes for name in plan.providers]
 
 
 def merge_runs(old: Results, new: Results) -> None:
     """Add ``old``'s records to ``new``; of a provider at a shape the newer stays, unless only the older has a time.
 
-    Raises FileFormatError unless both were measured by the same code, as committed, on the same machine.
+    Raises FileFormatError where ``require_same_code`` does.
     """
-    if new.machine.get("dirty"):
-        raise FileFormatError(f"{new.path}: runs of a tree with local changes may differ; accepted: a commit as it is")
-    apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
-    if apart or (old.benchmark, old.smoke) != (new.benchmark, new.smoke):
-        differences = ", ".join(f"{key} {old.machine.get(key)!r} and {new.machine[key]!r}" for key in apart)
-        raise FileFormatError(
-            f"{new.path} is another kind of run: {differences or 'another benchmark'}; accepted: equal"
-        )
-    best = {_key(record): record for record in old.records}
+    require_same_code(old, new)
+    best = {record.key: record for record in old.records}
     for record in new.records:
-        before = best.get(_key(record))
+        before = best.get(record.key)
         if before is None or before.p50_ms is None or record.p50_ms is not None or record.status in BROKEN:
-            best[_key(record)] = record
+            best[record.key] = record
     order = {name: place for place, name in enumerate(PROVIDERS)}
     new.note = old.note
     new.records = sorted(best.values(), key=lambda record: (record.op != "attention", order.get(record.provider, -1)))
@@ -273,6 +227,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.merge and arguments.output is None:
         parser.error("--merge adds to the file that --output names")
+    if arguments.merge and arguments.add_run:
+        parser.error("--merge completes a run, --add-run makes another; accepted: one of them")
     limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(2**31)
     print(f"seed {seed}")

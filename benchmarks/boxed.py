@@ -1,31 +1,50 @@
 """One process for each provider, with a deadline: a hang or a crash costs its own rows and no one else's.
 
 A worker is started with ``make(*arguments)``, which returns a function from request to records. The parent sends a
-request and reads records until the worker says it is done or the time is up; then the process is ended.
+request and reads records until the worker says it is done or the time is up; then the process is ended, and with it
+every process it started. ``check_then_time`` lets some workers compile and be checked at a time, and times them one
+after the other, each alone on the machine.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import signal
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 from benchmarks.harness import Record
 
+Phase = Literal["check", "time"]
 Serve = Callable[[Any], Iterator[Record]]
+Plan = TypeVar("Plan")
 DONE = "done"
+_STARTING = threading.Lock()  # the environment belongs to the whole process
 
 
 class Worker:
-    """A process that answers requests with records."""
+    """A process that answers requests with records; ``environment`` is added to the one it inherits."""
 
-    def __init__(self, make: Callable[..., Serve], *arguments: Any) -> None:
+    def __init__(
+        self, make: Callable[..., Serve], *arguments: Any, environment: Mapping[str, str] | None = None
+    ) -> None:
         context = multiprocessing.get_context("spawn")  # a forked process cannot use a GPU its parent has touched
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
-        self._process.start()
+        self._folder = tempfile.TemporaryDirectory()
+        self._stderr = Path(self._folder.name, "stderr")
+        served = (theirs, str(self._stderr), make, arguments)
+        self._process = context.Process(target=_serve, args=served, daemon=True)
+        with _STARTING, _added(environment or {}):
+            self._process.start()
         theirs.close()
         self.status: tuple[str, str] | None = None  # why it was ended before its time: (status, reason)
 
@@ -39,32 +58,60 @@ class Worker:
                 return self._end("timeout", f"not done after {seconds:.3g} s")
             try:
                 answer = self._connection.recv()
-            except EOFError:
-                self._process.join(5)
-                return self._end("failed", f"the process ended with exit status {self._process.exitcode}")
+            except (EOFError, ConnectionResetError):
+                return self._end("failed", self._how_it_ended())
             if answer == DONE:
                 return None
             yield answer
 
     def close(self) -> None:
-        """End the process."""
+        """End the process and all it started."""
         self._connection.close()
-        self._process.kill()
+        self._kill()
         self._process.join()
+        self._folder.cleanup()
 
     def _send(self, request: Any) -> None:
         try:
             self._connection.send(request)
         except OSError:
-            self._end("failed", f"the process ended with exit status {self._process.exitcode}")
+            self._end("failed", self._how_it_ended())
+
+    def _how_it_ended(self) -> str:
+        """Exit status and the last line of standard error."""
+        self._process.join(5)
+        text = self._stderr.read_text(errors="replace") if self._stderr.exists() else ""
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        last = lines[-1] if lines else "no message"
+        return f"the process ended with exit status {self._process.exitcode}: {last}"[:300]
 
     def _end(self, status: str, reason: str) -> None:
         self.status = status, reason
+        self._kill()
+
+    def _kill(self) -> None:
+        if self._process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # not yet the head of a group, or gone
+                os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
 
-def _serve(connection: Connection, make: Callable[..., Serve], arguments: tuple[Any, ...]) -> None:
+@contextlib.contextmanager
+def _added(environment: Mapping[str, str]) -> Iterator[None]:
+    """``os.environ`` with ``environment`` for as long as a process is being started."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _serve(connection: Connection, stderr: str, make: Callable[..., Serve], arguments: tuple[Any, ...]) -> None:
     """The worker: answer until the parent closes its end."""
+    os.setsid()  # what it starts, such as Inductor's compile workers, ends with it
+    os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     serve = make(*arguments)
     while True:
         try:
@@ -74,3 +121,67 @@ def _serve(connection: Connection, make: Callable[..., Serve], arguments: tuple[
         for record in serve(request):
             connection.send(record)
         connection.send(DONE)
+
+
+# Two phases -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds: of one worker's check, of its timing, and of the whole run."""
+
+    check: float
+    time: float
+    deadline: float  # of time.monotonic()
+
+    def of(self, phase: Phase) -> float:
+        return max(min(getattr(self, phase), self.deadline - time.monotonic()), 0.0)
+
+
+@dataclass
+class Answers(Generic[Plan]):
+    """What a worker gave for a plan in each phase, and why it was ended if it was."""
+
+    plan: Plan
+    checked: list[Record]
+    timed: list[Record] = field(default_factory=list)
+    ended: tuple[str, str] | None = None
+
+    def complete(self, identities: Sequence[Record]) -> Iterator[Record]:
+        """One record for each identity: timed, refused, or with the reason its process was ended. Then all others."""
+        best = {record.key: record for record in [*self.checked, *self.timed]}
+        status, reason = self.ended or ("failed", "no record")
+        for identity in identities:
+            record = best.pop(identity.key, identity)
+            untimed = record.status == "ok" and record.p50_ms is None
+            yield replace(record, status=status, reason=reason) if untimed else record
+        yield from best.values()
+
+
+def check_then_time(
+    make: Callable[[Plan], Serve],
+    plans: Sequence[Plan],
+    limits: Limits,
+    jobs: int,
+    alone: Callable[[Plan], bool] = lambda plan: False,
+) -> Iterator[Answers[Plan]]:
+    """Check all plans, ``jobs`` at a time, then time them one after the other; yields in the order of ``plans``.
+
+    A plan that is to be ``alone`` is checked before the others with nothing beside it: it chooses between kernels by
+    their times.
+    """
+
+    def check(plan: Plan) -> tuple[Worker, Answers[Plan]]:
+        worker = Worker(make, plan)
+        return worker, Answers(plan, list(worker.request("check", limits.of("check"))))
+
+    checked = {index: check(plan) for index, plan in enumerate(plans) if alone(plan)}
+    others = [index for index in range(len(plans)) if index not in checked]
+    with ThreadPoolExecutor(max(jobs, 1)) as pool:
+        checked.update(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
+    for index in range(len(plans)):
+        worker, answers = checked[index]
+        answers.timed = list(worker.request("time", limits.of("time")))
+        answers.ended = worker.status
+        worker.close()
+        yield answers

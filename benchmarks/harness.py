@@ -1,4 +1,4 @@
-"""One record format, one way to time, and checks that come first: a wrong result is never timed.
+"""One record format, and checks that come before the clock: a wrong result is never timed.
 
 A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}``, and a ``"note"`` where needed. A
 record names what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), how long it took
@@ -13,13 +13,11 @@ import argparse
 import json
 import math
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +26,7 @@ from qframework.errors import FileFormatError, QFrameworkError
 
 SCHEMA = 1
 BROKEN = ("wrong", "failed")
-THIRD_PARTY = ("sageattention", "torchao")  # what they get wrong is a row of the table, not a failure of the benchmark
+THIRD_PARTY = ("sageattention", "torchao")  # what they do not manage is a row of the table, no failure of the benchmark
 # Unit roundoff: the largest relative error of one rounding to the format.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -54,6 +52,7 @@ class Record:
 
     benchmark: str
     provider: str
+    run: int | None = None  # 2 for the second run in one file; absent for the first
     op: str | None = None
     shape: list[int] | None = None  # of a linear M, N, K; of attention B, H, N, D
     causal: bool | None = None
@@ -78,6 +77,7 @@ class Record:
     worst_sqnr_db: float | None = None  # the image with the lowest
     prepare_s: float | None = None  # export, calibrate, convert
     first_call_s: float | None = None  # compilation included
+    spread: float | None = None  # of several runs, 1 - slowest / fastest; computed by the report
 
     def to_json(self) -> dict[str, Any]:
         return {key: _round(value) for key, value in asdict(self).items() if value is not None}
@@ -87,6 +87,11 @@ class Record:
         """The record that ``to_json`` wrote."""
         finite: dict[str, Any] = {key: _number(value) for key, value in fields.items()}
         return cls(**finite)
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is a measurement of: equal for the same provider on the same subject, in any run."""
+        return self.benchmark, self.op, self.provider, tuple(self.shape or ()), self.causal, self.model, self.batch
 
     @property
     def subject(self) -> str:
@@ -104,23 +109,9 @@ class Record:
         rates = {"images/s": self.images_per_second, "TFLOP/s": self.tflops, "GB/s": self.gbps}
         rate = "".join(f"{value:10.4g} {unit}" for unit, value in rates.items() if value is not None)
         error = "" if self.error is None else f"  error {self.error:.2e}"
-        return f"{head} {self.p50_ms:10.3f} ms {rate}{error}"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Samples of one provider, in milliseconds."""
-
-    samples_ms: tuple[float, ...]
-
-    def fields(self) -> dict[str, Any]:
-        """The timing fields of a Record."""
-        p20, p50, p80 = np.quantile(self.samples_ms, [0.2, 0.5, 0.8]).tolist()
-        return {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "runs": len(self.samples_ms)}
-
-    @property
-    def median_s(self) -> float:
-        return float(np.median(self.samples_ms)) / 1e3
+        took = "" if self.p50_ms is None else f"{self.p50_ms:10.3f} ms "
+        first = "" if self.first_call_s is None else f"  first call {self.first_call_s:.3g} s"
+        return f"{head} {took}{rate}{error}{first}"
 
 
 @dataclass
@@ -134,11 +125,21 @@ class Results:
     peaks: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
     note: str | None = None  # what a reader must know about this run; added by hand, shown on the page
+    run: int | None = None  # which of the file's runs this is, where it is not the first
 
     @classmethod
     def start(cls, benchmark: str, device: str, arguments: argparse.Namespace) -> Results:
-        """Empty results for ``arguments`` as ``argument_parser`` reads them."""
-        return cls(benchmark, describe_machine(device), arguments.output, arguments.smoke)
+        """Results for ``arguments`` as ``argument_parser`` reads them: empty, or another run of those in the file."""
+        results = cls(benchmark, describe_machine(device), arguments.output, arguments.smoke)
+        if arguments.add_run and results.path is not None and results.path.exists():
+            results.follow(cls.load(results.path))
+        return results
+
+    def follow(self, old: Results) -> None:
+        """Keep the records of ``old`` and number those to come as the run after it; see require_same_code."""
+        require_same_code(old, self)
+        self.records, self.note, self.peaks = list(old.records), old.note, old.peaks
+        self.run = 1 + max((record.run or 1 for record in old.records), default=0)
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -160,7 +161,7 @@ class Results:
     def add(self, *records: Record) -> None:
         """Append, print and write."""
         for record in records:
-            self.records.append(record)
+            self.records.append(replace(record, run=self.run))
             print(record, flush=True)
         self.write()
 
@@ -185,12 +186,21 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """1 when a provider failed, or one of ours or PyTorch's was wrong."""
-        return int(any(record.status in BROKEN and not _wrong_elsewhere(record) for record in self.records))
+        """1 when in this run a provider of ours or PyTorch's failed or was wrong."""
+        mine = [record for record in self.records if record.run == self.run]
+        return int(any(record.status in BROKEN and not record.provider.startswith(THIRD_PARTY) for record in mine))
 
 
-def _wrong_elsewhere(record: Record) -> bool:
-    return record.status == "wrong" and (record.provider or "").startswith(THIRD_PARTY)
+def require_same_code(old: Results, new: Results) -> None:
+    """Raise FileFormatError unless both were measured by the same code, as committed, on the same machine."""
+    if new.machine.get("dirty"):
+        raise FileFormatError(f"{new.path}: runs of a tree with local changes may differ; accepted: a commit as it is")
+    apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
+    if apart or (old.benchmark, old.smoke) != (new.benchmark, new.smoke):
+        differences = ", ".join(f"{key} {old.machine.get(key)!r} and {new.machine[key]!r}" for key in apart)
+        raise FileFormatError(
+            f"{new.path} is another kind of run: {differences or 'another benchmark'}; accepted: equal"
+        )
 
 
 def guarded(identity: Record, measure: Callable[[], Record]) -> Record:
@@ -214,6 +224,9 @@ def argument_parser(benchmark: str, description: str | None) -> argparse.Argumen
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument(
+        "--add-run", action="store_true", help="keep the runs that --output holds, of the same code and machine"
+    )
     return parser
 
 
@@ -309,56 +322,7 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
     return check
 
 
-# Timing -------------------------------------------------------------------------------------------------------------
-
-
-def time_provider(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
-    """Time ``fn`` for about ``rep_ms`` and at least ``min_runs`` calls: CUDA events on a GPU, wall clock on a CPU."""
-    return time_cuda(fn, rep_ms, min_runs) if device == "cuda" else time_cpu(fn, rep_ms, min_runs)
-
-
-def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
-    """CUDA events around each call, the L2 cache flushed before it (``triton.testing.do_bench``)."""
-    from triton.testing import do_bench
-
-    once_ms = _wall_ms(fn, torch.cuda.synchronize)
-    samples = do_bench(fn, warmup=rep_ms / 4, rep=max(rep_ms, 1.2 * min_runs * once_ms), return_mode="all")
-    return Timing(tuple(samples))
-
-
-def time_cpu(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
-    """Wall clock of each call, after two that do not count."""
-    once_ms = min(_wall_ms(fn), _wall_ms(fn))
-    runs = max(min_runs, int(rep_ms / max(once_ms, 1e-6)))
-    return Timing(tuple(_wall_ms(fn) for _ in range(runs)))
-
-
-def time_interleaved(providers: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Wall clock, ``A B C A B C ...``: drift of the machine hits all alike. One round before them does not count."""
-    samples: dict[str, list[float]] = {name: [] for name in providers}
-    for fn in providers.values():
-        fn()
-    for _ in range(rounds):
-        for name, fn in providers.items():
-            samples[name].append(_wall_ms(fn))
-    return {name: Timing(tuple(times)) for name, times in samples.items()}
-
-
-def check_then_time(fn: Callable[[], Tensor], check: Check, device: str) -> tuple[float, Timing, float | None]:
-    """Error, timing and peak memory in MB (GPU only) of ``fn``; raises WrongResultError before timing a wrong one."""
-    error = check(fn())
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    timing = time_provider(fn, device)
-    return error, timing, torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else None
-
-
-def _wall_ms(fn: Callable[[], Any], synchronize: Callable[[], None] = lambda: None) -> float:
-    synchronize()
-    start = time.perf_counter()
-    fn()
-    synchronize()
-    return (time.perf_counter() - start) * 1e3
+# Files ---------------------------------------------------------------------------------------------------------------
 
 
 def _round(value: Any) -> Any:

@@ -1,247 +1,147 @@
-"""INT8 linear against torch's own GEMMs: ``setup(shape, provider) -> Case`` over the shapes of vision transformers.
+"""INT8 linear against torch's own GEMMs, over the linears of vision transformers.
 
-Every provider starts from the same float activations (M, K), weight (N, K) and bias (N,), brought to its own format
-outside the timed region. ``error`` is the kernel's error against FP64 on the operands it is given,
-``quantization_error`` what the format costs against the float product. ``torch_int_mm`` returns raw INT32: no scale,
-no bias.
+``error`` is the kernel's error against FP64 on the operands it is given, ``quantization_error`` what the format costs
+against the float product. ``torch_int_mm`` returns raw INT32: no scale, no bias. Of FP8, tensor-wise scales with and
+without bias, and with the sum kept in the tensor cores or (``precise``) not.
+
+Every provider has a process of its own: some compile and are checked at all shapes at a time, then each is timed alone.
+Shapes of at most ``SMALL_M`` rows are timed as calls replayed in one CUDA graph, for every provider: they take
+microseconds, and what the host does to launch one would be all that is seen; their operands stay in the L2 cache.
+Larger ones are timed call by call with the L2 cache flushed before each.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
-from benchmarks.harness import (
-    ROUNDOFF,
-    Check,
-    Record,
-    Results,
-    UnavailableError,
-    argument_parser,
-    check_then_time,
-    comma_separated,
-    elements_within,
-    exactly,
-    one_step_apart,
-    relative_error,
-    rows_within,
-    time_provider,
-)
-from qframework import numerics
+from benchmarks.boxed import Limits, Phase, check_then_time
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, relative_error
+from benchmarks.int8_linear_cases import FP8_TENSORWISE, OPTIONAL, PROVIDERS, Shape, check_output, operands, setup
+from benchmarks.timing import time_in_graph, time_provider
 
-Shape = tuple[int, int, int]  # M, N, K
 
-SMALL_SHAPES: tuple[Shape, ...] = ((197, 3072, 768), (1576, 3072, 768), (1576, 768, 3072))
-SHAPES: tuple[Shape, ...] = (
-    *SMALL_SHAPES,
-    (12608, 2304, 768), (12608, 768, 768),
-    (50432, 2304, 768), (50432, 768, 768), (50432, 3072, 768), (50432, 768, 3072),
-    (50432, 3072, 1024), (50432, 4096, 1024), (50432, 1024, 4096),
-    (32768, 3840, 1280), (32768, 5120, 1280), (32768, 1280, 5120),
-    (8192, 8192, 8192),
-)  # fmt: skip
-SMOKE_SHAPES: tuple[Shape, ...] = ((32, 48, 64), (33, 64, 128))
+def linears(width: int) -> tuple[tuple[int, int], ...]:
+    """(N, K) of a transformer block's qkv, proj, fc1 and fc2."""
+    return (3 * width, width), (width, width), (4 * width, width), (width, 4 * width)
+
+
+# Tokens and widths of ViT-B and ViT-L on 64 and 256 images of 197 tokens, and of SAM-H on 8 of 4096; and of ViT-B on 1
+# and 8.
+LARGE = ((12608, 768), (50432, 768), (12608, 1024), (50432, 1024), (32768, 1280))
+SMALL = ((197, 768), (1576, 768))
+LARGE_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in LARGE for n, k in linears(width))
+SMALL_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in SMALL for n, k in linears(width))
 # The best GEMM of torch at this size stands for what the chip can do in practice.
-PEAK_SHAPE, SMOKE_PEAK_SHAPE = (8192, 8192, 8192), (64, 64, 64)
-PEAK_PROVIDERS = {"8-bit": ("torch_int_mm", "scaled_mm_fp8_tensorwise"), "16-bit": ("torch_bf16", "torch_fp16")}
-FP8_MAX = 448.0
-# Tensor cores keep about 14 bits of an FP8 sum between two additions, and the result is rounded to bfloat16 (2^-8).
-FP8_TOLERANCE = 2.0**-6
-
-
-@dataclass(frozen=True)
-class Operands:
-    """Float operands of one shape, and their FP64 product."""
-
-    x: Tensor  # (M, K) fp32
-    weight: Tensor  # (N, K) fp32
-    bias: Tensor  # (N,) fp32
-    product: Tensor  # (M, N) fp64, bias included
-
-
-@dataclass(frozen=True)
-class Case:
-    """One provider at one shape: what is timed, what is right, and how to read the output as a real value."""
-
-    fn: Callable[[], Tensor]
-    check: Check
-    dtype: str
-    to_real: Callable[[Tensor], Tensor]
-
-
-@functools.lru_cache(maxsize=1)
-def operands(shape: Shape, device: str) -> Operands:
-    """Seeded: activations with unit variance and some rows 8 times larger, a weight that keeps the variance."""
-    m, n, k = shape
-    generator = torch.Generator(device).manual_seed(m + n + k)
-    x = torch.randn(m, k, generator=generator, device=device)
-    x[::16] *= 8.0
-    weight = torch.randn(n, k, generator=generator, device=device) * k**-0.5
-    bias = torch.randn(n, generator=generator, device=device)
-    return Operands(x, weight, bias, x.double() @ weight.double().t() + bias.double())
-
-
-def setup(shape: Shape, provider: str, device: str) -> Case:
-    """The case of ``provider`` at ``shape``; raises UnavailableError where the device cannot run it."""
-    return PROVIDERS[provider](operands(shape, device))
-
-
-def _qframework(given: Operands) -> Case:
-    """Activation scales per token, weight scales per channel, bias; fp16 out."""
-    a_scale = numerics.dynamic_scale(given.x, "per_token")  # (M, 1)
-    a = numerics.quantize(given.x, a_scale)
-    b, b_scale = numerics.quantize_weight(given.weight)
-    bias = given.bias.half()
-
-    def fn() -> Tensor:
-        return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, out_dtype=torch.float16)
-
-    def product() -> Tensor:
-        return (a.double() @ b.double().t()) * a_scale.double() * b_scale.double()
-
-    def bound(reference: Tensor) -> Tensor:
-        # Four float32 roundings (accumulator, two scales, bias), then one to fp16, whose subnormals are 2^-24 apart.
-        float32 = 2.0**-22 * ((reference - bias.double()).abs() + bias.double().abs())
-        return 1.01 * (float32 + ROUNDOFF[torch.float16] * reference.abs() + 2.0**-25)
-
-    check = elements_within(lambda: product() + bias.double(), bound)
-    return Case(fn, check, "int8 to float16", Tensor.double)
-
-
-def _qframework_int8_out(given: Operands) -> Case:
-    """Static activation scale per tensor, weight scales per channel, bias; requantized to int8."""
-    a_scale = numerics.dynamic_scale(given.x, "per_tensor").reshape(1)
-    a = numerics.quantize(given.x, a_scale)
-    b, b_scale = numerics.quantize_weight(given.weight)
-    out_scale = numerics.dynamic_scale(given.product, "per_tensor").reshape(1)
-
-    def fn() -> Tensor:
-        return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, given.bias, out_scale=out_scale)
-
-    def oracle() -> Tensor:
-        real = (a.double() @ b.double().t()) * a_scale.double() * b_scale.double() + given.bias.double()
-        return (real / out_scale.double()).round().clamp(numerics.QMIN, numerics.QMAX)
-
-    # A float32 error of 2^-21 * 127 steps crosses a tie on about 1 in 10,000 elements.
-    check = one_step_apart(oracle, fraction=1e-3)
-    return Case(fn, check, "int8 to int8", lambda q: q.double() * out_scale.double())
-
-
-def _torch_int_mm(given: Operands) -> Case:
-    a_scale = numerics.dynamic_scale(given.x, "per_token")
-    a = numerics.quantize(given.x, a_scale)
-    b, b_scale = numerics.quantize_weight(given.weight)
-    return Case(
-        lambda: torch._int_mm(a, b.t()),
-        exactly(lambda: a.double() @ b.double().t()),
-        "int8 to int32",
-        lambda acc: acc.double() * a_scale.double() * b_scale.double() + given.bias.double(),
-    )
-
-
-def _torch_float(given: Operands, dtype: torch.dtype) -> Case:
-    x, weight, bias = given.x.to(dtype), given.weight.to(dtype), given.bias.to(dtype)
-
-    def oracle() -> Tensor:
-        return x.double() @ weight.double().t() + bias.double()
-
-    # The sum, the sum of split-K parts and the sum with the bias may each be rounded; K additions happen in float32.
-    check = rows_within(oracle, 3 * ROUNDOFF[dtype] + x.shape[1] * ROUNDOFF[torch.float32])
-    return Case(lambda: F.linear(x, weight, bias), check, str(dtype).removeprefix("torch."), Tensor.double)
-
-
-def _scaled_mm_fp8(given: Operands, rowwise: bool) -> Case:
-    """``torch._scaled_mm`` on E4M3 operands; scales per tensor, or per row of the activation and of the weight."""
-    _require_fp8(given.x.device, (9, 0) if rowwise else (8, 9))
-    x, x_scale = _to_fp8(given.x, rowwise)
-    weight, weight_scale = _to_fp8(given.weight, rowwise)
-    bias = given.bias.bfloat16()
-    scale_b = weight_scale.t().contiguous() if rowwise else weight_scale
-
-    def fn() -> Tensor:
-        return torch._scaled_mm(
-            x, weight.t(), scale_a=x_scale, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-
-    def oracle() -> Tensor:
-        product = x.double() @ weight.double().t()
-        return product * x_scale.double() * scale_b.double() + bias.double()
-
-    return Case(fn, rows_within(oracle, FP8_TOLERANCE), "float8_e4m3fn to bfloat16", Tensor.double)
-
-
-def _require_fp8(device: torch.device, capability: tuple[int, int]) -> None:
-    if device.type != "cuda" or torch.cuda.get_device_capability() < capability:
-        raise UnavailableError(
-            f"needs a GPU of compute capability {capability[0]}.{capability[1]}, runs on {device.type}"
-        )
-
-
-def _to_fp8(tensor: Tensor, rowwise: bool) -> tuple[Tensor, Tensor]:
-    """E4M3 values and their fp32 scale, ``(rows, 1)`` or ``()``."""
-    amax = tensor.abs().amax(dim=-1, keepdim=True) if rowwise else tensor.abs().amax()
-    scale = (amax / FP8_MAX).clamp(min=numerics.MIN_SCALE)
-    return (tensor / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn), scale
-
-
-PROVIDERS: dict[str, Callable[[Operands], Case]] = {
-    "qframework": _qframework,
-    "qframework_int8_out": _qframework_int8_out,
-    "torch_int_mm": _torch_int_mm,
-    "torch_fp32": functools.partial(_torch_float, dtype=torch.float32),
-    "torch_bf16": functools.partial(_torch_float, dtype=torch.bfloat16),
-    "torch_fp16": functools.partial(_torch_float, dtype=torch.float16),
-    "scaled_mm_fp8_tensorwise": functools.partial(_scaled_mm_fp8, rowwise=False),
-    "scaled_mm_fp8_rowwise": functools.partial(_scaled_mm_fp8, rowwise=True),
+PEAK_SHAPE: Shape = (8192, 8192, 8192)
+SHAPES = (*SMALL_SHAPES, *LARGE_SHAPES, PEAK_SHAPE)
+SMOKE_SHAPES: tuple[Shape, ...] = ((32, 48, 64), (233, 64, 128))
+PEAK_PROVIDERS = {
+    "8-bit": ("torch_int_mm", *FP8_TENSORWISE),
+    "16-bit": ("torch_bf16", "torch_fp16"),
+    "32-bit": ("torch_fp32",),
 }
+SMALL_M = 2048
+REP_MS = 60.0
 
 
-def measure(shape: Shape, provider: str, device: str, peaks: dict[str, float], identity: Record) -> Record:
-    """Check, then time one provider at one shape."""
-    case = setup(shape, provider, device)
-    error, timing, peak_mb = check_then_time(case.fn, case.check, device)
-    quantization_error = relative_error(case.to_real(case.fn()), operands(shape, device).product)
-    tflops = 2 * shape[0] * shape[1] * shape[2] / timing.median_s / 1e12
-    peak = peaks.get(_width(provider))
-    return replace(
-        identity,
-        dtype=case.dtype,
-        **timing.fields(),
-        tflops=tflops,
-        percent_of_peak=100 * tflops / peak if peak else None,
-        peak_mb=peak_mb,
-        error=error,
-        quantization_error=quantization_error,
-    )
+@dataclass(frozen=True)
+class Plan:
+    """What a worker measures."""
+
+    providers: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    device: str
 
 
-def _width(provider: str) -> str:
-    """Which of the measured peaks a provider is held against."""
-    if provider == "torch_fp32":
-        return "32-bit"
-    return "16-bit" if provider in PEAK_PROVIDERS["16-bit"] else "8-bit"
+class Measurement:
+    """A process's side: checks its providers at all shapes, then times what was right."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked: dict[tuple[str, Shape], Record] = {}
+
+    @torch.no_grad()
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        for shape in self.plan.shapes:
+            for name in self.plan.providers:
+                if phase == "check":
+                    self.checked[name, shape] = check(shape, name, self.plan.device)
+                    yield self.checked[name, shape]
+                elif self.checked[name, shape].status == "ok":
+                    yield measure(shape, name, self.plan.device, self.checked[name, shape])
+        operands.cache_clear()
+        if self.plan.device == "cuda":
+            torch.cuda.empty_cache()
 
 
-def measure_peaks(shape: Shape, device: str) -> dict[str, float]:
-    """TFLOP/s of the best torch GEMM at ``shape`` for 8-bit and for 16-bit operands."""
-    return {
-        width: max(_tflops_or_zero(shape, name, device) for name in names) for width, names in PEAK_PROVIDERS.items()
-    }
+def identify(shape: Shape, provider: str) -> Record:
+    return Record(benchmark="int8_linear", op="int8_linear", shape=list(shape), provider=provider)
 
 
-def _tflops_or_zero(shape: Shape, provider: str, device: str) -> float:
-    try:
+def check(shape: Shape, provider: str, device: str) -> Record:
+    """The errors of one provider at one shape, or why there are none."""
+
+    def errors() -> Record:
+        given, case = operands(shape, device), setup(shape, provider, device)
+        out = case.fn()
+        record = replace(identify(shape, provider), dtype=case.dtype, error=check_output(case, given, out))
+        if case.to_real is None:
+            return record
+        return replace(record, quantization_error=relative_error(case.to_real(out[given.rows]), given.product))
+
+    return guarded(identify(shape, provider), errors)
+
+
+def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record:
+    """``checked`` with the time of one provider at one shape, or why there is none."""
+
+    def timed() -> Record:
         fn = setup(shape, provider, device).fn
-    except UnavailableError:
-        return 0.0
-    return 2 * shape[0] * shape[1] * shape[2] / time_provider(fn, device).median_s / 1e12
+        timing = (time_in_graph if shape[0] <= SMALL_M else time_provider)(fn, device, rep_ms=REP_MS)
+        tflops = 2 * shape[0] * shape[1] * shape[2] / timing.median_s / 1e12
+        return replace(checked, **timing.fields(), tflops=tflops)
+
+    return guarded(checked, timed)
+
+
+def run(
+    results: Results, providers: Sequence[str], shapes: Sequence[Shape], device: str, limits: Limits, jobs: int
+) -> None:
+    """Measure ``providers`` at ``shapes`` and add their records, the percentages of the peak last."""
+    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
+    groups = [tuple(providers)] if results.smoke or device == "cpu" else [(name,) for name in providers]
+    first = len(results.records)
+    for answers in check_then_time(Measurement, [Plan(group, tuple(shapes), device) for group in groups], limits, jobs):
+        plan = answers.plan
+        results.add(*answers.complete([identify(shape, name) for shape in plan.shapes for name in plan.providers]))
+    results.peaks = peaks(results.records[first:]) or results.peaks
+    results.records[first:] = [against_peak(record, results.peaks) for record in results.records[first:]]
+    results.write()
+
+
+def peaks(records: Sequence[Record]) -> dict[str, float]:
+    """TFLOP/s of the best torch GEMM at PEAK_SHAPE by the width of its operands; empty where it was not measured."""
+    measured = [record for record in records if record.shape == list(PEAK_SHAPE) and record.tflops]
+    best = {
+        width: max((record.tflops or 0.0 for record in measured if record.provider in names), default=0.0)
+        for width, names in PEAK_PROVIDERS.items()
+    }
+    return {width: peak for width, peak in best.items() if peak}
+
+
+def against_peak(record: Record, peaks: dict[str, float]) -> Record:
+    """``record`` with its percentage of the peak of its width; INT8 and FP8 share one."""
+    peak = peaks.get(next((width for width, names in PEAK_PROVIDERS.items() if record.provider in names), "8-bit"))
+    return replace(record, percent_of_peak=100 * record.tflops / peak) if peak and record.tflops else record
+
+
+# Command line -------------------------------------------------------------------------------------------------------
 
 
 def _parse_shapes(text: str) -> list[Shape]:
@@ -254,25 +154,28 @@ def _parse_shapes(text: str) -> list[Shape]:
     return shapes
 
 
+def default_providers() -> list[str]:
+    return [name for name in PROVIDERS if name not in OPTIONAL]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider at every shape; returns the exit status."""
     parser = argument_parser("int8_linear", __doc__)
     parser.add_argument("--shapes", type=_parse_shapes, help='"M,N,K M,N,K ..." (default: those of ViT and SAM)')
-    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument(
+        "--providers", type=comma_separated(PROVIDERS), default=default_providers(), help=f"of {', '.join(PROVIDERS)}"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--jobs", type=int, default=8, help="providers that compile and are checked at a time")
+    parser.add_argument("--check-limit", type=float, default=120.0, help="seconds for one provider, all shapes")
+    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for one provider, all shapes")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for everything")
     arguments = parser.parse_args(argv)
     default_shapes = SHAPES if arguments.device == "cuda" else SMALL_SHAPES
     shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke else default_shapes)
-
+    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
     results = Results.start("int8_linear", arguments.device, arguments)
-    if arguments.smoke or arguments.device == "cuda":
-        results.peaks = measure_peaks(SMOKE_PEAK_SHAPE if arguments.smoke else PEAK_SHAPE, arguments.device)
-    for shape in shapes:
-        for provider in arguments.providers:
-            identity = Record(benchmark="int8_linear", op="int8_linear", shape=list(shape), provider=provider)
-            results.attempt(
-                identity, functools.partial(measure, shape, provider, arguments.device, results.peaks, identity)
-            )
+    run(results, arguments.providers, shapes, arguments.device, limits, arguments.jobs)
     return results.exit_code
 
 

@@ -20,20 +20,24 @@ SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 1, "img_size": 32, "num_classes": 10
 # The least SQNR in dB an image's logits may have before a provider counts as wrong. Rounding x once costs 6 dB a bit:
 # 24 bits 144 dB, 11 bits 66 dB, 8 bits 48 dB; what remains after a whole model is far less, but never this little.
 # An image whose logits are zeros, or another image's, has 0 dB or less.
-SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.0, "int8": 12.0}
+SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.0, "int8": 12.0, "fp8": 10.0}
 
-# The most an INT8 result may have: rounding once to 8 bits leaves about 48 dB; more means that nothing was quantized.
-SQNR_CEILING_DB = {"int8": 60.0}
+# The most a quantized result may have: rounding once to 8 bits leaves about 48 dB, to E4M3's four about 32; more means
+# that nothing was quantized.
+SQNR_CEILING_DB = {"int8": 60.0, "fp8": 45.0}
 
 Forward = Callable[[Tensor], Tensor]
 
 
-def build_model(name: str, smoke: bool = False) -> nn.Module:
-    """timm's ``name`` in eval mode with seeded random weights; one block of it on 32 x 32 images for a smoke run."""
+def build_model(name: str, smoke: bool = False, **arguments: Any) -> nn.Module:
+    """timm's ``name`` in eval mode with seeded random weights; one block of it on 32 x 32 images for a smoke run.
+
+    ``arguments`` go to timm and win over the smoke run's.
+    """
     import timm
 
     torch.manual_seed(SEED)
-    model = timm.create_model(name, **(SMOKE_ARGUMENTS if smoke else {}))
+    model = timm.create_model(name, **{**(SMOKE_ARGUMENTS if smoke else {}), **arguments})
     return model.eval().requires_grad_(False)
 
 
@@ -50,6 +54,14 @@ def quantize_qframework(model: nn.Module, images: Tensor, preset: str, **argumen
 
     configuration = getattr(quantizer, preset)(**arguments)
     return _quantize_pt2e(model, images, quantizer.QFrameworkQuantizer().set_global(configuration))
+
+
+def quantize_with_attention(model: nn.Module, images: Tensor) -> nn.Module:
+    """The same with linears and attention in static INT8."""
+    from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, static_attention, static_int8
+
+    configuration = QuantizationConfig(linear=static_int8(), attention=static_attention())
+    return _quantize_pt2e(model, images, QFrameworkQuantizer().set_global(configuration))
 
 
 def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Module:

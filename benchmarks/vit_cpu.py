@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import models
-from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, time_interleaved
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
 from benchmarks.models import Forward, quantize_qframework, quantize_x86
+from benchmarks.timing import time_interleaved
 from qframework.errors import QFrameworkError
 
 Context = Callable[[], AbstractContextManager[Any]]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,10 @@ import torch
 from torch.nn import functional as F
 
 from benchmarks import attention, attention_oracle, report
-from benchmarks.attention import Limits, Measurement, Plan
+from benchmarks.attention import Measurement, Plan
 from benchmarks.attention_cases import PER_WARP, PROVIDERS, Shape, make_inputs
 from benchmarks.attention_oracle import float32_attention, predicted_noise
-from benchmarks.boxed import Worker
+from benchmarks.boxed import Answers, Limits, Worker
 from benchmarks.harness import Record, Results, WrongResultError
 from qframework.errors import FileFormatError
 from qframework.kernels.attention_variants import VARIANTS, resolve
@@ -158,6 +159,7 @@ class Hangs:
 
 class Exits:
     def __call__(self, status: int) -> Iterator[Record]:
+        print("out of luck\n", file=sys.stderr, flush=True)
         raise SystemExit(status)
 
 
@@ -176,7 +178,7 @@ def test_a_worker_that_is_late_is_ended_and_keeps_what_it_sent():
 def test_a_worker_that_dies_says_how():
     worker = Worker(Exits)
     assert list(worker.request(3, 60)) == []
-    assert worker.status == ("failed", "the process ended with exit status 3")
+    assert worker.status == ("failed", "the process ended with exit status 3: out of luck")
     worker.close()
 
 
@@ -185,7 +187,8 @@ def test_records_of_a_provider_that_was_ended_say_so():
     both = dataclasses.replace(plan("a"), shapes=(SHAPE, other))
     checked = [attention.identify("a", SHAPE)]
     timed = [dataclasses.replace(checked[0], p50_ms=1.0)]
-    first, second = attention.complete(both, checked, timed, ("timeout", "late"))
+    answers = Answers(both, checked, timed, ("timeout", "late"))
+    first, second = answers.complete(attention.identities(both))
     assert (first.status, first.p50_ms) == ("ok", 1.0)
     assert (second.status, second.reason, second.shape) == ("timeout", "late", other.sizes)
 

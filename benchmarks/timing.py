@@ -1,0 +1,121 @@
+"""How things are timed: every call on its own, or many in one CUDA graph, or providers taking turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+GRAPH_CALLS = 200  # a launch of the graph itself costs about one call, half a percent of them
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Samples of one provider, in milliseconds."""
+
+    samples_ms: tuple[float, ...]
+
+    def fields(self) -> dict[str, Any]:
+        """The timing fields of a Record."""
+        p20, p50, p80 = np.quantile(self.samples_ms, [0.2, 0.5, 0.8]).tolist()
+        return {"p20_ms": p20, "p50_ms": p50, "p80_ms": p80, "runs": len(self.samples_ms)}
+
+    @property
+    def median_s(self) -> float:
+        return float(np.median(self.samples_ms)) / 1e3
+
+
+def time_provider(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
+    """Time ``fn`` for about ``rep_ms`` and at least ``min_runs`` calls: CUDA events on a GPU, wall clock on a CPU."""
+    return time_cuda(fn, rep_ms, min_runs) if device == "cuda" else time_cpu(fn, rep_ms, min_runs)
+
+
+def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
+    """CUDA events around each call, the L2 cache flushed before it (``triton.testing.do_bench``)."""
+    from triton.testing import do_bench
+
+    once_ms = _wall_ms(fn, torch.cuda.synchronize)
+    samples = do_bench(fn, warmup=rep_ms / 4, rep=max(rep_ms, 1.2 * min_runs * once_ms), return_mode="all")
+    return Timing(tuple(samples))
+
+
+def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
+    """Time of one of ``GRAPH_CALLS`` calls replayed in one CUDA graph: what the host does to launch one is not counted.
+
+    The operands stay in the L2 cache where they fit. Without a GPU, as ``time_provider``.
+    """
+    if device != "cuda":
+        return time_cpu(fn, rep_ms, min_runs)
+    graph = _captured(fn)
+    once_ms = _wall_ms(graph.replay, torch.cuda.synchronize)
+    runs = max(min_runs, int(rep_ms / once_ms))
+    for _ in range(max(runs // 4, 1)):
+        graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return Timing(tuple(start.elapsed_time(end) / GRAPH_CALLS for start, end in events))
+
+
+def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    """``GRAPH_CALLS`` calls of ``fn`` in one graph; the calls before it compile, tune and allocate."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            fn()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(GRAPH_CALLS):
+            fn()
+    return graph
+
+
+def time_cpu(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
+    """Wall clock of each call, after two that do not count."""
+    once_ms = min(_wall_ms(fn), _wall_ms(fn))
+    runs = max(min_runs, int(rep_ms / max(once_ms, 1e-6)))
+    return Timing(tuple(_wall_ms(fn) for _ in range(runs)))
+
+
+def time_interleaved(providers: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
+    """Wall clock, ``A B C A B C ...``: drift of the machine hits all alike. One round before them does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in providers}
+    for fn in providers.values():
+        fn()
+    for _ in range(rounds):
+        for name, fn in providers.items():
+            samples[name].append(_wall_ms(fn))
+    return {name: Timing(tuple(times)) for name, times in samples.items()}
+
+
+def peak_mb(fn: Callable[[], Any], device: str) -> float | None:
+    """Most memory in MB that is in use during one call, and at least what CUDA graphs keep between calls; GPU only.
+
+    A call of its own: what flushes the L2 cache while timing takes memory as well.
+    """
+    if device != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    fn()
+    torch.cuda.synchronize()
+    allocated = torch.cuda.max_memory_allocated()
+    torch.cuda.empty_cache()  # what is left belongs to tensors and to graphs
+    return max(allocated, torch.cuda.memory_reserved()) / 2**20
+
+
+def _wall_ms(fn: Callable[[], Any], synchronize: Callable[[], None] = lambda: None) -> float:
+    synchronize()
+    start = time.perf_counter()
+    fn()
+    synchronize()
+    return (time.perf_counter() - start) * 1e3
