@@ -215,14 +215,16 @@ def guarded(identity: Record, measure: Callable[[], Record]) -> Record:
         return replace(identity, status="failed", reason=_one_line(error))
 
 
-def argument_parser(benchmark: str, description: str | None) -> argparse.ArgumentParser:
-    """The options every benchmark has."""
+def argument_parser(benchmark: str, description: str | None, output: bool = True) -> argparse.ArgumentParser:
+    """The options every benchmark has; ``output``: those of one that writes a single file of records."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
+    if not output:
+        return parser
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
     parser.add_argument(
         "--add-run", action="store_true", help="keep the runs that --output holds, of the same code and machine"

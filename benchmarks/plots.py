@@ -49,8 +49,13 @@ def _functions(run: Run) -> tuple[Callable[..., Any], Callable[..., None]]:
 
 
 def _timed_groups(run: Run) -> list[list[Record]]:
-    groups = [[record for record in group if speed(record)] for group in run.groups()]
+    groups = [[record for record in group if _value(record)] for group in run.groups()]
     return [group for group in groups if group]
+
+
+def _value(record: Record) -> float:
+    """The length of a bar: a speed, or the seconds of a first call."""
+    return speed(record) or record.first_call_s or 0.0
 
 
 def _bars(run: Run, plt: Any) -> Any:
@@ -71,11 +76,12 @@ def _bars(run: Run, plt: Any) -> Any:
 
 def _draw_group(axis: Any, group: Sequence[Record]) -> None:
     colours = [COLOUR if is_ours(record) else GREY for record in group]
-    bars = axis.barh([record.provider for record in group], [speed(record) for record in group], color=colours)
-    axis.bar_label(bars, labels=[number(speed(record)) for record in group], padding=3)
+    bars = axis.barh([record.provider for record in group], [_value(record) for record in group], color=colours)
+    axis.bar_label(bars, labels=[number(_value(record)) for record in group], padding=3)
     axis.invert_yaxis()
     axis.margins(x=0.12)
-    unit = "images/s" if group[0].images_per_second else "TFLOP/s" if group[0].tflops else "GB/s"
+    rates = {"images/s": group[0].images_per_second, "TFLOP/s": group[0].tflops, "GB/s": group[0].gbps}
+    unit = next((name for name, rate in rates.items() if rate), "seconds of the first call")
     axis.set_title(f"{group[0].subject} ({unit})", loc="left", fontsize=8)
 
 

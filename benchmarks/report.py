@@ -19,11 +19,13 @@ from benchmarks.harness import Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
 from benchmarks.report_attention import PARTS, attention_tables
+from benchmarks.report_targets import targets_section
 from benchmarks.tables import (
     OURS,
     TITLES,
     Run,
     bold_if,
+    combined,
     is_ours,
     joined,
     labelled,
@@ -45,11 +47,13 @@ HEAD = """# Performance
 Written by `python -m benchmarks.report` from the files in `benchmarks/results/`: change those, not this page.
 
 A result is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. On a GPU, CUDA events
-with the L2 cache flushed before every call; on a CPU, wall clock with the providers taking turns. Tables hold medians.
-Absolute figures belong to one machine; ratios within a table travel better.
+with the L2 cache flushed before every call, or, for calls of microseconds, many of them in one CUDA graph; on a CPU,
+wall clock with the providers taking turns. Tables hold medians; of several runs in one file their geometric mean, and
+as the spread what the fastest took less than the slowest. Absolute figures belong to one machine; ratios travel better.
 """
-SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias;
-`qframework_int8_out` also quantizes its result.
+SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias,
+`scaled_mm_fp8` and `scaled_mm_fp8_precise` the bias; `qframework_int8_out` and `qframework_gelu_int8_out` also quantize
+their result. Small shapes are timed as calls replayed in one CUDA graph, whoever is called.
 """
 NOISE = 0.02  # of speed, between runs of the same code
 SLOWER_THAN_BEFORE = """Slower than in the run before it on the same device, by more than 2 percent:
@@ -68,7 +72,8 @@ def load_run(path: Path) -> Run | None:
         return None
     canonical = json.dumps(json.loads(path.read_text()), sort_keys=True).encode()
     digest = hashlib.sha256(canonical).hexdigest()[:16]
-    return Run(path.stem, results.benchmark, results.machine, results.peaks, results.records, digest, results.note)
+    head = path.stem, results.benchmark, results.machine, results.peaks
+    return Run(*head, combined(results.records), digest, results.note, tuple(results.records))
 
 
 def load_runs(folder: Path) -> list[Run]:
@@ -86,7 +91,7 @@ def render(runs: Sequence[Run]) -> str:
     """The whole page as Markdown."""
     if not runs:
         return HEAD + NOTHING
-    return "\n".join([HEAD, _losses(runs), *(_section(run) for run in runs)])
+    return "\n".join([HEAD, targets_section(runs), _losses(runs), *(_section(run) for run in runs)])
 
 
 def _losses(runs: Sequence[Run]) -> str:
@@ -124,17 +129,12 @@ def _regressions(runs: Sequence[Run]) -> list[list[str]]:
                 speeds.setdefault(key, []).append((run, speed(record)))
     return [
         [
-            *(str(key[2]), str(key[3]), _short(now), number(new), _short(before), number(old), ratio(new, old)),
+            *(str(key[2]), str(key[3]), now.where, number(new), before.where, number(old), ratio(new, old)),
             (now.note or "").partition(". ")[0],
         ]
         for key, ((now, new), (before, old), *_) in ((key, pairs) for key, pairs in speeds.items() if len(pairs) > 1)
         if new < (1 - NOISE) * old
     ]
-
-
-def _short(run: Run) -> str:
-    """A run's file and commit."""
-    return f"{run.stem}, `{run.machine.get('commit')}`"
 
 
 def _lost(run: Run, group: Sequence[Record]) -> list[str]:
@@ -223,6 +223,7 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
         "p50 ms": lambda record: number(record.p50_ms),
         "p80 ms": lambda record: number(record.p80_ms),
         "runs": lambda record: str(record.runs or ""),
+        "spread %": lambda record: number(None if record.spread is None else 100 * record.spread),
         "% of peak": lambda record: number(record.percent_of_peak),
         "peak MB": lambda record: number(record.peak_mb),
         "error": lambda record: scientific(record.error),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from benchmarks.harness import Record
+from benchmarks.harness import BROKEN, Record
 
 OURS = "qframework"
 TITLES = {
@@ -14,6 +15,7 @@ TITLES = {
     "attention": "Attention",
     "vit_cpu": "Vision transformers on the CPU",
     "vit_gpu": "Vision transformers on a GPU",
+    "vit_first_call": "First calls of vision transformers on a GPU",
 }
 
 
@@ -28,10 +30,16 @@ class Run:
     records: list[Record]
     digest: str  # of the file's content; the plot carries it
     note: str | None = None
+    measured: tuple[Record, ...] = ()  # each run's records, which ``records`` combines
 
     @property
     def plot(self) -> str:
         return f"performance-{self.stem}.svg"
+
+    @property
+    def where(self) -> str:
+        """File and commit."""
+        return f"{self.stem}, `{self.machine.get('commit')}`"
 
     @property
     def title(self) -> str:
@@ -44,6 +52,34 @@ class Run:
         for record in self.records:
             groups.setdefault((record.op, record.subject), []).append(record)
         return list(groups.values())
+
+
+AVERAGED = (
+    "p20_ms", "p50_ms", "p80_ms", "tflops", "gbps", "images_per_second", "percent_of_peak", "prepare_s", "first_call_s",
+)  # fmt: skip
+
+
+def combined(records: Sequence[Record]) -> list[Record]:
+    """One record for each thing measured: of several runs the geometric means and the spread.
+
+    A wrong or failed run is not hidden by a good one; one that was stopped is.
+    """
+    runs: dict[tuple[Any, ...], list[Record]] = {}
+    for record in records:
+        runs.setdefault(record.key, []).append(record)
+    return [_combine(same) for same in runs.values()]
+
+
+def _combine(same: Sequence[Record]) -> Record:
+    broken = [record for record in same if record.status in BROKEN]
+    good = [record for record in same if record.status == "ok"]
+    if broken or len(good) < 2:
+        return replace((broken or good or list(same))[0], run=None)
+    values = {name: [getattr(record, name) for record in good] for name in AVERAGED}
+    means: dict[str, Any] = {name: statistics.geometric_mean(found) for name, found in values.items() if all(found)}
+    took = [record.p50_ms or record.first_call_s or 0.0 for record in good]
+    spread = 1 - min(took) / max(took) if all(took) else None
+    return replace(good[0], run=None, spread=spread, **means)
 
 
 def is_ours(record: Record) -> bool:

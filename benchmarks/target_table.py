@@ -1,0 +1,273 @@
+"""What qframework has to reach, as ratios of one run's records, and which of it has been reached.
+
+A target compares the best of ``ours`` with the best of ``peers``, subject by subject, and takes the geometric mean over
+its subjects. Both are measured in the same run of the same file. ``must`` is what is promised, ``aim`` what is hoped
+for; of a cost (a time, memory) they are the most it may be, of a speed the least.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.harness import Record
+from benchmarks.int8_linear import LARGE_SHAPES, SMALL_SHAPES
+from benchmarks.int8_linear_cases import FP8_TENSORWISE, Shape
+from benchmarks.tables import speed, table
+
+Measure = Literal["speed", "p50_ms", "first_call_s", "peak_mb"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One promise."""
+
+    what: str
+    against: str
+    benchmark: str
+    subjects: tuple[str, ...]
+    ours: tuple[str, ...]
+    peers: tuple[str, ...]  # each has to have been tried
+    also: tuple[str, ...] = ()  # peers that count where they were measured
+    measure: Measure = "speed"
+    must: float | None = None
+    aim: float | None = None
+    device: str = "H100"  # part of the name of the device it is promised for
+
+    @property
+    def is_cost(self) -> bool:
+        return self.measure != "speed"
+
+    def reached(self, ratio: float, limit: float | None) -> bool:
+        return limit is not None and (ratio <= limit if self.is_cost else ratio >= limit)
+
+    def best(self, records: Iterable[Record]) -> Record | None:
+        """The fastest or the cheapest of those that have a value."""
+        valued = [record for record in records if self.value(record)]
+        key = self.value
+        return (min if self.is_cost else max)(valued, key=key, default=None)
+
+    def value(self, record: Record) -> float:
+        """What is compared; 0 where there is none."""
+        if record.status != "ok":
+            return 0.0
+        return speed(record) if self.measure == "speed" else getattr(record, self.measure) or 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A target's ratio in each run of a file, and what it is made of."""
+
+    target: Target
+    ratios: tuple[float, ...]  # one for each run
+    which: tuple[str, ...]  # of ours, where it was the best
+    rivals: tuple[str, ...]  # of the peers, where it was the best
+    measured: int  # subjects with a ratio in every run
+    open: tuple[str, ...]  # peers that have no value and may still get one: not measured, or stopped
+    without: tuple[str, ...]  # peers that have no value since they do not run or are wrong
+
+    @property
+    def worst(self) -> float:
+        return max(self.ratios) if self.target.is_cost else min(self.ratios)
+
+    @property
+    def mean(self) -> float:
+        return geometric_mean(self.ratios)
+
+    @property
+    def is_complete(self) -> bool:
+        return self.measured == len(self.target.subjects) and not self.open
+
+    @property
+    def verdict(self) -> str:
+        """PASS where every run holds the promise, with all its subjects and peers; else what is missing."""
+        target = self.target
+        if target.must is None:
+            return ""
+        if not target.reached(self.worst, target.must):
+            return f"short of {target.must:g} by {100 * abs(self.worst / target.must - 1):.2g} percent"
+        if self.measured < len(target.subjects):
+            return f"open: {self.measured} of {len(target.subjects)} shapes measured"
+        if self.open:
+            return f"open: no figure of {', '.join(self.open)}"
+        return "PASS, aim reached" if target.reached(self.worst, target.aim) else "PASS"
+
+    @property
+    def range(self) -> str:
+        """The mean, and the spread where there are several runs."""
+        if len(self.ratios) == 1:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ({min(self.ratios):.3f} to {max(self.ratios):.3f} in {len(self.ratios)} runs)"
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
+    """The outcome of ``target`` in one file's records; None where no subject has both ours and a peer."""
+    mine = [record for record in records if record.benchmark == target.benchmark]
+    runs = sorted({record.run or 1 for record in mine})
+    compared = [_compare(target, [record for record in mine if (record.run or 1) == run]) for run in runs]
+    compared = [pairs for pairs in compared if pairs]
+    if not compared:
+        return None
+    pairs = [pair for run in compared for pair in run.values()]
+    absent = {name: _why_absent(name, target, mine) for name in target.peers}
+    return Outcome(
+        target,
+        tuple(geometric_mean([target.value(a) / target.value(b) for a, b in run.values()]) for run in compared),
+        tuple(dict.fromkeys(ours.provider for ours, _ in pairs)),
+        tuple(dict.fromkeys(peer.provider for _, peer in pairs)),
+        min(len(run) for run in compared),
+        tuple(name for name, why in absent.items() if why == "open"),
+        tuple(f"{name} ({why})" for name, why in absent.items() if why not in ("", "open")),
+    )
+
+
+def _compare(target: Target, run: Sequence[Record]) -> dict[str, tuple[Record, Record]]:
+    """The best of ours and the best peer by subject, where there are both."""
+    pairs = {}
+    for subject in target.subjects:
+        records = [record for record in run if record.subject == subject]
+        ours = target.best(record for record in records if record.provider in target.ours)
+        peer = target.best(record for record in records if record.provider in (*target.peers, *target.also))
+        if ours and peer:
+            pairs[subject] = ours, peer
+    return pairs
+
+
+def _why_absent(peer: str, target: Target, records: Sequence[Record]) -> str:
+    """Empty where ``peer`` has a value for every subject, "open" where it may still get one, else its status."""
+    seen = [record for record in records if record.provider == peer and record.subject in target.subjects]
+    if {record.subject for record in seen} < set(target.subjects):
+        return "open"
+    valueless = [record for record in seen if not target.value(record)]
+    if any(record.status in ("timeout", "ok") for record in valueless):
+        return "open"
+    return valueless[0].status if valueless else ""
+
+
+def rows(outcomes: Sequence[tuple[Target, Outcome | None, str]]) -> str:
+    """A Markdown table of targets, their outcomes and where each was measured."""
+    header = ["what", "against", "must", "aim", "measured", "verdict", "which of ours", "best peers", "where"]
+    lines = []
+    for target, outcome, where in outcomes:
+        sign = "at most " if target.is_cost else ""
+        limits = [f"{sign}{limit:g}" if limit is not None else "" for limit in (target.must, target.aim)]
+        found = ["", "not measured", "", "", ""]
+        if outcome is not None:
+            rivals = ", ".join([*outcome.rivals, *(f"without {name}" for name in outcome.without)])
+            found = [outcome.range, outcome.verdict, ", ".join(outcome.which), rivals, where]
+        lines.append([target.what, target.against, *limits, *found])
+    return table(header, lines)
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def _subjects(shapes: Iterable[Shape]) -> tuple[str, ...]:
+    return tuple(",".join(map(str, shape)) for shape in shapes)
+
+
+def _linear(
+    what: str, ours: str, against: str, peers: Iterable[str], shapes: Iterable[Shape], *limits: float
+) -> Target:
+    must, aim = limits or (None, None)
+    return Target(
+        what=f"INT8 GEMM, {what}",
+        against=against,
+        benchmark="int8_linear",
+        subjects=_subjects(shapes),
+        ours=(ours,),
+        peers=tuple(peers),
+        must=must,
+        aim=aim,
+    )
+
+
+def _linear_targets() -> list[Target]:
+    fp8, with_bias = tuple(FP8_TENSORWISE), tuple(name for name in FP8_TENSORWISE if "bias" in name)
+    small = ("torch_bf16", "torch_int_mm", *fp8)
+    targets = []
+    for words, ours in (("fp16 out", "qframework_static"), ("int8 out", "qframework_int8_out")):
+        targets += [
+            _linear(f"M >= 12608, {words}", ours, "cuBLAS FP8 tensor-wise", fp8, LARGE_SHAPES, 1.0, 1.1),
+            _linear(f"M >= 12608, {words}", ours, "cuBLAS bf16 + bias", ("torch_bf16",), LARGE_SHAPES, 1.45, 1.6),
+            _linear(f"M = 197 and 1576, {words}", ours, "best of bf16, FP8, _int_mm", small, SMALL_SHAPES, 1.0, 1.2),
+        ]
+        for m in (197, 1576):
+            shapes = [shape for shape in SMALL_SHAPES if shape[0] == m]
+            targets.append(_linear(f"M = {m}, {words}", ours, "best of bf16, FP8, _int_mm", small, shapes))
+        targets.append(_linear(f"M >= 12608, {words}", ours, "the same with bias", with_bias, LARGE_SHAPES))
+    for words, ours in (
+        ("per token, fp16 out", "qframework_per_token"),
+        ("residual, fp16 out", "qframework_residual"),
+        ("GELU, int8 out", "qframework_gelu_int8_out"),
+    ):
+        targets.append(_linear(f"M >= 12608, {words}", ours, "cuBLAS FP8 tensor-wise", fp8, LARGE_SHAPES))
+    return targets
+
+
+STATIC = tuple(
+    f"qframework_static{form}" for form in ("", "_attention_off", "_int8_attention", "_graphs", "_attention_off_graphs")
+)
+DYNAMIC = tuple(f"qframework_dynamic{form}" for form in ("", "_attention_off", "_graphs", "_attention_off_graphs"))
+FAST_16_BIT = ("fp16_compiled", "fp16_max_autotune")
+TORCHAO_FP8 = ("torchao_fp8_rowwise", "torchao_fp8_tensorwise")
+ALSO = ("fp16", "fp16_compiled_graphs", "torchao_int8_dynamic", *(f"{name}_max_autotune" for name in TORCHAO_FP8))
+
+
+def _model_targets(model: str, must: float, aim: float) -> list[Target]:
+    """What a vision transformer has to reach at batch 256; ``must`` and ``aim`` are static's."""
+    subjects, what = (f"{model}, batch 256",), f"{model}, batch 256"
+
+    def faster(mode: str, ours: tuple[str, ...], must: float, aim: float) -> Target:
+        return Target(
+            what=f"{what}, {mode}", against="best of FP16 compiled and torchao FP8", benchmark="vit_gpu",
+            subjects=subjects, ours=ours, peers=(*FAST_16_BIT, *TORCHAO_FP8), also=ALSO, must=must, aim=aim,
+        )  # fmt: skip
+
+    memory = Target(
+        what=f"{what}, static, peak memory", against="FP16", benchmark="vit_gpu", subjects=subjects, ours=STATIC[:3],
+        peers=("fp16", "fp16_compiled"), measure="peak_mb", must=0.75, aim=0.6,
+    )  # fmt: skip
+    return [faster("static", STATIC, must, aim), faster("dynamic", DYNAMIC, 1.1, 1.25), memory]
+
+
+BASE, LARGE = "vit_base_patch16_224", "vit_large_patch16_224"
+TARGETS: tuple[Target, ...] = (
+    *_linear_targets(),
+    *_model_targets(BASE, 1.35, 1.5),
+    *_model_targets(LARGE, 1.25, 1.4),
+    Target(
+        what=f"{LARGE}, batch 256, static", against="FP32", benchmark="vit_gpu", subjects=(f"{LARGE}, batch 256",),
+        ours=STATIC, peers=("fp32",), must=14.0, aim=16.0,
+    ),
+    Target(
+        what=f"{BASE}, batch 1, latency under CUDA graphs", against="FP16 max-autotune", benchmark="vit_gpu",
+        subjects=(f"{BASE}, batch 1",), ours=tuple(name for name in STATIC if "graphs" in name),
+        peers=("fp16_max_autotune",), also=("fp16_compiled_graphs",), measure="p50_ms", must=0.8, aim=0.65,
+    ),
+    Target(
+        what=f"{BASE}, first call, static", against="FP16 torch.compile", benchmark="vit_first_call",
+        subjects=(f"{BASE}, batch 256",), ours=("qframework_static",), peers=("fp16_compiled",),
+        measure="first_call_s", must=1.0, aim=0.5,
+    ),
+    Target(
+        what=f"{BASE}, first call, dynamic", against="FP16 torch.compile", benchmark="vit_first_call",
+        subjects=(f"{BASE}, batch 256",), ours=("qframework_dynamic",), peers=("fp16_compiled",),
+        measure="first_call_s",
+    ),
+    Target(
+        what=f"{BASE}, batch 8, on a CPU, static", against="FP32 eager", benchmark="vit_cpu",
+        subjects=(f"{BASE}, batch 8",), ours=("qframework_static",), peers=("fp32_eager",), must=2.5, device="",
+    ),
+    Target(
+        what=f"{BASE}, batch 8, on a CPU, static", against="BF16 autocast under Inductor", benchmark="vit_cpu",
+        subjects=(f"{BASE}, batch 8",), ours=("qframework_static",), peers=("bf16_autocast_inductor",), must=1.0,
+        device="",
+    ),
+)  # fmt: skip
