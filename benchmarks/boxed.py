@@ -108,9 +108,17 @@ def _added(environment: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
+def _end_after(parent: int) -> None:
+    """End this process and its group when ``parent`` has ended, whatever they are doing: a GPU may not stay taken."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
 def _serve(connection: Connection, stderr: str, make: Callable[..., Serve], arguments: tuple[Any, ...]) -> None:
     """The worker: answer until the parent closes its end."""
     os.setsid()  # what it starts, such as Inductor's compile workers, ends with it
+    threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     serve = make(*arguments)
     while True:
@@ -168,14 +176,14 @@ def check_then_time(
     """Check all plans, ``jobs`` at a time, then time them one after the other; yields in the order of ``plans``.
 
     A plan that is to be ``alone`` is checked before the others with nothing beside it: it chooses between kernels by
-    their times.
+    their times. The others share the cores.
     """
 
-    def check(plan: Plan) -> tuple[Worker, Answers[Plan]]:
-        worker = Worker(make, plan)
+    def check(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Worker, Answers[Plan]]:
+        worker = Worker(make, plan, environment=_shared_cores(jobs) if environment is None else environment)
         return worker, Answers(plan, list(worker.request("check", limits.of("check"))))
 
-    checked = {index: check(plan) for index, plan in enumerate(plans) if alone(plan)}
+    checked = {index: check(plan, {}) for index, plan in enumerate(plans) if alone(plan)}
     others = [index for index in range(len(plans)) if index not in checked]
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         checked.update(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
@@ -185,3 +193,9 @@ def check_then_time(
         answers.ended = worker.status
         worker.close()
         yield answers
+
+
+def _shared_cores(jobs: int) -> dict[str, str]:
+    """Inductor starts a compiling process for every core; of ``jobs`` workers each gets its share, twice."""
+    threads = max(2 * (os.cpu_count() or 1) // max(jobs, 1), 1)
+    return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

@@ -66,16 +66,19 @@ def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, 
 
 def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
     """``GRAPH_CALLS`` calls of ``fn`` in one graph; the calls before it compile, tune and allocate."""
-    stream = torch.cuda.Stream()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             fn()
+        torch.cuda.synchronize()
+        graph.capture_begin()  # torch.cuda.graph would collect garbage first, for longer than all calls take
+        try:
+            for _ in range(GRAPH_CALLS):
+                fn()
+        finally:
+            graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            fn()
     return graph
 
 

@@ -76,12 +76,9 @@ _int8 = functools.partial(Provider, precision="int8")
 _static = functools.partial(quantize_qframework, preset="static_int8")
 _dynamic = functools.partial(quantize_qframework, preset="dynamic_int8")
 # torchao's PerRow takes weights in bfloat16 alone.
-_fp8_rowwise = functools.partial(
-    Provider, torch.bfloat16, "fp8", functools.partial(_quantize_fp8, granularity="PerRow")
-)  # fmt: skip
-_fp8_tensorwise = functools.partial(
-    Provider, torch.float16, "fp8", functools.partial(_quantize_fp8, granularity="PerTensor")
-)  # fmt: skip
+_fp8 = functools.partial(Provider, torch.bfloat16, "fp8")
+_fp8_rowwise = functools.partial(_fp8, functools.partial(_quantize_fp8, granularity="PerRow"))
+_fp8_tensorwise = functools.partial(_fp8, functools.partial(_quantize_fp8, granularity="PerTensor"))
 
 PROVIDERS: dict[str, Provider] = {
     "fp32": Provider(torch.float32, "float32"),

@@ -5,15 +5,19 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import models, vit_gpu, vit_gpu_cases
-from benchmarks.boxed import Answers, Limits, check_then_time
+from benchmarks.boxed import Answers, Limits, Worker, check_then_time
 from benchmarks.harness import Record, Results, WrongResultError
+from benchmarks.machine import REPOSITORY
 from benchmarks.vit_gpu import Measurement, Plan
 from benchmarks.vit_gpu_cases import PROVIDERS
 
@@ -46,7 +50,9 @@ def test_every_provider_on_a_gpu(tmp_path):
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--check-limit", "500", "--limit", "580", "--output", str(output)]
     assert vit_gpu.main(arguments) == 0
-    assert all(record["peak_mb"] > 0 for record in json.loads(output.read_text())["records"])
+    records = [Record.from_json(fields) for fields in json.loads(output.read_text())["records"]]
+    assert {record.provider for record in records} == set(vit_gpu.default_providers())
+    assert all(record.peak_mb for record in records if not record.provider.startswith("torchao"))
 
 
 @pytest.mark.slow
@@ -149,6 +155,61 @@ def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path):
     together = {("first-check", "second-check")}
     names = sorted(spans)
     assert not any(overlap(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if (a, b) not in together)
+
+
+class HasAChild:
+    """A worker that starts a process of its own, says its number, and goes on for a minute."""
+
+    def __call__(self, seconds: float) -> Iterator[Record]:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+        yield Record(benchmark="b", provider="child", shape=[child.pid])
+        time.sleep(seconds)
+
+
+def is_running(pid: int) -> bool:
+    """Not gone, nor a zombie that nobody waits for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return not is_running(pid)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_what_a_worker_started_ends_with_it(late):
+    worker = Worker(HasAChild)
+    (record,) = worker.request(0.0, 60)
+    (pid,) = record.shape
+    assert is_running(pid)
+    if late:
+        assert len(list(worker.request(60.0, 1.0))) == 1
+        assert worker.status == ("timeout", "not done after 1 s")
+    else:
+        worker.close()
+    assert ends(pid)
+    worker.close()
+
+
+def test_a_worker_ends_with_its_parent(tmp_path):
+    """Also in the middle of its work, and when the parent had no time to say so."""
+    code = (
+        "import os, signal\nfrom benchmarks.boxed import Worker\nfrom tests.test_benchmark_vit_gpu import HasAChild\n"
+        "if __name__ == '__main__':\n"
+        "    worker = Worker(HasAChild)\n"
+        "    print(next(worker.request(60.0, 60.0)).shape[0], flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    script = tmp_path / "parent.py"
+    script.write_text(code)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    parent = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert ends(int(parent.stdout))
 
 
 def test_max_autotune_is_compiled_alone():
