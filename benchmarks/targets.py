@@ -24,6 +24,7 @@ from typing import Any
 from benchmarks import int8_linear, models, report, vit_gpu
 from benchmarks.boxed import Limits
 from benchmarks.harness import Results, argument_parser, comma_separated
+from benchmarks.machine import git_state
 from benchmarks.report_targets import newest
 from benchmarks.target_table import BASE, DYNAMIC, FAST_16_BIT, LARGE, STATIC, TARGETS, TORCHAO_FP8, rows
 
@@ -159,7 +160,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the ratios and write them; returns 1 where a provider failed, not where a target is missed."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if (arguments.add_run or arguments.runs > 1) and git_state()[1]:  # said now, not after the first run
+        parser.error("several runs of a tree with local changes may differ; accepted: a commit as it is")
     parts = [part for part in arguments.parts or (SMOKE_PARTS if arguments.smoke else PARTS) if part != "none"]
     device = vit_gpu.choose_device(arguments.smoke or not parts)
     call = Call(device, arguments.smoke, time.monotonic() + arguments.limit, arguments.jobs)

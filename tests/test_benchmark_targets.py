@@ -293,6 +293,15 @@ def test_runs_are_added_part_by_part(tmp_path, monkeypatch):
     assert seen == [(a, None, True), (b, None, True), (a, 2, True), (b, 2, True), (b, 3, True)]
 
 
+@pytest.mark.parametrize("several", [["--runs", "2"], ["--add-run"]])
+def test_several_runs_of_a_changed_tree_are_refused_before_the_first(monkeypatch, several):
+    monkeypatch.setenv("QFRAMEWORK_COMMIT", "abc123-dirty")
+    monkeypatch.setattr(targets, "measure", lambda *arguments: pytest.fail("measured"))
+    with pytest.raises(SystemExit) as ended:
+        targets.main(["--smoke", *several])
+    assert ended.value.code == 2
+
+
 def test_a_failure_of_ours_is_the_exit_status(monkeypatch):
     def add(results: Results, call: targets.Call) -> None:
         results.add(Record(benchmark="vit_gpu", provider="qframework_static", model="m", batch=1, status="failed"))

@@ -138,14 +138,18 @@ class Notes:
         with open(os.path.join(self.folder, f"{self.name}-{phase}"), "w") as file:
             file.write(f"{start} {time.monotonic()}")
         timed = 1.0 if phase == "time" else None
-        yield Record(benchmark="b", provider=self.name, p50_ms=timed)
+        threads = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS")
+        yield Record(benchmark="b", provider=self.name, p50_ms=timed, reason=threads)
 
 
-def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path):
+def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     plans = [(name, str(tmp_path), 1.5) for name in ("first", "second", "alone")]
     answers = list(check_then_time(Notes, plans, limits(), jobs=2, alone=lambda plan: plan[0] == "alone"))
     assert [answer.plan[0] for answer in answers] == ["first", "second", "alone"]
     assert [record.p50_ms for answer in answers for record in answer.timed] == [1.0] * 3
+    share = str(os.cpu_count() or 1)  # of two workers, twice the half
+    assert [record.reason for answer in answers for record in answer.checked] == [share, share, None]
     spans = {path.name: tuple(map(float, path.read_text().split())) for path in tmp_path.iterdir()}
 
     def overlap(a: str, b: str) -> bool:
