@@ -101,5 +101,5 @@ def round_half_even(x):
 
 @triton.jit
 def round_to_int8(x):
-    """Saturate to [-127, 127], then round half to even."""
-    return round_half_even(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
+    """Saturate to [-127, 127], then round half to even: added to 1.5 * 2**23, the integer is the lowest byte."""
+    return (tl.minimum(tl.maximum(x, -127.0), 127.0) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)

@@ -14,6 +14,7 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on
 if HAS_TRITON:
     import triton
     import triton.language as tl
+    from triton.tools.tensor_descriptor import TensorDescriptor
 else:  # CPU-only platforms: definitions succeed, launches do not
 
     class _NoTriton:
@@ -26,6 +27,6 @@ else:  # CPU-only platforms: definitions succeed, launches do not
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self
 
-    triton = tl = _NoTriton()
+    triton = tl = TensorDescriptor = _NoTriton()
 
-__all__ = ["HAS_TRITON", "INTERPRET", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRET", "TensorDescriptor", "tl", "triton"]

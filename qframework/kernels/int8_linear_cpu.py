@@ -19,13 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
 from qframework.kernels._common import LIBRARY, check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import (
-    Activation,
-    check_arguments,
-    flat_out_scale,
-    int8_linear_ref,
-    is_per_channel,
-)
+from qframework.kernels.int8_linear import int8_linear_ref
+from qframework.kernels.int8_linear_arguments import Activation, check_arguments, flat_out_scale, is_per_channel
 from qframework.numerics import QMIN
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from torch import Tensor
 # Unit roundoff: half the distance between 1 and the next number.
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+GELU_OFF = 1e-6  # of Triton's GELU where the result is rounded to 16 or 8 bit
 _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 

@@ -5,6 +5,7 @@ Spills are read from the compiled binary: NVIDIA's stack frame by cuobjdump, AMD
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
+from qframework.kernels import int8_linear_tiles
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear import _int8_linear_kernel, choose_tile
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
+from qframework.kernels.int8_linear_tiles import Tile, choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -36,12 +39,12 @@ CHIPS = {
 MAX_STACK = {"sm_100": 128}
 MULTIPROCESSORS = 108
 EPILOGUES = {
-    "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "REQUANTIZE": False},
-    "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "REQUANTIZE": False},
-    "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "REQUANTIZE": True},
-    "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "REQUANTIZE": True, "OUT_PER_CHANNEL": True},
-    "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "REQUANTIZE": False},
-    "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "REQUANTIZE": False},
+    "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
+    "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
+    "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "tensor"},
+    "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel"},
+    "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
+    "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
 }
 LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
 
@@ -73,27 +76,88 @@ def stack_bytes(compiled, tmp_path: Path) -> int:
     return max(int(n) for n in found)
 
 
+def epilogue_kind(flags) -> str:
+    if flags["ACTIVATION"] != "none":
+        return "activation"
+    return "residual" if flags["HAS_RESIDUAL"] else "float" if flags["OUT_SCALE"] == "none" else "int8"
+
+
+def compile_int8_linear(chip, tile: Tile, flags, per_row: bool):
+    """The kernel as its launcher has it compiled for float16 around INT8."""
+    out = "fp16" if flags["OUT_SCALE"] == "none" else "i8"
+    pointers = {"a": "*i8", "a_scale": "*fp32", "b": "*i8", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
+    types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": f"*{out}"}).items()}
+    if tile.tma:
+        types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
+        types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"
+    if tile.tma_store:
+        types["out_ptr"] = f"tensordesc<{out}[{tile.block_m}, {tile.block_n // tile.subtiles}]>"
+    types |= dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
+    constants = {
+        "A_SCALE": "row" if per_row else "tensor",
+        "B_PER_CHANNEL": True,
+        "HAS_BIAS": True,
+        "EVEN_K": True,
+        **flags,
+    }
+    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
+    constants |= {"PERSISTENT": tile.programs > 0, "SUBTILES": tile.subtiles}
+    constants |= {"TMA": tile.tma, "TMA_STORE": tile.tma_store}
+    constants |= {"EARLY": tile.programs == 0 and tile.subtiles == 1}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile_for(chip, _int8_linear_kernel, types, constants, **options)
+
+
+@pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_int8_linear(chip, epilogue, shape, tmp_path):
+def test_int8_linear(chip, epilogue, shape, per_row, tmp_path):
     _, capability, instruction = CHIPS[chip]
     flags = EPILOGUES[epilogue]
-    kept = (flags["ACTIVATION"] != "none", flags["HAS_RESIDUAL"], flags.get("OUT_PER_CHANNEL", False))
-    tile = choose_tile(*shape, capability, MULTIPROCESSORS, *kept)
-    out = "*i8" if flags["REQUANTIZE"] else "*fp16"
-    pointers = {"a": "*i8", "a_scale": "*fp32", "b": "*i8", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
-    types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": out}).items()}
-    types |= dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
-    blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": 8}
-    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True, "OUT_PER_CHANNEL": False} | flags | blocks
-    compiled = compile_for(
-        chip, _int8_linear_kernel, types, constants, num_warps=tile.num_warps, num_stages=tile.num_stages
-    )
+    tile = choose_tile(*shape, capability, MULTIPROCESSORS, epilogue_kind(flags))
+    compiled = compile_int8_linear(chip, tile, flags, per_row)
     assembly = compiled.asm["amdgcn" if chip == "gfx942" else "ptx"]
     assert re.search(instruction, assembly), f"no INT8 tensor-core instruction for {tile}"
+    assert bool(re.search(r"cp\.async\.bulk\.tensor", assembly)) == tile.tma
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK.get(chip, 32), tile
-    assert compiled.metadata.shared <= {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}.get(chip, 99) * 1024
+    available = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}.get(chip, 99) * 1024
+    assert compiled.metadata.shared <= available // max(tile.programs, 1)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+def test_hopper_without_descriptors(epilogue, tmp_path):
+    """Operands that begin or step at other than multiples of 16 bytes."""
+    flags = EPILOGUES[epilogue]
+    tile = choose_tile(*LARGE, (9, 0), MULTIPROCESSORS, epilogue_kind(flags), tma=False)
+    assert not tile.tma
+    assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= 32
+
+
+def measured_tiles() -> dict[str, tuple[Tile, str]]:
+    rows = json.loads((Path(int8_linear_tiles.__file__).parent / "tiles" / "int8_linear_sm_90.json").read_text())[
+        "tiles"
+    ]
+    flags = {"float": "fp16", "residual": "residual", "int8": "qkv_int8", "activation": "gelu_int8"}
+    found = {(Tile(**row["tile"]), flags[row["epilogue"]]) for row in rows}
+    return {f"{'-'.join(str(int(value)) for value in tile)} {epilogue}": (tile, epilogue) for tile, epilogue in found}
+
+
+@pytest.mark.parametrize("name", sorted(measured_tiles()))
+def test_measured_tiles(name):
+    """Every tile of the table can run as often on a multiprocessor as it says."""
+    tile, epilogue = measured_tiles()[name]
+    compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], epilogue == "fp16")
+    assert "wgmma" in compiled.asm["ptx"] or tile.block_m < 64
+    assert compiled.metadata.shared <= 227 * 1024 // max(tile.programs, 1)
+
+
+@pytest.mark.parametrize("m", [197, 50432])
+def test_the_table_is_looked_up(m):
+    tile = choose_tile(m, 768, 768, (9, 0), 132, "float")
+    assert tile in [found for found, _ in measured_tiles().values()]
+    assert choose_tile(m + 1, 768, 768, (9, 0), 132, "float") == tile, "rows are looked up by their power of two"
+    assert not choose_tile(m, 768, 768, (9, 0), 132, "float", tma=False).tma
 
 
 @pytest.mark.parametrize("columns", [768, 8192])
@@ -110,24 +174,14 @@ def test_quantize(chip, columns, tmp_path):
 
 def test_a_spill_would_be_seen(tmp_path):
     """The measuring stick itself: a tile too large for its warps must show a stack frame."""
-    types = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
-    pointers = (
-        ("a_ptr", "b_ptr"),
-        ("a_scale_ptr", "b_scale_ptr", "out_scale_ptr"),
-        ("bias_ptr", "residual_ptr", "out_ptr"),
-    )
-    for names, kind in zip(pointers, ("*i8", "*fp32", "*fp16"), strict=True):
-        types |= dict.fromkeys(names, kind)
-    constants = {"PER_CHANNEL": True, "HAS_BIAS": True, "EVEN_K": True, "BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64}
-    constants |= {"GROUP_M": 8, "OUT_PER_CHANNEL": False} | EPILOGUES["residual"]
-    compiled = compile_for("sm_80", _int8_linear_kernel, types, constants, num_warps=4, num_stages=2)
-    assert stack_bytes(compiled, tmp_path) > 0
+    tile = Tile(128, 256, 64, 4, 2)
+    assert stack_bytes(compile_int8_linear("sm_80", tile, EPILOGUES["residual"], True), tmp_path) > 0
 
 
 @pytest.mark.parametrize("m", [1, 197, 1576, 50432])
 @pytest.mark.parametrize("capability", [(0, 0), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_tiles_fill_the_chip(m, capability):
-    tile = choose_tile(m, 768, 768, capability, MULTIPROCESSORS)
+    tile = choose_tile(m, 768, 768, capability, MULTIPROCESSORS, "float")
     assert tile.block_k <= 768
     if m == 50432:
         assert tile.block_m == 128

@@ -11,7 +11,7 @@ from test_int8_linear import make_case
 
 from qframework.errors import QFrameworkError
 from qframework.kernels import int8_linear, int8_linear_cpu
-from qframework.kernels.int8_linear import ACTIVATIONS
+from qframework.kernels.int8_linear_arguments import ACTIVATIONS
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,238 @@
+"""Measure int8_linear's tiles on this GPU and write the table that ships with the package.
+
+For every shape of the models below, every bucket of rows and every epilogue, all candidates are checked against
+``torch._int_mm`` and timed; the fastest goes into ``qframework/kernels/tiles/int8_linear_<chip>.json``. Run it on a
+chip that has none, or after a change of the kernel. ``--output`` keeps all timings. Takes about two minutes on an H100.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.machine import describe_machine
+from qframework.kernels.int8_linear import apply_activation
+from qframework.kernels.int8_linear_kernel import Operands, Plan, run_plan
+from qframework.kernels.int8_linear_tiles import Epilogue, Tile, chip_of
+
+# Widths of ViT-B, ViT-L and SAM-H, and their rows: batch 1, 8, 64 and 256 of 197 tokens; 1 and 8 images of 4,096.
+WIDTHS = {768: (197, 1576, 12608, 50432), 1024: (197, 1576, 12608, 50432), 1280: (4096, 32768)}
+TABLES = Path(__file__).parent.parent / "qframework" / "kernels" / "tiles"
+REP_MS = 25.0
+
+
+_BIG = Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True)
+LARGE = [
+    *(_BIG._replace(group_m=group) for group in (8, 16, 4)),
+    _BIG._replace(subtiles=2),
+    _BIG._replace(subtiles=1, tma_store=False),
+    _BIG._replace(subtiles=2, tma_store=False),
+    _BIG._replace(num_warps=8, subtiles=2),
+    Tile(128, 256, 128, 8, 3, programs=1, subtiles=2, tma=True, tma_store=True),
+    Tile(256, 128, 128, 8, 3, programs=1, subtiles=2, tma=True, tma_store=True),
+    Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
+    Tile(64, 128, 128, 4, 2, programs=4, tma=True, tma_store=True),
+    Tile(128, 64, 128, 4, 3, programs=3, tma=True, tma_store=True),
+    Tile(128, 64, 128, 4, 2, programs=4, tma=True, tma_store=True),
+    Tile(64, 256, 128, 4, 2, programs=2, subtiles=2, tma=True, tma_store=True),
+]
+SMALL = [
+    _BIG,
+    _BIG._replace(programs=0, subtiles=2),
+    *LARGE[-5:],
+    *(Tile(128, 128, 128, warps, 6, subtiles=2, tma=True, tma_store=True) for warps in (4, 8)),
+    *(Tile(64, 256, 128, warps, 5, tma=True, tma_store=True) for warps in (4, 8)),
+    Tile(128, 64, 256, 4, 4, tma=True, tma_store=True),
+    Tile(64, 64, 256, 4, 6, tma=True, tma_store=True),
+    Tile(128, 256, 128, 8, 4, tma=True, subtiles=4, tma_store=True),
+    Tile(256, 128, 128, 8, 4, tma=True, subtiles=4, tma_store=True),
+    *(Tile(64, 128, 128, 4, stages, tma=True, tma_store=True) for stages in (3, 4)),
+    Tile(64, 128, 128, 4, 4, programs=2, tma=True, tma_store=True),
+    Tile(64, 128, 128, 4, 4, programs=2, subtiles=2, tma=True, tma_store=True),
+    Tile(64, 128, 256, 4, 2, tma=True, tma_store=True),
+    Tile(64, 256, 128, 4, 3, tma=True, tma_store=True),
+    Tile(128, 128, 256, 4, 3, programs=1, subtiles=2, tma=True, tma_store=True),
+    *(Tile(128, 64, 128, 4, stages, tma=True) for stages in (3, 4)),
+    Tile(64, 128, 256, 4, 3, tma=True, tma_store=True),
+    Tile(128, 64, 128, 4, 4, tma=True, tma_store=True),
+    Tile(128, 64, 256, 4, 3, tma=True, tma_store=True),
+    Tile(128, 32, 256, 4, 4, tma=True, tma_store=True),
+    *(Tile(64, 64, 128, 4, stages, tma=True, tma_store=True) for stages in (3, 4, 6)),
+    Tile(64, 64, 256, 4, 3, tma=True),
+    Tile(64, 64, 256, 4, 4, tma=True, tma_store=True),
+    Tile(64, 64, 128, 4, 3, programs=5, tma=True, tma_store=True),
+    *(Tile(64, 32, 256, 4, stages, tma=True, tma_store=True) for stages in (4, 6)),
+    Tile(64, 32, 128, 4, 6, tma=True),
+    *(Tile(64, n, 256, 4, 3) for n in (32, 64)),
+    *(Tile(64, n, 128, 4, 4) for n in (32, 64, 128)),
+    *(Tile(32, n, 256, 4, 3) for n in (32, 64)),
+    Tile(16, 64, 256, 4, 4),
+    Tile(16, 128, 256, 4, 3),
+]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A shape and what becomes of its product."""
+
+    m: int
+    n: int
+    k: int
+    epilogue: Epilogue
+
+    def candidates(self) -> list[Tile]:
+        return LARGE if self.m >= 8192 else SMALL
+
+
+def problems(chosen: Sequence[int] | None) -> Iterator[Problem]:
+    """qkv in 16 and 8 bit, proj and fc2 with and without the residual, fc1 with GELU and without.
+
+    Of all numbers of rows, or of the chosen ones.
+    """
+    epilogues: dict[tuple[int, int], tuple[Epilogue, ...]] = {
+        (3, 1): ("float", "int8"), (1, 1): ("float", "residual"),
+        (4, 1): ("float", "activation"), (1, 4): ("float", "residual"),
+    }  # fmt: skip
+    for width, rows in WIDTHS.items():
+        for m, ((wide, deep), kinds) in itertools.product(rows, epilogues.items()):
+            if chosen is not None and m not in chosen:
+                continue
+            yield from (Problem(m, wide * width, deep * width, kind) for kind in kinds)
+
+
+def make_operands(problem: Problem) -> tuple[Operands, str, torch.dtype]:
+    """Random operands, a scale per token where the result is 16 bit without a residual; activation and output dtype."""
+    m, n, k, epilogue = problem.m, problem.n, problem.k, problem.epilogue
+    a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device="cuda") for size in ((m, k), (n, k)))
+    a_scale = torch.rand((m, 1) if epilogue == "float" else (1,), device="cuda") + 0.5
+    b_scale = (torch.rand(n, device="cuda") + 0.5) / (73 * 73 * k**0.5)
+    bias = torch.randn(n, device="cuda").half()
+    residual = torch.randn(m, n, device="cuda").half() if epilogue == "residual" else None
+    narrow = epilogue in ("int8", "activation")
+    out_scale = torch.full((1,), 0.03, device="cuda") if narrow else None
+    activation = "gelu" if epilogue == "activation" else "none"
+    return (a, a_scale, b, b_scale, bias, residual, out_scale), activation, torch.int8 if narrow else torch.float16
+
+
+def expected(operands: Operands, activation: str) -> Tensor:
+    a, a_scale, b, b_scale, bias, residual, out_scale = operands
+    y = torch._int_mm(a, b.t()).float() * a_scale * b_scale
+    y = apply_activation(y if bias is None else y + bias.float(), activation)
+    y = y if residual is None else y + residual.float()
+    return y if out_scale is None else (y / out_scale).round().clamp(-127, 127)
+
+
+def is_right(out: Tensor, exact: Tensor) -> bool:
+    """One step of INT8 where a quotient lies next to a tie; else the rounding to float16."""
+    off = (out.float() - exact).abs()
+    if out.dtype == torch.int8:
+        return bool(off.max() <= 1) and float((off > 0).float().mean()) < 1e-3
+    return bool((off <= 2.0**-10 * exact.abs() + 1e-5 * exact.abs().max()).all())
+
+
+def compile_candidate(job: tuple[Epilogue, Tile, bool]) -> str | None:
+    """Compile into Triton's cache by launching on a small problem; the error, if there is one."""
+    from triton.runtime.errors import OutOfResources
+
+    epilogue, tile, even = job
+    operands, activation, out_dtype = make_operands(Problem(256, 512, 512 if even else 768, epilogue))
+    plan = Plan(operands, activation, out_dtype)
+    plan.use(tile, torch.device("cuda", 0))
+    try:
+        run_plan(plan, operands, torch.empty(plan.shape, dtype=out_dtype, device="cuda"))
+    except (OutOfResources, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"[:200]
+    return None
+
+
+def measure(problem: Problem) -> list[dict[str, Any]]:
+    """Every candidate's median in milliseconds, fastest first; wrong and impossible ones are left out and printed."""
+    from triton.runtime.errors import OutOfResources
+    from triton.testing import do_bench
+
+    operands, activation, out_dtype = make_operands(problem)
+    exact = expected(operands, activation) if problem.m > 16 else None
+    rows = []
+    for tile in problem.candidates():
+        plan = Plan(operands, activation, out_dtype)
+        plan.use(tile, torch.device("cuda", 0))
+        out = torch.empty(plan.shape, dtype=out_dtype, device="cuda")
+        try:
+            run_plan(plan, operands, out)
+        except (OutOfResources, RuntimeError) as error:
+            print(f"{problem} {tile}: {type(error).__name__}: {error}"[:200])
+            continue
+        if exact is not None and not is_right(out, exact):
+            print(f"{problem} {tile}: WRONG")
+            continue
+        milliseconds = do_bench(lambda: run_plan(plan, operands, out), 8, REP_MS, return_mode="median")  # noqa: B023
+        rows.append({"tile": tile._asdict(), "ms": round(milliseconds, 5)})
+    return sorted(rows, key=lambda row: row["ms"])
+
+
+def tune(found: Sequence[Problem], jobs: int) -> list[dict[str, Any]]:
+    """All candidates of all problems, as ``measure`` gives them."""
+    kernels = {(p.epilogue, tile, p.k % tile.block_k == 0) for p in found for tile in p.candidates()}
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(compile_candidate, sorted(kernels)))
+    results = []
+    for problem in found:
+        rows = measure(problem)
+        if rows:
+            best = rows[0]
+            tops = 2e-9 * problem.m * problem.n * problem.k / best["ms"]
+            print(f"{problem}: {tops:.0f} TOP/s, {1e3 * best['ms']:.1f} us, {Tile(**best['tile'])}", flush=True)
+            results.append({**problem.__dict__, "candidates": rows})
+    return results
+
+
+def table_of(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The fastest tile of each bucket of rows, of the largest where a bucket holds several; else what was there."""
+    best = {(row["m"], row["n"], row["k"], row["epilogue"]): row for row in old}
+    for row in sorted(results, key=lambda row: row["m"]):
+        bucket = 1 << (row["m"] - 1).bit_length()
+        key = (bucket, row["n"], row["k"], row["epilogue"])
+        best[key] = dict(zip(("m", "n", "k", "epilogue"), key, strict=True)) | {"tile": row["candidates"][0]["tile"]}
+    return [best[key] for key in sorted(best)]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tune, and write the table; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_int8_linear", description=__doc__)
+    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
+    parser.add_argument("--output", type=Path, help="keep all timings as JSON")
+    parser.add_argument(
+        "--rows", type=lambda text: [int(m) for m in text.split(",")], help="only these, added to the table"
+    )
+    parser.add_argument("--table", type=Path, help="the table (default: where the package looks for it)")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        parser.error("there is no CUDA device to tune for")
+    major, minor = chip_of(torch.device("cuda", 0))[0]
+    machine = describe_machine("cuda")
+    results = tune(list(problems(arguments.rows)), arguments.jobs)
+    table = arguments.table or TABLES / f"int8_linear_sm_{major}{minor}.json"
+    table.parent.mkdir(exist_ok=True)
+    old = json.loads(table.read_text())["tiles"] if arguments.rows and table.exists() else []
+    rows = ",\n".join(json.dumps(row) for row in table_of(results, old))
+    head = json.dumps({key: machine[key] for key in ("device", "torch", "triton", "date") if key in machine})
+    table.write_text(f'{{"measured": {head}, "tiles": [\n{rows}\n]}}\n')
+    print(f"{len(results)} shapes, table in {table}")
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps({"machine": machine, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

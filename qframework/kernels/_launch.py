@@ -1,0 +1,53 @@
+"""Launches: on the device of their operands, and cheap from the second call on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first argument, a tensor, the current one: Triton launches there and nowhere else."""
+
+    @functools.wraps(implementation)
+    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: Any = args[0].device  # type: ignore[attr-defined]
+        if device.type != "cuda" or device.index == torch.cuda.current_device():
+            return implementation(*args, **kwargs)
+        with torch.cuda.device(device):
+            return implementation(*args, **kwargs)
+
+    return launch
+
+
+class Launch:
+    """A Triton kernel with its grid and constants, called with the arguments before those.
+
+    The first call goes through Triton, which finds out what to compile for; later ones go straight to the compiled
+    kernel. That needs calls that agree in what Triton specializes on: the device, dtypes, which pointers and integers
+    are multiples of 16, which integers are 1. Where they may not (``alike`` False), every call goes through Triton.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], constants: tuple[Any, ...], alike: bool, **options: int
+    ) -> None:
+        self._kernel = kernel
+        self._grid = grid
+        self._constants = constants
+        self._alike = alike
+        self._options = options  # num_warps, num_stages
+        self._run: Callable[..., None] | None = None
+
+    def __call__(self, *arguments: Any) -> None:
+        if self._run is not None:
+            self._run(*arguments, *self._constants)
+            return
+        compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
+        if self._alike and compiled is not None:  # the interpreter compiles nothing
+            self._run = compiled[self._grid]

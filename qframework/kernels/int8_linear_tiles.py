@@ -1,0 +1,109 @@
+"""Tiles of int8_linear: what was measured on a chip where there is a table, else a rule that fills the chip.
+
+``python -m benchmarks.tune_int8_linear`` measures and writes the table. It is looked up by chip, bucket of rows,
+columns, inner size and epilogue; a shape it does not hold takes the first candidate of its chip that gives every
+multiprocessor work. Nothing is searched at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from importlib.resources import files
+from typing import Literal, NamedTuple
+
+import torch
+
+Epilogue = Literal["float", "residual", "int8", "activation"]
+
+
+class Tile(NamedTuple):
+    """The compile-time choices of the kernel, and its grid."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    # Programs a multiprocessor runs at a time, each going from tile to tile: while one stores, the other multiplies.
+    # 0: a program for every tile.
+    programs: int = 0
+    subtiles: int = 1  # parts of a tile's columns that are finished and stored one after the other
+    tma: bool = False  # operands through tensor descriptors
+    tma_store: bool = False  # and the result
+    group_m: int = 8  # rows of tiles before the next column of tiles
+
+
+# Candidates for a chip, largest first. The last one also serves everything smaller.
+_CANDIDATES: dict[str, list[Tile]] = {
+    "sm_90": [
+        Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True),
+        Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
+        Tile(64, 64, 128, 4, 4, tma=True, tma_store=True),
+    ],
+    "sm_90 by pointers": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
+    "sm_100": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
+    "sm_80": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)],
+    "99 KB": [Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), Tile(64, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4)],
+    "amd": [Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
+}
+INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
+
+
+def choose_tile(
+    m: int, n: int, k: int, capability: tuple[int, int], processors: int, epilogue: Epilogue, tma: bool = True
+) -> Tile:
+    """Tile for a problem on a chip.
+
+    Args:
+        m: rows of ``a (M, K)``.
+        n: rows of ``b (N, K)``, columns of the result.
+        k: the inner size.
+        capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
+        processors: multiprocessors of the chip.
+        epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
+        tma: whether the operands lie in memory as tensor descriptors need it.
+    """
+    chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
+        capability, "99 KB"
+    )
+    if tma and (measured := _table(chip).get((_bucket(m), n, k, epilogue))):
+        return measured
+    candidates = _CANDIDATES[chip if tma or chip != "sm_90" else "sm_90 by pointers"]
+    for tile in candidates:
+        slots = processors * max(tile.programs, 1)
+        if m > tile.block_m // 2 and math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) >= slots:
+            break
+    return tile if k > 64 else tile._replace(block_k=64)
+
+
+def _bucket(m: int) -> int:
+    """The power of two that holds ``m`` rows."""
+    return 1 << (m - 1).bit_length()
+
+
+@functools.cache
+def _table(chip: str) -> dict[tuple[int, int, int, str], Tile]:
+    path = files("qframework.kernels") / "tiles" / f"int8_linear_{chip}.json"
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text())["tiles"]
+    return {(row["m"], row["n"], row["k"], row["epilogue"]): Tile(**row["tile"]) for row in rows}
+
+
+@functools.lru_cache(4096)
+def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool) -> Tile:
+    """``choose_tile`` on ``device``."""
+    if device.type != "cuda":
+        return INTERPRETED
+    capability, processors = chip_of(device)
+    return choose_tile(m, n, k, capability, processors, epilogue, tma)
+
+
+@functools.cache
+def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability, (0, 0) for an AMD GPU, and number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+    return capability, properties.multi_processor_count
