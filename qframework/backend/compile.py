@@ -22,6 +22,7 @@ from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
+from qframework.graph.expand_patch_embedding import expand_patch_embedding
 from qframework.graph.nodes import Constants, layer_name
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ def lower(
     if options.linear == "int8_dynamic":
         lowered = [report for report in reports if report.lowered]
         reports = lowered + lower_float_linear(gm, constants, scales, weights)
+    expand_patch_embedding(gm)  # after the linears, of which it is to be none
     reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
     gm.graph.lint()

@@ -1,0 +1,117 @@
+"""A patch embedding, a convolution whose kernel tiles the image, as the matrix product it is.
+
+From::
+
+    image (B, C, H, W) -> conv2d(weight (O, C, P, P), bias, stride=P) -> (B, O, H / P, W / P)
+
+To::
+
+    image -> patches (B, H / P, W / P, C * P * P) -> linear(weight.flatten(1), bias) -> movedim(-1, 1)
+
+and likewise for one and three spatial dimensions. Convolutions of few channels are slow, on a GPU above all, where
+cuDNN copies image, weight and result to layouts of its own. Inductor cuts the patches in one copy, fused with what
+comes before, and reads the product through views. Rounding is a linear layer's: in float32 on a GPU it is PyTorch's
+setting for matrix products that allows TF32, not cuDNN's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.nn import functional as F
+
+from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.shapes import same
+from qframework.graph.strides import needs_strides
+
+aten = torch.ops.aten
+
+_SPATIAL_DIMENSIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+# Images, latents, spectrograms, video: tensors whose channels lie apart. A convolution of many channels reads them
+# channels-last without a copy, while cutting patches is one (on a CPU, that costs more than the product gains).
+_MOST_CHANNELS = 16
+
+
+def expand_patch_embedding(gm: GraphModule) -> None:
+    """Replace, in place, every convolution of few channels whose patches neither overlap nor leave gaps.
+
+    Its product is to stay in float: run this after the passes that look for linear layers.
+    """
+    for node in list(gm.graph.nodes):
+        if (call := _patch_embedding(node)) is not None:
+            _replace(gm, node, call)
+
+
+class _PatchEmbedding(NamedTuple):
+    image: Node  # (B, C, *sizes)
+    weight: Node  # (O, C, *kernel)
+    bias: Node | None
+    kernel: tuple[int, ...]
+
+
+def _patch_embedding(node: Node) -> _PatchEmbedding | None:
+    spatial = _SPATIAL_DIMENSIONS.get(operation(node) or "")
+    if spatial is None:
+        return None
+    image, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
+    fakes = [fake_value(operand) if isinstance(operand, Node) else None for operand in (image, weight, node)]
+    if any(fake is None or fake.ndim != spatial + 2 or not fake.is_floating_point() for fake in fakes):
+        return None
+    _, channels, *kernel = fakes[1].shape  # type: ignore[union-attr]
+    known = all(isinstance(size, int) for size in (channels, *kernel))
+    if not known or channels > _MOST_CHANNELS or all(size == 1 for size in kernel) or not _tiles(node, kernel):
+        return None
+    return _PatchEmbedding(image, weight, bias, tuple(kernel))
+
+
+def _tiles(node: Node, kernel: list[int]) -> bool:
+    """Whether a convolution's patches lie side by side and each sees all channels."""
+    stride, padding = argument(node, 3, "stride", default=1), argument(node, 4, "padding", default=0)
+    dilation, groups = argument(node, 5, "dilation", default=1), argument(node, 6, "groups", default=1)
+    unpadded = padding == "valid" or _each(padding, kernel) == [0] * len(kernel)
+    return _each(stride, kernel) == kernel and unpadded and _each(dilation, kernel) == [1] * len(kernel) and groups == 1
+
+
+def _each(value: Any, kernel: list[int]) -> list[Any]:
+    """A convolution's argument for each dimension, of which one number may stand for all."""
+    values = list(value) if isinstance(value, Iterable) else [value]
+    return values * len(kernel) if len(values) == 1 else values
+
+
+def _replace(gm: GraphModule, node: Node, call: _PatchEmbedding) -> None:
+    key = "example_value" if "example_value" in node.meta else "val"
+    recorded: Tensor = node.meta[key]
+    spatial = len(call.kernel)
+
+    def add(target: Any, *args: Any, value: Tensor | None = None, **kwargs: Any) -> Node:
+        added = gm.graph.call_function(target, args, kwargs)
+        added.meta = {name: node.meta[name] for name in ("nn_module_stack", "stack_trace") if name in node.meta}
+        operands = (fake_value(arg) if isinstance(arg, Node) else arg for arg in args)
+        added.meta[key] = target(*operands, **kwargs) if value is None else value
+        return added
+
+    def patches(x: Node, axis: int, size: int) -> Node:
+        """One axis as patches along it, and what is inside a patch as the last axis; a rest that fills none is left."""
+        if same(fake_value(x).shape[axis] % size, 0):  # type: ignore[union-attr]
+            return add(aten.movedim.int, add(aten.unflatten.int, x, axis, [-1, size]), axis + 1, -1)
+        return add(aten.unfold.default, x, axis, size, size)  # needs no size, but its gradient is no view
+
+    with gm.graph.inserting_before(node):
+        x = call.image
+        for axis, size in enumerate(call.kernel, start=2):
+            x = patches(x, axis, size)  # (B, C, *grid, *inside a patch)
+        x = add(aten.flatten.using_ints, add(aten.movedim.int, x, 1, spatial + 1), spatial + 1, -1)
+        weight = add(aten.flatten.using_ints, call.weight, 1, -1)
+        # The recorded dtype counts: under autocast, it is not that of the operands.
+        product = recorded.movedim(1, -1).clone(memory_format=torch.contiguous_format)
+        x = add(F.linear, x, weight, call.bias, value=product)
+        x = add(aten.movedim.int, x, -1, 1)
+        if needs_strides(node, x.meta[key]):
+            x = add(aten.clone.default, x, value=recorded, memory_format=torch.contiguous_format)
+    x.meta = dict(node.meta)
+    node.replace_all_uses_with(x)
+    gm.graph.erase_node(node)

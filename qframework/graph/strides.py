@@ -1,0 +1,104 @@
+"""Where a value lies in memory: whether what reads it in a captured graph depends on that."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.node import map_arg
+
+from qframework.graph.nodes import fake_value, operation, writes_in_place
+from qframework.graph.shapes import same_shape
+
+
+def needs_strides(node: Node, value: FakeTensor) -> bool:
+    """Whether the graph depends on the strides of ``node``, so that ``value``, with others, cannot take its place.
+
+    It does where a view becomes impossible, where an output would get other strides, and, to be safe, where memory is
+    written. Strides pass through most operations: what reads ``value`` is run again, on fake tensors, until its results
+    lie as they were recorded.
+    """
+    if not _moved(node, value):
+        return False
+    replay, reader = _Replay(node, value), node.next
+    while reader.op != "root":
+        if replay.reaches(reader):
+            if _is_opaque(reader):
+                return True
+            try:
+                replay.run(reader)
+            except (RuntimeError, ValueError, TypeError, AssertionError):  # no view, or fake tensors cannot tell
+                return True
+        reader = reader.next
+    return False
+
+
+def _is_opaque(node: Node) -> bool:
+    """Whether a node that reads a value is taken to depend on its strides."""
+    if node.op not in ("call_function", "call_method") or writes_in_place(node):
+        return True
+    fake = fake_value(node)
+    return operation(node) in ("as_strided", "stride") or (fake is not None and bool(free_unbacked_symbols(fake)))
+
+
+class _Replay:
+    """Runs a graph again from one value on and keeps the results that lie otherwise than recorded."""
+
+    def __init__(self, node: Node, value: FakeTensor) -> None:
+        self._mode = value.fake_mode
+        self._moved: dict[Node, Any] = {node: value}
+        self._unrecorded: dict[Node, Any] = {}
+
+    def reaches(self, node: Node) -> bool:
+        """Whether the node reads a value that has moved."""
+        return any(each in self._moved for each in node.all_input_nodes)
+
+    def run(self, node: Node) -> None:
+        """Keep the node's result if it has moved, or shares the memory of a value that has."""
+        result = self._result(node)
+        if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
+            moved = True  # its items are looked at
+        else:
+            moved = isinstance(result, Tensor) and (_moved(node, result) or self._shares_memory(node, result))
+        if moved:
+            self._moved[node] = result
+
+    def _result(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), self._operand)
+        run: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
+        return run(*args, **kwargs)
+
+    def _operand(self, node: Node) -> Any:
+        if node in self._moved:
+            return self._moved[node]
+        value = node.meta.get("example_value", node.meta.get("val"))
+        if value is None:
+            return self._of_unrecorded(node)
+        if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
+            return self._mode.from_tensor(value, static_shapes=True)
+        return value
+
+    def _of_unrecorded(self, node: Node) -> Any:
+        if node.op != "call_function":
+            raise TypeError(f"tracing recorded no value for {node.name}")
+        if node not in self._unrecorded:  # written by a lowering
+            self._unrecorded[node] = self._result(node)
+        return self._unrecorded[node]
+
+    def _shares_memory(self, node: Node, result: Tensor) -> bool:
+        old = {_memory(fake_value(each)) for each in self._moved}
+        new = {_memory(each) for each in self._moved.values()}
+        return _memory(fake_value(node)) in old or _memory(result) in new
+
+
+def _moved(node: Node, value: Tensor) -> bool:
+    recorded = fake_value(node)
+    return recorded is None or not same_shape(value.stride(), recorded.stride())  # type: ignore[arg-type]
+
+
+def _memory(value: Any) -> int | None:
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
