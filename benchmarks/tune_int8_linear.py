@@ -96,13 +96,14 @@ class Problem:
 
 
 def problems(chosen: Sequence[int] | None) -> Iterator[Problem]:
-    """qkv in 16 and 8 bit, proj and fc2 with and without the residual, fc1 with GELU and without.
+    """qkv in 16 and 8 bit, proj and fc2 with and without the residual, fc1 with GELU in 8 and 16 bit and
+    without.
 
     Of all numbers of rows, or of the chosen ones.
     """
     epilogues: dict[tuple[int, int], tuple[Epilogue, ...]] = {
         (3, 1): ("float", "int8"), (1, 1): ("float", "residual"),
-        (4, 1): ("float", "activation"), (1, 4): ("float", "residual"),
+        (4, 1): ("float", "activation", "activation_float"), (1, 4): ("float", "residual"),
     }  # fmt: skip
     for width, rows in WIDTHS.items():
         for m, ((wide, deep), kinds) in itertools.product(rows, epilogues.items()):
@@ -115,13 +116,13 @@ def make_operands(problem: Problem) -> tuple[Operands, str, torch.dtype]:
     """Random operands, a scale per token where the result is 16 bit without a residual; activation and output dtype."""
     m, n, k, epilogue = problem.m, problem.n, problem.k, problem.epilogue
     a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device="cuda") for size in ((m, k), (n, k)))
-    a_scale = torch.rand((m, 1) if epilogue == "float" else (1,), device="cuda") + 0.5
+    a_scale = torch.rand((m, 1) if epilogue.endswith("float") else (1,), device="cuda") + 0.5
     b_scale = (torch.rand(n, device="cuda") + 0.5) / (73 * 73 * k**0.5)
     bias = torch.randn(n, device="cuda").half()
     residual = torch.randn(m, n, device="cuda").half() if epilogue == "residual" else None
     narrow = epilogue in ("int8", "activation")
     out_scale = torch.full((1,), 0.03, device="cuda") if narrow else None
-    activation = "gelu" if epilogue == "activation" else "none"
+    activation = "gelu" if epilogue.startswith("activation") else "none"
     return (a, a_scale, b, b_scale, bias, residual, out_scale), activation, torch.int8 if narrow else torch.float16
 
 

@@ -238,9 +238,7 @@ class Plan:
         vectors = [t for t in (a_scale, b_scale, bias, out_scale) if t is not None]
         self.in_place = None not in rows and all(t.is_contiguous() for t in vectors)
         self.strides = tuple(row or 0 for row in (*rows, n))
-        self.epilogue: Epilogue = "int8" if out_scale is not None else "float"
-        if activation != "none" or residual is not None:
-            self.epilogue = "residual" if activation == "none" else "activation"
+        self.epilogue = epilogue_of(activation, residual is not None, out_scale is not None)
         self.flags = (
             *(self._kind(a_scale), b_scale.numel() > 1, activation, bias is not None, residual is not None),
             "none" if out_scale is None else self._kind(out_scale),
@@ -274,6 +272,15 @@ class Plan:
         constants = (*self.flags, k % tile.block_k == 0, *blocks, *ways)
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         self._launches[aligned] = Launch(_int8_linear_kernel, (programs, 1, 1), constants, aligned, **options), tile
+
+
+def epilogue_of(activation: str, residual: bool, int8: bool) -> Epilogue:
+    """What the table of tiles calls an epilogue."""
+    if residual:
+        return "all" if activation != "none" or int8 else "residual"
+    if activation != "none":
+        return "activation" if int8 else "activation_float"
+    return "int8" if int8 else "float"
 
 
 def rows_apart(x: Tensor) -> int | None:

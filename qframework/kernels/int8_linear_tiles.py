@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
-Epilogue = Literal["float", "residual", "int8", "activation"]
+# What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
+Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
 
 
 class Tile(NamedTuple):
@@ -42,11 +43,21 @@ _CANDIDATES: dict[str, list[Tile]] = {
         Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
         Tile(64, 64, 128, 4, 4, tma=True, tma_store=True),
     ],
-    "sm_90 by pointers": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
-    "sm_100": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
-    "sm_80": [Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4), Tile(16, 64, 128, 4, 4)],
-    "99 KB": [Tile(128, 128, 64, 8, 3), Tile(64, 128, 64, 4, 3), Tile(64, 64, 128, 4, 3), Tile(16, 64, 128, 4, 4)],
-    "amd": [Tile(128, 128, 64, 8, 2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
+    "sm_90 by pointers": [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
+    "sm_100": [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
+    "sm_80": [
+        Tile(128, 128, 128, 8, 3, subtiles=2),
+        Tile(64, 128, 128, 4, 3),
+        Tile(64, 64, 128, 4, 4),
+        Tile(16, 64, 128, 4, 4),
+    ],
+    "99 KB": [
+        Tile(128, 128, 64, 8, 3, subtiles=2),
+        Tile(64, 128, 64, 4, 3),
+        Tile(64, 64, 128, 4, 3),
+        Tile(16, 64, 128, 4, 4),
+    ],
+    "amd": [Tile(128, 128, 64, 8, 2, subtiles=2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
 }
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
 

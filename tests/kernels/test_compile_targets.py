@@ -15,7 +15,7 @@ import pytest
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
 from qframework.kernels import int8_linear_tiles
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, epilogue_of
 from qframework.kernels.int8_linear_tiles import Tile, choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 
@@ -35,13 +35,13 @@ CHIPS = {
     "sm_120": (("cuda", 120, 32), (12, 0), r"mma\.sync\S*s32\.s8\.s8"),
     "gfx942": (("hip", "gfx942", 64), (0, 0), r"v_mfma_i32_\d+x\d+x\d+_i8"),
 }
-# Bytes of stack a thread may spill: eight registers, once, after the loop over K. Blackwell's loop is not tuned yet.
-MAX_STACK = {"sm_100": 128}
+MAX_STACK = 32  # bytes a thread may spill: eight registers, once, after the loop over K
 MULTIPROCESSORS = 108
 EPILOGUES = {
     "fp16": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
     "residual": {"ACTIVATION": "none", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
     "gelu_int8": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "tensor"},
+    "gelu_fp16": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
     "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel"},
     "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
     "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
@@ -77,9 +77,7 @@ def stack_bytes(compiled, tmp_path: Path) -> int:
 
 
 def epilogue_kind(flags) -> str:
-    if flags["ACTIVATION"] != "none":
-        return "activation"
-    return "residual" if flags["HAS_RESIDUAL"] else "float" if flags["OUT_SCALE"] == "none" else "int8"
+    return epilogue_of(flags["ACTIVATION"], flags["HAS_RESIDUAL"], flags["OUT_SCALE"] != "none")
 
 
 def compile_int8_linear(chip, tile: Tile, flags, per_row: bool):
@@ -120,7 +118,7 @@ def test_int8_linear(chip, epilogue, shape, per_row, tmp_path):
     assembly = compiled.asm["amdgcn" if chip == "gfx942" else "ptx"]
     assert re.search(instruction, assembly), f"no INT8 tensor-core instruction for {tile}"
     assert bool(re.search(r"cp\.async\.bulk\.tensor", assembly)) == tile.tma
-    assert stack_bytes(compiled, tmp_path) <= MAX_STACK.get(chip, 32), tile
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK, tile
     available = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}.get(chip, 99) * 1024
     assert compiled.metadata.shared <= available // max(tile.programs, 1)
 
@@ -131,7 +129,7 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
     flags = EPILOGUES[epilogue]
     tile = choose_tile(*LARGE, (9, 0), MULTIPROCESSORS, epilogue_kind(flags), tma=False)
     assert not tile.tma
-    assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= 32
+    assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= MAX_STACK
 
 
 def measured_tiles() -> dict[str, tuple[Tile, str]]:
@@ -139,6 +137,7 @@ def measured_tiles() -> dict[str, tuple[Tile, str]]:
         "tiles"
     ]
     flags = {"float": "fp16", "residual": "residual", "int8": "qkv_int8", "activation": "gelu_int8"}
+    flags["activation_float"] = "gelu_fp16"
     found = {(Tile(**row["tile"]), flags[row["epilogue"]]) for row in rows}
     return {f"{'-'.join(str(int(value)) for value in tile)} {epilogue}": (tile, epilogue) for tile, epilogue in found}
 
