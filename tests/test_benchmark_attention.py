@@ -134,7 +134,10 @@ def test_every_provider_in_a_smoke_run(tmp_path):
 def test_every_provider_on_a_gpu(tmp_path):
     output = tmp_path / "out.json"
     assert attention.main(["--smoke", "--device", "cuda", "--output", str(output)]) == 0
-    assert all(record["peak_mb"] > 0 for record in json.loads(output.read_text())["records"] if "p50_ms" in record)
+    records = json.loads(output.read_text())["records"]
+    timed = [record for record in records if record["op"] == "attention" and "p50_ms" in record]
+    assert set(PROVIDERS) - {"sageattention"} <= {record["provider"] for record in timed}
+    assert all(record["peak_mb"] > 0 for record in timed)
 
 
 def test_a_wrong_provider_is_never_timed(monkeypatch):

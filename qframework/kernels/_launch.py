@@ -8,22 +8,34 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from qframework.kernels._common import LIBRARY
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def cuda_implementation(operator: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Register the decorated function as the operator's CUDA implementation, to run on its first argument's device."""
+
+    def register(implementation: Callable[P, R]) -> Callable[P, R]:
+        torch.library.impl(LIBRARY, operator, "CUDA")(on_its_device(implementation))
+        return implementation
+
+    return register
 
 
 def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
     """Make the device of the first argument, a tensor, the current one: Triton launches there and nowhere else."""
 
     @functools.wraps(implementation)
-    def launch(*args: P.args, **kwargs: P.kwargs) -> R:
-        device: Any = args[0].device  # type: ignore[attr-defined]
-        if device.type != "cuda" or device.index == torch.cuda.current_device():
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        device: torch.device = args[0].device  # type: ignore[attr-defined]
+        if device.index == torch.cuda.current_device():
             return implementation(*args, **kwargs)
         with torch.cuda.device(device):
             return implementation(*args, **kwargs)
 
-    return launch
+    return run
 
 
 class Launch:

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, round_half_even
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -318,7 +319,7 @@ def _attention_quantize_cpu(x, mean, factor, granularity, role, bits=8):
     return q.contiguous(), scale.contiguous()
 
 
-@torch.library.impl(LIBRARY, "attention_quantize", "CUDA")
+@cuda_implementation("attention_quantize")
 def _attention_quantize_cuda(x, mean, factor, granularity, role, bits=8):
     _check(x, mean, granularity, role, bits)
     return _attention_quantize_triton(

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from qframework import numerics
 from qframework.errors import QFrameworkError
 from qframework.kernels._common import LIBRARY
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.int8_linear_arguments import Activation, check_arguments, result_dtype
 from qframework.kernels.int8_linear_kernel import int8_linear_triton
 
@@ -66,7 +67,7 @@ LIBRARY.define(
 )
 
 
-@torch.library.impl(LIBRARY, "int8_linear", "CUDA")
+@cuda_implementation("int8_linear")
 def _int8_linear_cuda(
     a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
 ):

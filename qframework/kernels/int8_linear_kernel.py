@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._common import check_device, round_to_int8, row_scale
-from qframework.kernels._launch import Launch, on_its_device
+from qframework.kernels._launch import Launch
 from qframework.kernels._triton import TensorDescriptor, tl, triton
 from qframework.kernels.int8_linear_arguments import check_arguments, flat_out_scale, is_per_channel, result_dtype
 from qframework.kernels.int8_linear_tiles import Epilogue, Tile, chip_of, tile_for
@@ -298,7 +298,6 @@ _PLANS: dict[tuple[Any, ...], Plan] = {}
 _MAX_PLANS = 8192  # beyond, shapes hardly repeat: begin anew rather than grow for ever
 
 
-@on_its_device
 def int8_linear_triton(
     a: Tensor,
     a_scale: Tensor,

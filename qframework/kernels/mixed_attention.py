@@ -20,6 +20,7 @@ from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._attention_common import LOG2_E, Bias, QuantizedQK, Values, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.attention_arguments import canonical, check_sage_arguments, default_scale, empty_result
 from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_variants import AttentionVariant
@@ -132,7 +133,7 @@ def _mixed_attention_cpu(
     return result.copy_(out.view(result.shape))
 
 
-@torch.library.impl(LIBRARY, "mixed_attention", "CUDA")
+@cuda_implementation("mixed_attention")
 def _mixed_attention_triton(
     query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
     enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,

@@ -30,6 +30,7 @@ from qframework.kernels._common import (
     row_scale,
     rows_of,
 )
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -157,7 +158,7 @@ def _quantize_cpu(x: Tensor, scale: Tensor) -> Tensor:
     return quantize_ref(x, scale).contiguous()
 
 
-@torch.library.impl(LIBRARY, "quantize", "CUDA")
+@cuda_implementation("quantize")
 def _quantize_cuda(x: Tensor, scale: Tensor) -> Tensor:
     _check_quantize(x, scale)
     return _quantize_triton(x, scale)
@@ -176,7 +177,7 @@ def _dynamic_quantize_cpu(x: Tensor, granularity: ActivationGranularity) -> tupl
     return q.contiguous(), scale.contiguous()
 
 
-@torch.library.impl(LIBRARY, "dynamic_quantize", "CUDA")
+@cuda_implementation("dynamic_quantize")
 def _dynamic_quantize_cuda(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
     _check_dynamic(x, granularity)
     return _dynamic_quantize_triton(x, granularity)

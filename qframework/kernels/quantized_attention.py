@@ -37,6 +37,7 @@ from qframework.kernels._attention_common import (
     transposes_values,
 )
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels._triton import triton
 from qframework.kernels.attention_kernel import _quantized_attention_kernel
 from qframework.kernels.attention_reference import quantized_attention_ref
@@ -254,7 +255,7 @@ def _quantized_attention_cpu(
     return result.copy_(out), lse if return_lse else lse.new_empty(0)
 
 
-@torch.library.impl(LIBRARY, "quantized_attention", "CUDA")
+@cuda_implementation("quantized_attention")
 def _quantized_attention_cuda(
     q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
     is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,

@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels._rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_quantize import attention_quantize_ref, group_scale, row_amax, to_integers
@@ -296,7 +297,7 @@ def _rope_quantize_cpu(x, cos, sin, interleaved, factor, granularity, role, mean
     return q.contiguous(), scale.contiguous()
 
 
-@torch.library.impl(LIBRARY, "rope_quantize", "CUDA")
+@cuda_implementation("rope_quantize")
 def _rope_quantize_cuda(x, cos, sin, interleaved, factor, granularity, role, mean=None, rotary_dim=None):
     _check(x, cos, sin, granularity, role, mean, rotary_dim)
     return _rope_quantize_triton(x, cos, sin, interleaved, factor, granularity, role, mean, rotary_dim)
@@ -313,7 +314,7 @@ def _rope_mean_cpu(x, cos, sin, interleaved=False, rotary_dim=None):
     return rope_mean_ref(x, cos, sin, interleaved, rotary_dim)
 
 
-@torch.library.impl(LIBRARY, "rope_mean", "CUDA")
+@cuda_implementation("rope_mean")
 def _rope_mean_cuda(x, cos, sin, interleaved=False, rotary_dim=None):
     rotation_of("rope_mean", x, cos, sin, rotary_dim)
     return _rope_mean_triton(x, cos, sin, interleaved, rotary_dim)

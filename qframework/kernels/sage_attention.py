@@ -30,6 +30,7 @@ from qframework.kernels._attention_common import (
     transposes_values,
 )
 from qframework.kernels._common import LIBRARY, check_device
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.attention_arguments import (
     Canonical,
     canonical,
@@ -249,7 +250,7 @@ def _sage_attention_cpu(
     )
 
 
-@torch.library.impl(LIBRARY, "sage_attention", "CUDA")
+@cuda_implementation("sage_attention")
 def _sage_attention_triton(
     query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
     return_lse=False, rel_h=None, rel_w=None,
@@ -299,7 +300,7 @@ def _sage_attention_varlen_cpu(
     return out
 
 
-@torch.library.impl(LIBRARY, "sage_attention_varlen", "CUDA")
+@cuda_implementation("sage_attention_varlen")
 def _sage_attention_varlen_triton(
     query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
     variant="auto", smooth_k=True,

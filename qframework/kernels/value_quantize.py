@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, round_half_even
+from qframework.kernels._launch import cuda_implementation
 from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.kernels.token_statistics import BlockStatistics, _block_statistics_triton, block_statistics_ref
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -177,7 +178,7 @@ def _value_quantize_cpu(v, kind, v_range, smooth=False):
     return value_quantize_ref(v, kind, v_range, smooth)
 
 
-@torch.library.impl(LIBRARY, "value_quantize", "CUDA")
+@cuda_implementation("value_quantize")
 def _value_quantize_cuda(v, kind, v_range, smooth=False):
     _check(v, kind)
     return _value_quantize_triton(v, kind, v_range, smooth)
