@@ -19,6 +19,7 @@ from qframework.backend.lower_linear import ScaleConstants, lower_linear
 from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
+from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
@@ -105,6 +106,7 @@ def qframework_backend(
     from qframework.kernels.quantize import DECOMPOSITIONS
 
     settings = parse_options(mode, options)
+    release_prepared_models()
     reports, weights = lower(gm, example_inputs, settings)
     report = Report(reports)
     lowered = report.lowered
