@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
 from qframework.backend.hoist_quantize import hoist_quantize
+from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
 from qframework.backend.lower_linear import ScaleConstants, lower_linear
 from qframework.backend.lower_quantize import lower_quantize
@@ -51,6 +52,7 @@ def lower(
     expand_patch_embedding(gm)  # after the linears, of which it is to be none
     reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
+    keep_dynamic_quantize(gm)
     gm.graph.lint()
     gm.recompile()
     _count_fallbacks(reports)

@@ -7,7 +7,8 @@ Formula (QAttn eq. 1-2, range [-127, 127])::
 Layout: ``x (..., C)`` is seen as rows of C values; a scale belongs to the tensor, to a position or to a row.
 Reference: ``quantize_ref``, ``dynamic_quantize_ref``, ``dequantize_ref``, which are qframework.numerics under the
 operators' names. The operators are opaque in eager mode; the compile backend decomposes them into the references, so
-that Inductor fuses them into the LayerNorm, GELU or addition before them.
+that Inductor fuses them into the LayerNorm, GELU or addition before them. Where there is nothing to fuse with, the
+overload ``dynamic_quantize.alone`` stays what it is.
 """
 
 from __future__ import annotations
@@ -149,6 +150,7 @@ def _check_quantize(x: Tensor, scale: Tensor) -> None:
 
 LIBRARY.define("quantize(Tensor x, Tensor scale) -> Tensor")
 LIBRARY.define("dynamic_quantize(Tensor x, str granularity) -> (Tensor, Tensor)")
+LIBRARY.define("dynamic_quantize.alone(Tensor x, str granularity) -> (Tensor, Tensor)")
 LIBRARY.define("dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor")
 
 
@@ -171,6 +173,7 @@ def _quantize_fake(x: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.library.impl(LIBRARY, "dynamic_quantize", "CPU")
+@torch.library.impl(LIBRARY, "dynamic_quantize.alone", "CPU")
 def _dynamic_quantize_cpu(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
     _check_dynamic(x, granularity)
     q, scale = dynamic_quantize_ref(x, granularity)
@@ -178,12 +181,14 @@ def _dynamic_quantize_cpu(x: Tensor, granularity: ActivationGranularity) -> tupl
 
 
 @cuda_implementation("dynamic_quantize")
+@cuda_implementation("dynamic_quantize.alone")
 def _dynamic_quantize_cuda(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
     _check_dynamic(x, granularity)
     return _dynamic_quantize_triton(x, granularity)
 
 
 @torch.library.register_fake("qframework::dynamic_quantize", lib=LIBRARY)
+@torch.library.register_fake("qframework::dynamic_quantize.alone", lib=LIBRARY)
 def _dynamic_quantize_fake(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
     _check_dynamic(x, granularity)
     shape = () if granularity == "per_tensor" else (*x.shape[:-1], 1)

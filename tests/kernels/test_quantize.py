@@ -156,6 +156,7 @@ def test_opcheck(device):
     x = torch.randn(3, 4, 8, device=device)
     torch.library.opcheck(torch.ops.qframework.quantize.default, (x, torch.full((4, 1), 0.1, device=device)))
     torch.library.opcheck(torch.ops.qframework.dynamic_quantize.default, (x, "per_token"))
+    torch.library.opcheck(torch.ops.qframework.dynamic_quantize.alone, (x, "per_token"))
     torch.library.opcheck(torch.ops.qframework.dynamic_quantize.default, (x.half(), "per_tensor"))
     q, scale = dynamic_quantize(x)
     torch.library.opcheck(torch.ops.qframework.dequantize.default, (q, scale, torch.float16))

@@ -1,0 +1,35 @@
+"""Leave to our own kernel the quantization that Inductor can fuse with nothing.
+
+From::
+
+    int8_linear -> dynamic_quantize                    decomposed; Inductor reads long rows twice
+
+To, on a GPU::
+
+    int8_linear -> dynamic_quantize.alone              a row is read once, and kept in registers for its scale
+
+An opaque operator wrote what is quantized: nothing before it can be fused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.graph.nodes import fake_value
+
+_ours = torch.ops.qframework
+
+
+def keep_dynamic_quantize(gm: GraphModule) -> None:
+    """Mark every such ``dynamic_quantize``, in place."""
+    for node in gm.graph.nodes:
+        if node.target is _ours.dynamic_quantize.default and _written_by_us(node.args[0]):
+            node.target = _ours.dynamic_quantize.alone
+
+
+def _written_by_us(x: object) -> bool:
+    if not isinstance(x, Node) or x.target is not _ours.int8_linear.default:
+        return False
+    fake = fake_value(x)
+    return fake is not None and fake.device.type == "cuda"

@@ -1,0 +1,54 @@
+"""Dynamic quantization stays our kernel where an operator of ours wrote its input on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, converted, example
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.quantizer import dynamic_int8
+
+_ours = torch.ops.qframework
+
+
+def kept(producer, device: str) -> bool:
+    """Whether the quantization of ``producer``'s result is left to our kernel."""
+    graph = fx.Graph()
+    a, a_scale, b, b_scale = map(graph.placeholder, ("a", "a_scale", "b", "b_scale"))
+    y = graph.call_function(producer, (a, a_scale, b, b_scale) if producer is _ours.int8_linear.default else (a,))
+    with FakeTensorMode():
+        y.meta["val"] = torch.empty(4, 8, device=device)
+    quantized = graph.call_function(_ours.dynamic_quantize.default, (y, "per_token"))
+    graph.output(quantized)
+    keep_dynamic_quantize(fx.GraphModule(nn.Module(), graph))
+    return quantized.target is _ours.dynamic_quantize.alone
+
+
+@pytest.mark.parametrize(
+    ("producer", "device", "expected"),
+    [
+        (_ours.int8_linear.default, "cuda", True),
+        (_ours.int8_linear.default, "cpu", False),  # there Inductor's vectorized loop is the faster
+        (torch.ops.aten.relu.default, "cuda", False),  # fused with
+    ],
+    ids=["int8_linear", "on the CPU", "relu"],
+)
+def test_what_is_kept(producer, device, expected):
+    assert kept(producer, device) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_in_a_compiled_model():
+    model, x = Block().cuda(), example().cuda()
+    quantized = converted(model, x, dynamic_int8())
+    run = torch.compile(quantized, backend="qframework")
+    with torch.no_grad():
+        y = run(x)
+        with torch.profiler.profile() as profile:
+            run(x)
+        assert sum(event.count for event in profile.key_averages() if event.key == "_dynamic_quantize_kernel") == 1
+        assert torch.allclose(y, model(x), atol=0.2 * float(model(x).std()))
