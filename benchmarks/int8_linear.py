@@ -7,7 +7,7 @@ without bias, and with the sum kept in the tensor cores or (``precise``) not.
 Every provider has a process of its own: some compile and are checked at all shapes at a time, then each is timed alone.
 Shapes of at most ``SMALL_M`` rows are timed as calls replayed in one CUDA graph, for every provider: they take
 microseconds, and what the host does to launch one would be all that is seen; their operands stay in the L2 cache.
-Larger ones are timed call by call with the L2 cache flushed before each.
+Larger ones are timed call by call with the L2 cache flushed before each, and the GPU asleep until they are launched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 from benchmarks.boxed import Limits, Phase, check_then_time
 from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, relative_error
 from benchmarks.int8_linear_cases import FP8_TENSORWISE, OPTIONAL, PROVIDERS, Shape, check_output, operands, setup
-from benchmarks.timing import time_in_graph, time_provider
+from benchmarks.timing import time_in_graph, time_kernel
 
 
 def linears(width: int) -> tuple[tuple[int, int], ...]:
@@ -103,7 +103,7 @@ def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record
 
     def timed() -> Record:
         fn = setup(shape, provider, device).fn
-        timing = (time_in_graph if shape[0] <= SMALL_M else time_provider)(fn, device, rep_ms=REP_MS)
+        timing = (time_in_graph if shape[0] <= SMALL_M else time_kernel)(fn, device, rep_ms=REP_MS)
         tflops = 2 * shape[0] * shape[1] * shape[2] / timing.median_s / 1e12
         return replace(checked, **timing.fields(), tflops=tflops)
 

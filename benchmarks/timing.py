@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+SLEEP_CYCLES = 1_000_000  # about half a millisecond, more than any host takes to launch
+FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
 GRAPH_CALLS = 200  # a launch of the graph itself costs about one call, half a percent of them
 
 
@@ -41,6 +43,24 @@ def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
     once_ms = _wall_ms(fn, torch.cuda.synchronize)
     samples = do_bench(fn, warmup=rep_ms / 4, rep=max(rep_ms, 1.2 * min_runs * once_ms), return_mode="all")
     return Timing(tuple(samples))
+
+
+def time_kernel(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
+    """As ``time_provider``, but the GPU sleeps before each call until the host has launched it: its time alone counts."""
+    if device != "cuda":
+        return time_cpu(fn, rep_ms, min_runs)
+    once_ms = min(_wall_ms(fn, torch.cuda.synchronize) for _ in range(3))
+    runs = max(min_runs, int(rep_ms / once_ms))
+    flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
+    for start, end in events:
+        flushed.zero_()
+        torch.cuda._sleep(SLEEP_CYCLES)
+        start.record()
+        fn()
+        end.record()
+    torch.cuda.synchronize()
+    return Timing(tuple(start.elapsed_time(end) for start, end in events))
 
 
 def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:

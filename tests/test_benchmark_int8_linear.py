@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 
 import pytest
 import torch
@@ -122,10 +123,22 @@ def test_a_graph_hides_what_the_host_does():
     assert float(x) - calls > 10 * timing.GRAPH_CALLS
 
 
+@pytest.mark.gpu
+def test_a_sleeping_gpu_hides_a_slow_host():
+    x = torch.zeros(1, device="cuda")
+
+    def slow():
+        time.sleep(2e-4)
+        x.add_(1)
+
+    assert timing.time_provider(slow, "cuda", rep_ms=20).median_s > 1e-4
+    assert timing.time_kernel(slow, "cuda", rep_ms=20).median_s < 5e-5
+
+
 @pytest.mark.parametrize(("m", "in_graph"), [(int8_linear.SMALL_M, True), (int8_linear.SMALL_M + 1, False)])
 def test_small_shapes_are_timed_in_a_graph_whoever_runs(monkeypatch, m, in_graph):
     seen = []
-    for name in ("time_in_graph", "time_provider"):
+    for name in ("time_in_graph", "time_kernel"):
         monkeypatch.setattr(
             int8_linear, name, lambda fn, device, rep_ms, name=name: seen.append(name) or timing.Timing((1.0,))
         )
@@ -133,7 +146,7 @@ def test_small_shapes_are_timed_in_a_graph_whoever_runs(monkeypatch, m, in_graph
         shape = (m, 16, 32)
         record = int8_linear.measure(shape, provider, "cpu", int8_linear.identify(shape, provider))
         assert record.p50_ms == 1.0
-    assert seen == ["time_in_graph" if in_graph else "time_provider"] * 2
+    assert seen == ["time_in_graph" if in_graph else "time_kernel"] * 2
 
 
 def test_int8_costs_what_eight_bits_cost():
