@@ -46,7 +46,7 @@ def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
 
 
 def time_kernel(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
-    """As ``time_provider``, but the GPU sleeps before each call until the host has launched it: its time alone counts."""
+    """As ``time_provider``, but the GPU sleeps before each call until the host has launched it."""
     if device != "cuda":
         return time_cpu(fn, rep_ms, min_runs)
     once_ms = min(_wall_ms(fn, torch.cuda.synchronize) for _ in range(3))
