@@ -63,3 +63,39 @@ class Launch:
         compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
         if self._alike and compiled is not None:  # the interpreter compiles nothing
             self._run = compiled[self._grid]
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
+
+
+def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """``kernel[grid]``; the second call of a kind goes straight to the compiled kernel, as ``Launch`` does.
+
+    Calls are of a kind where they agree in all that Triton may specialize on. ``Launch`` is for callers that know;
+    this looks at every argument, which takes a fraction of Triton's own binding.
+    """
+
+    def run(*arguments: Any, **constants: Any) -> None:
+        if not (isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda):  # interpreted
+            kernel[grid](*arguments, **constants)
+            return
+        device = torch.cuda.current_device()
+        key = (id(kernel), device, *constants.items(), *map(specialization, arguments))
+        found = _compiled.get(key)
+        if found is None:
+            compiled = kernel[grid](*arguments, **constants)
+            _compiled[key] = compiled, tuple(kernel.arg_names[len(arguments) :])
+            return
+        compiled, names = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+
+    return run
+
+
+def specialization(argument: Any) -> Any:
+    """What Triton may compile an argument in for: at least as fine as its own rules."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16
+    if type(argument) is int:
+        return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    return type(argument), argument if isinstance(argument, bool) else None

@@ -37,7 +37,7 @@ from qframework.kernels._attention_common import (
     transposes_values,
 )
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
-from qframework.kernels._launch import cuda_implementation
+from qframework.kernels._launch import cuda_implementation, launch
 from qframework.kernels._triton import triton
 from qframework.kernels.attention_kernel import _quantized_attention_kernel
 from qframework.kernels.attention_reference import quantized_attention_ref
@@ -100,7 +100,7 @@ def quantized_attention_triton(
     mask = bias.mask
     rel_h, rel_w = (last_contiguous(x) if x is not None else None for x in (bias.rel_h, bias.rel_w))
     some = qk.q  # stands where the kernel reads nothing
-    _quantized_attention_kernel[(triton.cdiv(tokens, tile.block_m) * heads * batch,)](
+    launch(_quantized_attention_kernel, (triton.cdiv(tokens, tile.block_m) * heads * batch,))(
         qk.q,
         qk.k,
         values.v,

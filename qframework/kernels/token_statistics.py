@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.kernels._attention_common import AttentionShape
+from qframework.kernels._launch import launch
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK
 
@@ -86,7 +87,7 @@ def _block_statistics_triton(x: Tensor, shape: AttentionShape, extremes: bool) -
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
     low, high = (torch.empty_like(sums), torch.empty_like(sums)) if extremes else (sums, sums)
     block_d = max(triton.next_power_of_2(shape.channels), 16)
-    _block_statistics_kernel[(blocks * shape.heads * shape.batch,)](
+    launch(_block_statistics_kernel, (blocks * shape.heads * shape.batch,))(
         x,
         shape.starts if shape.starts is not None else x,
         sums,

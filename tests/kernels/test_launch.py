@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qframework.kernels import _launch
-from qframework.kernels._launch import Launch, on_its_device
+from qframework.kernels._launch import Launch, launch, on_its_device
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -62,6 +62,77 @@ def test_launches_that_may_differ_all_go_through_triton():
     launch(2)
     assert len(kernel.through) == 2
     assert kernel.past == []
+
+
+class Recording:
+    """A kernel of two arguments and two constants that records its calls, compiled or not."""
+
+    arg_names = ("x", "n", "BLOCK", "FLAG")
+
+    def __init__(self):
+        self.through, self.past = [], []
+
+    def __getitem__(self, grid):
+        def first(*arguments, **constants):
+            self.through.append((grid, arguments, constants))
+            return Compiled(self.past)
+
+        return first
+
+
+class Compiled:
+    def __init__(self, past):
+        self.past = past
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.past.append((grid, arguments))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Tensors of the CPU pass for tensors of CUDA device 0."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(_launch, "_compiled", {})
+
+
+def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
+    kernel, x, y = Recording(), torch.zeros(8), torch.ones(8)
+    launch(kernel, (4,))(x, 32, FLAG=True, BLOCK=64, num_warps=4)
+    launch(kernel, (5, 2))(y, 48, FLAG=True, BLOCK=64, num_warps=4)
+    assert len(kernel.through) == 1
+    ((grid, (tensor, *rest)),) = kernel.past
+    assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "constants"),
+    [
+        ((torch.zeros(9)[1:], 32), {}),  # begins at a multiple of 4 bytes only
+        ((torch.zeros(8, dtype=torch.float64), 32), {}),
+        ((torch.zeros(8), 33), {}),
+        ((torch.zeros(8), 1), {}),
+        ((torch.zeros(8), 2**40), {}),
+        ((torch.zeros(8), 32.0), {}),
+        ((torch.zeros(8), 32), {"BLOCK": 128}),
+        ((torch.zeros(8), 32), {"num_warps": 8}),
+    ],
+    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "constant", "option"],
+)
+def test_what_triton_specializes_on_goes_through_it(on_cuda, arguments, constants):
+    kernel = Recording()
+    usual = {"BLOCK": 64, "FLAG": True, "num_warps": 4}
+    launch(kernel, (4,))(torch.zeros(8), 32, **usual)
+    launch(kernel, (4,))(*arguments, **usual | constants)
+    assert len(kernel.through) == 2
+    assert kernel.past == []
+
+
+def test_interpreted_kernels_are_called_as_they_are():
+    kernel = Recording()
+    for _ in range(2):
+        launch(kernel, (4,))(torch.zeros(8), 32, BLOCK=64, FLAG=True)
+    assert len(kernel.through) == 2
 
 
 def test_every_operator_guards_its_device():
