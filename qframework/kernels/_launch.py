@@ -62,7 +62,29 @@ class Launch:
             return
         compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
         if self._alike and compiled is not None:  # the interpreter compiles nothing
-            self._run = compiled[self._grid]
+            self._run = finished(compiled)[self._grid]
+
+    def warm_up(self, *arguments: Any) -> Any:
+        """Have Triton compile what a call with arguments like these needs, and run nothing: "meta" tensors will do.
+
+        Returns the compiled kernel, or under ``triton.AsyncCompileMode`` Triton's promise of it.
+        """
+        return self._kernel.warmup(*arguments, *self._constants, grid=self._grid, **self._options)
+
+
+def finished(kernel: Any) -> Any:
+    """The compiled kernel, also where it comes as Triton's promise: another thread was still compiling it."""
+    return kernel.result() if hasattr(type(kernel), "result") else kernel
+
+
+def cdiv(a: int, b: int) -> int:
+    """``a / b`` rounded up; Triton's own costs microseconds a call on the host."""
+    return -(-a // b)
+
+
+def power_of_2(n: int) -> int:
+    """The smallest power of two that is at least ``n``, and 1."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
@@ -84,7 +106,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         found = _compiled.get(key)
         if found is None:
             compiled = kernel[grid](*arguments, **constants)
-            _compiled[key] = compiled, tuple(kernel.arg_names[len(arguments) :])
+            _compiled[key] = finished(compiled), tuple(kernel.arg_names[len(arguments) :])
             return
         compiled, names = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, round_half_even
-from qframework.kernels._launch import cuda_implementation, launch
+from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -254,9 +254,9 @@ def _launch(
     given: bool,
     smooth: bool = False,
 ) -> None:
-    block_d = max(triton.next_power_of_2(shape.channels if bits == 8 else -(-shape.channels // 2)), 16)
+    block_d = max(power_of_2(shape.channels if bits == 8 else -(-shape.channels // 2)), 16)
     out = q if q is not None else x
-    launch(_attention_quantize_kernel, (triton.cdiv(shape.tokens, _TILE) * shape.heads * shape.batch,))(
+    launch(_attention_quantize_kernel, (cdiv(shape.tokens, _TILE) * shape.heads * shape.batch,))(
         x,
         mean if mean is not None else x,
         shape.starts if shape.starts is not None else x,

@@ -37,8 +37,7 @@ from qframework.kernels._attention_common import (
     transposes_values,
 )
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
-from qframework.kernels._launch import cuda_implementation, launch
-from qframework.kernels._triton import triton
+from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels.attention_kernel import _quantized_attention_kernel
 from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_tiles import attention_tile
@@ -100,7 +99,7 @@ def quantized_attention_triton(
     mask = bias.mask
     rel_h, rel_w = (last_contiguous(x) if x is not None else None for x in (bias.rel_h, bias.rel_w))
     some = qk.q  # stands where the kernel reads nothing
-    launch(_quantized_attention_kernel, (triton.cdiv(tokens, tile.block_m) * heads * batch,))(
+    launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(
         qk.q,
         qk.k,
         values.v,
@@ -164,8 +163,8 @@ def quantized_attention_triton(
         QUERY_BLOCK=QUERY_BLOCK,
         BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=max(triton.next_power_of_2(stored), 32),
-        BLOCK_DV=max(triton.next_power_of_2(channels), 32),
+        BLOCK_D=max(power_of_2(stored), 32),
+        BLOCK_DV=max(power_of_2(channels), 32),
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )

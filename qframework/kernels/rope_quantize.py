@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
-from qframework.kernels._launch import cuda_implementation, launch
+from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels._rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_quantize import attention_quantize_ref, group_scale, row_amax, to_integers
@@ -175,7 +175,7 @@ def _launch(
     batch, heads, tokens, channels = x.shape
     pairs = rotation.rotary_dim // 2
     rest = channels - 2 * pairs
-    launch(_rope_quantize_kernel, (triton.cdiv(tokens, tile[0]) * heads * batch,))(
+    launch(_rope_quantize_kernel, (cdiv(tokens, tile[0]) * heads * batch,))(
         x,
         rotation.cos,
         rotation.sin,
@@ -203,8 +203,8 @@ def _launch(
         DIVISOR=groups.divisor,
         QUERY_BLOCK=QUERY_BLOCK,
         TILE=tile[0],
-        BLOCK_P=max(triton.next_power_of_2(pairs), 8),
-        BLOCK_R=max(triton.next_power_of_2(rest), 8),
+        BLOCK_P=max(power_of_2(pairs), 8),
+        BLOCK_R=max(power_of_2(rest), 8),
         num_warps=tile[1],
     )
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.kernels._attention_common import AttentionShape
-from qframework.kernels._launch import launch
+from qframework.kernels._launch import cdiv, launch, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK
 
@@ -82,11 +82,11 @@ def _block_statistics_kernel(
 
 def _block_statistics_triton(x: Tensor, shape: AttentionShape, extremes: bool) -> BlockStatistics:
     """``x`` is dense (B, H, N, D), or packed (total, H, D) when ``shape`` has starts."""
-    blocks = max(triton.cdiv(shape.tokens, QUERY_BLOCK), 1)
+    blocks = max(cdiv(shape.tokens, QUERY_BLOCK), 1)
     size = (shape.batch, shape.heads, blocks, shape.channels)
     sums = torch.empty(size, dtype=torch.float32, device=x.device)
     low, high = (torch.empty_like(sums), torch.empty_like(sums)) if extremes else (sums, sums)
-    block_d = max(triton.next_power_of_2(shape.channels), 16)
+    block_d = max(power_of_2(shape.channels), 16)
     launch(_block_statistics_kernel, (blocks * shape.heads * shape.batch,))(
         x,
         shape.starts if shape.starts is not None else x,

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, round_half_even
-from qframework.kernels._launch import cuda_implementation, launch
+from qframework.kernels._launch import cuda_implementation, launch, power_of_2
 from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.kernels.token_statistics import BlockStatistics, _block_statistics_triton, block_statistics_ref
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -138,7 +138,7 @@ def _value_quantize_triton(
         return q, scale, torch.zeros_like(scale)
     tokens = shape.tokens if starts is None else (starts[1:] - starts[:-1]).clamp(min=1).view(-1, 1, 1)
     scale, mean = value_scale(_block_statistics_triton(v, shape, extremes=True), tokens, v_range, smooth)
-    block_d = max(triton.next_power_of_2(shape.channels), 16)
+    block_d = max(power_of_2(shape.channels), 16)
     launch(_value_quantize_kernel, (padded // TOKEN_PAD * shape.heads * shape.batch,))(
         v,
         starts if starts is not None else v,
