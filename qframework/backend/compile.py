@@ -22,6 +22,7 @@ from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
+from qframework.backend.warm_up import warm_up
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -116,7 +117,7 @@ def qframework_backend(
     decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
-    with torch.no_grad() if lowered else contextlib.nullcontext():
+    with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
         )

@@ -322,8 +322,7 @@ def int8_linear_triton(
     if out.numel() == 0:
         return out
     if not plan.in_place:
-        a, a_scale, b, b_scale = (t.contiguous() for t in operands[:4])
-        bias, residual, out_scale = (t if t is None else t.contiguous() for t in operands[4:])
+        a, a_scale, b, b_scale, bias, residual, out_scale = _contiguous(operands)
         return int8_linear_triton(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
     run_plan(plan, operands, out)
     return out
@@ -331,10 +330,52 @@ def int8_linear_triton(
 
 def run_plan(plan: Plan, operands: Operands, out: Tensor) -> None:
     """Launch ``plan`` on operands like those it was made for."""
+    launch, arguments = _launch_and_arguments(plan, operands, out, out.device)
+    launch(*arguments)
+
+
+def warm_up_int8_linear(
+    device: torch.device,
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Any:
+    """Compile what ``int8_linear_triton`` launches on ``device`` for operands like these, which may lie on "meta".
+
+    Returns what ``Launch.warm_up`` returns, None where nothing is launched.
+    """
+    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+    operands = (a, a_scale, b, b_scale, bias, residual, out_scale)
+    plan = Plan(operands, activation, result_dtype(out_scale, out_dtype))
+    if not plan.in_place:
+        operands = _contiguous(operands)
+        plan = Plan(operands, activation, plan.out_dtype)
+    out = torch.empty(plan.shape, dtype=plan.out_dtype, device=a.device)
+    if out.numel() == 0:
+        return None
+    launch, arguments = _launch_and_arguments(plan, operands, out, device)
+    return launch.warm_up(*arguments)
+
+
+def _contiguous(operands: Operands) -> Operands:
+    a, a_scale, b, b_scale = (t.contiguous() for t in operands[:4])
+    bias, residual, out_scale = (t if t is None else t.contiguous() for t in operands[4:])
+    return a, a_scale, b, b_scale, bias, residual, out_scale
+
+
+def _launch_and_arguments(
+    plan: Plan, operands: Operands, out: Tensor, device: torch.device
+) -> tuple[Launch, tuple[Any, ...]]:
     a, a_scale, b, b_scale, bias, residual, out_scale = operands
     pointers = [t for t in operands if t is not None]
     aligned = not any(t.data_ptr() % 16 for t in pointers)
-    launch, tile = plan.launch(a.device, aligned)
+    launch, tile = plan.launch(device, aligned)
     m, n, k = plan.sizes
     vectors = (bias if bias is not None else b_scale, residual if residual is not None else out)
     a_ref: Any = a
@@ -347,4 +388,4 @@ def run_plan(plan: Plan, operands: Operands, out: Tensor) -> None:
     if tile.tma_store:
         out_ref = TensorDescriptor(out, (m, n), (n, 1), (tile.block_m, tile.block_n // tile.subtiles))
     scales = out_scale if out_scale is not None else a_scale
-    launch(a_ref, a_scale, b_ref, b_scale, *vectors, scales, out_ref, m, n, k, *plan.periods, *plan.strides)
+    return launch, (a_ref, a_scale, b_ref, b_scale, *vectors, scales, out_ref, m, n, k, *plan.periods, *plan.strides)

@@ -31,7 +31,7 @@ from qframework.kernels._common import (
     row_scale,
     rows_of,
 )
-from qframework.kernels._launch import cuda_implementation
+from qframework.kernels._launch import cuda_implementation, launch
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -115,7 +115,7 @@ def _quantize_triton(x: Tensor, scale: Tensor) -> Tensor:
     rows = rows_of(x)
     block = min(_block_c(rows.shape[1]), 2048)
     grid = (rows.shape[0], triton.cdiv(rows.shape[1], block))
-    _quantize_kernel[grid](rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
+    launch(_quantize_kernel, grid)(rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
     return q
 
 
@@ -124,21 +124,32 @@ def _dynamic_quantize_triton(x: Tensor, granularity: ActivationGranularity) -> t
     if granularity == "per_tensor" or x.numel() == 0:
         scale = numerics.dynamic_scale(x, granularity)
         return _quantize_triton(x, scale), scale
+    q, scale, grid, arguments, constants = _dynamic_launch(x)
+    launch(_dynamic_quantize_kernel, grid)(*arguments, **constants)
+    return q, scale
+
+
+def warm_up_dynamic_quantize(device: torch.device, x: Tensor, granularity: ActivationGranularity) -> Any:
+    """Compile what ``dynamic_quantize`` launches for an ``x`` like this, which may lie on "meta", one scale a row.
+
+    Returns what Triton's ``warmup`` returns, None where nothing is launched or torch computes the scale. ``device`` is
+    the current one: no choice depends on it.
+    """
+    _check_dynamic(x, granularity)
+    if granularity == "per_tensor" or x.numel() == 0:
+        return None
+    _, _, grid, arguments, constants = _dynamic_launch(x)
+    return _dynamic_quantize_kernel.warmup(*arguments, grid=grid, **constants)
+
+
+def _dynamic_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """Results to be written; grid, arguments and constants of the launch that writes them."""
     q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
     scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     rows = rows_of(x)
     block = _block_c(rows.shape[1])
-    _dynamic_quantize_kernel[(rows.shape[0],)](
-        rows,
-        q,
-        scale,
-        rows.shape[1],
-        rows.stride(0),
-        MIN_SCALE=MIN_SCALE,
-        BLOCK_C=block,
-        num_warps=4 if block <= 2048 else 8,
-    )
-    return q, scale
+    constants = {"MIN_SCALE": MIN_SCALE, "BLOCK_C": block, "num_warps": 4 if block <= 2048 else 8}
+    return q, scale, (rows.shape[0],), (rows, q, scale, rows.shape[1], rows.stride(0)), constants
 
 
 def _check_quantize(x: Tensor, scale: Tensor) -> None:

@@ -1,0 +1,141 @@
+"""Compile our kernels while Inductor compiles the rest, not one after the other at their first launch.
+
+The kernel of an operator follows from its operands' shapes, strides and dtypes, which the lowered graph knows. A thread
+hands all of them to Triton, whose compiler lets go of Python's lock, and loads them. Graphs whose sizes are symbols,
+CPUs and interpreted kernels have nothing to compile ahead of time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.graph.nodes import argument, fake_value
+from qframework.kernels._launch import finished
+from qframework.kernels._triton import HAS_TRITON, INTERPRET, triton
+from qframework.kernels.int8_linear_kernel import warm_up_int8_linear
+from qframework.kernels.quantize import warm_up_dynamic_quantize
+
+logger = logging.getLogger(__name__)
+
+_WARM_UPS: dict[Any, Callable[..., Any]] = {
+    torch.ops.qframework.int8_linear.default: warm_up_int8_linear,
+    torch.ops.qframework.dynamic_quantize.alone: warm_up_dynamic_quantize,
+}
+_failures: set[str] = set()  # those that were logged
+
+
+class _Like(NamedTuple):
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+
+    def on_meta(self) -> Tensor:
+        """One like it; its ``data_ptr`` is its offset."""
+        elements = self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+        memory = torch.empty(max(elements, 0), dtype=self.dtype, device="meta")
+        return memory.as_strided(self.shape, self.stride, self.offset)
+
+
+class _Call(NamedTuple):
+    """A call of one of our operators; equal ones need the same kernel."""
+
+    warm_up: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+    @property
+    def device(self) -> torch.device:
+        device: torch.device = self.arguments[0].device
+        return device
+
+
+@contextlib.contextmanager
+def warm_up(gm: GraphModule) -> Iterator[None]:
+    """Compile the kernels of a lowered graph's INT8 linears beside what runs inside; leave when both are done.
+
+    A kernel that cannot be compiled here is logged, and left to its first launch.
+    """
+    calls = list(dict.fromkeys(call for node in gm.graph.nodes if (call := _call(node)) is not None))
+    if not calls:
+        yield
+        return
+    with ThreadPoolExecutor(1, "qframework-warm-up") as background:
+        compiled = background.submit(_compile, calls)
+        yield
+    if error := compiled.exception():
+        _log(error)
+
+
+def _call(node: Node) -> _Call | None:
+    """The call a node makes on a GPU; None where it makes none of ours, or not everything about it is known."""
+    if node.target not in _WARM_UPS or INTERPRET or not HAS_TRITON:
+        return None
+    schema = node.target._schema.arguments  # type: ignore[union-attr]
+    given = [argument(node, place, each.name, default=each.default_value) for place, each in enumerate(schema)]
+    known = [_like(value) if isinstance(value, Node) else value for value in given]
+    if any(like is None for value, like in zip(given, known, strict=True) if isinstance(value, Node)):
+        return None
+    call = _Call(_WARM_UPS[node.target], tuple(known))
+    return call if call.device.type == "cuda" else None
+
+
+def _like(node: Node) -> _Like | None:
+    """What is known of a node's value, None where sizes are symbols."""
+    fake = fake_value(node)
+    if fake is None:
+        return None
+    sizes = (*fake.shape, *fake.stride(), fake.storage_offset())
+    if not all(isinstance(size, int) for size in sizes):
+        return None
+    return _Like(tuple(fake.shape), fake.stride(), int(fake.storage_offset()), fake.dtype, fake.device)
+
+
+def _compile(calls: list[_Call]) -> None:
+    """Compile all at a time. Runs in a thread of its own: Triton's mode is the thread's that enters it."""
+    workers = min(len(calls), os.cpu_count() or 1)
+    with ThreadPoolExecutor(workers, "qframework-compile") as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+        kernels = [_attempt(_start, call) for call in calls]
+        for call, kernel in zip(calls, kernels, strict=True):
+            _attempt(_load, call.device, kernel)
+
+
+def _start(call: _Call) -> Any:
+    arguments = (value.on_meta() if isinstance(value, _Like) else value for value in call.arguments)
+    with torch.cuda.device(call.device):
+        return call.warm_up(call.device, *arguments)
+
+
+def _load(device: torch.device, kernel: Any) -> None:
+    """Wait for a kernel, and bring it to the GPU with the function that launches it."""
+    if kernel is None:
+        return
+    compiled = finished(kernel)
+    with torch.cuda.device(device):
+        compiled[(1, 1, 1)]  # what launches it: asking for it loads the kernel
+
+
+def _attempt(step: Callable[..., Any], *arguments: Any) -> Any:
+    try:
+        return step(*arguments)
+    except Exception as error:  # noqa: BLE001 (whatever goes wrong ahead of time, the launch itself will tell)
+        _log(error)
+        return None
+
+
+def _log(error: BaseException) -> None:
+    message = f"{type(error).__name__}: {error}"
+    if message not in _failures:
+        _failures.add(message)
+        logger.warning("qframework: a kernel will be compiled at its first launch instead: %s", message)
