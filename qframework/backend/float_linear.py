@@ -133,6 +133,8 @@ def _insert_dynamic_quantize(gm: GraphModule, node: Node, call: LinearCall, shar
         quantized = gm.graph.call_function(target, (call.input, "per_token"))
         value = gm.graph.call_function(operator.getitem, (quantized, 0))
         scale = gm.graph.call_function(operator.getitem, (quantized, 1))
+    if (fake := fake_value(call.input)) is not None:
+        value.meta["example_value"], scale.meta["example_value"] = target(fake, "per_token")
     shared[call.input] = Quantized(value, scale)
     return shared[call.input]
 

@@ -1,0 +1,409 @@
+"""Kernels compiled beside Inductor are those that are launched later, by Triton's own key; and nothing else changes.
+
+A driver that stands for a Hopper GPU answers Triton, so that kernels are looked up, compiled and "launched" here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from types import SimpleNamespace
+
+import pytest
+import torch
+from models import Block, converted, example
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Interpreter
+
+from qframework.backend import compile as backend
+from qframework.backend import warm_up as warm_up_module
+from qframework.backend.compile import lower
+from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.backend.options import BackendOptions
+from qframework.backend.warm_up import warm_up
+from qframework.graph.nodes import fake_value
+from qframework.kernels import int8_linear_kernel, quantize
+from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, int8_linear_triton, warm_up_int8_linear
+from qframework.kernels.int8_linear_tiles import choose_tile
+from qframework.kernels.quantize import _dynamic_quantize_kernel, _dynamic_quantize_triton, warm_up_dynamic_quantize
+from qframework.quantizer import dynamic_int8, static_int8
+
+pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+KERNELS = (_int8_linear_kernel, _dynamic_quantize_kernel)
+CUDA = torch.device("cuda", 0)
+_ours = torch.ops.qframework
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    function = packed_metadata = None
+
+    def launch_metadata(self, *_):
+        return None
+
+    def run(self, *_):
+        return None
+
+    def __getitem__(self, grid):
+        return lambda *_: None
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU for Triton to look at, and an empty cache of kernels."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    utils = SimpleNamespace(
+        get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
+        load_binary=lambda name, *_: (loaded.append(name), 0, 0, 0, 1024),
+    )
+    loaded: list[str] = []
+    driver = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda _: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        launcher_cls=lambda *_: lambda *_: None,
+        utils=utils,
+    )
+    monkeypatch.setattr(triton.runtime.driver, "_active", driver)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: Guard(device))
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+        monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards
+    monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
+    monkeypatch.setattr(int8_linear_kernel, "chip_of", lambda _: ((9, 0), 132))
+    monkeypatch.setattr(
+        int8_linear_kernel, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
+    )
+    monkeypatch.setattr(warm_up_module, "_failures", set())
+    Guard.entered = []
+    return loaded
+
+
+class Guard:
+    """torch.cuda.device, which needs a GPU."""
+
+    entered: list[torch.device]
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        Guard.entered.append(self.device)
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.fixture
+def compiled(hopper, monkeypatch) -> list[str]:
+    """Names of the kernels that were compiled; none really is."""
+    names: list[str] = []
+
+    def compile(src, target, options, _env_vars=None):
+        names.append(src.name)
+        return Compiled()
+
+    monkeypatch.setattr("triton.compiler.compile", compile)
+    return names
+
+
+def int8(*shape):
+    return torch.zeros(shape, dtype=torch.int8)
+
+
+def ones(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+def half(*shape):
+    return ones(*shape, dtype=torch.half)
+
+
+CASES = {
+    "tma": (int8(300, 256), ones(1), int8(384, 256), ones(384)),
+    "large": (int8(4096, 768), ones(1), int8(3072, 768), ones(3072), half(3072), "gelu", None, ones(1)),
+    "tokens": (int8(2, 150, 256), ones(2, 150, 1), int8(384, 256), ones(384), half(384), "none", half(2, 150, 384)),
+    "positions": (int8(2, 150, 256), ones(150, 1), int8(384, 256), ones(1), ones(384), "relu", None, ones(150, 1)),
+    "channels": (int8(300, 256), ones(), int8(384, 256), ones(384), half(384), "none", None, ones(384)),
+    "by pointers": (int8(300, 100), ones(1), int8(72, 100), ones(72), half(72), "silu"),
+    "K is 1": (int8(300, 1), ones(1), int8(64, 1), ones(64)),
+    "N is 1": (int8(300, 64), ones(1), int8(1, 64), ones(1)),
+    "one row": (int8(1, 64), ones(1), int8(16, 64), ones(16), half(16), "none", half(1, 16)),
+    "rows apart": (int8(300, 512)[:, :256], ones(1), int8(384, 256), ones(384)),
+    "transposed": (int8(256, 300).t(), ones(1), int8(384, 256), ones(384)),
+    "transposed residual": (int8(300, 256), ones(1), int8(384, 256), ones(384), None, "none", half(384, 300).t()),
+    "begins at 3": (int8(300 * 256 + 3)[3:].view(300, 256), ones(1), int8(384, 256), ones(384)),
+    "bias begins at 1": (int8(300, 256), ones(1), int8(384, 256), ones(384), half(385)[1:]),
+    "empty": (int8(0, 256), ones(1), int8(384, 256), ones(384)),
+}
+
+
+def complete(operands):
+    """With the defaults of a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype."""
+    rest = (None, "none", None, None)[len(operands) - 4 :]
+    operands = (*operands, *rest)
+    return *operands, None if operands[7] is not None else torch.half
+
+
+def on_meta(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return warm_up_module._Like(
+        value.shape, value.stride(), value.storage_offset(), value.dtype, value.device
+    ).on_meta()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
+    operands = complete(CASES[name])
+    warm_up_int8_linear(CUDA, *map(on_meta, operands))
+    ahead = set(_int8_linear_kernel.device_caches[0][0])
+    assert len(ahead) == len(compiled) == (name != "empty")
+    int8_linear_triton(*operands)
+    assert set(_int8_linear_kernel.device_caches[0][0]) == ahead
+    assert len(compiled) == len(ahead), "compiled again"
+
+
+def test_keys_tell_cases_apart(compiled):
+    """The test above would pass if all had one key."""
+    for operands in CASES.values():
+        int8_linear_triton(*complete(operands))
+    assert len(compiled) >= 10
+
+
+@pytest.mark.parametrize("shape", [(300, 768), (300, 3072), (2, 150, 100), (7, 1)])
+@pytest.mark.parametrize("dtype", [torch.half, torch.float32])
+def test_dynamic_quantize_finds_what_was_compiled_ahead(compiled, shape, dtype):
+    x = ones(*shape, dtype=dtype)
+    warm_up_dynamic_quantize(CUDA, on_meta(x), "per_token")
+    assert compiled == ["_dynamic_quantize_kernel"]
+    _dynamic_quantize_triton(x, "per_token")
+    assert compiled == ["_dynamic_quantize_kernel"], "compiled again"
+
+
+def captured(model, x, dynamic=False, **options):
+    """The lowered graph of a model as the backend sees it, and its inputs."""
+    found = []
+
+    def keep(gm, inputs):
+        found.append((gm, inputs))
+        lower(gm, inputs, BackendOptions(**options))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=keep, dynamic=dynamic)(x)
+    return found[0]
+
+
+def as_if_on_cuda(gm):
+    """Fakes of the graph's values on a GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for node in gm.graph.nodes:
+            if (fake := fake_value(node)) is not None:
+                like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=CUDA)
+                node.meta["example_value"] = like
+    keep_dynamic_quantize(gm)
+    return gm
+
+
+class Launched(Interpreter):
+    """Runs a graph with the CUDA implementations of our operators."""
+
+    def call_function(self, target, args, kwargs):
+        if target is _ours.int8_linear.default:
+            return int8_linear_triton(*args, **kwargs)
+        if target is _ours.dynamic_quantize.alone:
+            return _dynamic_quantize_triton(*args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+
+GRAPHS = {
+    "static": lambda model, x: captured(converted(model, x), x),
+    "static per token": lambda model, x: captured(converted(model, x, static_int8(activation="per_token")), x),
+    "dynamic": lambda model, x: captured(converted(model, x, dynamic_int8()), x),
+    "float": lambda model, x: captured(model, x, linear="int8_dynamic"),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_all_of_a_graph_is_compiled_ahead_and_once(compiled, name):
+    gm, inputs = GRAPHS[name](nn.Sequential(Block(), Block()).eval(), example())
+    with warm_up(as_if_on_cuda(gm)):
+        pass
+    ahead = list(compiled)
+    assert ahead.count("_int8_linear_kernel") == 2, "two layers, in two equal blocks"
+    assert ahead.count("_dynamic_quantize_kernel") == (name in ("dynamic", "float"))
+    assert set(Guard.entered) == {CUDA}
+    Launched(gm).run(*inputs)
+    assert compiled == ahead, "compiled again"
+
+
+def quantized_graph():
+    return as_if_on_cuda(GRAPHS["static"](Block().eval(), example())[0])
+
+
+def refuse(*_):
+    raise AssertionError("there is nothing to compile")
+
+
+def test_nothing_happens_on_the_cpu(monkeypatch):
+    gm, _ = GRAPHS["static"](Block().eval(), example())
+    monkeypatch.setattr(warm_up_module, "ThreadPoolExecutor", refuse)
+    with warm_up(gm):
+        pass
+    with pytest.raises(AssertionError, match="nothing to compile"), warm_up(as_if_on_cuda(gm)):
+        pass
+
+
+def test_nothing_happens_where_kernels_are_interpreted(monkeypatch):
+    monkeypatch.setattr(warm_up_module, "ThreadPoolExecutor", refuse)
+    monkeypatch.setattr(warm_up_module, "INTERPRET", True)
+    with warm_up(quantized_graph()):
+        pass
+
+
+def test_symbolic_sizes_are_left_to_the_launch(monkeypatch):
+    x = example()
+    gm, _ = captured(converted(Block().eval(), x), x, dynamic=True)
+    nodes = [node for node in gm.graph.nodes if node.target is _ours.int8_linear.default]
+    assert len(nodes) == 2
+    assert all(isinstance(fake_value(node).shape[0], torch.SymInt) for node in nodes)
+    monkeypatch.setattr(warm_up_module, "ThreadPoolExecutor", refuse)
+    monkeypatch.setattr(warm_up_module._Call, "device", CUDA)
+    with warm_up(gm):
+        pass
+
+
+def test_compiles_beside_what_runs_inside_and_waits(compiled, monkeypatch):
+    started, go_on = threading.Event(), threading.Event()
+    compile_at_once = __import__("triton").compiler.compile
+
+    def compile(*args, **kwargs):
+        started.set()
+        assert go_on.wait(60)
+        return compile_at_once(*args, **kwargs)
+
+    monkeypatch.setattr("triton.compiler.compile", compile)
+    with warm_up(quantized_graph()):
+        assert started.wait(60)
+        assert compiled == []
+        go_on.set()
+    assert compiled == ["_int8_linear_kernel"] * 2
+
+
+def test_a_failure_is_logged_once_and_left_to_the_launch(compiled, monkeypatch, caplog):
+    compile_well = __import__("triton").compiler.compile
+
+    def compile(src, target, options, _env_vars=None):
+        if "gelu" in src.constants.values():
+            raise RuntimeError("no such instruction")
+        return compile_well(src, target, options)
+
+    monkeypatch.setattr("triton.compiler.compile", compile)
+    gm = quantized_graph()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            with warm_up(gm):
+                pass
+    assert [record.message for record in caplog.records] == [
+        "qframework: a kernel will be compiled at its first launch instead: RuntimeError: no such instruction"
+    ]
+    assert compiled == ["_int8_linear_kernel"], "the other one"
+    monkeypatch.setattr(_int8_linear_kernel, "compile", compile_well)
+    int8_linear_triton(*complete((int8(14, 32), ones(1), int8(64, 32), ones(64), ones(64), "gelu", None, ones(1))))
+    assert len(compiled) == 2
+
+
+def test_no_driver_is_a_warning(hopper, monkeypatch, caplog):
+    def absent(device):
+        raise RuntimeError("Found no NVIDIA driver")
+
+    monkeypatch.setattr(torch.cuda, "device", absent)
+    with caplog.at_level(logging.WARNING), warm_up(quantized_graph()):
+        pass
+    assert len(caplog.records) == 1
+    assert "Found no NVIDIA driver" in caplog.text
+
+
+def test_an_error_inside_passes_through(compiled):
+    with pytest.raises(ValueError, match="Inductor's"), warm_up(quantized_graph()):
+        raise ValueError("Inductor's")
+    assert len(compiled) == 2
+
+
+def test_threads_compile_for_hopper_and_load(hopper, monkeypatch, tmp_path):
+    """Triton's own compiler in several threads, on an empty cache."""
+    import triton
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with warm_up(as_if_on_cuda(GRAPHS["dynamic"](Block().eval(), example())[0])):
+        pass
+    linears = _int8_linear_kernel.device_caches[0][0].values()
+    rows = _dynamic_quantize_kernel.device_caches[0][0].values()
+    assert len(linears) == 2
+    assert len(rows) == 1
+    assert not any(isinstance(kernel, triton.FutureKernel) for kernel in (*linears, *rows))
+    assert all("wgmma" in kernel.asm["ptx"] for kernel in linears)
+    assert sorted(hopper) == ["_dynamic_quantize_kernel"] + ["_int8_linear_kernel"] * 2
+
+
+def test_inductor_runs_inside(monkeypatch):
+    """What the backend hands to warm_up is the lowered graph, and Inductor compiles while it is open."""
+    open_, graphs = [], []
+
+    class Recorded:
+        def __init__(self, gm):
+            graphs.append(gm)
+
+        def __enter__(self):
+            open_.append(True)
+
+        def __exit__(self, *_):
+            open_.append(False)
+
+    def compile_fx(gm, inputs, **_):
+        assert open_ == [True]
+        return gm.forward
+
+    monkeypatch.setattr(backend, "warm_up", Recorded)
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    x = example()
+    with torch.no_grad():
+        torch.compile(converted(Block(), x), backend="qframework")(x)
+    assert open_ == [True, False]
+    assert sum(node.target is _ours.int8_linear.default for node in graphs[0].graph.nodes) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["static", "static per token", "dynamic", "float", "static, many rows"])
+def test_the_first_call_compiles_nothing_again(monkeypatch, name):
+    """On a GPU: every kernel of ours is compiled ahead, for what Inductor hands it in the end."""
+    import triton
+
+    monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
+    monkeypatch.setattr(quantize, "launch", lambda kernel, grid: kernel[grid])
+    for kernel in KERNELS:
+        monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
+    ahead: dict[str, list[bool]] = defaultdict(list)
+
+    def hook(*, fn, is_manual_warmup, **_):
+        ahead[fn.jit_function.__name__].append(is_manual_warmup)
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", hook)
+    dim = 256 if name == "static, many rows" else 64
+    x = torch.randn(64 if dim == 256 else 2, 197, dim, device="cuda", dtype=torch.half)
+    model = nn.Sequential(Block(dim=dim), Block(dim=dim)).eval().cuda().half()
+    if name != "float":
+        per_token = static_int8(activation="per_token")
+        model = converted(model, x, {"dynamic": dynamic_int8(), "static per token": per_token}.get(name))
+    options = {"linear": "int8_dynamic"} if name == "float" else None
+    with torch.no_grad():
+        torch.compile(model, backend="qframework", options=options)(x)
+    assert ahead["_int8_linear_kernel"] == [True] * 2, "False: compiled at its launch"
+    assert ahead["_dynamic_quantize_kernel"] == [True] * (name in ("dynamic", "float"))
