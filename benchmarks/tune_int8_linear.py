@@ -71,7 +71,7 @@ SMALL = [
     *(Tile(64, 64, 128, 4, stages, tma=True, tma_store=True) for stages in (3, 4, 6)),
     Tile(64, 64, 256, 4, 3, tma=True),
     Tile(64, 64, 256, 4, 4, tma=True, tma_store=True),
-    Tile(64, 64, 128, 4, 3, programs=5, tma=True, tma_store=True),
+    Tile(64, 64, 128, 4, 3, programs=3, tma=True, tma_store=True),
     *(Tile(64, 32, 256, 4, stages, tma=True, tma_store=True) for stages in (4, 6)),
     Tile(64, 32, 128, 4, 6, tma=True),
     *(Tile(64, n, 256, 4, 3) for n in (32, 64)),

@@ -6,7 +6,7 @@ From::
 
 To, on a GPU::
 
-    int8_linear -> dynamic_quantize.alone              a row is read once, and kept in registers for its scale
+    int8_linear -> dynamic_quantize.alone              a row of up to 8,192 values is read once
 
 An opaque operator wrote what is quantized: nothing before it can be fused.
 """
@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.graph.nodes import fake_value
+from qframework.graph.nodes import argument, fake_value
 
 _ours = torch.ops.qframework
 
@@ -24,8 +24,12 @@ _ours = torch.ops.qframework
 def keep_dynamic_quantize(gm: GraphModule) -> None:
     """Mark every such ``dynamic_quantize``, in place."""
     for node in gm.graph.nodes:
-        if node.target is _ours.dynamic_quantize.default and _written_by_us(node.args[0]):
+        if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _written_by_us(node.args[0]):
             node.target = _ours.dynamic_quantize.alone
+
+
+def _is_per_token(node: Node) -> bool:
+    return argument(node, 1, "granularity") == "per_token"
 
 
 def _written_by_us(x: object) -> bool:

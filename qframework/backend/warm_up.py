@@ -106,9 +106,10 @@ def _compile(calls: list[_Call]) -> None:
     """Compile all at a time. Runs in a thread of its own: Triton's mode is the thread's that enters it."""
     workers = min(len(calls), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "qframework-compile") as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-        kernels = [_attempt(_start, call) for call in calls]
-        for call, kernel in zip(calls, kernels, strict=True):
-            _attempt(_load, call.device, kernel)
+        started = [(_attempt(_start, call), call.device) for call in calls]
+        different = {id(kernel): (kernel, device) for kernel, device in started if kernel is not None}
+        for kernel, device in different.values():
+            _attempt(_load, kernel, device)
 
 
 def _start(call: _Call) -> Any:
@@ -117,10 +118,8 @@ def _start(call: _Call) -> Any:
         return call.warm_up(call.device, *arguments)
 
 
-def _load(device: torch.device, kernel: Any) -> None:
+def _load(kernel: Any, device: torch.device) -> None:
     """Wait for a kernel, and bring it to the GPU with the function that launches it."""
-    if kernel is None:
-        return
     compiled = finished(kernel)
     with torch.cuda.device(device):
         compiled[(1, 1, 1)]  # what launches it: asking for it loads the kernel

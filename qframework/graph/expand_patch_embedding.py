@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from qframework.graph.nodes import argument, fake_value, operation
 from qframework.graph.shapes import same
-from qframework.graph.strides import needs_strides
+from qframework.graph.strides import follow_strides
 
 aten = torch.ops.aten
 
@@ -60,6 +60,8 @@ def _patch_embedding(node: Node) -> _PatchEmbedding | None:
     image, weight, bias = argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias")
     fakes = [fake_value(operand) if isinstance(operand, Node) else None for operand in (image, weight, node)]
     if any(fake is None or fake.ndim != spatial + 2 or not fake.is_floating_point() for fake in fakes):
+        return None
+    if any(torch._C._functorch.is_batchedtensor(fake) for fake in fakes if fake is not None):  # inside vmap
         return None
     _, channels, *kernel = fakes[1].shape  # type: ignore[union-attr]
     known = all(isinstance(size, int) for size in (channels, *kernel))
@@ -110,8 +112,11 @@ def _replace(gm: GraphModule, node: Node, call: _PatchEmbedding) -> None:
         product = recorded.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         x = add(F.linear, x, weight, call.bias, value=product)
         x = add(aten.movedim.int, x, -1, 1)
-        if needs_strides(node, x.meta[key]):
+        moved = follow_strides(node, x.meta[key])
+        if moved is None:
             x = add(aten.clone.default, x, value=recorded, memory_format=torch.contiguous_format)
-    x.meta = dict(node.meta)
+    for reader, value in (moved or {}).items():  # the next convolution asks what lies where
+        reader.meta[key] = value
+    x.meta = {**node.meta, key: x.meta[key]}
     node.replace_all_uses_with(x)
     gm.graph.erase_node(node)

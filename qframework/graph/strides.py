@@ -15,34 +15,43 @@ from qframework.graph.nodes import fake_value, operation, writes_in_place
 from qframework.graph.shapes import same_shape
 
 
-def needs_strides(node: Node, value: FakeTensor) -> bool:
-    """Whether the graph depends on the strides of ``node``, so that ``value``, with others, cannot take its place.
+def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
+    """What each node gives that lies elsewhere in memory once ``value``, with other strides, replaces ``node``.
+
+    None where the graph depends on the strides that were recorded.
 
     It does where a view becomes impossible, where an output would get other strides, and, to be safe, where memory is
     written. Strides pass through most operations: what reads ``value`` is run again, on fake tensors, until its results
     lie as they were recorded.
     """
     if not _moved(node, value):
-        return False
+        return {}
     replay, reader = _Replay(node, value), node.next
     while reader.op != "root":
         if replay.reaches(reader):
             if _is_opaque(reader):
-                return True
+                return None
             try:
                 replay.run(reader)
             except (RuntimeError, ValueError, TypeError, AssertionError):  # no view, or fake tensors cannot tell
-                return True
+                return None
         reader = reader.next
-    return False
+    return replay.moved
 
 
 def _is_opaque(node: Node) -> bool:
     """Whether a node that reads a value is taken to depend on its strides."""
     if node.op not in ("call_function", "call_method") or writes_in_place(node):
         return True
+    if operation(node) is None and not _is_quantization(node):  # another library's, or a kernel that is told strides
+        return True
     fake = fake_value(node)
     return operation(node) in ("as_strided", "stride") or (fake is not None and bool(free_unbacked_symbols(fake)))
+
+
+def _is_quantization(node: Node) -> bool:
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("qframework", "quantized_decomposed")
 
 
 class _Replay:
@@ -50,12 +59,12 @@ class _Replay:
 
     def __init__(self, node: Node, value: FakeTensor) -> None:
         self._mode = value.fake_mode
-        self._moved: dict[Node, Any] = {node: value}
+        self.moved: dict[Node, Any] = {node: value}
         self._unrecorded: dict[Node, Any] = {}
 
     def reaches(self, node: Node) -> bool:
         """Whether the node reads a value that has moved."""
-        return any(each in self._moved for each in node.all_input_nodes)
+        return any(each in self.moved for each in node.all_input_nodes)
 
     def run(self, node: Node) -> None:
         """Keep the node's result if it has moved, or shares the memory of a value that has."""
@@ -65,7 +74,7 @@ class _Replay:
         else:
             moved = isinstance(result, Tensor) and (_moved(node, result) or self._shares_memory(node, result))
         if moved:
-            self._moved[node] = result
+            self.moved[node] = result
 
     def _result(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
@@ -73,8 +82,8 @@ class _Replay:
         return run(*args, **kwargs)
 
     def _operand(self, node: Node) -> Any:
-        if node in self._moved:
-            return self._moved[node]
+        if node in self.moved:
+            return self.moved[node]
         value = node.meta.get("example_value", node.meta.get("val"))
         if value is None:
             return self._of_unrecorded(node)
@@ -90,8 +99,8 @@ class _Replay:
         return self._unrecorded[node]
 
     def _shares_memory(self, node: Node, result: Tensor) -> bool:
-        old = {_memory(fake_value(each)) for each in self._moved}
-        new = {_memory(each) for each in self._moved.values()}
+        old = {_memory(fake_value(each)) for each in self.moved}
+        new = {_memory(each) for each in self.moved.values()}
         return _memory(fake_value(node)) in old or _memory(result) in new
 
 

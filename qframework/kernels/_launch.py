@@ -106,7 +106,8 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         found = _compiled.get(key)
         if found is None:
             compiled = kernel[grid](*arguments, **constants)
-            _compiled[key] = finished(compiled), tuple(kernel.arg_names[len(arguments) :])
+            if compiled is not None:  # the interpreter compiles nothing
+                _compiled[key] = finished(compiled), tuple(kernel.arg_names[len(arguments) :])
             return
         compiled, names = found
         compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
@@ -117,6 +118,8 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 def specialization(argument: Any) -> Any:
     """What Triton may compile an argument in for: at least as fine as its own rules."""
     if isinstance(argument, torch.Tensor):
+        if torch.version.hip:  # there, offsets within small tensors have 32 bits
+            return argument.dtype, argument.data_ptr() % 16, argument.untyped_storage().nbytes() < 2**31
         return argument.dtype, argument.data_ptr() % 16
     if type(argument) is int:
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31

@@ -21,7 +21,7 @@ def _gelu(x):
     Off by less than 1e-6, and less than 1e-5 of itself where |x| < 1. Coefficients: a minimax fit on [0, 6] with
     q(0) = -1; beyond, 2^q only falls.
     """
-    t = tl.abs(x)
+    t = tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL)  # infinity times 0 would be NaN
     q = -0.00048810212 * t + 0.0071987184
     q = q * t - 0.052146632
     q = q * t - 0.45959583
@@ -38,7 +38,7 @@ def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2 u)
         y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     elif ACTIVATION == "relu":
-        y = tl.maximum(y, 0.0)
+        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACTIVATION == "silu":
         y = y * tl.sigmoid(y)
     return y
@@ -48,7 +48,8 @@ def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 def _reciprocal(x):
     """``1 / x``, approximate and one Newton step: the exact division is a call that spills the accumulator."""
     y = 1.0 / x
-    return y + y * (1.0 - x * y)
+    off = 1.0 - x * y
+    return tl.where(tl.abs(off) < 0.5, y + y * off, y)  # 0, infinity and what is too small have no better one
 
 
 @triton.jit
@@ -244,7 +245,8 @@ class Plan:
             "none" if out_scale is None else self._kind(out_scale),
         )
         steps = (self.strides[0], self.strides[1], n * out_dtype.itemsize)
-        self.tma = self.in_place and k > 0 and all(step % 16 == 0 for step in steps)
+        self.tma = self.in_place and k > 0 and all(step > 0 and step % 16 == 0 for step in steps)
+        self.wide = 4 in (out_dtype.itemsize, 0 if residual is None else residual.dtype.itemsize)
         self._launches: dict[bool, tuple[Launch, Tile]] = {}
 
     def _kind(self, scale: Tensor) -> str:
@@ -258,7 +260,8 @@ class Plan:
     def launch(self, device: torch.device, aligned: bool) -> tuple[Launch, Tile]:
         """For operands that all begin at multiples of 16 bytes, or for any."""
         if aligned not in self._launches:
-            self.use(tile_for(device, *self.sizes, self.epilogue, self.tma and aligned), device, aligned)
+            tile = tile_for(device, *self.sizes, self.epilogue, self.tma and aligned, self.wide)
+            self.use(tile, device, aligned)
         return self._launches[aligned]
 
     def use(self, tile: Tile, device: torch.device, aligned: bool = True) -> None:

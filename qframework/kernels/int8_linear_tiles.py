@@ -63,7 +63,14 @@ INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
 
 
 def choose_tile(
-    m: int, n: int, k: int, capability: tuple[int, int], processors: int, epilogue: Epilogue, tma: bool = True
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    epilogue: Epilogue,
+    tma: bool = True,
+    wide: bool = False,
 ) -> Tile:
     """Tile for a problem on a chip.
 
@@ -75,11 +82,12 @@ def choose_tile(
         processors: multiprocessors of the chip.
         epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
         tma: whether the operands lie in memory as tensor descriptors need it.
+        wide: whether the result or the residual is float32, which takes twice the shared memory that was measured.
     """
     chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
         capability, "99 KB"
     )
-    if tma and (measured := _table(chip).get((_bucket(m), n, k, epilogue))):
+    if tma and not wide and (measured := _table(chip).get((_bucket(m), n, k, epilogue))):
         return measured
     candidates = _CANDIDATES[chip if tma or chip != "sm_90" else "sm_90 by pointers"]
     for tile in candidates:
@@ -104,12 +112,12 @@ def _table(chip: str) -> dict[tuple[int, int, int, str], Tile]:
 
 
 @functools.lru_cache(4096)
-def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool) -> Tile:
+def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool, wide: bool) -> Tile:
     """``choose_tile`` on ``device``."""
     if device.type != "cuda":
         return INTERPRETED
     capability, processors = chip_of(device)
-    return choose_tile(m, n, k, capability, processors, epilogue, tma)
+    return choose_tile(m, n, k, capability, processors, epilogue, tma, wide)
 
 
 @functools.cache

@@ -103,6 +103,17 @@ def write_to_a_copy(y):
     return y.sum() + pooled.sum()
 
 
+@torch.library.custom_op("qframework_tests::in_order", mutates_args=())
+def in_order(y: torch.Tensor) -> torch.Tensor:
+    """Another library's operator, which reads memory as it lies."""
+    return y.as_strided((y.numel(),), (1,)).cumsum(0)
+
+
+@in_order.register_fake
+def _(y):
+    return y.new_empty(y.numel())
+
+
 # What reads the convolution's result, and whether that depends on how it lies in memory.
 READERS = {
     "output": (lambda y: y, True),
@@ -113,6 +124,7 @@ READERS = {
     "view of tokens turned back": (lambda y: (tokens(y) + 1).mT.view(2, -1).sum(1), True),
     "view of a part": (lambda y: y.chunk(2, 1)[1].view(2, -1).sum(1), True),
     "as_strided": (lambda y: y.as_strided((4,), (1,)).clone(), True),
+    "another library": (lambda y: in_order(y).sum(), True),
     "written": (lambda y: y.relu_().sum(), True),
     "written after a copy": (write_to_a_copy, True),
     "possible view": (lambda y: y.view(2, 6, -1).sum(1), False),
@@ -139,6 +151,41 @@ def test_strides_of_a_convolution_where_they_matter(name, device):
     torch.testing.assert_close(y, expected)
     assert y.stride() == expected.stride()
     torch.testing.assert_close(torch.compile(embed, backend="qframework", fullgraph=True)(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda y, z: torch.cat([y.relu(), z], 1).view(2, -1).sum(1),
+        lambda y, z: torch.cat([y, z]),
+        lambda y, z: torch.stack([y, z]),
+        lambda y, z: (z + y).view(2, -1).sum(1),
+    ],
+    ids=["view of both", "cat", "stack", "sum"],
+)
+def test_two_patch_embeddings(join, device):
+    """The second is replaced in the knowledge of how the first one lies."""
+    (x, weight, bias), (other, second, _) = operands((3, 16, 16), (4, 4), device), operands((3, 16, 16), (4, 4), device)
+
+    def embed(x, other, weight, second, bias):
+        return join(F.conv2d(x, weight, bias, stride=4), F.conv2d(other, second, stride=4))
+
+    y, capture = captured(embed, x, other, weight, second, bias)
+    expected = embed(x, other, weight, second, bias)
+    assert (capture.convolutions(), capture.products()) == (0, 2)
+    torch.testing.assert_close(y, expected)
+    assert y.stride() == expected.stride()
+
+
+def test_inside_vmap_a_convolution_stays():
+    x, weight, bias = operands((3, 16, 16), (4, 4))
+
+    def ensemble(x, weights):
+        return torch.vmap(lambda weight: F.conv2d(x, weight, bias, stride=4), in_dims=0)(weights)
+
+    weights = torch.stack([weight, 2 * weight])
+    compiled = torch.compile(ensemble, backend="qframework")(x, weights)
+    torch.testing.assert_close(compiled, ensemble(x, weights))
 
 
 UNTOUCHED = {

@@ -248,7 +248,7 @@ def quantized_graph():
     return as_if_on_cuda(GRAPHS["static"](Block().eval(), example())[0])
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise AssertionError("there is nothing to compile")
 
 
@@ -318,6 +318,24 @@ def test_a_failure_is_logged_once_and_left_to_the_launch(compiled, monkeypatch, 
     monkeypatch.setattr(_int8_linear_kernel, "compile", compile_well)
     int8_linear_triton(*complete((int8(14, 32), ones(1), int8(64, 32), ones(64), ones(64), "gelu", None, ones(1))))
     assert len(compiled) == 2
+
+
+def test_calls_of_other_shapes_share_a_kernel_and_its_failure(compiled, monkeypatch, caplog):
+    gm = quantized_graph()
+    linear = next(node for node in gm.graph.nodes if node.target is _ours.int8_linear.default)
+    with FakeTensorMode(), gm.graph.inserting_after(linear):
+        again = gm.graph.node_copy(linear)
+        again.args = (gm.graph.placeholder("more"), *linear.args[1:])
+        again.args[0].meta["example_value"] = torch.empty(3, 5, 32, dtype=torch.int8, device=CUDA)
+    with warm_up(gm):
+        pass
+    assert len(compiled) == 2
+    monkeypatch.setattr("triton.compiler.compile", refuse)
+    for kernel in KERNELS:
+        kernel.device_caches.clear()
+    with caplog.at_level(logging.WARNING), warm_up(gm):
+        pass
+    assert len(caplog.records) == 1
 
 
 def test_no_driver_is_a_warning(hopper, monkeypatch, caplog):

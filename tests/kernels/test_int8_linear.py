@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import numpy as np
@@ -190,6 +191,26 @@ def test_an_activation_s_small_negative_values_saturate_symmetrically(run, place
         y = linear(a, one, a[:1], one, act=activation)[0]
         got = run(a, one, a[:1], one, None, activation, None, step * one)
         assert got.flatten().tolist() == np.clip(np.rint(y / step), -127, 127).flatten().tolist()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("bias", "expected"), [(math.inf, math.inf), (math.nan, math.nan), (1e30, 1e30), (-1e30, 0.0)])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_hide_neither_nan_nor_infinity(bias, expected, activation, dtype):
+    """Not asked of the CPU: PyTorch's vectorized GELU makes NaN of infinity, oneDNN's ReLU makes 0 of NaN."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a, one = torch.ones(2, 16, dtype=torch.int8, device=place), torch.ones(1, device=place)
+    got = int8_linear_triton(a, one, a[:1], one, torch.full((1,), bias, device=place), activation, None, None, dtype)
+    torch.testing.assert_close(got, torch.full_like(got, expected), equal_nan=True, atol=0, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("step", [2.0**-126, 2.0**-60, 2.0**100, 2.0**127, float("inf")])
+def test_requantized_with_an_extreme_scale(run, place, step):
+    a = torch.tensor([[3], [-3], [0]], dtype=torch.int8, device=place)
+    one = torch.ones(1, device=place)
+    got = run(a, one, a[:1], one, None, "none", None, torch.full((1,), step, device=place))
+    assert got.flatten().tolist() == ([127, -127, 0] if step < 1 else [0, 0, 0])
 
 
 @pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0), (2, 0, 8)])
