@@ -139,12 +139,14 @@ def prepare(subject: Subject, provider: Provider, images: Tensor) -> nn.Module:
 def allow_tf32(allowed: bool) -> Iterator[None]:
     """TensorFloat-32 for matrix products and convolutions, on or off, and back to what it was."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    before = matmul.allow_tf32, cudnn.allow_tf32
-    matmul.allow_tf32 = cudnn.allow_tf32 = allowed
-    try:
-        yield
-    finally:
-        matmul.allow_tf32, cudnn.allow_tf32 = before
+    before = matmul.allow_tf32
+    kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
+    with cudnn.flags(**kept, allow_tf32=allowed):  # also where global flags are frozen
+        matmul.allow_tf32 = allowed
+        try:
+            yield
+        finally:
+            matmul.allow_tf32 = before
 
 
 @contextlib.contextmanager
