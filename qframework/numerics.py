@@ -6,7 +6,8 @@ Symmetric INT8 only. A real value is ``x = q * scale`` with ``q`` in ``[-127, 12
     q     = clamp(round_half_even(x * (1 / scale)), -127, 127)
 
 The reciprocal is rounded to float32 once and then multiplied, as PyTorch's own ``quantized_decomposed`` operators do:
-the same bits on every device, at most one quantization step away from an exact division, and only next to a tie.
+at most one quantization step away from an exact division, and only next to a tie. These functions give the same bits
+on every device; a GPU's epilogue may take a reciprocal that is off in its last bit.
 NaN and infinity are not hidden: a group that holds one gets a NaN or infinite scale and dequantizes to NaN.
 
 **Scales broadcast against the tensor they quantize.** ``()`` or ``(1,)`` is per tensor. Per token, the last dimension

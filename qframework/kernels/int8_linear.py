@@ -120,7 +120,9 @@ def int8_linear(
         ``(..., N)`` of ``out_dtype``, contiguous.
 
     Numerics: the accumulator is exact for K up to 133,000; the epilogue is float32 and rounds once at the end; a
-    requantized value saturates at +-127.
+    requantized value saturates at +-127. On a GPU, GELU is within 1e-6 (and 1e-5 of itself where |x| < 1) in front
+    of 16 or 8 bit, and erf's own for float32; ``y / out_scale`` is a product with the reciprocal, so that a value next
+    to a tie may round the other way.
 
     Raises:
         UnsupportedError: a dtype, activation or device no kernel can do.

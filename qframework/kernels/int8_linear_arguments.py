@@ -30,6 +30,7 @@ def flat_out_scale(out_scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def result_dtype(out_scale: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    """int8 where the result is requantized, else what was asked for, float32 by default."""
     return torch.int8 if out_scale is not None else out_dtype or torch.float32
 
 

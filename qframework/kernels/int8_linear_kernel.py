@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._common import check_device, round_to_int8, row_scale
-from qframework.kernels._launch import Launch
+from qframework.kernels._launch import Launch, cdiv
 from qframework.kernels._triton import TensorDescriptor, tl, triton
 from qframework.kernels.int8_linear_arguments import check_arguments, flat_out_scale, is_per_channel, result_dtype
 from qframework.kernels.int8_linear_tiles import Epilogue, Tile, chip_of, tile_for
@@ -267,14 +267,27 @@ class Plan:
     def use(self, tile: Tile, device: torch.device, aligned: bool = True) -> None:
         """Launch with ``tile`` from now on."""
         m, n, k = self.sizes
-        tiles = triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+        tiles = cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
         programs = min(tiles, tile.programs * chip_of(device)[1]) if tile.programs else tiles
-        blocks = (tile.block_m, tile.block_n, tile.block_k, tile.group_m)
-        early = tile.programs == 0 and tile.subtiles == 1
-        ways = (tile.programs > 0, tile.subtiles, tile.tma, tile.tma_store, early)
-        constants = (*self.flags, k % tile.block_k == 0, *blocks, *ways)
+        constants = (*self.flags, *tile_constants(tile, k).values())
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         self._launches[aligned] = Launch(_int8_linear_kernel, (programs, 1, 1), constants, aligned, **options), tile
+
+
+def tile_constants(tile: Tile, k: int) -> dict[str, Any]:
+    """What the kernel is compiled for because of its tile, in the order of its arguments."""
+    return {
+        "EVEN_K": tile.tma or k % tile.block_k == 0,  # descriptors give zeros past the edge
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "GROUP_M": tile.group_m,
+        "PERSISTENT": tile.programs > 0,
+        "SUBTILES": tile.subtiles,
+        "TMA": tile.tma,
+        "TMA_STORE": tile.tma_store,
+        "EARLY": tile.programs == 0 and tile.subtiles == 1,
+    }
 
 
 def epilogue_of(activation: str, residual: bool, int8: bool) -> Epilogue:
@@ -367,9 +380,13 @@ def warm_up_int8_linear(
 
 
 def _contiguous(operands: Operands) -> Operands:
-    a, a_scale, b, b_scale = (t.contiguous() for t in operands[:4])
-    bias, residual, out_scale = (t if t is None else t.contiguous() for t in operands[4:])
-    return a, a_scale, b, b_scale, bias, residual, out_scale
+    """Operands as the kernel can read them; matrices whose rows are evenly apart stay where they are."""
+    a, a_scale, b, b_scale, bias, residual, out_scale = operands
+    a, b = (t if rows_apart(t) is not None else t.contiguous() for t in (a, b))
+    if residual is not None and rows_apart(residual) is None:
+        residual = residual.contiguous()
+    bias, out_scale = (t if t is None else t.contiguous() for t in (bias, out_scale))
+    return a, a_scale.contiguous(), b, b_scale.contiguous(), bias, residual, out_scale
 
 
 def _launch_and_arguments(

@@ -37,20 +37,16 @@ class Tile(NamedTuple):
 
 
 # Candidates for a chip, largest first. The last one also serves everything smaller.
+_BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {
     "sm_90": [
         Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True),
         Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
         Tile(64, 64, 128, 4, 4, tma=True, tma_store=True),
     ],
-    "sm_90 by pointers": [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
-    "sm_100": [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)],
-    "sm_80": [
-        Tile(128, 128, 128, 8, 3, subtiles=2),
-        Tile(64, 128, 128, 4, 3),
-        Tile(64, 64, 128, 4, 4),
-        Tile(16, 64, 128, 4, 4),
-    ],
+    "sm_90 by pointers": _BY_POINTERS,
+    "sm_100": _BY_POINTERS,
+    "sm_80": [*_BY_POINTERS, Tile(16, 64, 128, 4, 4)],
     "99 KB": [
         Tile(128, 128, 64, 8, 3, subtiles=2),
         Tile(64, 128, 64, 4, 3),

@@ -31,7 +31,7 @@ from qframework.kernels._common import (
     row_scale,
     rows_of,
 )
-from qframework.kernels._launch import cuda_implementation, launch
+from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -103,7 +103,7 @@ def _dynamic_quantize_kernel(
 
 
 def _block_c(columns: int) -> int:
-    return min(max(triton.next_power_of_2(columns), 16), _MAX_BLOCK_C)
+    return min(max(power_of_2(columns), 16), _MAX_BLOCK_C)
 
 
 def _quantize_triton(x: Tensor, scale: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _quantize_triton(x: Tensor, scale: Tensor) -> Tensor:
         return q
     rows = rows_of(x)
     block = min(_block_c(rows.shape[1]), 2048)
-    grid = (rows.shape[0], triton.cdiv(rows.shape[1], block))
+    grid = (rows.shape[0], cdiv(rows.shape[1], block))
     launch(_quantize_kernel, grid)(rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
     return q
 

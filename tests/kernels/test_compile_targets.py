@@ -15,7 +15,7 @@ import pytest
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
 from qframework.kernels import int8_linear_tiles
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, epilogue_of
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, epilogue_of, tile_constants
 from qframework.kernels.int8_linear_tiles import Tile, choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 
@@ -102,13 +102,9 @@ def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp
         "A_SCALE": "row" if per_row else "tensor",
         "B_PER_CHANNEL": True,
         "HAS_BIAS": True,
-        "EVEN_K": True,
         **flags,
+        **tile_constants(tile, k=tile.block_k),
     }
-    constants |= {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
-    constants |= {"PERSISTENT": tile.programs > 0, "SUBTILES": tile.subtiles}
-    constants |= {"TMA": tile.tma, "TMA_STORE": tile.tma_store}
-    constants |= {"EARLY": tile.programs == 0 and tile.subtiles == 1}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return compile_for(chip, _int8_linear_kernel, types, constants, **options)
 
