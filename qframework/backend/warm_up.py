@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import argument, fake_value
@@ -114,14 +115,14 @@ def _compile(calls: list[_Call]) -> None:
 
 def _start(call: _Call) -> Any:
     arguments = (value.on_meta() if isinstance(value, _Like) else value for value in call.arguments)
-    with torch.cuda.device(call.device):
+    with current_device(call.device):
         return call.warm_up(call.device, *arguments)
 
 
 def _load(kernel: Any, device: torch.device) -> None:
     """Wait for a kernel, and bring it to the GPU with the function that launches it."""
     compiled = finished(kernel)
-    with torch.cuda.device(device):
+    with current_device(device):
         compiled[(1, 1, 1)]  # what launches it: asking for it loads the kernel
 
 

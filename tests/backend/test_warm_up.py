@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import defaultdict
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -24,7 +25,7 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import fake_value
-from qframework.kernels import int8_linear_kernel, quantize
+from qframework.kernels import int8_linear_kernel
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
 from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.int8_linear_tiles import choose_tile
@@ -33,6 +34,7 @@ from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 KERNELS = (_int8_linear_kernel, _dynamic_quantize_kernel)
+quantize_module = import_module("qframework.kernels.quantize")  # the package has a function of that name
 CUDA = torch.device("cuda", 0)
 _ours = torch.ops.qframework
 
@@ -71,7 +73,7 @@ def hopper(monkeypatch):
         utils=utils,
     )
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: Guard(device))
+    monkeypatch.setattr(warm_up_module, "current_device", Guard)
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards
@@ -86,7 +88,7 @@ def hopper(monkeypatch):
 
 
 class Guard:
-    """torch.cuda.device, which needs a GPU."""
+    """Stands for torch.cuda.device, which needs a GPU."""
 
     entered: list[torch.device]
 
@@ -342,7 +344,7 @@ def test_no_driver_is_a_warning(hopper, monkeypatch, caplog):
     def absent(device):
         raise RuntimeError("Found no NVIDIA driver")
 
-    monkeypatch.setattr(torch.cuda, "device", absent)
+    monkeypatch.setattr(warm_up_module, "current_device", absent)
     with caplog.at_level(logging.WARNING), warm_up(quantized_graph()):
         pass
     assert len(caplog.records) == 1
@@ -405,7 +407,7 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     import triton
 
     monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
-    monkeypatch.setattr(quantize, "launch", lambda kernel, grid: kernel[grid])
+    monkeypatch.setattr(quantize_module, "launch", lambda kernel, grid: kernel[grid])
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     ahead: dict[str, list[bool]] = defaultdict(list)
