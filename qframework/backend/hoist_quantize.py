@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.channels import ChannelView, Leaf, quantized_everywhere
 from qframework.backend.lower_linear import (
     Refused,
     ScaleConstants,
@@ -31,6 +30,7 @@ from qframework.backend.lower_linear import (
     quantized_operands,
     static_quantize_scale,
 )
+from qframework.graph.channels import ChannelView, Leaf, quantized_everywhere
 from qframework.graph.nodes import Constants, fake_value, layer_name, linear_call
 from qframework.numerics import QMAX
 

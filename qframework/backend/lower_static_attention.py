@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.backend.channels import ChannelView, quantized_everywhere
 from qframework.backend.hoist_quantize import drop_requantization, erase_quantize, is_static_quantize, mark_int8
 from qframework.backend.lower_linear import (
     Quantized,
@@ -36,6 +35,7 @@ from qframework.backend.lower_linear import (
 from qframework.backend.report import LayerReport
 from qframework.graph.attention_patterns import NotAttention, sdpa_call
 from qframework.graph.attention_patterns import Refused as NotWritable
+from qframework.graph.channels import ChannelView, quantized_everywhere
 from qframework.graph.nodes import Constants, argument, fake_value, layer_name, operation
 from qframework.graph.write_attention import AttentionWriter
 

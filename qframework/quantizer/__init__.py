@@ -16,6 +16,7 @@ from qframework.quantizer.config import (
     static_int8,
 )
 from qframework.quantizer.quantizer import QFrameworkQuantizer
+from qframework.quantizer.recipe import Recipe, Smooth
 
 __all__ = [
     "ActivationConfig",
@@ -23,6 +24,8 @@ __all__ = [
     "LinearConfig",
     "QFrameworkQuantizer",
     "QuantizationConfig",
+    "Recipe",
+    "Smooth",
     "WeightConfig",
     "calibrate",
     "dynamic_attention",

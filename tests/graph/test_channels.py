@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from qframework.backend.channels import ChannelView, quantized_everywhere
+from qframework.graph.channels import ChannelView, quantized_everywhere
 
 BATCH, TOKENS, CHANNELS = 3, 5, 24
 QUANTIZE = torch.ops.qframework.quantize.default
