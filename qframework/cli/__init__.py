@@ -1,0 +1,20 @@
+"""The command line: ``qframework quantize | evaluate | benchmark | doctor``.
+
+Exit codes: 0 success, 1 a check failed, 2 bad usage or bad input, said in one line on standard error. Results go to
+standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
+"""
+
+from __future__ import annotations
+
+from qframework.cli import benchmark, doctor, evaluate, quantize
+from qframework.cli.app import app
+
+app.command(epilog=quantize.EXAMPLES)(quantize.quantize)
+app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
+app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+
+
+def main() -> None:
+    """Entry point of the ``qframework`` command."""
+    app()

@@ -1,0 +1,5 @@
+"""``python -m qframework.cli``."""
+
+from qframework.cli import main
+
+main()

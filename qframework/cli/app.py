@@ -1,0 +1,81 @@
+"""The command ``qframework`` itself: its options, its exit codes, and what all of its commands share."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from typer.core import TyperGroup
+
+from qframework import __version__
+from qframework.errors import QFrameworkError
+
+CHECK_FAILED, BAD_INPUT = 1, 2
+_state = {"debug": False}
+
+
+class _Commands(TyperGroup):
+    """Turns what a user can mend into one line and exit code 2; anything else is a bug and keeps its traceback."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (QFrameworkError, OSError, ModuleNotFoundError) as error:
+            if _state["debug"]:
+                raise
+            # No markup and no wrapping: the message may hold brackets and should stay one line for grep.
+            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"qframework: {_one_line(error)}")
+            raise typer.Exit(BAD_INPUT) from error
+
+
+app = typer.Typer(
+    cls=_Commands,
+    name="qframework",
+    help="Quantized transformers for PyTorch.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+Model = Annotated[str, typer.Argument(help="A timm model, or [bold]digits[/]: the ViT of handwritten digits.")]
+Target = Annotated[str, typer.Argument(help="A file of [bold]qframework quantize[/], a timm model, or digits.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Weights of the timm model; for digits where the trained model is kept.")
+]
+Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download timm's weights.")]
+Data = Annotated[str, typer.Option(help="A folder with one folder of images per class, or digits.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+BatchSize = Annotated[int, typer.Option(min=2, help="Images in a batch.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qframework {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of every error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    _state["debug"] = debug
+    # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does; users cannot mend that.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+
+
+def failed_check(message: str) -> typer.Exit:
+    """Say that a check failed; raise the result."""
+    typer.echo(f"qframework: check failed: {message}", err=True)
+    return typer.Exit(CHECK_FAILED)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())

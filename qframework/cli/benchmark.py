@@ -1,0 +1,72 @@
+"""``qframework benchmark``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from qframework.cli.app import BatchSize, Checkpoint, Device, Json, Target
+from qframework.cli.output import print_rows
+from qframework.cli.targets import compiled, device_named, is_file, open_target
+
+EXAMPLES = """\
+[bold]Examples[/]
+
+qframework benchmark vit_base_patch16_224 --batch-size 8
+
+qframework benchmark vit.pt2 --device cuda --batch-size 256 --json
+"""
+
+
+def benchmark(
+    target: Target,
+    checkpoint: Checkpoint = None,
+    batch_size: BatchSize = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls, of which the median counts.")] = 20,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure images per second on random images: float eager, float compiled, static and dynamic INT8.
+
+    A saved model is measured compiled. Without --checkpoint a timm model has random weights, which are as fast.
+    """
+    from rich.progress import track
+
+    from qframework.evaluation import throughput
+
+    candidates = _candidates(target, checkpoint, batch_size, device_named(device))
+    rows = []
+    for name, (module, images) in track(candidates.items(), "Measuring", console=Console(stderr=True)):
+        speed = throughput(module, images, repeats=repeats)
+        rows.append(
+            {"configuration": name, "images_per_second": speed, "milliseconds_per_batch": 1e3 * batch_size / speed}
+        )
+    print_rows(f"{target}, batch {batch_size}, {device}", rows, as_json)
+
+
+def _candidates(target: str, checkpoint: Path | None, batch_size: int, device: Any) -> dict[str, tuple[Any, Any]]:
+    """Configurations to measure, each with its input."""
+    import torch
+
+    from qframework.evaluation import quantize_model
+    from qframework.evaluation.models import input_size, load_classifier
+    from qframework.quantizer import QFrameworkQuantizer, static_int8
+
+    if is_file(target):
+        module, description = open_target(target, checkpoint, pretrained=False)
+        images = torch.randn(batch_size, *input_size(description), device=device)
+        return {"saved, compiled": (compiled(module.to(device), description), images)}
+    classifier = load_classifier(target, checkpoint)
+    images = torch.randn(batch_size, *input_size(classifier.describe()), device=device)
+    model = classifier.model.to(device)
+    static = quantize_model(model, images, QFrameworkQuantizer().set_global(static_int8()), [images])
+    dynamic = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"})
+    return {
+        "float, eager": (model, images),
+        "float, compiled": (torch.compile(model), images),
+        "static INT8": (torch.compile(static.converted, backend="qframework"), images),
+        "dynamic INT8": (dynamic, images),
+    }

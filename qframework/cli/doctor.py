@@ -1,0 +1,34 @@
+"""``qframework doctor``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import typer
+
+from qframework.cli.app import Json, failed_check
+from qframework.cli.output import print_table
+
+EXAMPLES = """\
+[bold]Examples[/]
+
+qframework doctor
+
+qframework doctor --json
+"""
+
+
+def doctor(as_json: Json = False) -> None:
+    """Show what this machine has and which kernels will run; exit with 1 when the backend cannot work."""
+    from qframework.diagnosis import diagnose
+
+    report = diagnose()
+    if as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for section, values in report.items():
+            if isinstance(values, Mapping):
+                print_table(section, values)
+    if report["problems"]:
+        raise failed_check("; ".join(report["problems"]))

@@ -1,0 +1,51 @@
+"""``qframework evaluate``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Pretrained, Target, failed_check
+from qframework.cli.output import print_result
+from qframework.cli.targets import compiled, device_named, is_file, open_target, refuse_random_weights
+
+EXAMPLES = """\
+[bold]Examples[/]
+
+qframework evaluate digits.pt2
+
+qframework evaluate vit.pt2 --data imagenet/val --min-top1 80
+
+qframework evaluate vit_base_patch16_224 --pretrained --data imagenet/val
+"""
+
+
+def evaluate(
+    target: Target,
+    data: Data = "digits",
+    checkpoint: Checkpoint = None,
+    pretrained: Pretrained = False,
+    batch_size: BatchSize = 128,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Do not compile; a saved model then computes in float.")
+    ] = False,
+    min_top1: Annotated[float, typer.Option(min=0, max=100, help="Exit with 1 when top-1 is below.")] = 0.0,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Measure top-1 of a saved or a float model."""
+    from qframework.evaluation import top1
+    from qframework.evaluation.models import images_for
+
+    on = device_named(device)
+    if not is_file(target):
+        refuse_random_weights(target, checkpoint, pretrained)
+    module, description = open_target(target, checkpoint, pretrained)
+    loader = images_for(description, data, batch_size=batch_size)
+    module = module.to(on)
+    measured = module if eager else compiled(module, description, dynamic=True)
+    accuracy = top1(measured, loader, device=on, show_progress=True)
+    print_result(f"{target} on {data}", {"target": target, "data": data, "top1": accuracy}, as_json)
+    if accuracy < min_top1:
+        raise failed_check(f"top-1 {accuracy:.2f} % is below {min_top1} %")

@@ -1,0 +1,110 @@
+"""``qframework quantize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Model, Pretrained
+from qframework.cli.output import print_result
+from qframework.cli.targets import at_least_two, device_named, refuse_random_weights
+from qframework.errors import QFrameworkError
+
+if TYPE_CHECKING:
+    from qframework.quantizer import AttentionConfig, LinearConfig
+
+EXAMPLES = """\
+[bold]Examples[/]
+
+qframework quantize digits --output digits.pt2
+
+qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --batches 16 --output vit.pt2
+
+qframework quantize vit_base_patch16_224 --checkpoint vit.safetensors --data imagenet/train --dynamic
+
+qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --attention static --output vit.pt2
+"""
+
+
+def quantize(
+    model: Model,
+    data: Data = "digits",
+    checkpoint: Checkpoint = None,
+    pretrained: Pretrained = False,
+    static: Annotated[
+        bool, typer.Option("--static/--dynamic", help="Activation scales: calibrated or computed.")
+    ] = True,
+    observer: Annotated[
+        str, typer.Option(help="Static only: minmax, moving_average, percentile, mse or entropy.")
+    ] = "minmax",
+    activation: Annotated[
+        Literal["per_tensor", "per_token"] | None,
+        typer.Option(help="Granularity of activations; per_tensor if static, per_token if dynamic."),
+    ] = None,
+    weight: Annotated[
+        Literal["per_channel", "per_tensor"], typer.Option(help="Granularity of weights.")
+    ] = "per_channel",
+    attention: Annotated[
+        str, typer.Option(help="off, static (calibrated, with the observer of --observer), auto, or a variant: sage_b.")
+    ] = "off",
+    batches: Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")] = 8,
+    batch_size: BatchSize = 32,
+    output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
+    device: Device = "cpu",
+    as_json: Json = False,
+) -> None:
+    """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
+    from qframework.backend import explain
+    from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
+    from qframework.evaluation.models import images_for, load_classifier
+    from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
+    from qframework.quantizer import QFrameworkQuantizer
+    from qframework.serialization import save
+
+    quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
+    if attention != "off":
+        quantizer.set_global(_attention_config(attention, observer))
+    classifier = load_classifier(model, checkpoint, pretrained=pretrained)
+    refuse_random_weights(model, checkpoint, pretrained)
+    loader = images_for(classifier.describe(), data, batch_size=batch_size, calibration=True)
+    images = at_least_two(next(iter(loader))[0].to(device_named(device)))
+    float_model = classifier.model.to(images.device)
+    calibration = loader if static or attention == "static" else None
+    quantized = quantize_model(float_model, images, quantizer, calibration, batches=batches, show_progress=True)
+    output = output or Path(f"{model}_int8.pt2")
+    kept = {**classifier.describe(), "quantizer": quantizer.to_dict()}
+    save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
+    report = explain(quantized.converted, (images,))
+    sqnr = layer_sqnr(*quantized, images)
+    worst = min(sqnr, key=sqnr.__getitem__)
+    result = {
+        "model": model,
+        "output": str(output),
+        "lowered_linears": report.lowered,
+        "linears": report.total,
+        "lowered_attentions": report.attention_lowered,
+        "attentions": report.attention_total,
+        "weight_bytes_fp32": weight_bytes(float_model),
+        "weight_bytes": weight_bytes(quantized.converted),
+        "worst_layer": worst,
+        "worst_sqnr_db": sqnr[worst],
+    }
+    print_result(f"{model}, quantized", result, as_json)
+
+
+def _linear_config(static: bool, observer: str, activation: Any, weight: Any) -> LinearConfig:
+    from qframework.quantizer import dynamic_int8, static_int8
+
+    if static:
+        return static_int8(activation=activation or "per_tensor", weight=weight, observer=observer)
+    if observer != "minmax":
+        raise QFrameworkError(f"--observer {observer} needs --static: dynamic scales come from the data")
+    return dynamic_int8(activation=activation or "per_token", weight=weight)
+
+
+def _attention_config(attention: str, observer: str) -> AttentionConfig:
+    from qframework.quantizer import dynamic_attention, static_attention
+
+    return static_attention(observer=observer) if attention == "static" else dynamic_attention(attention)
