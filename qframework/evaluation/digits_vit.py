@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import logging
-import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qframework.evaluation import digits
+from qframework.errors import QFrameworkError
+from qframework.evaluation import checkpoint, digits
 from qframework.evaluation.progress import progress_bar
-from qframework.serialization import atomic_write
-
-_logger = logging.getLogger(__name__)
+from qframework.evaluation.schedule import warmup_cosine
 
 
 @dataclass(frozen=True)
@@ -40,6 +35,14 @@ class TrainingConfig:
     weight_decay: float = 0.1
     label_smoothing: float = 0.1
     seed: int = 0
+
+
+# "small" is trained in seconds, "deep" lets errors add up over twice as many blocks.
+SIZES = {
+    "small": TrainingConfig(embed_dim=96, depth=2, learning_rate=1.5e-3),
+    "base": TrainingConfig(),
+    "deep": TrainingConfig(embed_dim=96, depth=6),
+}
 
 
 def build_model(config: TrainingConfig | None = None) -> nn.Module:
@@ -81,7 +84,7 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
     total = config.epochs * steps
     rate, decay = config.learning_rate, config.weight_decay
     optimizer = torch.optim.AdamW(model.parameters(), rate, betas=(0.9, 0.98), weight_decay=decay)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate_factor(step, total, config.warmup))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: warmup_cosine(step, total, config.warmup))
     with progress_bar("Training the ViT on digits", total, show_progress) as advance:
         for _ in range(config.epochs):
             for chosen in torch.randperm(len(images)).split(config.batch_size):
@@ -92,14 +95,6 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
                 optimizer.step()
                 schedule.step()
                 advance()
-
-
-def _rate_factor(step: int, total: int, warmup: float) -> float:
-    """Share of the learning rate at a step: up in a line over the first ``warmup`` of all steps, then down a cosine."""
-    rising = max(1, round(warmup * total))
-    if step < rising:
-        return (step + 1) / rising
-    return (1 + math.cos(math.pi * min(1.0, (step - rising) / max(1, total - rising)))) / 2
 
 
 def shift_by_a_pixel(images: Tensor) -> Tensor:
@@ -117,57 +112,17 @@ def load_or_train(path: str | Path, config: TrainingConfig | None = None, *, sho
 
     A checkpoint of another configuration, or one that is damaged, is replaced; a warning says why.
     """
-    config = config or TrainingConfig()
-    path = Path(path)
-    if path.exists():
-        try:
-            return _load(path, config)
-        except _StaleCheckpoint as error:
-            _logger.warning("%s: %s; training again", path, error)
-    model = train(config, show_progress=show_progress)
-    _save(model, path, config)
-    return model
+    return checkpoint.load_or_train(
+        path, config or TrainingConfig(), build_model, lambda wanted: train(wanted, show_progress=show_progress)
+    )
 
 
-class _StaleCheckpoint(Exception):
-    """The checkpoint cannot stand for the model that the configuration describes."""
+def sized(size: str, seed: int = 0) -> TrainingConfig:
+    """The configuration of one of SIZES; ``seed`` also decides which digits are held out.
 
-
-def _save(model: nn.Module, path: Path, config: TrainingConfig) -> None:
-    from safetensors.torch import save
-
-    weights = model.state_dict()
-    metadata = {"config": _fingerprint(config), "weights": _digest(weights)}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write(save(weights, metadata=metadata))
-
-
-def _load(path: Path, config: TrainingConfig) -> nn.Module:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-    except (SafetensorError, OSError) as error:
-        raise _StaleCheckpoint(f"not a readable checkpoint ({error})") from error
-    if metadata.get("config") != _fingerprint(config):
-        raise _StaleCheckpoint(f"trained with {metadata.get('config')}, wanted {_fingerprint(config)}")
-    if metadata.get("weights") != _digest(weights):
-        raise _StaleCheckpoint("the weights are damaged: their SHA-256 differs from the recorded one")
-    model = build_model(config)
-    model.load_state_dict(weights)
-    return model.eval()
-
-
-def _fingerprint(config: TrainingConfig) -> str:
-    return json.dumps(asdict(config), sort_keys=True)
-
-
-def _digest(weights: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name, weight in sorted(weights.items()):
-        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.detach().contiguous().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    Raises:
+        QFrameworkError: there is no such size.
+    """
+    if size not in SIZES:
+        raise QFrameworkError(f"size {size!r} is unknown; accepted: {', '.join(SIZES)}")
+    return replace(SIZES[size], seed=seed)

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qframework.errors import QFrameworkError
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.accuracy import top1
+from qframework.evaluation.schedule import warmup_cosine
 
 TINY = digits_vit.TrainingConfig(embed_dim=12, depth=1, epochs=1, batch_size=256)
 
@@ -42,6 +44,15 @@ def test_training_leaves_the_global_generator_alone() -> None:
     torch.manual_seed(3)
     digits_vit.train(TINY, show_progress=False)
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_sizes_differ_and_take_a_seed() -> None:
+    configs = [digits_vit.sized(size, seed=3) for size in digits_vit.SIZES]
+    assert len(configs) == len(set(configs)) >= 3
+    assert {config.seed for config in configs} == {3}
+    assert digits_vit.sized("base") == digits_vit.TrainingConfig()
+    with pytest.raises(QFrameworkError, match=r"size 'huge' is unknown; accepted: small, base, deep"):
+        digits_vit.sized("huge")
 
 
 def test_shift_moves_whole_images_by_at_most_a_pixel() -> None:
@@ -128,9 +139,9 @@ def test_a_damaged_checkpoint_is_trained_again(
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    factors = [digits_vit._rate_factor(step, 100, 0.1) for step in range(101)]
+    factors = [warmup_cosine(step, 100, 0.1) for step in range(101)]
     assert factors[:10] == pytest.approx([0.1 * k for k in range(1, 11)])
     assert factors[10:] == sorted(factors[10:], reverse=True)
     assert factors[55] == pytest.approx(0.5)
     assert factors[100] == pytest.approx(0.0)
-    assert [digits_vit._rate_factor(step, 1, 0.1) for step in range(2)] == [1.0, 1.0]
+    assert [warmup_cosine(step, 1, 0.1) for step in range(2)] == [1.0, 1.0]

@@ -1,0 +1,99 @@
+"""Models trained here, kept on disk: a file is trusted only while it holds exactly what its configuration describes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from qframework.serialization import atomic_write
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+_logger = logging.getLogger(__name__)
+Model = TypeVar("Model", bound=nn.Module)
+Config = TypeVar("Config", bound="DataclassInstance")
+
+
+def load_or_train(
+    path: str | Path, config: Config, build: Callable[[Config], Model], train: Callable[[Config], Model]
+) -> Model:
+    """The trained model in eval mode, from ``path`` if that file holds exactly this configuration, else made and kept.
+
+    A checkpoint of another configuration, or one that is damaged, is replaced; a warning says why.
+
+    Args:
+        path: a safetensors file, which need not exist; its folder neither.
+        config: a dataclass of JSON-able fields: everything the weights depend on.
+        build: the untrained model of ``config``.
+        train: the trained model of ``config``.
+    """
+    path = Path(path)
+    if path.exists():
+        try:
+            return _load(path, config, build)
+        except _StaleCheckpoint as error:
+            _logger.warning("%s: %s; training again", path, error)
+    model = train(config).eval()
+    _save(model, path, config)
+    return model
+
+
+class _StaleCheckpoint(Exception):
+    """The checkpoint cannot stand for the model that the configuration describes."""
+
+
+def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
+    from safetensors.torch import save
+
+    # Copies: tied weights share their memory, which safetensors refuses.
+    weights = {
+        name: weight.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, weight in model.state_dict().items()
+    }
+    metadata = {"config": _fingerprint(config), "weights": _digest(weights)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        file.write(save(weights, metadata=metadata))
+
+
+def _load(path: Path, config: Config, build: Callable[[Config], Model]) -> Model:
+    metadata, weights = _read(path)
+    if metadata.get("config") != _fingerprint(config):
+        raise _StaleCheckpoint(f"trained with {metadata.get('config')}, wanted {_fingerprint(config)}")
+    if metadata.get("weights") != _digest(weights):
+        raise _StaleCheckpoint("the weights are damaged: their SHA-256 differs from the recorded one")
+    model = build(config)
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            return file.metadata() or {}, weights
+    except (SafetensorError, OSError) as error:
+        raise _StaleCheckpoint(f"not a readable checkpoint ({error})") from error
+
+
+def _fingerprint(config: DataclassInstance) -> str:
+    return json.dumps(asdict(config), sort_keys=True)
+
+
+def _digest(weights: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name, weight in sorted(weights.items()):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.numpy().tobytes())
+    return digest.hexdigest()
