@@ -68,6 +68,15 @@ def calibrate(
     return seen
 
 
+def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
+    """What the placeholders of ``prepared`` get from a batch, as ``calibrate`` runs it, on the model's device.
+
+    Raises:
+        CalibrationError: the batch, number ``index``, does not fit the model's inputs.
+    """
+    return pytree.tree_leaves(_Inputs(prepared).checked_arguments(_move(batch, _device_of(prepared)), index))
+
+
 class _Inputs:
     """Names, shapes and dtypes of the inputs of a prepared model, and how a batch becomes its arguments."""
 
@@ -98,6 +107,11 @@ class _Inputs:
 
     def run(self, prepared: GraphModule, batch: Batch, index: int) -> None:
         """Run one batch. Raises CalibrationError unless it fits the model's inputs."""
+        args, kwargs = self.checked_arguments(batch, index)
+        prepared(*args, **kwargs)
+
+    def checked_arguments(self, batch: Batch, index: int) -> tuple[list[Any], dict[str, Any]]:
+        """``arguments``. Raises CalibrationError unless the batch fits the model's inputs."""
         if isinstance(batch, Mapping):
             self._check_mapping(batch, index)
         else:
@@ -105,7 +119,7 @@ class _Inputs:
         args, kwargs = self.arguments(batch)
         for name, value in [*zip(self.positional, args, strict=True), *kwargs.items()]:
             self._check_input(name, value, index)
-        prepared(*args, **kwargs)
+        return args, kwargs
 
     def _check_input(self, name: str, value: Any, index: int) -> None:
         expected = self.values.get(name)

@@ -39,12 +39,14 @@ from torchao.quantization.pt2e.utils import create_getattr_from_value
 
 import qframework.kernels  # noqa: F401  registers the operators that convert() writes
 from qframework.errors import CalibrationError
+from qframework.graph.attributes import attribute
 from qframework.numerics import (
     MIN_SCALE,
     QMAX,
     QMIN,
     ActivationGranularity,
     WeightGranularity,
+    dynamic_scale,
     scale_from_amax,
     weight_scale,
 )
@@ -149,6 +151,9 @@ class _HeadObserver(_ExtremesObserver):
 
     ch_axis: int
 
+    def broadcast_scale(self, x: Tensor) -> Tensor:
+        return self.scale().reshape(-1, *[1] * (x.ndim - self.ch_axis - 1))
+
     def convert(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by quantize_per_channel and dequantize_per_channel along the heads; scales ``(H,)``."""
         name = attribute_name(self.layer.replace(":", "_"))
@@ -190,6 +195,10 @@ class DynamicObserver(ObserverBase):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
+    def broadcast_scale(self, x: Tensor) -> Tensor:
+        """Scale from the data: ``()`` per tensor, ``(*x.shape[:-1], 1)`` per token."""
+        return dynamic_scale(x.detach(), self.granularity)
+
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         raise CalibrationError(f"layer {self.layer!r}: a dynamic activation has no scale before it runs")
 
@@ -207,7 +216,10 @@ class DynamicObserver(ObserverBase):
 
 
 class WeightObserver(ObserverBase):
-    """Scale of a weight ``(N, K)``, computed from the weight itself when converting: weights need no calibration."""
+    """Scale of a weight ``(N, K)``, computed from the weight itself when converting: weights need no calibration.
+
+    Once ``keep_rounding`` was called, the scale is fixed: the weight then holds multiples of it.
+    """
 
     def __init__(self, layer: str, config: WeightConfig, **_: Any) -> None:
         super().__init__(dtype=torch.int8)
@@ -215,11 +227,28 @@ class WeightObserver(ObserverBase):
         self.weight_scale: Tensor
         # seen only where another quantizer stands between the weight and its observer
         self.register_buffer("weight_scale", torch.empty(0), persistent=False)
+        self.float_weight: Tensor | None
+        self.register_buffer("float_weight", None, persistent=False)
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.weight_scale.numel() == 0:
             self.weight_scale = self._scale_of(weight.detach())
         return weight
+
+    def keep_rounding(self, scale: Tensor, float_weight: Tensor) -> None:
+        """Fix the scale ``(N,)`` or ``(1,)``: the weight was replaced by multiples of it.
+
+        ``float_weight (N, K)`` is what the weight was, for whoever compares with the float model afterwards.
+        """
+        self.weight_scale, self.float_weight = scale, float_weight
+
+    def current_scale(self, weight: Tensor) -> Tensor:
+        """``(N,)`` or ``(1,)`` float32: of ``weight``, or what ``keep_rounding`` fixed."""
+        return self._scale_of(weight.detach()) if self.float_weight is None else self.weight_scale
+
+    def broadcast_scale(self, weight: Tensor) -> Tensor:
+        """The same as ``(N, 1)`` or ``(1, 1)``."""
+        return self.current_scale(weight).unsqueeze(-1)
 
     def _scale_of(self, weight: Tensor) -> Tensor:
         """``(N,)`` or ``(1,)`` float32."""
@@ -239,7 +268,7 @@ class WeightObserver(ObserverBase):
         """Replace the observer by quantize and dequantize, which torchao then folds into an int8 parameter."""
         observed: Any = node.args[0]
         if observed.op == "get_attr":
-            self.weight_scale = self._scale_of(_attribute(model, observed.target).detach())
+            self.weight_scale = self.current_scale(attribute(model, observed))
             _move_to_top_level(model, observed)
         scale, _ = self.calculate_qparams()
         with model.graph.inserting_before(node):
@@ -271,13 +300,6 @@ def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
     return scale_from_amax(amax * best).squeeze(1)
 
 
-def _attribute(model: GraphModule, target: str) -> Tensor:
-    value: Any = model
-    for part in target.split("."):
-        value = getattr(value, part)
-    return value
-
-
 def _move_to_top_level(model: GraphModule, node: Node) -> None:
     """Rename ``blocks.0.fc1.weight`` to ``_float_blocks_0_fc1_weight``, so that torchao frees it once it is folded.
 
@@ -288,7 +310,7 @@ def _move_to_top_level(model: GraphModule, node: Node) -> None:
     if not owner or len(sharing) > 1:
         return
     name = f"_float_{attribute_name(str(node.target))}"
-    setattr(model, name, _attribute(model, str(node.target)))
+    setattr(model, name, attribute(model, node))
     delattr(model.get_submodule(owner), leaf)
     node.target = name
 

@@ -46,6 +46,10 @@ class StaticObserver:
             )
         return scale_from_amax(threshold)
 
+    def broadcast_scale(self, x: Tensor) -> Tensor:
+        """Its scale in the shape that broadcasts against what it observes, such as ``x``."""
+        return self.scale()
+
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
         """Scale and zero point as torchao asks for them: ``(1,)`` or one for each position, zeros of int64."""
         scale = self.scale().reshape(-1)

@@ -1,0 +1,99 @@
+"""Fake quantization: the values that a converted model computes with, while weights can still be trained.
+
+    y = dequantize(quantize(x, scale), scale)          dy/dx = 1 where |round(x / scale)| <= 127, else 0
+
+The gradient is the straight-through estimator (Bengio et al. 2013) with clipping, as in Jacob et al. 2018, section 3.
+The arithmetic is that of qframework.numerics, hence of the converted model: after ``convert_pt2e`` the same model
+computes the same values. ``QFrameworkQuantizer(is_qat=True)`` puts a FakeQuantize around each of its observers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
+
+from qframework.numerics import QMAX, dequantize, quantize
+from qframework.quantizer.observers import DynamicObserver, WeightObserver
+from qframework.quantizer.static_observer import StaticObserver
+
+Observer = StaticObserver | DynamicObserver | WeightObserver
+
+
+class _FakeQuantizeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward((x.float() * (1.0 / scale)).round().abs() <= QMAX)
+        return dequantize(quantize(x, scale), scale, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return grads[0] * inside, None
+
+
+def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
+    """``x`` (any float dtype) rounded to multiples of ``scale`` (float32, broadcasts) in -127..127; same dtype.
+
+    Its gradient is 1 where ``x`` is not clipped and 0 where it is; ``scale`` gets none.
+    """
+    return _FakeQuantizeFunction.apply(x, scale)
+
+
+class FakeQuantize(FakeQuantizeBase):
+    """An observer that also quantizes what it observes: what ``prepare_qat_pt2e`` puts into a model.
+
+    torchao's switches work on it: ``prepared.apply(disable_observer)`` keeps the scales of static activations as they
+    are, ``prepared.apply(disable_fake_quant)`` passes float values. Weights and dynamic activations always have the
+    scale of the present data. It converts to the nodes of its observer.
+
+    Raises:
+        CalibrationError: in forward, for an activation or weight that holds NaN or infinity, and for a static
+            activation whose observer is disabled before it saw anything.
+    """
+
+    scale: Tensor
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self.observer: Any = observer
+        self.layer, self.dtype = observer.layer, torch.int8
+        # of a static activation, kept while its observer is disabled: searching a histogram takes a while
+        self.register_buffer("scale", torch.empty(0), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        observing = bool(self.observer_enabled)
+        if observing:
+            self.observer(x.detach())
+        return fake_quantize(x, self._scale(x, observing)) if bool(self.fake_quant_enabled) else x
+
+    def _scale(self, x: Tensor, observing: bool) -> Tensor:
+        if not isinstance(self.observer, StaticObserver):
+            return self.observer.broadcast_scale(x)
+        if observing or self.scale.numel() == 0:
+            self.scale = self.observer.broadcast_scale(x)
+        return self.scale
+
+    def calculate_qparams(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.observer.calculate_qparams(**kwargs)
+
+    def convert(self, model: GraphModule, node: Node) -> None:
+        """Replace it by what its observer writes."""
+        self.observer.convert(model, node)
+
+
+def wrap_observers(observers: dict[Any, Any]) -> None:
+    """Replace each of this project's observers by a FakeQuantize, in place; places that share one share it after."""
+    wrapped: dict[int, FakeQuantize] = {}
+    for place, observer in observers.items():
+        if isinstance(observer, Observer):
+            observers[place] = wrapped.setdefault(id(observer), FakeQuantize(observer))
+
+
+def own_observer(module: object) -> Observer | None:
+    """The observer of this project that ``module`` is or holds; None for any other module."""
+    module = module.observer if isinstance(module, FakeQuantize) else module
+    return module if isinstance(module, Observer) else None

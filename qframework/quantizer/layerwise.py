@@ -1,0 +1,169 @@
+"""Run a prepared model over several batches at once, layer by layer, so that a layer can change before the next runs.
+
+Steps that follow calibration (weight rounding, bias correction) treat one linear after another, and each wants to see
+the inputs that the layers before it, already treated, will give it. All batches advance to a node together; between
+layers only the values that are still to be read stay in memory, so that what lives inside a layer (attention scores)
+exists for one batch at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
+from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase
+
+from qframework.errors import CalibrationError
+from qframework.graph.attributes import attribute
+from qframework.graph.nodes import linear_call
+from qframework.quantizer.calibrate import flat_inputs
+from qframework.quantizer.fake_quantize import fake_quantize, own_observer
+from qframework.quantizer.observers import WeightObserver
+from qframework.quantizer.static_observer import StaticObserver
+
+Inputs = list[list[Any]]
+_OBSERVERS = (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase)
+
+
+class QuantizedLinear(NamedTuple):
+    """A linear of a prepared model whose weight this project's observer watches."""
+
+    node: Node
+    input: Node
+    weight: Node  # get_attr
+    observed: Node  # call_module of the observer that reads it
+    observer: WeightObserver
+
+
+def quantized_linears(prepared: GraphModule) -> list[QuantizedLinear]:
+    """The linears that will be quantized, in graph order.
+
+    A linear whose weight passes another quantizer's observer first is not among them.
+    """
+    found = []
+    for node in prepared.graph.nodes:
+        call = linear_call(node)
+        if call is None or call.weight.op != "call_module" or not node.users:
+            continue
+        observer = own_observer(prepared.get_submodule(str(call.weight.target)))
+        weight = call.weight.args[0]
+        if isinstance(observer, WeightObserver) and isinstance(weight, Node) and weight.op == "get_attr":
+            found.append(QuantizedLinear(node, call.input, weight, call.weight, observer))
+    return found
+
+
+def take_batches(prepared: GraphModule, data: Iterable[Any], batches: int | None, what: str) -> Inputs:
+    """The model's inputs of each batch, on the model's device. Raises CalibrationError as ``calibrate`` does."""
+    if batches is not None and (not isinstance(batches, int) or batches < 1):
+        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    inputs = [flat_inputs(prepared, batch, index) for index, batch in enumerate(islice(iter(data), batches))]
+    if not inputs:
+        raise CalibrationError(f"{what} saw no data: data yielded no batch; accepted: at least one")
+    return inputs
+
+
+class LayerwiseRun:
+    """All batches of a prepared model, advanced together from node to node; without gradients.
+
+    Args:
+        prepared: the model with its observers, calibrated; they observe nothing any more.
+        inputs: from ``take_batches``.
+        quantized: compute what the converted model will: every observed value is quantized and dequantized. False
+            computes the float model, with the float weights of layers that were rounded already.
+
+    Raises:
+        CalibrationError: a static activation was never calibrated.
+    """
+
+    def __init__(self, prepared: GraphModule, inputs: Inputs, *, quantized: bool) -> None:
+        self.prepared, self.quantized = prepared, quantized
+        self._next: Node = next(iter(prepared.graph.nodes))
+        placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
+        self._values: list[dict[Node, Any]] = [dict(zip(placeholders, each, strict=True)) for each in inputs]
+        self._dying = _last_reads(prepared)
+        self._scales: dict[Node, Tensor] = {}  # of static activations: searching a histogram takes a while
+
+    @torch.no_grad()
+    def advance(self, node: Node) -> None:
+        """Run every batch up to ``node``, which is not run yet."""
+        for values in self._values:
+            current = self._next
+            while current is not node:
+                self._step(current, values)
+                current = current.next
+        self._next = node
+
+    @torch.no_grad()
+    def values(self, node: Node) -> Iterator[Any]:
+        """What ``node`` gave in each batch; it must have run, and something that has not run must still read it."""
+        for values in self._values:
+            yield self._value(node, values)
+
+    def shift(self, node: Node, by: Tensor) -> None:
+        """Add ``by`` to what ``node`` gave in every batch."""
+        for values in self._values:
+            values[node] = values[node] + by
+
+    def _step(self, node: Node, values: dict[Node, Any]) -> None:
+        if node.op in ("call_function", "call_method", "call_module") and not self._is_read_late(node):
+            values[node] = self._run(node, values)
+        for dead in self._dying.get(node, ()):
+            values.pop(dead, None)
+
+    def _is_read_late(self, node: Node) -> bool:
+        """Whether a weight, observed or not: read when it is needed, since it may be replaced until then."""
+        if node.op == "get_attr":
+            return True
+        observes = node.op == "call_module" and isinstance(self._module(node), _OBSERVERS)
+        return observes and self._is_read_late(node.all_input_nodes[0])
+
+    def _value(self, node: Node, values: dict[Node, Any]) -> Any:
+        if node in values:
+            return values[node]
+        if node.op == "get_attr":
+            return attribute(self.prepared, node)
+        return self._run(node, values)
+
+    def _run(self, node: Node, values: dict[Node, Any]) -> Any:
+        args: Any = map_arg(node.args, lambda n: self._value(n, values))
+        kwargs: Any = map_arg(node.kwargs, lambda n: self._value(n, values))
+        if node.op == "call_function":
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        module = self._module(node)
+        return self._observed(node, args[0]) if isinstance(module, _OBSERVERS) else module(*args, **kwargs)
+
+    def _observed(self, node: Node, x: Tensor) -> Tensor:
+        observer = own_observer(self._module(node))
+        if observer is None:  # another quantizer's
+            return x
+        if not self.quantized:
+            rounded = isinstance(observer, WeightObserver) and observer.float_weight is not None
+            return observer.float_weight if rounded else x  # type: ignore[union-attr, return-value]
+        if not isinstance(observer, StaticObserver):
+            return fake_quantize(x, observer.broadcast_scale(x))
+        if node not in self._scales:
+            self._scales[node] = observer.broadcast_scale(x)
+        return fake_quantize(x, self._scales[node])
+
+    def _module(self, node: Node) -> torch.nn.Module:
+        return self.prepared.get_submodule(str(node.target))
+
+
+def _last_reads(prepared: GraphModule) -> dict[Node, list[Node]]:
+    """The values that nothing reads any more after a node has run."""
+    last: dict[Node, list[Node]] = {}
+    seen: set[Node] = set()
+    for node in reversed(prepared.graph.nodes):
+        for read in [*node.all_input_nodes, node]:  # itself: a value that nothing reads
+            if read not in seen:
+                seen.add(read)
+                last.setdefault(node, []).append(read)
+    return last

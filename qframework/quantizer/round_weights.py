@@ -1,0 +1,155 @@
+"""Weight rounding that looks at the data: GPTQ (Frantar et al. 2022) on the INT8 grid of each weight's observer.
+
+Rounding every weight of ``W (N, K)`` to the nearest multiple of its scale ignores that inputs are correlated. GPTQ
+minimizes the error of the output over calibration data instead, ``|W X - W' X|^2`` with ``X (K, samples)``: it rounds
+one column after another and lets the columns still in float make up for each error (Algorithm 1)::
+
+    H = X X^T + damping * mean(diag(X X^T)) * I           U = upper Cholesky factor of H^-1
+    for each column j:   e = (w_j - round(w_j)) / U_jj ;   w_l -= e * U_jl for every l > j
+
+The grid stays what min-max or MSE made it, so that ``convert_pt2e`` finds exactly the integers chosen here, and the
+converted model costs nothing more. Columns go in the order of falling ``diag(H)``. A row is kept only if its output
+error ``(w - w') H (w - w')`` is smaller than with nearest rounding, which greedy rounding alone does not promise.
+
+torchao's GPTQ (``torchao.prototype.gptq``) is not used: it replaces the weights of ``nn.Linear`` by quantized tensor
+subclasses with scales of its own and runs on CUDA only, whereas a prepared PT2E graph has attributes and observers.
+AdaRound (Nagel et al. 2020) optimizes the same objective by gradient descent, at many times the cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.errors import CalibrationError
+from qframework.graph.attributes import attribute, replace_attribute
+from qframework.numerics import QMAX, QMIN, dequantize, quantize
+from qframework.quantizer.config import check_choice
+from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quantized_linears, take_batches
+
+WeightRounding = Literal["gptq"]
+DAMPING = 0.01
+_BLOCK = 128  # columns whose errors reach the columns after them in one matrix product
+
+
+def round_weights(
+    prepared: GraphModule, data: Iterable[Any], *, method: WeightRounding = "gptq", batches: int | None = None
+) -> None:
+    """Round the weights of all quantized linears of a calibrated model, in place.
+
+    Layer after layer: each sees the inputs, quantized, that the layers before it give with their weights rounded.
+    Float16 and bfloat16 weights stay what they are where their dtype cannot hold the rounded values well enough.
+
+    Args:
+        prepared: from ``prepare_pt2e``, after ``calibrate``.
+        data: batches as ``calibrate`` takes them; all of them are kept in memory until the end.
+        method: ``"gptq"``.
+        batches: use only so many of them.
+
+    Raises:
+        UnsupportedError: for another method.
+        CalibrationError: no data, a batch that does not fit the model's inputs, an activation that was never
+            calibrated, or inputs of a layer that hold NaN or infinity.
+    """
+    check_choice("round_weights", "method", method, ("gptq",))
+    inputs = take_batches(prepared, data, batches, "round_weights")
+    linears = quantized_linears(prepared)
+    last_call = {linear.observed: linear.node for linear in linears}
+    hessians = _Hessians(LayerwiseRun(prepared, inputs, quantized=True))
+    for linear in linears:
+        hessians.add(linear)
+        if linear.node is last_call[linear.observed]:  # linears that share one weight are rounded together
+            _round(prepared, linear, hessians.pop(linear))
+    prepared.recompile()
+
+
+def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPING) -> Tensor:
+    """``weight (N, K)`` to int8 multiples of ``scale`` by GPTQ, whatever nearest rounding gives.
+
+    Args:
+        weight: any float dtype.
+        scale: float32 ``(N, 1)`` or ``(1, 1)``.
+        hessian: ``X X^T`` of the layer's inputs, ``(K, K)`` float64.
+        damping: share of the mean of its diagonal that is added to the diagonal.
+    """
+    order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
+    upper = _inverse_factor(hessian[order][:, order], damping)
+    w, step = weight.double()[:, order], scale.double()
+    q = torch.empty_like(w)
+    for start in range(0, w.shape[1], _BLOCK):
+        end = min(start + _BLOCK, w.shape[1])
+        errors = torch.empty_like(w[:, start:end])
+        for j in range(start, end):
+            q[:, j : j + 1] = torch.round(w[:, j : j + 1] / step).clamp(QMIN, QMAX)
+            errors[:, j - start] = (w[:, j] - q[:, j] * step[:, 0]) / upper[j, j]
+            w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
+        w[:, end:] -= errors @ upper[start:end, end:]
+    return torch.empty_like(q).index_copy_(1, order, q).to(torch.int8)
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
+    """Upper Cholesky factor of the damped inverse; inputs that are always zero get a diagonal of one."""
+    mean = hessian.diagonal().mean()
+    damped = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (
+        damping * mean if mean > 0 else 1.0
+    )
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
+    return torch.linalg.cholesky(inverse, upper=True)
+
+
+class _Hessians:
+    """``X X^T`` of each weight's inputs, summed over batches and over the linears that share the weight."""
+
+    def __init__(self, run: LayerwiseRun) -> None:
+        self._run = run
+        self._sums: dict[Node, Tensor] = {}
+        self._input: Node | None = None
+        self._latest: Tensor
+
+    def add(self, linear: QuantizedLinear) -> None:
+        """Advance to a linear and count its inputs."""
+        if linear.input is not self._input:  # the projections of queries, keys and values read one tensor
+            self._run.advance(linear.node)
+            self._input, self._latest = linear.input, _outer_product(self._run.values(linear.input), linear)
+        known = self._sums.get(linear.observed)
+        self._sums[linear.observed] = self._latest if known is None else known + self._latest
+
+    def pop(self, linear: QuantizedLinear) -> Tensor:
+        """The sum for the weight of a linear, ``(K, K)`` float64."""
+        return self._sums.pop(linear.observed)
+
+
+def _outer_product(inputs: Iterable[Tensor], linear: QuantizedLinear) -> Tensor:
+    total: Any = 0.0
+    for x in inputs:
+        rows = x.reshape(-1, x.shape[-1]).float()
+        total = total + (rows.T @ rows).double()
+    if not bool(torch.isfinite(total).all()):
+        raise CalibrationError(f"layer {linear.observer.layer!r}: its inputs, or their squares, hold NaN or infinity")
+    return total
+
+
+def _round(prepared: GraphModule, linear: QuantizedLinear, hessian: Tensor) -> None:
+    observer = linear.observer
+    weight = attribute(prepared, linear.weight).detach() if observer.float_weight is None else observer.float_weight
+    if weight.numel() == 0:
+        return
+    scale = observer.current_scale(weight)
+    steps = scale.unsqueeze(-1)
+    nearest, chosen = quantize(weight, steps), gptq(weight, steps, hessian)
+    better = _row_errors(weight, chosen, steps, hessian) < _row_errors(weight, nearest, steps, hessian)
+    q = torch.where(better.unsqueeze(1), chosen, nearest)
+    rounded = dequantize(q, steps, weight.dtype)
+    held = (quantize(rounded, steps) == q).all(1, keepdim=True)  # not by float16 below its normal range
+    replace_attribute(prepared, linear.weight, linear.observed, torch.where(held, rounded, weight))
+    observer.keep_rounding(scale, weight)
+
+
+def _row_errors(weight: Tensor, q: Tensor, steps: Tensor, hessian: Tensor) -> Tensor:
+    """``(w - w') H (w - w')`` of each row, ``(N,)`` float64."""
+    error = weight.double() - q.double() * steps.double()
+    return ((error @ hessian) * error).sum(1)
