@@ -26,7 +26,7 @@ from qframework.quantizer.calibrate import Batch
 from qframework.quantizer.config import check_choice, check_keys
 from qframework.quantizer.quantizer import QFrameworkQuantizer
 
-WeightRounding = Literal["nearest", "gptq", "adaround"]
+WeightRounding = Literal["nearest", "gptq"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Recipe:
             ``smooth``.
         split_gelu: the input behind a GELU is quantized as two tensors, its negative and its positive part, each with a
             scale of its own (PTQ4ViT, arXiv:2111.12293), at the price of a second matrix product.
-        weight_rounding: ``"nearest"``, ``"gptq"`` or ``"adaround"``.
+        weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: the mean of each layer's quantization error is taken off its bias.
         batches: how many batches of the calibration data these steps see; None: all.
 

@@ -1,0 +1,361 @@
+"""Where a scale for each channel can move from one layer to the next without changing what a model computes.
+
+From, with any s > 0 for each channel::
+
+    producer -> [views, zero padding, ReLU, gates, attention as its values, ...] -> linear(W), linear(V), ...
+
+To::
+
+    producer / s -> [the same] -> linear(W * s), linear(V * s), ...
+
+A producer ends in parameters for each channel: LayerNorm, RMSNorm, either spelled out as a product with a parameter,
+and the rows of a linear. What stands between must pass a positive factor on, channel by channel; everything that reads
+a channel otherwise keeps it as it is. SmoothQuant (arXiv:2211.10438) moves scales so, from norms to linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from qframework.graph.attention_patterns import CASTS, is_assertion
+from qframework.graph.channels import ChannelView, Dim, parts, through
+from qframework.graph.nodes import argument, fake_value, linear_call, operation, writes_in_place
+from qframework.graph.shapes import same
+
+_READS_ONLY_THE_SHAPE = {"sym_size", "size"}
+_NORMS = {"layer_norm", "rms_norm"}
+
+
+class Parameter(NamedTuple):
+    """A parameter by its qualified name, and the dimension that runs over the channels."""
+
+    name: str
+    axis: int
+
+
+class Consumer(NamedTuple):
+    """A linear that reads the channels of a group; ``channels`` ``(K,)`` int64: which one each of its inputs is."""
+
+    linear: Node
+    weight: Parameter
+    channels: Tensor
+
+
+@dataclass(frozen=True)
+class ChannelGroup:
+    """A producer and the linears that alone read its channels.
+
+    Attributes:
+        producer: its node, whose output has ``size`` channels.
+        parameters: those of the producer that a scale divides.
+        free: ``(size,)`` bool, the channels that may be scaled.
+        consumers: the linears, in graph order.
+    """
+
+    producer: Node
+    parameters: tuple[Parameter, ...]
+    free: Tensor
+    consumers: tuple[Consumer, ...]
+
+    @property
+    def size(self) -> int:
+        """How many channels the producer has."""
+        return self.free.numel()
+
+    @property
+    def is_norm(self) -> bool:
+        """Whether the producer is a norm, or anything else than a linear."""
+        return linear_call(self.producer) is None
+
+
+def find_channel_groups(gm: GraphModule) -> list[ChannelGroup]:
+    """All groups of an exported graph, in graph order. A parameter that several layers use is in none."""
+    users = _users_of_parameters(gm)
+    groups = []
+    for node in gm.graph.nodes:
+        parameters = _producer(node)
+        if parameters is None or not all(users(gm, each.name) <= {node, node.args[0]} for each in parameters):
+            continue
+        group = _Walk(node).group(parameters, lambda linear, name: users(gm, name) == {linear})
+        if group is not None:
+            groups.append(group)
+    return groups
+
+
+def fold(module: nn.Module, group: ChannelGroup, scales: Tensor) -> None:
+    """Divide what the producer computes by ``scales``, and multiply the columns of its consumers' weights.
+
+    Args:
+        module: the graph module, or the model it was exported from: changed parameters are replaced in it by new ones
+            of the same names, so that other modules which share the old ones keep them.
+        group: one of ``find_channel_groups``.
+        scales: ``(group.size,)`` float, positive, 1 where the channel is not free.
+    """
+    if not bool(((scales > 0) & scales.isfinite()).all()) or not bool(
+        (scales[~group.free.to(scales.device)] == 1).all()
+    ):
+        raise ValueError("scales must be positive and finite, and 1 for channels that are not free")
+    for parameter in group.parameters:
+        multiply(module, parameter, 1.0 / scales.double())
+    for consumer in group.consumers:
+        multiply(module, consumer.weight, scales[consumer.channels.to(scales.device)])
+
+
+def multiply(module: nn.Module, parameter: Parameter, factors: Tensor) -> None:
+    """Replace a parameter by itself times ``factors`` ``(channels,)`` along its axis, computed in float64."""
+    path, _, leaf = parameter.name.rpartition(".")
+    owner = module.get_submodule(path)
+    old: Tensor = getattr(owner, leaf)
+    shape = [1] * old.dim()
+    shape[parameter.axis] = -1
+    new = (old.detach().double() * factors.to(old.device).double().reshape(shape)).to(old.dtype)
+    setattr(owner, leaf, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Producers
+
+
+def _producer(node: Node) -> tuple[Parameter, ...] | None:
+    """The parameters that scale a node's output channels, None for a node that has none."""
+    if linear_call(node) is not None:
+        return _named([(node.args[1], 0), (argument(node, 2, "bias"), 0)])
+    if operation(node) in _NORMS:
+        one = len(argument(node, 1, "normalized_shape", default=())) == 1
+        bias = argument(node, 3, "bias") if operation(node) == "layer_norm" else None
+        return _named([(argument(node, 2, "weight"), 0), (bias, 0)]) if one else None
+    if (factor := _with_channels(node, "mul")) is not None:
+        return _named([(factor, -1)])
+    shift, product = _with_channels(node, "add"), node.args[0] if node.args else None
+    if shift is None or not isinstance(product, Node) or len(product.users) != 1:
+        return None
+    factor = _with_channels(product, "mul")
+    return _named([(factor, -1), (shift, -1)]) if factor is not None else None
+
+
+def _named(parameters: list[tuple[Any, int]]) -> tuple[Parameter, ...] | None:
+    """Parameters by name; those that are None do not count. None where the first is none or one is computed."""
+    given = [(node, axis) for node, axis in parameters if node is not None]
+    if not given or parameters[0][0] is None or any(node.op != "get_attr" for node, _ in given):
+        return None
+    return tuple(Parameter(str(node.target), axis) for node, axis in given)
+
+
+def _with_channels(node: Node, name: str) -> Node | None:
+    """The parameter with one element for each channel that ``node`` multiplies or adds to its other operand."""
+    if operation(node) != name or len(node.args) != 2 or node.kwargs:
+        return None
+    fake = fake_value(node)
+    for constant, other in (node.args, node.args[::-1]):
+        if not (isinstance(constant, Node) and isinstance(other, Node)) or constant.op != "get_attr":
+            continue
+        factor, value = fake_value(constant), fake_value(other)
+        if fake is None or factor is None or value is None or factor.dim() == 0 or value.shape != fake.shape:
+            continue
+        return constant if factor.numel() == factor.shape[-1] == fake.shape[-1] else None
+    return None
+
+
+def _users_of_parameters(gm: GraphModule) -> Callable[[GraphModule, str], set[Node]]:
+    """A function from a parameter's name to the nodes that read its memory, under whatever name."""
+    readers: dict[int, set[Node]] = {}
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and isinstance(value := _attribute(gm, str(node.target)), Tensor):
+            readers.setdefault(value.untyped_storage()._cdata, set()).update(node.users)
+    return lambda gm, name: readers[_attribute(gm, name).untyped_storage()._cdata]
+
+
+def _attribute(gm: GraphModule, name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    return getattr(gm.get_submodule(path), leaf)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# From a producer to what reads it
+
+
+@dataclass
+class _Walk:
+    """Follows the channels of a producer to everything that reads them."""
+
+    producer: Node
+    kept: Tensor = field(init=False)  # (channels,) bool: those that something reads which no factor may reach
+    readers: list[tuple[Node, ChannelView]] = field(default_factory=list)
+    reached: dict[Node, ChannelView] = field(default_factory=dict)  # what passes factors on
+
+    def group(self, parameters: tuple[Parameter, ...], owns: Callable[[Node, str], bool]) -> ChannelGroup | None:
+        """The group; None where no channel is free. ``owns(linear, weight)``: whether nothing else uses the weight."""
+        fake = fake_value(self.producer)
+        if fake is None or not isinstance(fake.shape[-1], int):
+            return None
+        self.kept = torch.zeros(fake.shape[-1], dtype=torch.bool)
+        self._follow(ChannelView.of(fake.shape))
+        consumers, read = [], torch.zeros_like(self.kept)
+        for linear, view in self.readers:
+            name, channels = str(linear.args[1].target), _last_dimension(view)  # type: ignore[union-attr]
+            if channels is None or not owns(linear, name):
+                self._keep(view)
+            else:
+                consumers.append(Consumer(linear, Parameter(name, 1), channels))
+                read[channels] = True
+        free = read & ~self.kept
+        used = sorted((c for c in consumers if bool(free[c.channels].any())), key=lambda c: c.linear)
+        return ChannelGroup(self.producer, parameters, free, tuple(used)) if used else None
+
+    def _follow(self, view: ChannelView) -> None:
+        waiting = [(self.producer, view)]
+        while waiting:
+            value, seen = waiting.pop()
+            for user in value.users:
+                waiting += self._step(user, value, seen)
+
+    def _step(self, user: Node, value: Node, view: ChannelView) -> list[tuple[Node, ChannelView]]:
+        """Where the channels go on from ``value`` through ``user``."""
+        if is_assertion(user) or operation(user) in _READS_ONLY_THE_SHAPE:
+            return []
+        onward = list(_onward(user, value, view)) if _occurrences(user, value) == 1 else []
+        if _is_linear_of(user, value):
+            self.readers.append((user, view))
+        elif onward and user not in self.reached:
+            self.reached[user] = view
+            return onward
+        else:
+            self._keep(view)
+            if onward:  # the product of two things that both change
+                self._keep(self.reached[user])
+            elif writes_in_place(user):  # other views of the same memory see it too
+                self.kept[:] = True
+        return []
+
+    def _keep(self, view: ChannelView) -> None:
+        self.kept[view.channels().flatten()] = True
+
+
+def _occurrences(node: Node, value: Node) -> int:
+    found = 0
+
+    def count(argument: Node) -> Node:
+        nonlocal found
+        found += argument is value
+        return argument
+
+    torch.fx.node.map_arg((node.args, node.kwargs), count)
+    return found
+
+
+def _is_linear_of(node: Node, value: Node) -> bool:
+    call = linear_call(node)
+    return call is not None and call.input is value and isinstance(call.weight, Node) and call.weight.op == "get_attr"
+
+
+def _last_dimension(view: ChannelView) -> Tensor | None:
+    """``(K,)``: the channel of each element of the last dimension; None where others run over channels too."""
+    *others, last = view.dims
+    if last.stride is None or any(dim.stride is not None and dim.size != 1 for dim in others):
+        return None
+    return view.offset + torch.arange(int(last.size)) * last.stride
+
+
+def _onward(node: Node, value: Node, view: ChannelView) -> Iterator[tuple[Node, ChannelView]]:
+    """The results of a node that passes positive factors of ``value``'s channels on; nothing for any other node."""
+    after = through(view, node)
+    if after is None and (step := _STEPS.get(operation(node) or "")) is not None:
+        after = step(view, node, value)
+    if after is not None:
+        yield node, after
+    else:
+        yield from parts(view, node) or ()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# f(x * s) = f(x) * s: each step says what a node makes of the view of one operand, None where the rule does not hold
+
+_Step = Callable[[ChannelView, Node, Node], ChannelView | None]
+
+
+def _elementwise(view: ChannelView, node: Node, value: Node) -> ChannelView | None:
+    fake, before = fake_value(node), fake_value(value)
+    unchanged = fake is not None and before is not None and fake.shape == before.shape
+    return view if unchanged and fake is not None and fake.dtype.is_floating_point else None
+
+
+def _of_first(view: ChannelView, node: Node, value: Node) -> ChannelView | None:
+    plain = node.args[0] is value and "rounding_mode" not in node.kwargs
+    return _elementwise(view, node, value) if plain else None
+
+
+def _weighted_sum(view: ChannelView, node: Node, value: Node) -> ChannelView | None:
+    """``weights @ value``: sums over the last dimension but one."""
+    position, fake = 2 if operation(node) == "scaled_dot_product_attention" else 1, fake_value(node)
+    if fake is None or len(node.args) <= position or node.args[position] is not value:
+        return None
+    *lead, summed, last = view.dims
+    if summed.stride is not None or fake.dim() != len(view.dims):
+        return None
+    if not all(same(dim.size, size) for dim, size in zip(lead, fake.shape, strict=False) if dim.stride is not None):
+        return None
+    dims = [Dim(size, dim.stride) for dim, size in zip(lead, fake.shape, strict=False)]
+    return ChannelView((*dims, Dim(fake.shape[-2]), last), view.offset)
+
+
+def _pad(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
+    """Zeros around other dimensions than channels."""
+    sizes, mode, fake = argument(node, 1, "pad"), argument(node, 2, "mode", default="constant"), fake_value(node)
+    number = mode if isinstance(mode, int | float) else argument(node, 3, "value")  # constant_pad_nd has no mode
+    if fake is None or mode not in ("constant", 0) or number not in (None, 0):
+        return None
+    padded = {len(view.dims) - 1 - i // 2 for i, size in enumerate(sizes) if not same(size, 0)}
+    return _resized(view, padded, fake)
+
+
+def _resized(view: ChannelView, changed: set[int], fake: Tensor) -> ChannelView | None:
+    """The view with other sizes in some dimensions, which must not run over channels."""
+    if any(view.dims[i].stride is not None for i in changed):
+        return None
+    return ChannelView(
+        tuple(Dim(size, dim.stride) for dim, size in zip(view.dims, fake.shape, strict=True)), view.offset
+    )
+
+
+def _roll(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
+    dims = argument(node, 2, "dims", default=())
+    dims = dims if isinstance(dims, list | tuple) else (dims,)
+    return view if dims and all(view.dims[i].stride is None for i in dims) else None
+
+
+def _reduce(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
+    """Mean, sum or maximum over other dimensions than channels."""
+    dims, keep = argument(node, 1, "dim"), argument(node, 2, "keepdim", default=False)
+    if dims is None or dims == []:
+        return None
+    gone = {i % len(view.dims) for i in (dims if isinstance(dims, list | tuple) else (dims,))}
+    if any(view.dims[i].stride is not None for i in gone):
+        return None
+    kept = [Dim(1) if i in gone else dim for i, dim in enumerate(view.dims) if keep or i not in gone]
+    return ChannelView(tuple(kept), view.offset)
+
+
+def _expand(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
+    fake = fake_value(node)
+    if fake is None or fake.dim() < len(view.dims):
+        return None
+    longer = ChannelView((*(Dim(1) for _ in range(fake.dim() - len(view.dims))), *view.dims), view.offset)
+    changed = {i for i, (dim, size) in enumerate(zip(longer.dims, fake.shape, strict=True)) if not same(dim.size, size)}
+    return _resized(longer, changed, fake)
+
+
+_STEPS: dict[str, _Step] = {
+    "mul": _elementwise,
+    **dict.fromkeys(("relu", "leaky_relu", "div", *CASTS), _of_first),
+    **dict.fromkeys(("scaled_dot_product_attention", "matmul", "bmm"), _weighted_sum),
+    **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
+    "roll": _roll,
+    **dict.fromkeys(("mean", "sum", "amax"), _reduce),
+    "expand": _expand,
+}
