@@ -148,23 +148,26 @@ def _tinted(texture: NDArray[np.float64], generator: np.random.Generator) -> NDA
 
 
 def _part_of_a_photograph(generator: np.random.Generator, split: Split, size: int) -> NDArray[np.float64]:
-    """``(size, size, 3)``: a random square of a random photograph, shrunk by a whole factor."""
+    """``(size, size, 3)``: a random square of a random photograph, shrunk by a whole factor, mirrored or not."""
     names = PHOTOGRAPHS[split]
-    photograph = _photograph(names[int(generator.integers(len(names)))])
-    height, width, _ = photograph.shape
-    shrink = int(generator.integers(1, min(height, width) // size + 1))
-    top, left = (int(generator.integers(0, side - shrink * size + 1)) for side in (height, width))
-    square = photograph[top : top + shrink * size, left : left + shrink * size].astype(np.float64)
-    small = square.reshape(size, shrink, size, shrink, 3).mean(axis=(1, 3))
-    return small[:, ::-1] if generator.integers(2) else small
+    name = names[int(generator.integers(len(names)))]
+    largest = min(_photograph(name, 1).shape[:2]) // size
+    photograph = _photograph(name, int(generator.integers(1, largest + 1)))
+    top, left = (int(generator.integers(0, side - size + 1)) for side in photograph.shape[:2])
+    square = photograph[top : top + size, left : left + size].astype(np.float64)
+    return square[:, ::-1] if generator.integers(2) else square
 
 
 @functools.cache
-def _photograph(name: str) -> Image:
+def _photograph(name: str, shrink: int) -> Image:
+    """``(H // shrink, W // shrink, 3)``: means of squares of pixels, rounded."""
     import skimage.data
 
     pixels = np.asarray(getattr(skimage.data, name)())
-    return np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels
+    colours = np.repeat(pixels[..., None], 3, axis=2) if pixels.ndim == 2 else pixels
+    height, width = (side // shrink for side in colours.shape[:2])
+    squares = colours[: height * shrink, : width * shrink].reshape(height, shrink, width, shrink, 3)
+    return np.rint(squares.mean(axis=(1, 3))).astype(np.uint8)
 
 
 # COCO -----------------------------------------------------------------------------------------------------------------
