@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any
 
 from torch.fx import GraphModule, Node
+from torchao.quantization.pt2e import ObserverOrFakeQuantize
 from torchao.quantization.pt2e.quantizer import Quantizer
+from torchao.quantization.pt2e.quantizer.quantizer import EdgeOrNode
 
 from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
@@ -32,41 +33,13 @@ from qframework.quantizer.annotate_linear import (
     is_annotated,
     is_linear,
 )
-from qframework.quantizer.attention_config import AttentionConfig, QuantizationConfig
+from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.config import LinearConfig
+from qframework.quantizer.fake_quantize import wrap_observers
+from qframework.quantizer.rules import Config, Kind, NodeFilter, Rule, RuleKind, qualified_name
 
-Config = LinearConfig | AttentionConfig | QuantizationConfig
-Kind = type[LinearConfig] | type[AttentionConfig]
-NodeFilter = Callable[[Node], bool]
-RuleKind = Literal["global", "module_type", "filter", "module_name"]
 # from weakest to strongest
 _PRECEDENCE: tuple[RuleKind, ...] = ("global", "module_type", "filter", "module_name")
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One call of a ``set_`` method: what it selects and the configuration of what is selected (None: float)."""
-
-    kind: RuleKind
-    selector: Any
-    config: Config | None
-
-    def says(self, kind: Kind) -> bool:
-        """Whether the rule is about linears (LinearConfig) or about attention (AttentionConfig); None is about both."""
-        return self.config is None or isinstance(self.config, (kind, QuantizationConfig))
-
-    def config_of(self, kind: Kind) -> LinearConfig | AttentionConfig | None:
-        """Its configuration of a kind that it says something about."""
-        if isinstance(self.config, QuantizationConfig):
-            return self.config.linear if kind is LinearConfig else self.config.attention
-        return self.config
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; types and functions by their qualified name."""
-        selector = self.selector
-        if selector is not None and not isinstance(selector, str):
-            selector = _qualified_name(selector)
-        return {"kind": self.kind, "selector": selector, "config": self.config and self.config.to_dict()}
 
 
 class QFrameworkQuantizer(Quantizer):
@@ -83,10 +56,17 @@ class QFrameworkQuantizer(Quantizer):
 
     Quantized are ``aten.linear`` whose weight is a parameter or buffer, and attention, as one node or spelled out as
     matmul, softmax, matmul; everything else, and attention that no rule selects, stays in float.
+
+    Args:
+        is_qat: for ``prepare_qat_pt2e``, which does not tell a quantizer that it is training: every observer becomes a
+            FakeQuantize, so that the prepared model computes with quantized values and its weights can be trained.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_qat: bool = False) -> None:
         super().__init__()
+        if not isinstance(is_qat, bool):
+            raise UnsupportedError(f"QFrameworkQuantizer: is_qat={is_qat!r}; accepted: True, False")
+        self.is_qat = is_qat
         self.rules: list[Rule] = []
 
     def set_global(self, config: Config | None) -> QFrameworkQuantizer:
@@ -133,8 +113,31 @@ class QFrameworkQuantizer(Quantizer):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able description of the rules in the order of the calls."""
-        return {"quantizer": type(self).__name__, "rules": [rule.to_dict() for rule in self.rules]}
+        """JSON-able description of the rules in the order of the calls; ``from_dict`` reads it back."""
+        return {"quantizer": QFrameworkQuantizer.__name__, "rules": [rule.to_dict() for rule in self.rules]}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> QFrameworkQuantizer:
+        """Inverse of ``to_dict``: rules for all layers, by module name and by type, whose module must be imported.
+
+        Raises:
+            UnsupportedError: a filter, whose function a name cannot bring back, or what ``to_dict`` does not write.
+        """
+        if not isinstance(values, Mapping) or set(values) != {"quantizer", "rules"}:
+            raise UnsupportedError(f"{cls.__name__}: {values!r:.200}; accepted: what to_dict() returns")
+        if values["quantizer"] != QFrameworkQuantizer.__name__ or not isinstance(values["rules"], list):
+            raise UnsupportedError(
+                f"{cls.__name__}: rules of a {values['quantizer']!r}; accepted: a list, of a "
+                f"{QFrameworkQuantizer.__name__!r}"
+            )
+        quantizer = cls()
+        for rule in values["rules"]:
+            read = Rule.from_dict(rule)
+            if read.kind == "module_name":
+                quantizer.set_module_name(read.selector, read.config)
+            else:
+                quantizer._add(read.kind, read.selector, read.config)
+        return quantizer
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Write every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
@@ -176,6 +179,13 @@ class QFrameworkQuantizer(Quantizer):
             check_linear(node, linear.layer, linear.config)
         for node, attention in annotated_attentions(model):
             check_attention(node, attention.layer, attention.config)
+
+    def prepare_obs_or_fq_callback(
+        self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, ObserverOrFakeQuantize]
+    ) -> None:
+        """Called by torchao with every observer of ``model`` before it is inserted: the place for ``is_qat``."""
+        if self.is_qat:
+            wrap_observers(edge_or_node_to_obs_or_fq)
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
         """Configuration of the linear or attention ``node``; None is float."""
@@ -234,7 +244,7 @@ def module_stack(node: Node) -> list[tuple[str, str]]:
         node = node.all_input_nodes[0]
     stack = node.meta.get("nn_module_stack") or {}
     return [
-        (_plain_path(path), kind if isinstance(kind, str) else _qualified_name(kind)) for path, kind in stack.values()
+        (_plain_path(path), kind if isinstance(kind, str) else qualified_name(kind)) for path, kind in stack.values()
     ]
 
 
@@ -265,14 +275,9 @@ def _enclosing(name: str) -> list[str]:
     return [".".join(parts[: i + 1]) for i in range(len(parts))]
 
 
-def _qualified_name(thing: Any) -> str:
-    module = getattr(thing, "__module__", type(thing).__module__)
-    return f"{module}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
-
-
 def _type_names(module_type: type) -> set[str]:
     """Names of a type and all its subclasses: exported graphs keep the names of types only."""
-    names = {_qualified_name(module_type)}
+    names = {qualified_name(module_type)}
     return names.union(*map(_type_names, type.__subclasses__(module_type)))
 
 
@@ -282,7 +287,7 @@ def _check_rules_match(rules: list[Rule], model: GraphModule) -> None:
         if rule.kind == "module_name" and not any(fnmatchcase(name, rule.selector) for name in names):
             raise UnsupportedError(_no_match(f"module name pattern {rule.selector!r}", rule.selector, names))
         if rule.kind == "module_type" and types.isdisjoint(_type_names(rule.selector)):
-            name = _qualified_name(rule.selector)
+            name = qualified_name(rule.selector)
             raise UnsupportedError(_no_match(f"module type {name}", name, types))
 
 
