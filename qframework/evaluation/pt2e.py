@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim
 
-from qframework.quantizer import QFrameworkQuantizer, calibrate
+from qframework.backend.release import release_prepared_models
+from qframework.errors import CalibrationError
+from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
 
 BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
@@ -21,12 +25,75 @@ class QuantizedModel(NamedTuple):
     converted: fx.GraphModule
 
 
+def export_model(model: nn.Module, images: Tensor) -> fx.GraphModule:
+    """``model``, in eval mode, as a graph in float that takes any batch size.
+
+    Args:
+        model: a classifier of images, or another module of one tensor.
+        images: an example ``(B, C, H, W)`` with B of at least 2, since PyTorch takes a batch of 1 for a constant.
+    """
+    return torch.export.export(model, (images,), dynamic_shapes=BATCH_IS_DYNAMIC).module()
+
+
+def quantize_exported(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    calibration: Iterable[Any] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    batches: int | None = None,
+    show_progress: bool = False,
+) -> fx.GraphModule:
+    """Prepare, calibrate and convert ``exported``, which is used up, with a recipe's steps around the calibration.
+
+    Arguments and errors are those of ``quantize_model``; batches go to the device of the graph.
+    """
+    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+    data = None if calibration is None else _FirstBatches(calibration, batches)
+    if recipe is not None:
+        _check_can_be_read_again(data)
+        recipe.before_prepare(exported, quantizer, data)  # type: ignore[arg-type]
+    prepared = prepare_pt2e(exported, quantizer)
+    if data is not None:
+        calibrate(prepared, data, progress=show_progress)
+    if recipe is not None:
+        recipe.after_calibrate(prepared, data)  # type: ignore[arg-type]
+    converted = convert_pt2e(prepared)
+    release_prepared_models()
+    return converted
+
+
+def _check_can_be_read_again(data: _FirstBatches | None) -> None:
+    if data is None or isinstance(data.all, Iterator):
+        raise CalibrationError(
+            f"a recipe reads the calibration data more than once; got {type(data and data.all).__name__}; accepted: "
+            "a list or a DataLoader"
+        )
+
+
+class _FirstBatches:
+    """The first ``count`` batches, or all; as often as they are asked for."""
+
+    def __init__(self, batches: Iterable[Any], count: int | None) -> None:
+        self.all = batches
+        self._count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.all), self._count)
+
+    def __len__(self) -> int:
+        length = len(self.all)  # type: ignore[arg-type]
+        return length if self._count is None else min(length, self._count)
+
+
 def quantize_model(
     model: nn.Module,
     images: Tensor,
     quantizer: QFrameworkQuantizer,
     calibration: Iterable[Any] | None = None,
     *,
+    recipe: Recipe | None = None,
     batches: int | None = None,
     show_progress: bool = False,
 ) -> QuantizedModel:
@@ -37,17 +104,17 @@ def quantize_model(
         images: an example ``(B, C, H, W)`` with B of at least 2, since PyTorch takes a batch of 1 for a constant.
         quantizer: says what is quantized and how.
         calibration: batches of images or of ``(images, labels)``; None where every activation is dynamic.
+        recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times.
         batches: use only so many of them.
         show_progress: draw a progress bar while calibrating.
 
     Raises:
         UnsupportedError: no kernel can do what the quantizer asks for.
-        CalibrationError: an activation is static and there was nothing, NaN or infinity to calibrate it with.
+        CalibrationError: an activation is static and there was nothing, NaN or infinity to calibrate it with; a recipe
+            without data that can be read again.
     """
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
-
-    program = torch.export.export(model, (images,), dynamic_shapes=BATCH_IS_DYNAMIC)
-    prepared = prepare_pt2e(program.module(), quantizer)
-    if calibration is not None:
-        calibrate(prepared, calibration, batches=batches, device=images.device, progress=show_progress)
-    return QuantizedModel(program.module(), convert_pt2e(prepared))
+    exported = export_model(model, images)
+    converted = quantize_exported(
+        copy.deepcopy(exported), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
+    )
+    return QuantizedModel(exported, converted)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from qframework import numerics
 from qframework.errors import CalibrationError, QFrameworkError
 from qframework.evaluation import layer_sqnr, quantize_model, throughput, top1, weight_bytes
-from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_int8
+from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 
 
 class TinyMLP(nn.Module):
@@ -183,3 +183,24 @@ def test_quantize_model_uses_so_many_batches() -> None:
 def test_static_without_calibration_is_an_error() -> None:
     with pytest.raises(CalibrationError, match="fc1"):
         quantize_model(TinyMLP().eval(), torch.randn(4, 16), quantizer())
+
+
+@pytest.mark.parametrize("calibration", [None, iter([torch.randn(4, 16)])], ids=["no data", "an iterator"])
+def test_a_recipe_needs_data_to_read_again(calibration) -> None:
+    with pytest.raises(CalibrationError, match=r"more than once; got (NoneType|list_iterator); accepted: a list"):
+        quantize_model(TinyMLP().eval(), torch.randn(4, 16), quantizer(), calibration, recipe=Recipe())
+
+
+def test_quantize_model_runs_the_steps_of_a_recipe_around_calibration() -> None:
+    images, seen = [torch.randn(4, 16), torch.randn(4, 16)], []
+
+    class Steps(Recipe):
+        def before_prepare(self, exported, quantizer, data):
+            seen.append(("before", len(list(data)), any("activation_post" in n for n, _ in exported.named_modules())))
+            return {}
+
+        def after_calibrate(self, prepared, data):
+            seen.append(("after", len(list(data)), any("activation_post" in n for n, _ in prepared.named_modules())))
+
+    quantize_model(TinyMLP().eval(), images[0], quantizer(), images, recipe=Steps(), batches=1)
+    assert seen == [("before", 1, False), ("after", 1, True)]
