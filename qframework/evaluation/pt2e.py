@@ -65,10 +65,11 @@ def quantize_exported(
 
 
 def _check_can_be_read_again(data: _FirstBatches | None) -> None:
-    if data is None or isinstance(data.all, Iterator):
+    batches = None if data is None else data.all
+    if batches is None or isinstance(batches, Iterator):
         raise CalibrationError(
-            f"a recipe reads the calibration data more than once; got {type(data and data.all).__name__}; accepted: "
-            "a list or a DataLoader"
+            f"a recipe reads the calibration data more than once; got {type(batches).__name__}; accepted: a list or a "
+            "DataLoader"
         )
 
 
