@@ -1,0 +1,215 @@
+"""Where the seconds of a compiled vision transformer's first call go: phase by phase, each provider in a new process.
+
+Phases are PyTorch's own (``torch._dynamo.utils.compile_times``), the passes of the backend, and what our kernels take
+in threads of their own beside Inductor: wall-clock seconds, and seconds a thread was on a core. A phase holds those
+inside it, so that rows do not add up; phases of other threads and processes run beside the first call. Compilation
+caches are empty. ``--cprofile`` tells functions apart and slows all of them down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import cProfile
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from benchmarks import models
+from benchmarks.harness import argument_parser, comma_separated
+from benchmarks.machine import describe_machine
+from benchmarks.models import Forward
+from benchmarks.tables import number, table
+from benchmarks.vit_gpu import choose_device, cold_caches
+from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
+
+DEFAULT = ("fp16_compiled", "qframework_static")
+LEAST_S = 0.01  # phases shorter than this are left out of the printed table, not of the file
+
+_BACKEND = "qframework.backend.compile"
+_PASSES = (
+    "release_prepared_models", "lower", "expand_multi_head_attention", "expand_einsum", "lower_static_attention",
+    "lower_attention", "hoist_quantize", "lower_linear", "expand_patch_embedding", "lower_quantize",
+    "keep_dynamic_quantize",
+)  # fmt: skip
+# Module, function, the phase it is.
+TIMED = (
+    *((_BACKEND, name, f"qframework: {name}") for name in _PASSES),
+    ("qframework.backend.warm_up", "_compile", "beside: qframework's kernels, all"),
+    ("triton.compiler", "compile", "beside: qframework's kernels, each"),
+)
+
+
+@dataclass
+class Phase:
+    """Sums over all calls of a phase."""
+
+    calls: int = 0
+    s: float = 0.0
+    cpu_s: float | None = None  # on a core, of the thread that ran it; None where PyTorch measured
+
+    def add(self, s: float, cpu_s: float) -> None:
+        self.calls, self.s, self.cpu_s = self.calls + 1, self.s + s, (self.cpu_s or 0.0) + cpu_s
+
+    def to_json(self) -> dict[str, Any]:
+        cpu = {} if self.cpu_s is None else {"cpu_s": round(self.cpu_s, 4)}
+        return {"calls": self.calls, "s": round(self.s, 4), **cpu}
+
+
+@dataclass
+class Clock:
+    """Seconds by phase."""
+
+    phases: dict[str, Phase] = field(default_factory=lambda: defaultdict(Phase))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def measure(self, name: str) -> Iterator[None]:
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            took, cpu = time.perf_counter() - start, time.thread_time() - cpu_start
+            with self._lock:
+                self.phases[name].add(took, cpu)
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self.measure(name):
+                return function(*args, **kwargs)
+
+        return run
+
+    def waiting(self, name: str, manager: Callable[..., Any]) -> Callable[..., Any]:
+        """A context manager whose leaving is a phase."""
+
+        @contextlib.contextmanager
+        def managed(*args: Any, **kwargs: Any) -> Iterator[None]:
+            inner = manager(*args, **kwargs)
+            inner.__enter__()
+            try:
+                yield
+            finally:
+                with self.measure(name):
+                    inner.__exit__(*sys.exc_info())
+
+        return managed
+
+
+@contextlib.contextmanager
+def timed_functions(clock: Clock) -> Iterator[None]:
+    """``TIMED`` and the wait for our kernels, measured inside."""
+    with contextlib.ExitStack() as patches:
+        for module, name, phase in TIMED:
+            with contextlib.suppress(ImportError):  # Triton, on some machines
+                _replace(patches, importlib.import_module(module), name, functools.partial(clock.timed, phase))
+        backend = importlib.import_module(_BACKEND)
+        _replace(patches, backend, "warm_up", functools.partial(clock.waiting, "qframework: wait for its kernels"))
+        yield
+
+
+def _replace(patches: contextlib.ExitStack, module: Any, name: str, change: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+    patches.callback(setattr, module, name, original)
+    setattr(module, name, change(original))
+
+
+def first_call(forward: Forward, images: Tensor, cprofile: Path | None = None) -> tuple[Tensor, dict[str, Phase]]:
+    """The output of the first call and its phases; after it nothing is left as it was changed."""
+    from torch._dynamo.utils import compilation_time_metrics
+
+    clock, profiler = Clock(), cProfile.Profile()
+    compilation_time_metrics.clear()
+    with timed_functions(clock):
+        with clock.measure("first call"), profiler if cprofile else contextlib.nullcontext():
+            output = forward(images).cpu()
+        with clock.measure("second call"):
+            forward(images).cpu()
+    if cprofile:
+        profiler.dump_stats(cprofile)
+    theirs = {f"torch: {name}": Phase(len(took), sum(took)) for name, took in compilation_time_metrics.items()}
+    return output, {**clock.phases, **theirs}
+
+
+def profile_provider(
+    name: str, model: str, batch: int, device: str, smoke: bool, cprofile: Path | None = None
+) -> dict[str, Phase]:
+    """One provider's phases. The output is checked first."""
+    provider = PROVIDERS[name]
+    subject = Subject.build(model, batch, device, smoke)
+    images = subject.images.to(device, provider.dtype)
+    module = prepare(subject, provider, images)
+    forward: Forward = provider.compile(module) if provider.compile else module
+    with inference(provider):
+        output, phases = first_call(forward, images, cprofile)
+    models.accuracy(output, subject.reference, provider.precision)
+    return phases
+
+
+def _in_this_process(caches: str, *arguments: Any) -> dict[str, Phase]:
+    os.environ.update(cold_caches(caches))
+    return profile_provider(*arguments)
+
+
+def profile_in_a_new_process(*arguments: Any) -> dict[str, Phase]:
+    """``profile_provider`` with nothing compiled or imported before."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as caches, ProcessPoolExecutor(1, mp_context=spawn) as process:
+        return process.submit(_in_this_process, caches, *arguments).result()
+
+
+def show(phases: dict[str, Phase]) -> str:
+    """A table, the longest first."""
+    rows = [
+        [name, str(phase.calls), number(phase.s), number(phase.cpu_s)]
+        for name, phase in sorted(phases.items(), key=lambda item: -item[1].s)
+        if phase.s >= LEAST_S
+    ]
+    return table(["phase", "calls", "s", "on a core, s"], rows)
+
+
+# Command line ---------------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print a table for each provider; returns the exit status."""
+    parser = argument_parser("profile_first_call", __doc__, output=False)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the phases here")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))
+    parser.add_argument("--cprofile", type=Path, metavar="FOLDER", help="write PROVIDER.prof here, for pstats")
+    arguments = parser.parse_args(argv)
+    device = choose_device(arguments.smoke)
+    model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)
+    document: dict[str, Any] = {"machine": describe_machine(device), "model": model, "batch": batch, "providers": {}}
+    for name in arguments.providers:
+        stats = None
+        if arguments.cprofile is not None:
+            arguments.cprofile.mkdir(parents=True, exist_ok=True)
+            stats = arguments.cprofile / f"{name}.prof"
+        phases = profile_in_a_new_process(name, model, batch, device, arguments.smoke, stats)
+        print(f"{name}, {model}, batch {batch}\n\n{show(phases)}", flush=True)
+        document["providers"][name] = {phase: took.to_json() for phase, took in phases.items()}
+        if arguments.output is not None:
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

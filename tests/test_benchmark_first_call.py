@@ -1,0 +1,84 @@
+"""Profiles of first calls: phases of the backend, of PyTorch and of threads, and nothing left changed behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks import profile_first_call
+from benchmarks.profile_first_call import Clock, Phase, first_call, show
+from qframework.backend import compile as backend
+
+
+def test_the_phases_of_a_first_call(fresh_dynamo, tmp_path):
+    before = dict(vars(backend))
+    model = torch.compile(linear := nn.Linear(4, 2), backend="qframework")
+    file = tmp_path / "first.prof"
+    with torch.no_grad():
+        x = torch.randn(3, 4)
+        output, phases = first_call(model, x, file)
+    assert torch.allclose(output, linear(x))
+    assert file.stat().st_size > 0
+    assert phases["qframework: lower"].calls == 1
+    assert phases["qframework: lower_linear"].calls == 1
+    assert phases["qframework: wait for its kernels"].calls == 1
+    assert phases["first call"].s > phases["torch: OutputGraph.call_user_compiler"].s > phases["qframework: lower"].s
+    assert phases["second call"].s < phases["first call"].s
+    assert dict(vars(backend)) == before
+
+
+def test_threads_and_their_time_on_a_core():
+    clock = Clock()
+
+    def work(seconds: float) -> None:
+        time.sleep(seconds)
+
+    threads = [threading.Thread(target=clock.timed("sleep", work), args=(0.05,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    phase = clock.phases["sleep"]
+    assert phase.calls == 3
+    assert phase.s >= 0.15
+    assert phase.cpu_s < 0.05
+
+
+def test_a_phase_that_fails_counts_and_its_error_passes_through():
+    clock = Clock()
+
+    def refuse() -> None:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        clock.timed("refused", refuse)()
+    assert clock.phases["refused"].calls == 1
+
+
+def test_the_table_is_sorted_and_leaves_out_what_is_short():
+    phases = {"short": Phase(1, 0.001), "b": Phase(2, 0.5, 0.25), "a": Phase(1, 3.0)}
+    lines = show(phases).splitlines()
+    assert lines[2:] == ["| a | 1 | 3 |  |", "| b | 2 | 0.5 | 0.25 |"]
+
+
+def test_every_provider_is_written(monkeypatch, tmp_path, capsys):
+    asked = []
+
+    def profiled(name: str, model: str, batch: int, device: str, smoke: bool, stats: Path | None) -> dict[str, Phase]:
+        asked.append((name, batch, smoke, stats))
+        return {"first call": Phase(1, 2.0, 1.0)}
+
+    monkeypatch.setattr(profile_first_call, "profile_in_a_new_process", profiled)
+    output = tmp_path / "deep" / "out.json"
+    arguments = ["--smoke", "--output", str(output), "--cprofile", str(tmp_path / "stats")]
+    assert profile_first_call.main(arguments) == 0
+    names = profile_first_call.DEFAULT
+    assert asked == [(name, 2, True, tmp_path / "stats" / f"{name}.prof") for name in names]
+    found = profile_first_call.json.loads(output.read_text())["providers"]
+    assert found == {name: {"first call": {"calls": 1, "s": 2.0, "cpu_s": 1.0}} for name in names}
+    assert "| first call | 1 | 2 | 1 |" in capsys.readouterr().out
