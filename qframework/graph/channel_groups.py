@@ -257,9 +257,9 @@ def _is_linear_of(node: Node, value: Node) -> bool:
 def _last_dimension(view: ChannelView) -> Tensor | None:
     """``(K,)``: the channel of each element of the last dimension; None where others run over channels too."""
     *others, last = view.dims
-    if last.stride is None or any(dim.stride is not None and dim.size != 1 for dim in others):
+    if any(dim.has_channels for dim in others) or any(factor.stride is None for factor in last.split()):
         return None
-    return view.offset + torch.arange(int(last.size)) * last.stride
+    return view.channels(len(others)).flatten()
 
 
 def _onward(node: Node, value: Node, view: ChannelView) -> Iterator[tuple[Node, ChannelView]]:
@@ -296,11 +296,11 @@ def _weighted_sum(view: ChannelView, node: Node, value: Node) -> ChannelView | N
     if fake is None or len(node.args) <= position or node.args[position] is not value:
         return None
     *lead, summed, last = view.dims
-    if summed.stride is not None or fake.dim() != len(view.dims):
+    if summed.has_channels or fake.dim() != len(view.dims):
         return None
-    if not all(same(dim.size, size) for dim, size in zip(lead, fake.shape, strict=False) if dim.stride is not None):
+    if not all(same(dim.size, size) for dim, size in zip(lead, fake.shape, strict=False) if dim.has_channels):
         return None
-    dims = [Dim(size, dim.stride) for dim, size in zip(lead, fake.shape, strict=False)]
+    dims = [dim if dim.has_channels else Dim(size) for dim, size in zip(lead, fake.shape, strict=False)]
     return ChannelView((*dims, Dim(fake.shape[-2]), last), view.offset)
 
 
@@ -316,17 +316,16 @@ def _pad(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
 
 def _resized(view: ChannelView, changed: set[int], fake: Tensor) -> ChannelView | None:
     """The view with other sizes in some dimensions, which must not run over channels."""
-    if any(view.dims[i].stride is not None for i in changed):
+    if any(view.dims[i].has_channels for i in changed):
         return None
-    return ChannelView(
-        tuple(Dim(size, dim.stride) for dim, size in zip(view.dims, fake.shape, strict=True)), view.offset
-    )
+    dims = [dim if dim.has_channels else Dim(size) for dim, size in zip(view.dims, fake.shape, strict=True)]
+    return ChannelView(tuple(dims), view.offset)
 
 
 def _roll(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
     dims = argument(node, 2, "dims", default=())
     dims = dims if isinstance(dims, list | tuple) else (dims,)
-    return view if dims and all(view.dims[i].stride is None for i in dims) else None
+    return view if dims and not any(view.dims[i].has_channels for i in dims) else None
 
 
 def _reduce(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
@@ -335,7 +334,7 @@ def _reduce(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
     if dims is None or dims == []:
         return None
     gone = {i % len(view.dims) for i in (dims if isinstance(dims, list | tuple) else (dims,))}
-    if any(view.dims[i].stride is not None for i in gone):
+    if any(view.dims[i].has_channels for i in gone):
         return None
     kept = [Dim(1) if i in gone else dim for i, dim in enumerate(view.dims) if keep or i not in gone]
     return ChannelView(tuple(kept), view.offset)

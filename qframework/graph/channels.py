@@ -20,10 +20,28 @@ Size = int | torch.SymInt
 
 
 class Dim(NamedTuple):
-    """A dimension of a view; ``stride`` is its step in the channels, None where it does not run over channels."""
+    """A dimension of a view; ``stride`` is its step in the channels, None where it does not run over channels.
+
+    A dimension that was merged from several, as batch and heads are, has them as its ``factors``, outermost first.
+    """
 
     size: Size
     stride: int | None = None
+    factors: tuple[Dim, ...] = ()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether one stride, or none, says it all."""
+        return not self.factors
+
+    @property
+    def has_channels(self) -> bool:
+        """Whether it runs over channels, perhaps among other things."""
+        return any(factor.stride is not None for factor in self.split())
+
+    def split(self) -> tuple[Dim, ...]:
+        """Its factors; itself where it is plain."""
+        return self.factors or (self,)
 
 
 @dataclass(frozen=True)
@@ -46,10 +64,11 @@ class ChannelView:
     def channels(self, order: int | None = None) -> torch.Tensor:
         """The channels in the view, ``(size of dimension `order`, all others)`` int64; ``(1, all)`` without one."""
         first = [i for i in (order,) if i is not None]
-        running = [i for i, dim in enumerate(self.dims) if dim.stride is not None and i not in first]
+        others = [dim for i, dim in enumerate(self.dims) if i not in first]
+        running = [factor for dim in others for factor in dim.split() if factor.stride is not None]
         index = torch.tensor(self.offset)
-        for dim in (self.dims[i] for i in first + running):
-            index = index.unsqueeze(-1) + torch.arange(int(dim.size)) * (dim.stride or 0)
+        for factor in [*(factor for i in first for factor in self.dims[i].split()), *running]:
+            index = index.unsqueeze(-1) + torch.arange(int(factor.size)) * (factor.stride or 0)
         return index.reshape(int(self.dims[order].size) if order is not None else 1, -1)
 
     def swapped(self, a: int, b: int) -> ChannelView:
@@ -72,12 +91,10 @@ class ChannelView:
         return ChannelView((*view.dims[:dim], *view.dims[dim + 1 :]), view.offset)
 
     def reshaped(self, shape: Sequence[Size]) -> ChannelView | None:
-        """The same elements in another shape; None where a dimension would mix channels with something else."""
-        rest, dims = list(self.dims), []
+        """The same elements in another shape; None where a dimension would end inside of one of unknown size."""
+        rest, dims = [factor for dim in self.dims for factor in dim.split() if not _is(factor.size, 1)], []
         for size in reversed(shape):
-            while rest and _is(rest[-1].size, 1) and not _is(size, 1):
-                rest.pop()
-            if all(dim.stride is None for dim in rest):
+            if all(factor.stride is None for factor in rest):
                 dims.append(Dim(size))  # nothing but other dimensions from here on, whatever their sizes
                 continue
             dim = _take(rest, size)
@@ -92,23 +109,47 @@ def _is(a: Size, b: Size) -> bool:
 
 
 def _take(rest: list[Dim], size: Size) -> Dim | None:
-    """Split a dimension of ``size`` off the end of ``rest``; None where no dimension of one kind ends there."""
-    if _is(size, 1):
-        if _is(rest[-1].size, 1):
-            rest.pop()
-        return Dim(1)
-    last = rest.pop()
-    while last.stride is not None and isinstance(size, int) and int(last.size) < size and rest:
-        before = rest.pop()
-        if before.stride != last.stride * int(last.size):
+    """Take factors that make up a dimension of ``size`` off the end of ``rest``; None where none end there."""
+    taken: list[Dim] = []
+    product: Size = 1
+    while not _is(product, size):
+        if not rest:
             return None
-        last = Dim(int(before.size) * int(last.size), last.stride)
-    if _is(last.size, size):
-        return last
-    if last.stride is None or not isinstance(size, int) or int(last.size) % size:
+        last = rest.pop()
+        if not _is(product * last.size, size) and (inside := _inside(last, product, size)):
+            rest.append(Dim(int(last.size) // inside, None if last.stride is None else last.stride * inside))
+            last = Dim(inside, last.stride)
+        product = product * last.size
+        taken.insert(0, last)
+    return _merged(taken, size)
+
+
+def _inside(last: Dim, product: Size, size: Size) -> int | None:
+    """How much of a factor completes a dimension of ``size``, of which it has ``product``; None where not a part."""
+    if not (isinstance(last.size, int) and isinstance(product, int) and isinstance(size, int)):
         return None
-    rest.append(Dim(int(last.size) // size, last.stride * size))
-    return Dim(size, last.stride)
+    wanted, left = divmod(size, product)
+    return wanted if not left and 0 < wanted < last.size and last.size % wanted == 0 else None
+
+
+def _merged(factors: list[Dim], size: Size) -> Dim:
+    """One dimension of several, plain where they follow on each other."""
+    joined: list[Dim] = []
+    for factor in factors:
+        before = joined[-1] if joined else None
+        if before is not None and _follows(before, factor):
+            joined[-1] = Dim(before.size * factor.size, factor.stride)
+        else:
+            joined.append(factor)
+    if len(joined) > 1:
+        return Dim(size, None, tuple(joined))
+    return Dim(size, joined[0].stride) if joined else Dim(size)
+
+
+def _follows(before: Dim, factor: Dim) -> bool:
+    if before.stride is None or factor.stride is None:
+        return before.stride is factor.stride
+    return before.stride == factor.stride * int(factor.size)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -146,6 +187,8 @@ def _select(view: ChannelView, node: Node) -> ChannelView | None:
     dim, index = argument(node, 1, "dim"), argument(node, 2, "index")
     if not isinstance(dim, int) or not isinstance(index, int) or not isinstance(view.dims[dim].size, int):
         return None
+    if not view.dims[dim].is_plain:
+        return None
     return view.selected(dim % len(view.dims), index % int(view.dims[dim].size))
 
 
@@ -153,7 +196,13 @@ def _slice(view: ChannelView, node: Node) -> ChannelView | None:
     dim, fake = argument(node, 1, "dim", default=0) % len(view.dims), fake_value(node)
     start, step = argument(node, 2, "start", default=None) or 0, argument(node, 4, "step", default=1)
     size = view.dims[dim].size
-    if step != 1 or fake is None or not isinstance(start, int) or (start < 0 and not isinstance(size, int)):
+    if (
+        step != 1
+        or fake is None
+        or not view.dims[dim].is_plain
+        or not isinstance(start, int)
+        or (start < 0 and not isinstance(size, int))
+    ):
         return None
     start = start + int(size) if start < 0 else start
     return view.narrowed(dim, start, fake.shape[dim])
@@ -179,6 +228,8 @@ def parts(view: ChannelView, node: Node) -> list[tuple[Node, ChannelView]] | Non
             return None
         default = argument(node, 1, "dim", default=0) if name == "unbind" else argument(node, 2, "dim", default=0)
         dim = default % len(view.dims)
+        if not view.dims[dim].is_plain:
+            return None
         if name == "unbind":
             found.append((user, view.selected(dim, index)))
         elif (start := _start(node, name, view.dims[dim].size, index)) is not None:

@@ -40,7 +40,7 @@ class SpelledOut(VisionTransformer):
             block.attn.fused_attn = False
 
 
-# Builder, attentions, and whether qkv writes int8: not where queries are normalized, rotated or give positions.
+# Builder, attentions, and whether qkv writes int8: not where queries are normalized or rotated.
 MODELS = {
     "vit": (lambda: VisionTransformer(**PLAIN), 2, True),
     "vit, spelled out": (SpelledOut, 2, True),
@@ -48,7 +48,7 @@ MODELS = {
     "swin": (lambda: SwinTransformer(**WINDOWS, depths=(2, 2), num_heads=(2, 4)), 4, True),
     "swin v2": (lambda: SwinTransformerV2(**WINDOWS, depths=(2,), num_heads=(2,)), 2, False),
     "eva": (lambda: Eva(**PLAIN, use_rot_pos_emb=True), 2, False),
-    "sam": (lambda: VisionTransformerSAM(**PLAIN, window_size=3, global_attn_indexes=(1,), neck_chans=16), 2, False),
+    "sam": (lambda: VisionTransformerSAM(**PLAIN, window_size=3, global_attn_indexes=(1,), neck_chans=16), 2, True),
 }
 
 

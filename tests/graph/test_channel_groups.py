@@ -94,6 +94,10 @@ FOUND = {
         Net(lambda m, x: m.o(packed(m.a(x)).transpose(1, 2).flatten(-2)), a=fc(DIM, 3 * DIM), o=fc()),
         {"a": ["o"]},
     ),
+    "multi-head attention": (
+        Net(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(DIM, HEADS, batch_first=True)),
+        {"a": ["a.out_proj"]},
+    ),
 }
 
 LEFT = {
@@ -195,7 +199,7 @@ MODELS = {
     "vit_tiny_patch16_224": ({"img_size": 32, "patch_size": 8, **SMALL}, 5, 2),
     "eva02_tiny_patch14_224": ({"img_size": 28, "embed_dim": 48, "depth": 1, "num_heads": 3}, 2, 1),
     "swin_tiny_patch4_window7_224": ({"img_size": 56, "embed_dim": 24, "depths": (2, 2), "num_heads": (2, 4)}, 10, 4),
-    "samvit_base_patch16": ({"img_size": 64, "global_attn_indexes": (1,), **SMALL}, 4, 0),
+    "samvit_base_patch16": ({"img_size": 64, "global_attn_indexes": (1,), **SMALL}, 4, 2),
 }
 
 

@@ -25,11 +25,18 @@ CHAINS = {
     "dimensions of one": lambda x: [x.unsqueeze(1).squeeze(1).view(BATCH, 1, TOKENS, 1, CHANNELS, 1).squeeze()],
     "copies": lambda x: [x.transpose(0, 1).contiguous().flatten(0, 1).clone()],
     "windows": lambda x: x.view(BATCH * TOKENS, 3, 2, 4).permute(1, 2, 0, 3).unbind(0),
+    "tokens among channels": lambda x: [x.reshape(BATCH, TOKENS * CHANNELS)],
+    "channels first, then merged": lambda x: [x.transpose(1, 2).reshape(BATCH, CHANNELS * TOKENS)],
+    "interleaved channels": lambda x: [x.view(BATCH, TOKENS, 4, 6).transpose(2, 3).reshape(BATCH, TOKENS, CHANNELS)],
+    "batch and heads": lambda x: [x.view(BATCH, TOKENS, 4, 6).transpose(1, 2).reshape(BATCH * 4, TOKENS, 6)],
+    "batch and heads of qkv": lambda x: x.view(BATCH, TOKENS, 3, 4, 2).permute(2, 0, 3, 1, 4).flatten(1, 2).unbind(0),
+    "batch and heads apart again": lambda x: [
+        x.view(BATCH, TOKENS, 4, 6).transpose(1, 2).flatten(0, 1).view(BATCH, 2, 2, TOKENS, 6)
+    ],
 }
 MIXTURES = {
-    "tokens among channels": lambda x: x.reshape(BATCH, TOKENS * CHANNELS),
-    "channels first, then merged": lambda x: x.transpose(1, 2).reshape(BATCH, CHANNELS * TOKENS),
-    "interleaved channels": lambda x: x.view(BATCH, TOKENS, 4, 6).transpose(2, 3).reshape(BATCH, TOKENS, CHANNELS),
+    "part of batch and heads": lambda x: x.view(BATCH, TOKENS, 4, 6).transpose(1, 2).flatten(0, 1)[2:5],
+    "tokens and channels split across": lambda x: x.view(BATCH, TOKENS, 4, 6).transpose(2, 3).reshape(BATCH, 8, 15),
     "arithmetic": lambda x: x * 2,
     "read beside": lambda x: x + x.mean(),
     "every other": lambda x: x[..., ::2],
@@ -67,7 +74,7 @@ def test_channels(name):
         assert [dim.size for dim in leaf.view.dims] == list(shown.shape)
         assert set(leaf.view.channels().flatten().tolist()) == set(shown.flatten().int().tolist())
         for i, dim in enumerate(leaf.view.dims):
-            if dim.stride is not None:
+            if dim.has_channels:
                 rows = [set(row.flatten().int().tolist()) for row in shown.unbind(i)]
                 assert [set(row.tolist()) for row in leaf.view.channels(i)] == rows
 
