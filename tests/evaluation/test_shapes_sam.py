@@ -1,0 +1,204 @@
+"""The small SAM: built like the real one, trained from its seed, measured object by object."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import SamModel, SamProcessor
+
+from qframework.errors import QFrameworkError
+from qframework.evaluation import shapes, shapes_sam
+
+TINY = shapes_sam.TrainingConfig(
+    image_size=64, embed_dim=16, depth=2, num_heads=2, global_blocks=(1,), decoder_dim=16, images=6, epochs=1, boxes=2,
+    batch_size=3,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model() -> SamModel:
+    return shapes_sam.train(TINY, show_progress=False)
+
+
+@pytest.fixture(scope="module")
+def scenes() -> list[shapes.Scene]:
+    return list(shapes.scenes(5, size=TINY.image_size))
+
+
+def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.state_dict().values(), b.state_dict().values(), strict=True))
+
+
+def test_the_encoder_is_built_like_the_real_one() -> None:
+    """Windows that the grid is no multiple of, global attention last, relative positions."""
+    config = shapes_sam.TrainingConfig()
+    layers = shapes_sam.build_model(config).vision_encoder.layers
+    assert [layer.window_size for layer in layers] == [5, 0, 5, 0]
+    assert config.image_size // config.patch_size % config.window_size != 0
+    grid = config.image_size // config.patch_size
+    assert [len(layer.attn.rel_pos_h) for layer in layers] == [9, 2 * grid - 1] * 2
+
+
+def test_the_untrained_model_sees_its_image() -> None:
+    """transformers' own start, 1e-10, would give the same embedding everywhere."""
+    torch.manual_seed(0)
+    model = shapes_sam.build_model(TINY)
+    images = shapes_sam.pixel_values(shapes.scenes(2, size=64))
+    with torch.no_grad():
+        first, second = shapes_sam.ImageEncoder(model)(images)
+    assert (first - second).abs().mean() > 0.1
+    assert first.std(dim=(1, 2)).mean() > 0.1
+
+
+def test_the_seed_decides_the_weights(model: SamModel) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(1)
+    torch.manual_seed(7)
+    assert same_weights(model, shapes_sam.train(TINY, show_progress=False))
+    assert torch.equal(torch.rand(1), expected)  # the caller's generator is left alone
+    assert not same_weights(model, shapes_sam.train(replace(TINY, seed=1), show_progress=False))
+    assert not model.training
+
+
+def test_training_learns() -> None:
+    config = replace(TINY, images=4, batch_size=4, epochs=60, boxes=4, learning_rate=3e-3)
+    torch.manual_seed(0)
+    batch = next(shapes_sam._TrainingSet(config, lambda: None).epoch())
+    losses = [
+        float(shapes_sam._loss(m, batch)) for m in (untrained(config), shapes_sam.train(config, show_progress=False))
+    ]
+    assert losses[1] < 0.8 * losses[0]
+
+
+def untrained(config: shapes_sam.TrainingConfig) -> SamModel:
+    torch.manual_seed(config.seed)
+    return shapes_sam.build_model(config)
+
+
+def test_boxes_follow_what_is_mirrored_and_transposed() -> None:
+    torch.manual_seed(0)
+    data = shapes_sam._TrainingSet(TINY, lambda: None)
+    masks = torch.zeros(1, 1, 32, 32)
+    masks[..., 3:10, 20:31] = 1
+    images = masks.repeat_interleave(2, -1).repeat_interleave(2, -2)[:, 0:1].expand(1, 3, 64, 64)
+    seen = set()
+    for _ in range(50):
+        moved = data._moved(shapes_sam.Batch(images, torch.tensor([[[40.0, 6.0, 62.0, 20.0]]]), masks))
+        left, top, right, bottom = (int(side) for side in moved.boxes.flatten())
+        expected = torch.zeros(64, 64)
+        expected[top:bottom, left:right] = 1
+        assert torch.equal(moved.pixel_values[0, 0], expected)
+        assert torch.equal(moved.masks[0, 0], expected[::2, ::2])
+        seen.add((left, top))
+    assert len(seen) == 8
+
+
+def test_shaken_boxes_stay_near_and_inside() -> None:
+    torch.manual_seed(0)
+    boxes = torch.tensor([10.0, 20.0, 50.0, 64.0]).expand(1000, 1, 4)
+    off = shapes_sam._shaken(boxes, 64) - boxes
+    # 5 percent of 40 and 44 pixels; the standard deviation of 1000 draws is off by 1 / sqrt(2000), 2.2 percent
+    assert off[..., :2].std(dim=0).flatten().tolist() == pytest.approx([2.0, 2.2], rel=0.1)
+    assert shapes_sam._shaken(boxes, 64).max() <= 64
+
+
+def test_every_epoch_shows_every_image_once() -> None:
+    torch.manual_seed(0)
+    sizes = [len(batch.boxes) for batch in shapes_sam._TrainingSet(replace(TINY, batch_size=4), lambda: None).epoch()]
+    assert sizes == [4, 2]
+
+
+def test_images_are_normalized_as_the_processor_does(
+    model: SamModel, scenes: list[shapes.Scene], tmp_path: Path
+) -> None:
+    shapes_sam.save_pretrained(model, tmp_path)
+    processor = SamProcessor.from_pretrained(tmp_path)
+    boxes = [[list(map(float, shape.box)) for shape in scenes[0].shapes]]
+    inputs = processor(images=[scenes[0].image], input_boxes=boxes, return_tensors="pt")
+    # Both are a few roundings of values below 3 away from exact: 2^-21.
+    assert torch.allclose(inputs["pixel_values"], shapes_sam.pixel_values(scenes[:1]), atol=2.0**-20, rtol=0)
+    assert inputs["input_boxes"][0].tolist() == boxes[0]
+
+
+def test_transformers_reads_the_model(model: SamModel, scenes: list[shapes.Scene], tmp_path: Path) -> None:
+    shapes_sam.save_pretrained(model, tmp_path)
+    again = SamModel.from_pretrained(tmp_path).eval()
+    assert shapes_sam.object_ious(again, scenes) == shapes_sam.object_ious(model, scenes)
+
+
+def test_the_checkpoint_is_used(model: SamModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "sam.safetensors"
+    assert same_weights(shapes_sam.load_or_train(path, TINY, show_progress=False), model)
+    monkeypatch.setattr(shapes_sam, "train", None)
+    assert same_weights(shapes_sam.load_or_train(path, TINY), model)
+
+
+def test_ious_are_those_of_whole_objects(
+    model: SamModel, scenes: list[shapes.Scene], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """True masks give 1, filled boxes the mask's share of its box; in order, the smaller last batch included."""
+
+    def boxes_filled(_model: SamModel, _embeddings: torch.Tensor, scene: shapes.Scene) -> torch.Tensor:
+        found = torch.zeros(len(scene.shapes), 64, 64, dtype=torch.bool)
+        for mask, shape in zip(found, scene.shapes, strict=True):
+            left, top, right, bottom = shape.box
+            mask[top:bottom, left:right] = True
+        return found
+
+    def true_masks(_model: SamModel, _embeddings: torch.Tensor, scene: shapes.Scene) -> torch.Tensor:
+        return torch.from_numpy(np.stack([shape.mask for shape in scene.shapes]))
+
+    objects = [shape for scene in scenes for shape in scene.shapes]
+    monkeypatch.setattr(shapes_sam, "predict_masks", true_masks)
+    assert shapes_sam.object_ious(model, scenes, batch_size=2) == [1.0] * len(objects)
+    monkeypatch.setattr(shapes_sam, "predict_masks", boxes_filled)
+    fills = [shape.mask.sum() / ((shape.box[2] - shape.box[0]) * (shape.box[3] - shape.box[1])) for shape in objects]
+    assert shapes_sam.object_ious(model, scenes, batch_size=2) == pytest.approx(fills, rel=2.0**-22)
+
+
+def test_another_encoder_takes_the_place_of_the_models_own(model: SamModel, scenes: list[shapes.Scene]) -> None:
+    calls = []
+    own = shapes_sam.ImageEncoder(model)
+
+    def encoder(images: torch.Tensor) -> torch.Tensor:
+        calls.append(len(images))
+        return own(images)
+
+    with torch.no_grad():
+        assert shapes_sam.object_ious(model, scenes, encoder, batch_size=3) == shapes_sam.object_ious(
+            model, scenes, batch_size=3
+        )
+    assert calls == [3, 2]
+
+
+def test_masks_come_for_every_box(model: SamModel, scenes: list[shapes.Scene]) -> None:
+    with torch.no_grad():
+        embeddings = shapes_sam.ImageEncoder(model)(shapes_sam.pixel_values(scenes))
+    for scene, embedding in zip(scenes, embeddings, strict=True):
+        masks = shapes_sam.predict_masks(model, embedding, scene)
+        assert masks.shape == (len(scene.shapes), 64, 64)
+        assert masks.dtype == torch.bool
+
+
+def test_bad_arguments_are_refused(model: SamModel) -> None:
+    with pytest.raises(QFrameworkError, match="image_size=100 is no multiple of patch_size=8"):
+        shapes_sam.TrainingConfig(image_size=100)
+    with pytest.raises(QFrameworkError, match="no scenes"):
+        shapes_sam.object_ious(model, [])
+
+
+def test_the_command_prints_the_mean_iou(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = shapes_sam.load_or_train
+    monkeypatch.setattr(
+        shapes_sam, "load_or_train", lambda path, device: original(path, TINY, device=device, show_progress=False)
+    )
+    folder = tmp_path / "pretrained"
+    shapes_sam.main(["--checkpoint", str(tmp_path / "s.safetensors"), "--images", "3", "--pretrained", str(folder)])
+    assert "mean IoU 0." in capsys.readouterr().out
+    assert (folder / "model.safetensors").exists()
