@@ -79,7 +79,7 @@ def _parts(exported: GraphModule, x: Node) -> tuple[Node, Node]:
 def _split(exported: GraphModule, node: Node, positive: Node, negative: Node) -> None:
     with exported.graph.inserting_after(node):
         total = _call(exported, _aten.add.Tensor, (node, node), node)
-    with exported.graph.inserting_before(node):
+    with exported.graph.inserting_after(node):
         second = _call(exported, _aten.linear.default, (negative, node.args[1]), node)
     node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
     node.replace_input_with(node.args[0], positive)  # type: ignore[arg-type]
