@@ -76,7 +76,7 @@ def test_every_layer_keeps_its_mean_behind_layers_that_are_corrected():
 def test_what_it_gains():
     """What GELU gives, beside an outlier, on data never seen: all values from -0.17 to 0 round to zero.
 
-    The error falls by the share of it that is a shift of the mean, less what a sample of 1,024 says wrongly of the mean.
+    The error falls by the share of it that is a shift of the mean, less what 1,024 samples say wrongly of the mean.
     """
     torch.manual_seed(0)
     model = nn.Linear(32, 16)

@@ -52,6 +52,12 @@ def int8_weights(converted):
     return [getattr(converted, node.args[1].args[0].target) for node in linears(converted)]
 
 
+def weight_steps(converted, linear):
+    """The scale of a linear's weight, ``(N,)`` or ``(1,)``."""
+    step = linear.args[1].args[1]
+    return torch.tensor([step]) if isinstance(step, float) else getattr(converted, step.target)
+
+
 def output_error(weight, other, x):
     return (x.double() @ (weight.double() - other.double()).T).square().sum()
 
@@ -93,12 +99,8 @@ def test_convert_finds_the_integers_on_the_observers_grid(scale):
     for node, reference, kept, q in zip(
         linears(converted), linears(nearest), grid, int8_weights(converted), strict=True
     ):
-        value, step = node.args[1].args[:2]
-        same = reference.args[1].args[1]
-        steps = getattr(converted, step.target) if not isinstance(step, float) else torch.tensor([step])
-        assert torch.equal(
-            steps, getattr(nearest, same.target) if not isinstance(same, float) else torch.tensor([same])
-        )
+        steps = weight_steps(converted, node)
+        assert torch.equal(steps, weight_steps(nearest, reference))
         assert torch.equal(dequantize(q, steps.unsqueeze(-1)), kept)
     assert any((q != c).any() for q, c in zip(int8_weights(converted), chosen, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # the user's model
@@ -111,7 +113,7 @@ def test_what_it_gains(dtype):
     model, data = nn.Linear(64, 32).to(dtype), [correlated(256, 64).to(dtype) for _ in range(2)]
     converted = convert_pt2e(rounded(model, data))
     [node] = linears(converted)
-    scale = getattr(converted, node.args[1].args[1].target)
+    scale = weight_steps(converted, node)
     [q] = int8_weights(converted)
     nearest, _ = quantize_weight(model.weight)
     for x in (data[0], correlated(256, 64, seed=1).to(dtype)):
@@ -141,7 +143,7 @@ def test_a_layer_sees_the_rounded_layers_before_it():
     torch.manual_seed(0)
     model, data = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 8)), [correlated(64, 16), correlated(64, 16, seed=1)]
     converted = convert_pt2e(rounded(model, data))
-    first, second = linears(converted)
+    first, _ = linears(converted)
     hidden = [converted_until(converted, first)(x) for x in data]
     scales = [h.abs().amax(1, keepdim=True) / 127 for h in hidden]
     seen = torch.cat([torch.round(h * (1 / s)) * s for h, s in zip(hidden, scales, strict=True)]).double()
