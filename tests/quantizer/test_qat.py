@@ -159,7 +159,7 @@ def digits():
 
 
 def trained_classifier(x, labels):
-    """An MLP on digits whose second layer reads two channels 300 times as large as they were; its function is the same."""
+    """An MLP on digits; two channels between its layers are 300 times as large as trained, its function is the same."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
