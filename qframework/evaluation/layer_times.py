@@ -27,8 +27,9 @@ import qframework.kernels  # noqa: F401  registers the operators
 from qframework.evaluation.layers import AttentionOperands, LinearOperands, Operands, TensorShape
 
 FLOAT, STATIC, DYNAMIC = "float", "static", "dynamic"
-_WARM_UP = 3
+_WARM_UP = 2
 _GRAPH_CALLS = 20
+_HOST_MS = 500.0
 
 
 @torch.no_grad()
@@ -51,7 +52,7 @@ def milliseconds(operands: Operands, choice: str, device: torch.device | str, *,
     fn = make.linear(operands, choice) if isinstance(operands, LinearOperands) else make.attention(operands, choice)
     for _ in range(_WARM_UP):
         fn()
-    return _in_graph(fn, repeats) if device.type == "cuda" else median(_wall_ms(fn) for _ in range(repeats))
+    return _in_graph(fn, repeats) if device.type == "cuda" else _on_host(fn, repeats)
 
 
 class _Operands:
@@ -124,6 +125,12 @@ def _dense_bias(mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None)
     if mask is None:
         return relative
     return relative.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else relative + mask
+
+
+def _on_host(fn: Callable[[], Any], repeats: int) -> float:
+    """Median of several calls, fewer of a slow one: the references of attention take seconds."""
+    once = _wall_ms(fn)
+    return median(_wall_ms(fn) for _ in range(max(3, min(repeats, int(_HOST_MS / once)))))
 
 
 def _wall_ms(fn: Callable[[], Any]) -> float:

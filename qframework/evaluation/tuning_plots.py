@@ -1,0 +1,93 @@
+"""Plots of a sensitivity analysis and of a search, as PNG. Equal results give an equal file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qframework.evaluation.sensitivity import Sensitivity
+    from qframework.evaluation.tune import Tuning
+
+_COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#a16207", "#0e7490")
+_GREY = "#a8a29e"
+
+
+def require_matplotlib() -> None:
+    """Raise ModuleNotFoundError where matplotlib is missing, before anything long runs."""
+    try:
+        import matplotlib  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib, or leave --plot out") from error
+
+
+@contextmanager
+def _figure(path: Path, **size: Any) -> Iterator[Any]:
+    """A figure, written to ``path`` at the end; no display and no global state of pyplot is touched."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained", **size)
+    FigureCanvasAgg(figure)
+    yield figure
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
+
+
+def draw_sensitivity(result: Sensitivity, path: Path) -> None:
+    """Two panels with a row for each layer in the order of the model: the metric's drop, and the layer's SQNR."""
+    layers = list(dict.fromkeys((row.kind, row.layer) for row in result.rows))
+    choices = list(dict.fromkeys(row.choice for row in result.rows))
+    with _figure(path, figsize=(9, 1.5 + 0.22 * len(layers))) as figure:
+        drops, sqnr = figure.subplots(1, 2, sharey=True)
+        for index, choice in enumerate(choices):
+            rows = [row for row in result.rows if row.choice == choice]
+            style = {"color": _COLOURS[index % len(_COLOURS)], "label": choice, "s": 18}
+            places = [layers.index((row.kind, row.layer)) for row in rows]
+            drops.scatter([row.drop for row in rows], places, **style)
+            known = [(row.sqnr_db, place) for row, place in zip(rows, places, strict=True) if row.sqnr_db is not None]
+            sqnr.scatter([value for value, _ in known], [place for _, place in known], **style)
+        drops.set_yticks(range(len(layers)), [_label(*layer) for layer in layers], fontsize=7)
+        drops.invert_yaxis()
+        drops.axvline(0, color=_GREY, linewidth=0.8)
+        drops.set_xlabel("drop of the metric, one layer quantized")
+        sqnr.set_xlabel("SQNR of the layer's output, dB")
+        for axes in (drops, sqnr):
+            axes.grid(axis="y", linewidth=0.3)
+        sqnr.legend(fontsize=7)
+
+
+def _label(kind: str, name: str) -> str:
+    return name if kind == "linear" else f"{name} ({kind})"
+
+
+def draw_front(result: Tuning, path: Path) -> None:
+    """Drop against images per second: what was tried, as estimated, and what was measured whole."""
+    with _figure(path, figsize=(7, 4.5)) as figure:
+        axes = figure.subplots()
+        tried = result.trials
+        axes.scatter(
+            [trial.estimated_images_per_second for trial in tried],
+            [trial.drop for trial in tried],
+            color=_GREY, s=18, label="tried, speed estimated from its layers",
+        )  # fmt: skip
+        front = sorted(result.front(), key=lambda trial: trial.estimated_images_per_second)
+        axes.plot(
+            [trial.estimated_images_per_second for trial in front],
+            [trial.drop for trial in front],
+            color=_GREY, linewidth=1, label="front",
+        )  # fmt: skip
+        for colour, label, measured in (
+            (_COLOURS[1], "measured whole", result.measured),
+            (_COLOURS[0], "chosen" if result.met else "nearest", [result.chosen]),
+        ):
+            speeds, drops = [each.images_per_second for each in measured], [each.drop for each in measured]
+            axes.scatter(speeds, drops, color=colour, marker="*", s=90, label=label)
+        axes.axhline(result.max_drop, color=_COLOURS[0], linewidth=0.8, linestyle="--", label="budget")
+        axes.set_xlabel("images per second")
+        axes.set_ylabel("drop of the metric")
+        axes.grid(linewidth=0.3)
+        axes.legend(fontsize=7)
