@@ -43,8 +43,8 @@ def run_json(*arguments: str) -> Any:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Two classes of two images each."""
-    for label in ("cat", "dog"):
+    """Two of ImageNet's classes, two images each."""
+    for label in ("n01440764", "n01443537"):
         (tmp_path / "images" / label).mkdir(parents=True)
         for index in range(2):
             pixels = torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8).numpy()

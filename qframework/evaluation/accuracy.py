@@ -1,4 +1,4 @@
-"""Top-1 accuracy of a classifier."""
+"""Top-1 and top-5 accuracy of a classifier, as exact counts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,37 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation.progress import progress_bar
+
+
+def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
+    """``(B,)`` int64: how many classes stand before the label, 0 where it is the prediction.
+
+    Of equal logits the first class stands before the others, on every device. Where a row holds NaN there is no
+    prediction and the label stands behind all classes.
+
+    Args:
+        logits: ``(B, classes)`` floating point.
+        labels: ``(B,)`` integers in [0, classes), on the same device.
+
+    Raises:
+        QFrameworkError: another shape, or a label that is no class of the model.
+    """
+    if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.is_floating_point():
+        raise QFrameworkError(
+            f"logits have shape {tuple(logits.shape)}, labels {tuple(labels.shape)} and {labels.dtype}; accepted: "
+            "(B, classes) and (B,) of integers"
+        )
+    classes = logits.shape[1]
+    outside = labels[(labels < 0) | (labels >= classes)]
+    if len(outside):
+        raise QFrameworkError(
+            f"label {int(outside[0])} is out of range: the model has {classes} classes; accepted: 0 to {classes - 1}"
+        )
+    labels = labels.long().unsqueeze(1)
+    own = logits.gather(1, labels)
+    earlier = torch.arange(classes, device=logits.device) < labels
+    before = (logits > own) | ((logits == own) & earlier)
+    return torch.where(logits.isnan().any(dim=1), classes, before.sum(dim=1))
 
 
 @torch.no_grad()
@@ -23,18 +54,18 @@ def top1(
 
     Args:
         model: ``(B, ...)`` to logits ``(B, classes)``; it must already be in eval mode and on ``device``.
-        loader: yields ``(images, labels)`` with labels ``(B,)`` int64.
+        loader: yields ``(images, labels)`` with labels ``(B,)`` of integers in [0, classes).
         device: where to move the images.
         show_progress: draw a progress bar on stderr.
 
     Raises:
-        QFrameworkError: the loader was empty.
+        QFrameworkError: the loader was empty, or a label is no class of the model.
     """
     correct = total = 0
     with progress_bar("Measuring top-1", _length(loader), show_progress) as advance:
         for images, labels in loader:
-            predicted = model(images.to(device)).argmax(dim=-1).cpu()
-            correct += int((predicted == labels.cpu()).sum())
+            ranks = label_ranks(model(images.to(device)), labels.to(device))
+            correct += int((ranks == 0).sum())
             total += len(labels)
             advance()
     if total == 0:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.data import TensorDataset
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits, digits_vit
+from qframework.evaluation.image_folder import FolderBatches, Sample, TensorBatches, class_index, folder_samples
 
 DIGITS = "digits"
-Batches = Iterable[tuple[Tensor, Tensor]]
+LabelledBatches = FolderBatches | TensorBatches
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,14 @@ class Classifier:
     model: nn.Module
     data_config: dict[str, Any]
 
+    @property
+    def classes(self) -> int | None:
+        """How many classes it tells apart; None where the model does not say."""
+        return getattr(self.model, "num_classes", None) or None
+
     def describe(self) -> dict[str, Any]:
         """What ``images_for`` needs, to be kept with a saved model."""
-        return {"model": self.name, "data_config": self.data_config}
+        return {"model": self.name, "data_config": self.data_config, "classes": self.classes}
 
 
 def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bool = False) -> Classifier:
@@ -75,14 +83,30 @@ def _data_config(model: nn.Module) -> dict[str, Any]:
     return resolve_model_data_config(model)
 
 
-def images_for(description: Mapping[str, Any], data: str, *, batch_size: int, calibration: bool = False) -> Batches:
+def images_for(
+    description: Mapping[str, Any],
+    data: str,
+    *,
+    batch_size: int,
+    calibration: bool = False,
+    limit: int | None = None,
+    class_names: Sequence[str] | None = None,
+    workers: int = 0,
+) -> LabelledBatches:
     """Batches of ``(images, labels)`` for a ``Classifier.describe()``, to evaluate or, shuffled, to calibrate with.
+
+    Damaged images of a folder are left out; the batches' ``damaged`` says which and why.
 
     Args:
         description: of the classifier the images are for.
-        data: ``"digits"``, or a directory with one folder of images per class, in the order of the model's classes.
+        data: ``"digits"``, or a directory with one folder of images per class, in the order of the model's classes or
+            named after ImageNet's identifiers (``n01440764``).
         batch_size: images in a batch; the last one may be smaller.
-        calibration: images to calibrate with: of the digits, training images; of a folder, in shuffled order.
+        calibration: images to calibrate with: of the digits, training images; of a folder, in shuffled order and
+            whatever its classes.
+        limit: use only so many images, spread evenly over all, or when calibrating the first of the shuffled ones.
+        class_names: the names of the class folders in the order of the model's classes.
+        workers: processes that read a folder's images; 0: this one.
 
     Raises:
         QFrameworkError: ``data`` is neither, holds no image, or does not fit the model.
@@ -91,24 +115,37 @@ def images_for(description: Mapping[str, Any], data: str, *, batch_size: int, ca
         if data != description["model"]:
             raise QFrameworkError(f"data {data!r} does not fit model {description['model']!r}; digits go with digits")
         sets = digits.load_digits()
-        return digits.loader(sets.calibration if calibration else sets.held_out, batch_size)
-    return _image_folder(Path(data), description["data_config"], batch_size, shuffle=calibration)
+        chosen = sets.calibration if calibration else sets.held_out
+        kept = _chosen(range(len(chosen)), limit, spread=not calibration)
+        return TensorBatches(TensorDataset(*(tensor[list(kept)] for tensor in chosen.tensors)), batch_size)
+    root = Path(data)
+    index = None if calibration else class_index(root, description.get("classes"), class_names)
+    samples = folder_samples(root, index)
+    if calibration:
+        # By a fixed seed: calibration sees all classes, and the same images every time.
+        order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
+        samples = [samples[place] for place in order]
+    samples = list(_chosen(samples, limit, spread=not calibration))
+    return _folder_batches(root, samples, description["data_config"], batch_size, workers)
 
 
-def _image_folder(root: Path, data_config: Mapping[str, Any], batch_size: int, shuffle: bool) -> Batches:
+def _folder_batches(
+    root: Path, samples: Sequence[Sample], data_config: Mapping[str, Any], batch_size: int, workers: int
+) -> FolderBatches:
     from timm.data import create_transform
-    from torch.utils.data import DataLoader
-    from torchvision.datasets import ImageFolder
 
-    if not root.is_dir():
-        raise QFrameworkError(f"data {str(root)!r} is no directory; accepted: 'digits' or a folder of class folders")
     transform = create_transform(**data_config, is_training=False)
-    try:
-        images = ImageFolder(root, transform=transform)
-    except FileNotFoundError as error:  # no class folder, or one without an image
-        raise QFrameworkError(f"data {str(root)!r} does not hold one folder of images per class: {error}") from error
-    # Shuffled by a fixed seed: calibration sees all classes, and the same images every time.
-    return DataLoader(images, batch_size, shuffle=shuffle, generator=torch.Generator().manual_seed(0))
+    grey = data_config["input_size"][0] == 1
+    return FolderBatches(root, samples, transform, batch_size, grey=grey, workers=workers)
+
+
+def _chosen(items: Sequence[Item], limit: int | None, *, spread: bool) -> Sequence[Item]:
+    """The first ``limit`` items, or so many at equal distances."""
+    if limit is not None and limit < 1:
+        raise QFrameworkError(f"limit={limit}; accepted: None or a positive number of images")
+    if limit is None or limit >= len(items):
+        return items
+    return [items[place * len(items) // limit] for place in range(limit)] if spread else items[:limit]
 
 
 def input_size(description: Mapping[str, Any]) -> tuple[int, int, int]:

@@ -1,0 +1,307 @@
+"""Several configurations of one model on one task: a row each with accuracy, speed and memory.
+
+What is kept after every few batches is enough to go on after an interruption, with as many processes as there are then.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import hashlib
+import importlib.metadata
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import qframework
+from qframework.backend import explain
+from qframework.errors import QFrameworkError
+from qframework.evaluation.comparison_results import Partial, Results, Row
+from qframework.evaluation.distributed import Processes
+from qframework.evaluation.memory import activation_bytes
+from qframework.evaluation.progress import progress_bar
+from qframework.evaluation.pt2e import export_model, quantize_exported
+from qframework.evaluation.size import weight_bytes
+from qframework.evaluation.speed import throughput
+from qframework.evaluation.tasks import Task, weights_digest
+from qframework.quantizer import (
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    Recipe,
+    dynamic_attention,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
+
+FLOAT_NAMES = {torch.float32: "FP32", torch.float16: "FP16", torch.bfloat16: "BF16"}
+_BATCHES_BETWEEN_SAVES = 16  # of each process
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How the module of a task is run: in float, or quantized by ``config`` with the steps of ``recipe``."""
+
+    config: QuantizationConfig | None = None
+    recipe: Recipe | None = None
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a scale is static, or a recipe looks at data."""
+        if self.config is None:
+            return False
+        linear, attention = self.config.linear, self.config.attention
+        is_static = linear is not None and not linear.activation.dynamic
+        return is_static or (attention is not None and attention.mode == "static") or self.recipe is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description."""
+        return {
+            "config": None if self.config is None else self.config.to_dict(),
+            "recipe": None if self.recipe is None else self.recipe.to_dict(),
+        }
+
+
+def standard_configurations(dtype: torch.dtype = torch.float32) -> dict[str, Configuration]:
+    """Float, static INT8 and dynamic INT8 (INT8-D), without and with attention, and static INT8 with the best recipe.
+
+    Raises:
+        QFrameworkError: ``dtype`` is none of float32, float16 and bfloat16.
+    """
+    if dtype not in FLOAT_NAMES:
+        raise QFrameworkError(f"dtype {dtype}; accepted: {', '.join(map(str, FLOAT_NAMES))}")
+    static, dynamic = QuantizationConfig(static_int8()), QuantizationConfig(dynamic_int8())
+    with_attention = QuantizationConfig(static_int8(), static_attention())
+    return {
+        FLOAT_NAMES[dtype]: Configuration(),
+        "INT8": Configuration(static),
+        "INT8 + attention": Configuration(with_attention),
+        "INT8-D": Configuration(dynamic),
+        "INT8-D + attention": Configuration(QuantizationConfig(dynamic_int8(), dynamic_attention("sage_b"))),
+        "INT8 (best recipe)": Configuration(static, Recipe.best()),
+        "INT8 + attention (best recipe)": Configuration(with_attention, Recipe.best()),
+    }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every row is measured.
+
+    Attributes:
+        device: of this process.
+        dtype: of the module outside its INT8 operators.
+        compiled: by Inductor, quantized modules with ``backend="qframework"``; else everything runs eagerly, where
+            quantized modules compute in float what their integers stand for.
+        repeats: timed calls.
+        show_progress: draw progress bars on stderr.
+    """
+
+    device: torch.device | str = "cpu"
+    dtype: torch.dtype = torch.float32
+    compiled: bool = True
+    repeats: int = 20
+    show_progress: bool = True
+
+    def to_dict(self) -> dict[str, Any]:
+        """What the figures depend on."""
+        on = torch.device(self.device)
+        name = torch.cuda.get_device_name(on) if on.type == "cuda" else on.type
+        packages = ("torch", "torchao", "timm", "transformers")
+        versions = {package: _version(package) for package in packages} | {"qframework": qframework.__version__}
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"device": name, "dtype": dtype, "compiled": self.compiled, "versions": versions}
+
+
+def compare(
+    task: Task,
+    configurations: Mapping[str, Configuration],
+    settings: Settings | None = None,
+    *,
+    processes: Processes | None = None,
+    results: Results | None = None,
+) -> Results:
+    """Measure the task's module under each configuration; all processes call this alike.
+
+    The same task, settings and configurations give the same figures, with any number of processes. The float module is
+    left as it is, except that it is moved to the settings' device.
+
+    Args:
+        task: what is measured.
+        configurations: by the name of their row.
+        settings: how it is measured.
+        processes: those that share the batches.
+        results: rows measured before, which are kept, and where to write; see ``Results.open``. None: nothing is kept.
+
+    Returns:
+        The results with a row for each configuration, in this order.
+
+    Raises:
+        CalibrationError: a configuration needs data to calibrate with and the task has none.
+        QFrameworkError: ``results`` are those of another comparison; every image is damaged; the processes made
+            different models of the same configuration.
+    """
+    settings, processes = settings or Settings(), processes or Processes()
+    chosen = dict(configurations)
+    needing = [name for name, configuration in chosen.items() if configuration.needs_calibration]
+    if needing and task.calibration() is None:
+        raise QFrameworkError(
+            f"configuration {needing[0]!r} needs images to calibrate with and got none; accepted: calibration images, "
+            "or configurations without static scales and recipes"
+        )
+    results = results or Results()
+    results.begin(description(task, settings), {name: each.to_dict() for name, each in chosen.items()})
+    bench = _Bench(task, settings, processes, results)
+    for name in [name for name in chosen if name not in results.rows]:
+        results.add(bench.row(name, chosen[name]))
+    return results
+
+
+def description(task: Task, settings: Settings) -> dict[str, Any]:
+    """All that the figures of a comparison depend on beside the configurations."""
+    return {**task.describe(), **settings.to_dict()}
+
+
+class _Bench:
+    """One task under one set of settings."""
+
+    def __init__(self, task: Task, settings: Settings, processes: Processes, results: Results) -> None:
+        self.task, self.settings, self.processes, self.results = task, settings, processes, results
+        self.example = task.example().to(settings.device, settings.dtype)
+
+    @torch.no_grad()
+    def row(self, name: str, configuration: Configuration) -> Row:
+        """Quantize, compile, count, time."""
+        module = self._module(configuration)
+        report = None if configuration.config is None else explain(module, (self.example,))
+        run = self._compiled(module, configuration)
+        counted = self._count(name, run)
+        row = Row(
+            configuration=name,
+            figures=self.task.figures(counted.counts),
+            counts=counted.counts,
+            damaged=counted.damaged,
+            lowered_linears=report.lowered if report else 0,
+            linears=report.total if report else _linears(module),
+            lowered_attentions=report.attention_lowered if report else 0,
+            weight_bytes=weight_bytes(module),
+            peak_bytes=weight_bytes(module) + activation_bytes(run, self.example),
+            images_per_second=self._speed(run),
+            processes=self.processes.size,
+        )
+        del module, run
+        self._forget()
+        return row
+
+    def _module(self, configuration: Configuration) -> nn.Module:
+        float_module = self.task.module.to(self.settings.device)
+        if self.settings.dtype != torch.float32:
+            float_module = _cast(float_module, self.settings.dtype)
+        if configuration.config is None:
+            return float_module
+        quantizer = QFrameworkQuantizer().set_global(configuration.config)
+        calibration = self._calibration() if configuration.needs_calibration else None
+        exported = export_model(float_module, self.example)
+        show = self.settings.show_progress and self.processes.is_first
+        converted = quantize_exported(exported, quantizer, calibration, recipe=configuration.recipe, show_progress=show)
+        self._check_alike(converted)
+        return converted
+
+    def _calibration(self) -> Iterable[Tensor]:
+        batches = self.task.calibration()
+        assert batches is not None, "compare() has seen to it"
+        return _Cast(batches, self.example.device, self.settings.dtype)
+
+    def _check_alike(self, converted: torch.fx.GraphModule) -> None:
+        """Every process calibrates for itself, on the same images: the same model, or the counts mean nothing."""
+        digest = _digest(converted)
+        if len(set(self.processes.gather([digest]))) > 1:
+            raise QFrameworkError(
+                "the processes made different models of the same configuration; accepted: devices of one kind for "
+                "all of them, or one process"
+            )
+
+    def _compiled(self, module: nn.Module, configuration: Configuration) -> Callable[[Tensor], Tensor]:
+        if not self.settings.compiled:
+            return module
+        backend = "inductor" if configuration.config is None else "qframework"
+        return torch.compile(module, backend=backend, dynamic=True)
+
+    def _count(self, name: str, run: Callable[[Tensor], Tensor]) -> Partial:
+        """Counts of all batches, from where the results left off."""
+        counted = self.results.partial(name, self.task.counted)
+        todo = range(counted.batches, len(self.task))
+        mine = self.processes.mine(todo)
+        show = self.settings.show_progress and self.processes.is_first
+        with progress_bar(f"{name}: evaluating", len(mine), show) as advance:
+            batches = self.task.batches(mine)
+            for stage in _stages(todo, _BATCHES_BETWEEN_SAVES * self.processes.size):
+                part = self._count_batches(run, itertools.islice(batches, len(self.processes.mine(stage))), advance)
+                counted = self._merged(counted, part, stage.stop)
+                self.results.keep(counted)
+        return counted
+
+    def _count_batches(
+        self, run: Callable[[Tensor], Tensor], batches: Iterator[Any], advance: Callable[[], None]
+    ) -> Partial:
+        counts, damaged = dict.fromkeys(self.task.counted, 0), []
+        for batch in batches:
+            damaged += [list(image) for image in batch.damaged]
+            for key, value in self.task.count(run, batch, self.example.device, self.settings.dtype).items():
+                counts[key] += value
+            advance()
+        return Partial("", 0, counts, damaged)
+
+    def _merged(self, before: Partial, mine: Partial, batches: int) -> Partial:
+        sums = self.processes.sum(list(mine.counts.values()))
+        counts = {key: before.counts[key] + value for key, value in zip(mine.counts, sums, strict=True)}
+        damaged = sorted(before.damaged + self.processes.gather(mine.damaged))
+        return Partial(before.configuration, batches, counts, damaged)
+
+    def _speed(self, run: Callable[[Tensor], Tensor]) -> float:
+        self.processes.wait()  # all at once: they may share what limits them
+        return self.processes.add_speeds(throughput(run, self.example, repeats=self.settings.repeats))
+
+    def _forget(self) -> None:
+        """Compiled code keeps its module alive, and a process may compile only so many versions of a module."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self.example.is_cuda:
+            torch.cuda.empty_cache()
+
+
+class _Cast:
+    """Batches on a device and in a dtype, each time they are gone through."""
+
+    def __init__(self, batches: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self._batches, self._device, self._dtype = batches, device, dtype
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (batch.to(self._device, self._dtype) for batch in self._batches)
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    return copy.deepcopy(module).to(dtype)
+
+
+def _stages(batches: range, size: int) -> Iterator[range]:
+    return (batches[start : start + size] for start in range(0, len(batches), size))
+
+
+def _linears(module: nn.Module) -> int:
+    return sum(isinstance(layer, nn.Linear) for layer in module.modules())
+
+
+def _digest(converted: torch.fx.GraphModule) -> str:
+    """Of the graph with the scales written into it, and of all weights."""
+    return hashlib.sha256((converted.code + weights_digest(converted)).encode()).hexdigest()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

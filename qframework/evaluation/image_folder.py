@@ -1,0 +1,200 @@
+"""A folder with one folder of images per class, in batches that can be dealt out, without its damaged images."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from qframework.errors import QFrameworkError
+from qframework.evaluation.images import DamagedImage, DamagedImageError, read_image
+
+Sample = tuple[Path, int]
+
+
+class LabelledBatch(NamedTuple):
+    """Images ``(B, C, H, W)`` with labels ``(B,)`` int64, and the images of the batch that are missing from it."""
+
+    images: Tensor
+    labels: Tensor
+    damaged: tuple[DamagedImage, ...] = ()
+
+
+class FolderBatches:
+    """Batches of ``(images, labels)`` of a folder; can be gone through any number of times.
+
+    ``damaged`` holds what the last pass skipped. A batch of damaged images alone is left out.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        samples: Sequence[Sample],
+        transform: Callable[[Any], Tensor],
+        batch_size: int,
+        *,
+        grey: bool = False,
+        workers: int = 0,
+    ) -> None:
+        self._root = root
+        self._samples = samples
+        self._files = _Files(root, samples, transform, grey)
+        self._workers = workers
+        self._batches = [list(indices) for indices in _split(range(len(samples)), batch_size)]
+        self.damaged: list[DamagedImage] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        self.damaged = []
+        for batch in self.selected(range(len(self))):
+            self.damaged += batch.damaged
+            if len(batch.labels):
+                yield batch.images, batch.labels
+
+    def selected(self, indices: Sequence[int]) -> Iterator[LabelledBatch]:
+        """The batches of these indices, in this order; one of damaged images alone holds none."""
+        sampler = [self._batches[index] for index in indices]
+        return iter(DataLoader(self._files, batch_sampler=sampler, num_workers=self._workers, collate_fn=_collate))
+
+    def describe(self) -> dict[str, Any]:
+        """How many images, and the SHA-256 of their names, sizes and labels in the order they are used."""
+        digest = hashlib.sha256()
+        for path, label in self._samples:
+            digest.update(f"{path.relative_to(self._root).as_posix()} {path.stat().st_size} {label}\n".encode())
+        return {"images": len(self._samples), "sha256": digest.hexdigest()}
+
+
+class TensorBatches:
+    """The same for images that are in memory."""
+
+    def __init__(self, data: TensorDataset, batch_size: int) -> None:
+        self._images, self._labels = data.tensors
+        self._batches = [slice(indices.start, indices.stop) for indices in _split(range(len(data)), batch_size)]
+        self.damaged: list[DamagedImage] = []
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.selected(range(len(self))):
+            yield batch.images, batch.labels
+
+    def selected(self, indices: Sequence[int]) -> Iterator[LabelledBatch]:
+        """The batches of these indices, in this order."""
+        for chosen in (self._batches[index] for index in indices):
+            yield LabelledBatch(self._images[chosen], self._labels[chosen])
+
+    def describe(self) -> dict[str, Any]:
+        """How many images, and the SHA-256 of images and labels."""
+        digest = hashlib.sha256(self._images.numpy().tobytes())
+        digest.update(self._labels.numpy().tobytes())
+        return {"images": len(self._labels), "sha256": digest.hexdigest()}
+
+
+class _Files(Dataset):
+    """``(image, label)``, or what is known of a damaged one."""
+
+    def __init__(self, root: Path, samples: Sequence[Sample], transform: Callable[[Any], Tensor], grey: bool) -> None:
+        self._root, self._samples, self._transform, self._grey = root, samples, transform, grey
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int] | DamagedImage:
+        path, label = self._samples[index]
+        try:
+            image = read_image(path, "L" if self._grey else "RGB")
+        except DamagedImageError as error:
+            return DamagedImage(path.relative_to(self._root).as_posix(), str(error))
+        return self._transform(image), label
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+
+def _collate(items: list[tuple[Tensor, int] | DamagedImage]) -> LabelledBatch:
+    damaged = tuple(item for item in items if isinstance(item, DamagedImage))
+    whole = [item for item in items if not isinstance(item, DamagedImage)]
+    images = torch.stack([image for image, _ in whole]) if whole else torch.empty(0)
+    return LabelledBatch(images, torch.tensor([label for _, label in whole], dtype=torch.int64), damaged)
+
+
+def _split(everything: range, size: int) -> list[range]:
+    return [everything[start : start + size] for start in range(0, len(everything), size)]
+
+
+def folder_samples(root: Path, class_index: Mapping[str, int] | None = None) -> list[Sample]:
+    """Every image of a folder of class folders with its label, by class folder and then by path.
+
+    Args:
+        root: the folder. Images are what has a name of an image, at any depth.
+        class_index: the label of each class folder; None: their place in alphabetical order.
+
+    Raises:
+        QFrameworkError: no such folder, no class folder in it, or one without an image.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
+
+    if not root.is_dir():
+        raise QFrameworkError(f"data {str(root)!r} is no directory; accepted: 'digits' or a folder of class folders")
+    try:
+        own_index = find_classes(str(root))[1]
+        found = make_dataset(str(root), own_index, extensions=IMG_EXTENSIONS)
+    except FileNotFoundError as error:  # no class folder, or one without an image
+        raise QFrameworkError(f"data {str(root)!r} does not hold one folder of images per class: {error}") from error
+    names = {label: name for name, label in own_index.items()}
+    labels = own_index if class_index is None else class_index
+    return [(Path(path), labels[names[label]]) for path, label in found]
+
+
+def class_index(root: Path, classes: int | None, class_names: Sequence[str] | None = None) -> dict[str, int] | None:
+    """Which of a model's classes each class folder is, where their alphabetical order does not say it.
+
+    Args:
+        root: a folder of class folders.
+        classes: of the model; None: unknown, and nothing is held against it.
+        class_names: the folders' names in the order of the model's classes. Where not given, folders named after
+            ImageNet's WordNet identifiers (``n01440764``) are known by them, so that a part of ImageNet will do.
+
+    Returns:
+        None where there is a folder for each class, whose order is theirs.
+
+    Raises:
+        QFrameworkError: the folders are not those of the model's classes.
+    """
+    folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
+    if class_names is None and classes is not None and folders:
+        class_names = _imagenet_names(classes, folders)
+    if class_names is not None:
+        return _named_index(root, folders, class_names, classes)
+    if classes is not None and folders and len(folders) != classes:
+        raise QFrameworkError(
+            f"data {str(root)!r} holds {len(folders)} class folders, the model has {classes} classes; accepted: one "
+            "folder for each class in their order, folders named after ImageNet's identifiers (n01440764), or a list "
+            "of the model's class folders"
+        )
+    return None
+
+
+def _imagenet_names(classes: int, folders: Sequence[str]) -> list[str] | None:
+    """The identifiers of ImageNet's classes in the order of a model with so many, if all folders are among them."""
+    from timm.data import ImageNetInfo, infer_imagenet_subset
+
+    subset = infer_imagenet_subset({"num_classes": classes})
+    names = [] if subset is None else ImageNetInfo(subset).label_names()
+    return names if names and set(folders) <= set(names) else None
+
+
+def _named_index(root: Path, folders: Sequence[str], names: Sequence[str], classes: int | None) -> dict[str, int]:
+    if classes is not None and len(names) != classes:
+        raise QFrameworkError(f"{len(names)} class names for a model of {classes} classes; accepted: one for each")
+    index = {name: place for place, name in enumerate(names)}
+    unknown = [folder for folder in folders if folder not in index]
+    if unknown or len(index) != len(names):
+        wrong = f"does not name the folders {', '.join(unknown[:5])}" if unknown else "names a class twice"
+        raise QFrameworkError(f"data {str(root)!r}: the list of {len(names)} class names {wrong}")
+    return index

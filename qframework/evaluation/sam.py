@@ -1,0 +1,226 @@
+"""Segment Anything with box prompts: transformers' SamModel, its image encoder apart, so that this can be quantized.
+
+The encoder takes nearly all of the time and is what is quantized; prompts and masks stay in float32. One of timm's
+``samvit_*`` encoders may stand in its place.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from qframework.errors import QFrameworkError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import SamImageProcessor, SamModel
+
+_BOXES_AT_ONCE = 32  # their masks are scaled up to the size of the image, in float32
+
+
+class SamEncoder(nn.Module):
+    """transformers' encoder as a function of one tensor: ``(B, 3, S, S)`` to ``(B, C, S / patch, S / patch)``."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.encoder(pixel_values, return_dict=True).last_hidden_state
+
+
+class TimmSamEncoder(nn.Module):
+    """timm's ``samvit_*`` as the same function: with its neck, without pooling and head."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        return self.encoder.forward_features(pixel_values)  # type: ignore[operator]
+
+
+class Picture(NamedTuple):
+    """An image as the encoder sees it: ``pixel_values (3, S, S)`` float32, and its size before and after scaling."""
+
+    pixel_values: Tensor
+    original_size: tuple[int, int]
+    scaled_size: tuple[int, int]
+
+
+def prepare_picture(processor: SamImageProcessor, image: Image) -> Picture:
+    """An RGB image of any size, made what the encoder takes."""
+    made = processor(image, return_tensors="pt")
+    (original,), (scaled,) = made["original_sizes"].tolist(), made["reshaped_input_sizes"].tolist()
+    return Picture(made["pixel_values"][0], tuple(original), tuple(scaled))
+
+
+@dataclass(frozen=True)
+class Sam:
+    """A model in eval mode in its parts.
+
+    Attributes:
+        name: what it was loaded as; kept with the results.
+        encoder: ``(B, 3, S, S)`` to image embeddings; what is quantized.
+        decoder: the SamModel without an encoder: embeddings and boxes to masks.
+        processor: scales, pads and normalizes images as the model was trained.
+    """
+
+    name: str
+    encoder: nn.Module
+    decoder: SamModel
+    processor: SamImageProcessor
+
+    @property
+    def image_size(self) -> int:
+        """Height and width in pixels of what the encoder takes."""
+        return self.processor.pad_size["height"]
+
+    @torch.no_grad()
+    def masks(self, embedding: Tensor, boxes: Tensor, picture: Picture) -> Tensor:
+        """The mask of each box.
+
+        Args:
+            embedding: ``(C, S / patch, S / patch)`` of the encoder, for one image.
+            boxes: ``(K, 4)`` float32: left, top, right, bottom in pixels of the original image.
+            picture: says how the image was scaled.
+
+        Returns:
+            ``(K, H, W)`` bool on the device of ``embedding``, in the original size.
+        """
+        (height, width), (scaled_height, scaled_width) = picture.original_size, picture.scaled_size
+        factors = torch.tensor([scaled_width / width, scaled_height / height], device=embedding.device).repeat(2)
+        scaled = boxes.to(embedding.device) * factors
+        masks = [self._masks(embedding.float(), some, picture) for some in scaled.split(_BOXES_AT_ONCE)]
+        return torch.cat(masks)
+
+    def _masks(self, embedding: Tensor, boxes: Tensor, picture: Picture) -> Tensor:
+        output = self.decoder(
+            image_embeddings=embedding.unsqueeze(0), input_boxes=boxes.unsqueeze(0), multimask_output=False
+        )
+        sizes = [picture.original_size], [picture.scaled_size]
+        (masks,) = self.processor.post_process_masks(output.pred_masks, *sizes)
+        return masks[:, 0]
+
+
+def sam_image_size(name: str) -> int:
+    """Height and width in pixels of what a SamModel's encoder takes; reads its configuration alone.
+
+    Raises:
+        QFrameworkError: there is no such model, or it is none of SAM's.
+    """
+    from transformers import SamConfig
+
+    try:
+        return SamConfig.from_pretrained(name).vision_config.image_size
+    except (OSError, ValueError) as error:
+        raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
+
+
+def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str = "") -> Sam:
+    """A SamModel with its image processor.
+
+    Args:
+        name: a folder of ``save_pretrained``, or a name of the Hugging Face hub, which needs a network.
+        encoder: used in place of the model's own: ``(B, 3, S, S)`` to embeddings of the same shape; see
+            ``load_timm_encoder``.
+        encoder_name: what to call it in results.
+
+    Raises:
+        QFrameworkError: there is no such model, it is none of SAM's, or the encoder does not fit it.
+        ModuleNotFoundError: transformers is not installed (``pip install qframework[segmentation]``).
+    """
+    from transformers import SamModel
+
+    try:
+        model = SamModel.from_pretrained(name).eval()
+    except (
+        OSError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # not there, not SAM's, or weights that do not fit
+        raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
+    vision, prompt = model.config.vision_config, model.config.prompt_encoder_config
+    processor = _processor(name, vision.image_size)
+    parts = encoder or SamEncoder(model.vision_encoder)
+    # The decoder without the encoder: it would be kept and moved to the device for nothing.
+    decoder = copy.copy(model)
+    decoder._modules = {**model._modules, "vision_encoder": None}
+    grid = prompt.image_embedding_size
+    _check_encoder(parts, vision.image_size, (prompt.hidden_size, grid, grid), encoder_name or name)
+    return Sam(f"{name} with {encoder_name}" if encoder_name else name, parts.eval(), decoder, processor)
+
+
+def _processor(name: str, size: int) -> SamImageProcessor:
+    """The processor saved with the model; where there is none, SAM's own at the model's image size."""
+    from transformers import SamImageProcessor
+
+    if Path(name).is_dir() and not any(Path(name, file).is_file() for file in _PROCESSOR_FILES):
+        return SamImageProcessor(size={"longest_edge": size}, pad_size={"height": size, "width": size})
+    try:
+        processor = SamImageProcessor.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise QFrameworkError(f"the image processor of SAM {name!r} cannot be loaded: {error}") from error
+    if (processor.pad_size["height"], processor.pad_size["width"]) != (size, size):
+        raise QFrameworkError(
+            f"SAM {name!r}: images are padded to {dict(processor.pad_size)}; accepted: {size}, {size}"
+        )
+    return processor
+
+
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+@torch.no_grad()
+def _check_encoder(encoder: nn.Module, size: int, expected: Sequence[int], name: str) -> None:
+    """On fake tensors: shapes cost nothing."""
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            shape = tuple(encoder(torch.empty(1, 3, size, size)).shape[1:])
+        except (RuntimeError, AssertionError, ValueError, TypeError) as error:
+            raise QFrameworkError(f"encoder {name!r} does not take images of {size} x {size}: {error}") from error
+    if shape != tuple(expected):
+        raise QFrameworkError(
+            f"encoder {name!r} gives embeddings of shape {shape}; the decoder takes {tuple(expected)}"
+        )
+
+
+def load_timm_encoder(
+    name: str, image_size: int, checkpoint: Path | None = None, *, pretrained: bool = False
+) -> TimmSamEncoder:
+    """One of timm's ``samvit_*`` encoders.
+
+    Args:
+        name: of ``timm.list_models("samvit*")``, a tag included (``samvit_base_patch16.sa1b``).
+        image_size: height and width in pixels of the images it will see.
+        checkpoint: its weights, as ``timm.create_model(checkpoint_path=...)`` reads them.
+        pretrained: download timm's weights. With neither, they are random.
+
+    Raises:
+        QFrameworkError: timm has no such model, or the checkpoint does not fit it.
+        FileNotFoundError: the checkpoint is missing.
+    """
+    import timm
+
+    if not timm.is_model(name) or not name.startswith("samvit"):
+        known = timm.list_models("samvit*")
+        close = difflib.get_close_matches(name, known)
+        hint = f"did you mean {' or '.join(close)}? " if close else ""
+        raise QFrameworkError(f"encoder {name!r} is unknown; {hint}accepted: {', '.join(known)}")
+    if checkpoint is not None and not checkpoint.is_file():
+        raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
+    settings: dict[str, Any] = {"img_size": image_size, "num_classes": 0}
+    try:
+        model = timm.create_model(name, pretrained=pretrained, checkpoint_path=str(checkpoint or ""), **settings)
+    except RuntimeError as error:  # what load_state_dict raises
+        raise QFrameworkError(f"checkpoint {checkpoint} does not fit encoder {name!r}: {error}") from error
+    return TimmSamEncoder(model).eval()
