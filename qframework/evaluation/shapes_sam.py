@@ -3,16 +3,16 @@
 It is transformers' SamModel in a small configuration: its image encoder has windows, padded ones among them, global
 attention and decomposed relative positions as SAM's own. ::
 
-    python -m qframework.evaluation.shapes_sam [--device cuda] [--checkpoint FILE] [--pretrained FOLDER]
+    python -m qframework.evaluation.shapes_sam [--device cuda] [--folder build/shapes]
 
-trains it where the checkpoint does not hold it yet and prints the mean IoU of held-out images; ``--pretrained`` also
-writes a folder that ``SamModel.from_pretrained`` and ``SamProcessor.from_pretrained`` read.
+trains it where the folder does not hold it yet, writes it as ``SamModel.from_pretrained`` and
+``SamProcessor.from_pretrained`` read it, and held-out images with it, and prints their mean IoU.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -30,7 +30,9 @@ from qframework.evaluation.schedule import warmup_cosine
 if TYPE_CHECKING:
     from transformers import SamModel
 
-CHECKPOINT = Path("build", "shapes_sam.safetensors")
+    from qframework.evaluation.tasks import BoxSegmentation
+
+FOLDER = Path("build", "shapes")
 # Mean and standard deviation of SAM's image processor, of pixels between 0 and 1.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 UPSCALING = 4  # pixels of SAM's masks along a side of one patch
@@ -234,7 +236,7 @@ def _loss(model: SamModel, batch: Batch) -> Tensor:
 
 
 def load_or_train(
-    path: str | Path = CHECKPOINT,
+    path: str | Path,
     config: TrainingConfig | None = None,
     *,
     device: torch.device | str = "cpu",
@@ -275,86 +277,65 @@ def save_pretrained(model: SamModel, folder: str | Path) -> None:
 # Measuring ------------------------------------------------------------------------------------------------------------
 
 
-class ImageEncoder(nn.Module):
-    """The part of SAM that takes nearly all the time, and that is quantized: one tensor in, one out."""
-
-    def __init__(self, model: SamModel) -> None:
-        super().__init__()
-        self.encoder = model.vision_encoder
-
-    def forward(self, pixel_values: Tensor) -> Tensor:
-        """``(B, 3, S, S)`` to embeddings ``(B, C, S / patch, S / patch)``."""
-        return self.encoder(pixel_values).last_hidden_state
-
-
-def pixel_values(scenes: Iterable[shapes.Scene]) -> Tensor:
-    """Scenes of one size as the encoder's input, ``(B, 3, S, S)`` float32."""
-    return normalize(torch.stack([torch.from_numpy(scene.image).permute(2, 0, 1) for scene in scenes]))
-
-
-@torch.no_grad()
-def predict_masks(model: SamModel, embeddings: Tensor, scene: shapes.Scene) -> Tensor:
-    """The masks ``(K, S, S)`` bool that the model gives for the boxes of a scene, from its embeddings ``(C, h, w)``."""
-    boxes = torch.tensor([[shape.box for shape in scene.shapes]], dtype=torch.float32, device=embeddings.device)
-    output = model(image_embeddings=embeddings.unsqueeze(0), input_boxes=boxes, multimask_output=False)
-    side = len(scene.image)
-    return F.interpolate(output.pred_masks[0], (side, side), mode="bilinear")[:, 0] > 0
-
-
-@torch.no_grad()
-def object_ious(
-    model: SamModel,
-    scenes: Sequence[shapes.Scene],
-    encoder: Callable[[Tensor], Tensor] | None = None,
+def box_segmentation(
+    folder: str | Path = FOLDER,
+    config: TrainingConfig | None = None,
     *,
-    batch_size: int = 16,
+    images: int = 200,
+    calibration_images: int = 64,
     device: torch.device | str = "cpu",
-) -> list[float]:
-    """Intersection over union of the predicted and the true mask of every object, prompted with its box.
+    show_progress: bool = True,
+) -> BoxSegmentation:
+    """The task of segmenting held-out shapes with this model, from files as other models and sets have them.
+
+    ``folder`` gets the trained model (``model``, read by ``from_pretrained``), and ``held_out`` and ``calibration``,
+    sets in COCO format; what it holds already is written again, but for the training.
 
     Args:
-        model: in eval mode, on ``device``.
-        scenes: what to segment, all of the model's image size.
-        encoder: takes the place of the model's own image encoder; see ImageEncoder.
-        batch_size: images that the encoder sees at once; the last batch may be smaller.
-        device: where to run.
-
-    Raises:
-        QFrameworkError: there is no scene.
+        folder: below it everything is kept; the checkpoint is ``folder / "sam.safetensors"``.
+        config: what to train.
+        images: held-out images.
+        calibration_images: of the training split.
+        device: where to train.
+        show_progress: draw progress bars on stderr.
     """
-    if not scenes:
-        raise QFrameworkError("object_ious: no scenes; accepted: at least one")
-    encoder = encoder or ImageEncoder(model)
-    ious: list[float] = []
-    for start in range(0, len(scenes), batch_size):
-        batch = scenes[start : start + batch_size]
-        for scene, embeddings in zip(batch, encoder(pixel_values(batch).to(device)), strict=True):
-            real = torch.from_numpy(np.stack([shape.mask for shape in scene.shapes])).to(device)
-            found = predict_masks(model, embeddings, scene)
-            overlap, either = ((found & real).sum((-1, -2)), (found | real).sum((-1, -2)))
-            ious += (overlap / either).tolist()  # an object's own mask is never empty
-    return ious
+    from qframework.evaluation.coco import read_instances
+    from qframework.evaluation.sam import load_sam
+    from qframework.evaluation.tasks import BoxSegmentation
+
+    folder, config = Path(folder), config or TrainingConfig()
+    model = load_or_train(folder / "sam.safetensors", config, device=device, show_progress=show_progress)
+    save_pretrained(model, folder / "model")
+    size, seed = config.image_size, config.seed
+    held_out = shapes.write_coco(folder / "held_out", images, size=size, seed=seed)
+    known = shapes.write_coco(folder / "calibration", calibration_images, "train", size=size, seed=seed)
+    return BoxSegmentation(
+        load_sam(str(folder / "model")),
+        held_out.parent / "images",
+        read_instances(held_out),
+        read_instances(known),
+        calibration_root=known.parent / "images",
+        batch_size=16,
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The command ``python -m qframework.evaluation.shapes_sam``."""
     from rich.console import Console
 
+    from qframework.evaluation.metric import task_figures
+
     parser = argparse.ArgumentParser(
         prog="python -m qframework.evaluation.shapes_sam",
         description="Train a small SAM-type model on textured shapes, where its checkpoint does not hold it yet.",
     )
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help=f"(default: {CHECKPOINT})")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where all of it is kept (default: {FOLDER})")
     parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--pretrained", type=Path, metavar="FOLDER", help="also write it for from_pretrained")
     parser.add_argument("--images", type=int, default=200, help="held-out images to measure on (default: 200)")
     options = parser.parse_args(arguments)
-    model = load_or_train(options.checkpoint, device=options.device)
-    if options.pretrained is not None:
-        save_pretrained(model, options.pretrained)
-    held_out = list(shapes.scenes(options.images, size=model.config.vision_config.image_size))
-    ious = object_ious(model, held_out)
-    Console().print(f"mean IoU {np.mean(ious):.4f} of {len(ious)} objects on {len(held_out)} held-out images")
+    task = box_segmentation(options.folder, images=options.images, device=options.device)
+    figures = task_figures(task, task.module)
+    Console().print(f"mean IoU {figures['miou']:.2f} % on {options.images} held-out images")
 
 
 if __name__ == "__main__":

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from transformers import SamModel, SamProcessor
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation import shapes, shapes_sam
+from qframework.evaluation.metric import task_counts, task_figures
+from qframework.evaluation.tasks import BoxSegmentation
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # pycocotools 2.0.11 with NumPy 2
 
 TINY = shapes_sam.TrainingConfig(
     image_size=64, embed_dim=16, depth=2, num_heads=2, global_blocks=(1,), decoder_dim=16, images=6, epochs=1, boxes=2,
@@ -27,6 +32,10 @@ def model() -> SamModel:
 @pytest.fixture(scope="module")
 def scenes() -> list[shapes.Scene]:
     return list(shapes.scenes(5, size=TINY.image_size))
+
+
+def pixel_values(scenes: Iterable[shapes.Scene]) -> torch.Tensor:
+    return shapes_sam.normalize(torch.stack([torch.from_numpy(scene.image).permute(2, 0, 1) for scene in scenes]))
 
 
 def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
@@ -47,9 +56,8 @@ def test_the_untrained_model_sees_its_image() -> None:
     """transformers' own start, 1e-10, would give the same embedding everywhere."""
     torch.manual_seed(0)
     model = shapes_sam.build_model(TINY)
-    images = shapes_sam.pixel_values(shapes.scenes(2, size=64))
     with torch.no_grad():
-        first, second = shapes_sam.ImageEncoder(model)(images)
+        first, second = model.get_image_embeddings(pixel_values(shapes.scenes(2, size=64)))
     assert (first - second).abs().mean() > 0.1
     assert first.std(dim=(1, 2)).mean() > 0.1
 
@@ -112,22 +120,16 @@ def test_every_epoch_shows_every_image_once() -> None:
     assert sizes == [4, 2]
 
 
-def test_images_are_normalized_as_the_processor_does(
-    model: SamModel, scenes: list[shapes.Scene], tmp_path: Path
-) -> None:
+def test_transformers_reads_the_model(model: SamModel, scenes: list[shapes.Scene], tmp_path: Path) -> None:
     shapes_sam.save_pretrained(model, tmp_path)
+    again = SamModel.from_pretrained(tmp_path)
+    assert same_weights(again, model)
     processor = SamProcessor.from_pretrained(tmp_path)
     boxes = [[list(map(float, shape.box)) for shape in scenes[0].shapes]]
     inputs = processor(images=[scenes[0].image], input_boxes=boxes, return_tensors="pt")
-    # Both are a few roundings of values below 3 away from exact: 2^-21.
-    assert torch.allclose(inputs["pixel_values"], shapes_sam.pixel_values(scenes[:1]), atol=2.0**-20, rtol=0)
+    # Both are a few roundings of values below 3 away from exact: 2^-21 each.
+    assert torch.allclose(inputs["pixel_values"], pixel_values(scenes[:1]), atol=2.0**-20, rtol=0)
     assert inputs["input_boxes"][0].tolist() == boxes[0]
-
-
-def test_transformers_reads_the_model(model: SamModel, scenes: list[shapes.Scene], tmp_path: Path) -> None:
-    shapes_sam.save_pretrained(model, tmp_path)
-    again = SamModel.from_pretrained(tmp_path).eval()
-    assert shapes_sam.object_ious(again, scenes) == shapes_sam.object_ious(model, scenes)
 
 
 def test_the_checkpoint_is_used(model: SamModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,68 +139,44 @@ def test_the_checkpoint_is_used(model: SamModel, tmp_path: Path, monkeypatch: py
     assert same_weights(shapes_sam.load_or_train(path, TINY), model)
 
 
-def test_ious_are_those_of_whole_objects(
-    model: SamModel, scenes: list[shapes.Scene], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """True masks give 1, filled boxes the mask's share of its box; in order, the smaller last batch included."""
-
-    def boxes_filled(_model: SamModel, _embeddings: torch.Tensor, scene: shapes.Scene) -> torch.Tensor:
-        found = torch.zeros(len(scene.shapes), 64, 64, dtype=torch.bool)
-        for mask, shape in zip(found, scene.shapes, strict=True):
-            left, top, right, bottom = shape.box
-            mask[top:bottom, left:right] = True
-        return found
-
-    def true_masks(_model: SamModel, _embeddings: torch.Tensor, scene: shapes.Scene) -> torch.Tensor:
-        return torch.from_numpy(np.stack([shape.mask for shape in scene.shapes]))
-
-    objects = [shape for scene in scenes for shape in scene.shapes]
-    monkeypatch.setattr(shapes_sam, "predict_masks", true_masks)
-    assert shapes_sam.object_ious(model, scenes, batch_size=2) == [1.0] * len(objects)
-    monkeypatch.setattr(shapes_sam, "predict_masks", boxes_filled)
-    fills = [shape.mask.sum() / ((shape.box[2] - shape.box[0]) * (shape.box[3] - shape.box[1])) for shape in objects]
-    assert shapes_sam.object_ious(model, scenes, batch_size=2) == pytest.approx(fills, rel=2.0**-22)
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> BoxSegmentation:
+    folder = tmp_path_factory.mktemp("shapes")
+    return shapes_sam.box_segmentation(folder, TINY, images=5, calibration_images=3, show_progress=False)
 
 
-def test_another_encoder_takes_the_place_of_the_models_own(model: SamModel, scenes: list[shapes.Scene]) -> None:
-    calls = []
-    own = shapes_sam.ImageEncoder(model)
+def test_the_task_holds_both_splits_at_the_models_size(task: BoxSegmentation, scenes: list[shapes.Scene]) -> None:
+    (held_out,) = task.batches([0])
+    assert torch.allclose(held_out.pixel_values, pixel_values(scenes), atol=2.0**-20, rtol=0)
+    (calibration,) = task.calibration()
+    train = list(shapes.scenes(3, "train", size=64))
+    assert torch.allclose(calibration, pixel_values(train), atol=2.0**-20, rtol=0)
 
-    def encoder(images: torch.Tensor) -> torch.Tensor:
-        calls.append(len(images))
-        return own(images)
 
+def test_the_task_measures_every_object(task: BoxSegmentation, scenes: list[shapes.Scene]) -> None:
+    counts = task_counts(task, task.module)
+    assert counts["images"] == 5
+    assert counts["masks"] == sum(len(scene.shapes) for scene in scenes)
+    assert 0 < task_figures(task, task.module)["miou"] < 100
     with torch.no_grad():
-        assert shapes_sam.object_ious(model, scenes, encoder, batch_size=3) == shapes_sam.object_ious(
-            model, scenes, batch_size=3
-        )
-    assert calls == [3, 2]
+        other = task_counts(task, lambda images: -task.module(images))
+    assert other["iou_units"] != counts["iou_units"]
 
 
-def test_masks_come_for_every_box(model: SamModel, scenes: list[shapes.Scene]) -> None:
-    with torch.no_grad():
-        embeddings = shapes_sam.ImageEncoder(model)(shapes_sam.pixel_values(scenes))
-    for scene, embedding in zip(scenes, embeddings, strict=True):
-        masks = shapes_sam.predict_masks(model, embedding, scene)
-        assert masks.shape == (len(scene.shapes), 64, 64)
-        assert masks.dtype == torch.bool
-
-
-def test_bad_arguments_are_refused(model: SamModel) -> None:
+def test_bad_arguments_are_refused() -> None:
     with pytest.raises(QFrameworkError, match="image_size=100 is no multiple of patch_size=8"):
         shapes_sam.TrainingConfig(image_size=100)
-    with pytest.raises(QFrameworkError, match="no scenes"):
-        shapes_sam.object_ious(model, [])
 
 
 def test_the_command_prints_the_mean_iou(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    original = shapes_sam.load_or_train
+    original = shapes_sam.box_segmentation
     monkeypatch.setattr(
-        shapes_sam, "load_or_train", lambda path, device: original(path, TINY, device=device, show_progress=False)
+        shapes_sam,
+        "box_segmentation",
+        lambda folder, **settings: original(folder, TINY, calibration_images=2, show_progress=False, **settings),
     )
-    folder = tmp_path / "pretrained"
-    shapes_sam.main(["--checkpoint", str(tmp_path / "s.safetensors"), "--images", "3", "--pretrained", str(folder)])
-    assert "mean IoU 0." in capsys.readouterr().out
-    assert (folder / "model.safetensors").exists()
+    shapes_sam.main(["--folder", str(tmp_path), "--images", "3"])
+    assert re.match(r"mean IoU [\d.]+ % on 3 held-out images", capsys.readouterr().out)
+    assert {path.name for path in tmp_path.iterdir()} == {"sam.safetensors", "model", "held_out", "calibration"}
