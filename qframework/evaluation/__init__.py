@@ -1,9 +1,18 @@
 """Measure what quantization costs and gains: top-1, images per second, weight bytes, SQNR per layer."""
 
 from qframework.evaluation.accuracy import top1
+from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.pt2e import QuantizedModel, quantize_model
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.sqnr import layer_sqnr
 
-__all__ = ["QuantizedModel", "layer_sqnr", "quantize_model", "throughput", "top1", "weight_bytes"]
+__all__ = [
+    "QuantizedModel",
+    "layer_sqnr",
+    "quantize_model",
+    "throughput",
+    "top1",
+    "transplant_outliers",
+    "weight_bytes",
+]

@@ -25,6 +25,7 @@ from qframework.errors import CalibrationError, UnsupportedError
 from qframework.quantizer.calibrate import Batch
 from qframework.quantizer.config import check_choice, check_keys
 from qframework.quantizer.quantizer import QFrameworkQuantizer
+from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
 
@@ -128,11 +129,14 @@ class Recipe:
         Raises:
             CalibrationError: ``data`` is an iterator, which would be used up by the first step, or does not fit.
         """
+        _check_can_be_read_again(data)
         done: dict[str, Any] = {}
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
 
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
+        if self.smooth is not None:
+            done["smooth"] = smooth(exported, quantizer, data, **vars(self.smooth), batches=self.batches)
         return done
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:

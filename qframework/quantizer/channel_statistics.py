@@ -1,0 +1,99 @@
+"""What calibration data looks like at chosen nodes of a float graph: extremes of each channel, and a sample of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from qframework.errors import CalibrationError
+from qframework.quantizer.calibrate import Batch, flat_inputs
+
+
+class ChannelStatistics:
+    """What was seen of one tensor ``(..., C)``.
+
+    ``amax`` ``(C,)`` float32 is the largest magnitude of each channel in all data; ``rows`` ``(n, C)`` float32 with
+    n <= ``samples`` are rows drawn from all data, each equally likely, by a generator of their own: the same data gives
+    the same rows.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+        self.amax: Tensor
+        self.rows: Tensor
+        self._keys: Tensor
+        self._generator = torch.Generator().manual_seed(0)
+        self._seen = False
+
+    def add(self, value: Tensor) -> None:
+        """Look at one batch of the tensor."""
+        rows = value.detach().reshape(-1, value.shape[-1]).float()
+        keys = torch.rand(rows.shape[0], generator=self._generator, dtype=torch.float64)
+        if rows.shape[0] == 0:
+            return
+        amax = rows.abs().amax(0)
+        if not bool(torch.isfinite(amax).all()):
+            raise CalibrationError("an activation holds NaN or infinity; finite values are accepted")
+        chosen = keys.argsort(stable=True)[: self.samples]
+        rows, keys = rows[chosen.to(rows.device)], keys[chosen]
+        if self._seen:
+            rows, keys, amax = (
+                torch.cat([self.rows, rows]),
+                torch.cat([self._keys, keys]),
+                torch.maximum(self.amax, amax),
+            )
+            chosen = keys.argsort(stable=True)[: self.samples]
+            rows, keys = rows[chosen.to(rows.device)], keys[chosen]
+        self.rows, self._keys, self.amax, self._seen = rows, keys, amax, True
+
+
+def channel_statistics(
+    exported: fx.GraphModule,
+    data: Iterable[Batch],
+    nodes: Collection[fx.Node],
+    samples: int,
+    batches: int | None = None,
+) -> dict[fx.Node, ChannelStatistics]:
+    """Run ``data`` through a float graph, without gradients, and look at the values of ``nodes``.
+
+    Args:
+        exported: from ``torch.export.export(...).module()``.
+        data: batches as ``calibrate`` takes them.
+        nodes: whose value is a float tensor ``(..., C)``.
+        samples: rows to keep of each.
+        batches: use only so many of them.
+
+    Raises:
+        CalibrationError: no data, a batch that does not fit, or NaN or infinity in a value.
+    """
+    run = _Watch(exported, {node: ChannelStatistics(samples) for node in nodes})
+    seen = 0
+    with torch.no_grad():
+        for index, batch in enumerate(islice(iter(data), batches)):
+            run.run(*flat_inputs(exported, batch, index), enable_io_processing=False)
+            seen += 1
+    if seen == 0:
+        raise CalibrationError("the recipe saw no data: data yielded no batch; accepted: at least one")
+    return run.statistics
+
+
+class _Watch(fx.Interpreter):
+    def __init__(self, exported: fx.GraphModule, statistics: dict[fx.Node, ChannelStatistics]) -> None:
+        super().__init__(exported)
+        self.statistics = statistics
+
+    def run_node(self, n: fx.Node) -> Any:
+        value = super().run_node(n)
+        if n in self.statistics:
+            self._look(n, value)
+        return value
+
+    def _look(self, node: fx.Node, value: Tensor) -> None:
+        try:
+            self.statistics[node].add(value)
+        except CalibrationError as error:
+            raise CalibrationError(f"{node.name}: {error}") from error

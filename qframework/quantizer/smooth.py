@@ -1,0 +1,205 @@
+"""Smoothing: scales of channels moved from activations, where they cost accuracy, into weights, where they do not.
+
+With a scale ``s_j > 0`` for each input channel j of a linear (SmoothQuant eq. 3, arXiv:2211.10438)::
+
+    y = x W^T = (x / s) (W * s)^T           s_j = max|x_j| ** a / max|w_j| ** (1 - a)          (eq. 4)
+
+``x / s`` comes for nothing where the layer before it has parameters to divide (qframework/graph/channel_groups.py), or
+else from a product with a constant (qframework/quantizer/channel_scales.py). The strength ``a`` is searched for each
+group of linears that share their input channels: the one whose quantized outputs are nearest to float's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.graph.attributes import attribute
+from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
+from qframework.numerics import dynamic_scale, quantize, scale_from_amax
+from qframework.quantizer.calibrate import Batch
+from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
+from qframework.quantizer.config import ActivationConfig, LinearConfig
+from qframework.quantizer.observers import WeightObserver, activation_observer
+from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
+
+# Channels count as at least this share of the largest one, so that dead ones get no extreme scale.
+_SMALLEST_SHARE = 1e-5
+
+
+class Smoothing(NamedTuple):
+    """The best strength, its scales ``(channels,)``, and its squared error as a share of the error without."""
+
+    strength: float
+    scales: Tensor
+    error: float
+
+
+def smooth(
+    exported: GraphModule,
+    quantizer: QFrameworkQuantizer,
+    data: Iterable[Batch],
+    *,
+    strengths: Sequence[float],
+    samples: int = 1024,
+    batches: int | None = None,
+) -> dict[str, float]:
+    """Smooth every group of channels in which ``quantizer`` quantizes a linear, in place; the function stays the same.
+
+    Args:
+        exported: from ``torch.export.export(...).module()``. Changed parameters are replaced in it alone.
+        quantizer: the one the graph will be prepared with.
+        data: calibration batches as ``calibrate`` takes them.
+        strengths: candidates for ``a``.
+        samples: rows of calibration data on which errors are measured.
+        batches: use only so many batches.
+
+    Returns:
+        The strength of each quantized linear that was smoothed, by its layer's name.
+
+    Raises:
+        CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
+    """
+    groups = [(group, _quantized(group, quantizer)) for group in find_channel_groups(exported)]
+    groups = [(group, linears) for group, linears in groups if linears]
+    nodes = {linear.args[0]: None for _, linears in groups for linear, _, _ in linears}
+    statistics = channel_statistics(exported, data, nodes, samples, batches) if nodes else {}  # type: ignore[arg-type]
+    strengths_found: dict[str, float] = {}
+    for group, linears in groups:
+        layers = [
+            CalibratedLinear.of(exported, linear, config, channels, statistics[linear.args[0]])  # type: ignore[index]
+            for linear, config, channels in linears
+        ]
+        found = search_smoothing(layers, group.free.to(layers[0].weight.device), strengths)
+        if found is not None:
+            fold(exported, group, found.scales)
+            strengths_found.update((layer.name, found.strength) for layer in layers)
+    return strengths_found
+
+
+def _quantized(group: ChannelGroup, quantizer: QFrameworkQuantizer) -> list[tuple[Node, LinearConfig, Tensor]]:
+    found = []
+    for consumer in group.consumers:
+        config = quantizer.config_for(consumer.linear)
+        if isinstance(config, LinearConfig):
+            found.append((consumer.linear, config, consumer.channels))
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The search
+
+
+@dataclass
+class CalibratedLinear:
+    """A linear and what calibration saw of its input.
+
+    Attributes:
+        name: of its layer.
+        weight: ``(N, K)`` float32.
+        channels: ``(K,)`` int64, the channel of the group that each input is.
+        config: how it is quantized.
+        rows: ``(n, K)`` float32, some of its inputs.
+        amax: ``(K,)`` float32, the largest magnitudes of all of its inputs.
+    """
+
+    name: str
+    weight: Tensor
+    channels: Tensor
+    config: LinearConfig
+    rows: Tensor
+    amax: Tensor
+
+    @classmethod
+    def of(
+        cls, exported: GraphModule, linear: Node, config: LinearConfig, channels: Tensor, seen: ChannelStatistics
+    ) -> CalibratedLinear:
+        """The linear of a node of ``exported``."""
+        weight = attribute(exported, linear.args[1]).detach().float()  # type: ignore[arg-type]
+        return cls(layer_name(linear), weight, channels.to(weight.device), config, seen.rows, seen.amax)
+
+    def error(self, scales: Tensor) -> float:
+        """Squared error of its quantized output, as a share of the output's square; ``scales`` of the group's."""
+        own = scales[self.channels]
+        exact = self.rows @ self.weight.T
+        wrong = self._quantized_rows(own) @ self._quantized_weight(own).T - exact
+        return float(wrong.double().square().sum() / exact.double().square().sum().clamp(min=1e-30))
+
+    def _quantized_rows(self, scales: Tensor) -> Tensor:
+        rows = self.rows / scales
+        scale = _activation_scale(self.config.activation, self.name, rows, self.amax / scales)
+        return quantize(rows, scale).float() * scale
+
+    def _quantized_weight(self, scales: Tensor) -> Tensor:
+        weight = self.weight * scales
+        scale = WeightObserver(self.name, self.config.weight).broadcast_scale(weight)
+        return quantize(weight, scale).float() * scale
+
+
+def _activation_scale(config: ActivationConfig, name: str, rows: Tensor, amax: Tensor) -> Tensor:
+    """The scale that ``config`` will give inputs like ``rows (n, K)``, whose extremes in all data are ``amax (K,)``.
+
+    A static scale of each position is taken for one of each row, which it is where positions differ more than batches.
+    """
+    if config.granularity == "per_token":
+        return dynamic_scale(rows, "per_token")
+    if config.dynamic:
+        return dynamic_scale(rows, "per_tensor")
+    if config.observer in ("minmax", "moving_average"):
+        return scale_from_amax(amax.max())
+    observer = activation_observer(config, name, ())().to(rows.device)
+    observer(rows)
+    return observer.scale()
+
+
+def search_smoothing(
+    layers: Sequence[CalibratedLinear], free: Tensor, strengths: Sequence[float], gain: float = 0.0
+) -> Smoothing | None:
+    """The best strength for linears that share their input channels; None where no smoothing is better.
+
+    Args:
+        layers: the linears.
+        free: ``(channels,)`` bool, the channels that may be scaled.
+        strengths: candidates for ``a``.
+        gain: share of the error that smoothing must save.
+    """
+    unscaled = torch.ones(free.numel(), device=free.device)
+    error_of: Callable[[Tensor], float] = lambda scales: sum(layer.error(scales) for layer in layers)  # noqa: E731
+    before = error_of(unscaled)
+    amax_x, amax_w = _extremes(layers, free.numel())
+    best: Smoothing | None = None
+    for strength in strengths:
+        scales = smoothing_scales(amax_x, amax_w, free, strength)
+        error = error_of(scales)
+        if error < (before * (1.0 - gain) if best is None else best.error * before):
+            best = Smoothing(strength, scales, error / before)
+    return best
+
+
+def smoothing_scales(amax_x: Tensor, amax_w: Tensor, free: Tensor, strength: float) -> Tensor:
+    """``s_j = max|x_j| ** a / max|w_j| ** (1 - a)``, of geometric mean 1, and 1 for channels that are not free.
+
+    Args:
+        amax_x: ``(channels,)`` float, largest magnitudes of the activation.
+        amax_w: ``(channels,)`` float, largest magnitudes in the columns of the weights.
+        free: ``(channels,)`` bool.
+        strength: ``a``.
+    """
+    log_x, log_w = (a.double().clamp(min=max(float(a.max()) * _SMALLEST_SHARE, 1e-30)).log() for a in (amax_x, amax_w))
+    log_s = strength * log_x - (1 - strength) * log_w
+    return torch.where(free, (log_s - log_s[free].mean()).exp(), 1.0).float()
+
+
+def _extremes(layers: Sequence[CalibratedLinear], channels: int) -> tuple[Tensor, Tensor]:
+    """The largest magnitudes of each channel in the activations and in the weights' columns."""
+    amax_x = layers[0].weight.new_zeros(channels)
+    amax_w = amax_x.clone()
+    for layer in layers:
+        amax_x.scatter_reduce_(0, layer.channels, layer.amax, "amax")
+        amax_w.scatter_reduce_(0, layer.channels, layer.weight.abs().amax(0), "amax")
+    return amax_x, amax_w
