@@ -1,6 +1,7 @@
 """``docs/performance.md`` and its plots from the files in ``benchmarks/results/``; never edited by hand.
 
-``python -m benchmarks.report`` writes the page, ``--check`` exits with 1 when the page or a plot is stale. Equal
+``python -m benchmarks.report`` writes the page and, from ``benchmarks/results/accuracy/``, ``docs/accuracy.md`` beside
+it; ``--check`` exits with 1 when a page or a plot is stale. Equal
 results give an equal page. Beside every table stand machine, versions, commit and date; every ratio is computed here;
 what is slower than a peer is listed first.
 """
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from benchmarks import report_accuracy
 from benchmarks.harness import Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
@@ -27,8 +29,7 @@ from benchmarks.tables import (
     bold_if,
     combined,
     is_ours,
-    joined,
-    labelled,
+    machine_table,
     number,
     ratio,
     scientific,
@@ -150,7 +151,7 @@ def _lost(run: Run, group: Sequence[Record]) -> list[str]:
 
 
 def _section(run: Run) -> str:
-    parts = [f"## {run.title}\n", _machine(run), *([f"{run.note}\n"] if run.note else [])]
+    parts = [f"## {run.title}\n", machine_table(run.machine, run.peaks), *([f"{run.note}\n"] if run.note else [])]
     parts.append(f"![{run.title}](assets/{run.plot})\n")
     if run.benchmark == "int8_linear":
         parts.append(SHAPES_NOTE)
@@ -160,34 +161,6 @@ def _section(run: Run) -> str:
         parts.append(attention_tables(run))
     parts += [_group_table(run, group) for group in run.groups() if group[0].op not in PARTS]
     return "\n".join(parts)
-
-
-def _machine(run: Run) -> str:
-    """Machine, versions, commit and date as a two-line table."""
-    machine = run.machine
-    commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
-    rows = {
-        "device": joined(machine.get("device"), machine.get("capability"), labelled("driver", machine.get("driver"))),
-        "CPU": joined(
-            machine.get("cpu"),
-            labelled("cores", machine.get("cores")),
-            labelled("threads", machine.get("threads")),
-            " ".join(machine.get("cpu_flags") or ()),
-        ),
-        "versions": joined(
-            *(
-                labelled(name, machine.get(name))
-                for name in ("qframework", "torch", "triton", "torchao", "timm", "python")
-            )
-        ),
-        "commit": commit + (" with local changes" if machine.get("dirty") else ""),
-        "date": machine.get("date") or "unknown",
-    }
-    if run.peaks:
-        rows["best torch GEMM at 8192"] = joined(
-            *(f"{width} {number(peak)} TFLOP/s" for width, peak in run.peaks.items())
-        )
-    return table(["", ""], [[key, value] for key, value in rows.items()])
 
 
 def _shapes_table(run: Run) -> str:
@@ -294,14 +267,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _smoke()
     try:
         runs = load_runs(arguments.results)
+        accuracy = report_accuracy.render(report_accuracy.load(arguments.results / report_accuracy.FOLDER))
     except FileFormatError as error:
         print(error, file=sys.stderr)
         return 2
+    accuracy_page = arguments.page.parent / report_accuracy.NAME
     if not arguments.check:
         write(runs, arguments.page)
-        print(f"{arguments.page}: {len(runs)} runs")
+        accuracy_page.write_text(accuracy)
+        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}")
         return 0
     stale = stale_files(runs, arguments.page)
+    stale += [accuracy_page] * (not accuracy_page.exists() or accuracy_page.read_text() != accuracy)
     for path in stale:
         print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
     return int(bool(stale))

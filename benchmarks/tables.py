@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,3 +127,28 @@ def joined(*parts: object) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
+
+
+def machine_table(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
+    """Machine, versions, commit and date as a two-line table."""
+    commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
+    rows = {
+        "device": joined(machine.get("device"), machine.get("capability"), labelled("driver", machine.get("driver"))),
+        "CPU": joined(
+            machine.get("cpu"),
+            labelled("cores", machine.get("cores")),
+            labelled("threads", machine.get("threads")),
+            " ".join(machine.get("cpu_flags") or ()),
+        ),
+        "versions": joined(
+            *(
+                labelled(name, machine.get(name))
+                for name in ("qframework", "torch", "triton", "torchao", "timm", "python")
+            )
+        ),
+        "commit": commit + (" with local changes" if machine.get("dirty") else ""),
+        "date": machine.get("date") or "unknown",
+    }
+    if peaks:
+        rows["best torch GEMM at 8192"] = joined(*(f"{width} {number(peak)} TFLOP/s" for width, peak in peaks.items()))
+    return table(["", ""], [[key, value] for key, value in rows.items()])

@@ -1,0 +1,171 @@
+"""``docs/accuracy.md`` from the files in ``benchmarks/results/accuracy/``; written and checked by benchmarks.report."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTORS, TASKS, Row, load_rows
+from benchmarks.tables import machine_table, table
+
+FP32 = "FP32"
+
+FOLDER = "accuracy"  # below the folder of results
+NAME = "accuracy.md"
+HEAD = """# Accuracy
+
+Written by `python -m benchmarks.report` from the files in `benchmarks/results/accuracy/`: change those, not this page.
+[Choosing a configuration](accuracy-guide.md) says what to do with it.
+
+Every model is trained here, from a seed; `python -m benchmarks.accuracy` trains what `build/` does not hold and
+measures all of it on a CPU. The same seed gives the same figures. INT8 has static, calibrated scales, by min-max where
+nothing else is said, INT8-D dynamic ones. Converted graphs run in PyTorch, which computes in float what their integers
+stand for. Points lost are those below FP32 of the same model; negative ones are gained.
+"""
+NOTHING = """
+## Nothing measured yet
+
+There are no results. `python -m benchmarks.accuracy --output benchmarks/results/accuracy/cpu.json` makes the first.
+"""
+TITLES = {
+    "digits": "Digits ViTs with outlier channels, top-1",
+    "shapes": "Segmentation of textured shapes, mean IoU",
+}
+_LOW, _HIGH = OUTLIER_FACTORS
+NOTES = {
+    "digits": f"""timm's VisionTransformer on scikit-learn's handwritten digits, in several sizes. Behind
+every LayerNorm {OUTLIER_CHANNELS} channels are made {_LOW:g} to {_HIGH:g} times as large, and the weights that read
+them as much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
+third of the images that is held out, and the outliers.
+""",
+    "shapes": """A small SamModel of transformers, trained with box prompts on shapes cut from scikit-image's
+photographs. Windows, global attention and relative positions are as in SAM. The image encoder is quantized, prompts and
+masks stay in FP32. Held-out pictures share no photograph with training or calibration.
+""",
+}
+
+
+@dataclass(frozen=True)
+class Promise:
+    """That a configuration loses at most ``drop`` points; or, with ``at_least``, so many or more."""
+
+    task: str
+    configuration: str
+    drop: float
+    at_least: bool = False
+
+    def holds(self, drop: float) -> bool:
+        """Whether a mean drop over the seeds keeps it."""
+        return drop >= self.drop if self.at_least else drop <= self.drop
+
+    @property
+    def must(self) -> str:
+        return f"{'at least' if self.at_least else 'at most'} {self.drop:g}"
+
+
+PROMISES = (
+    Promise("digits", "INT8", 5.0, at_least=True),
+    Promise("digits", "INT8 (best recipe)", 0.5),
+    Promise("digits", "INT8 + attention (best recipe)", 0.7),
+    Promise("digits", "INT8-D (best recipe)", 0.2),
+    Promise("digits", "INT8-D + attention (best recipe)", 0.7),
+    Promise("shapes", "INT8 (best recipe)", 0.5),
+    Promise("shapes", "INT8 + attention (best recipe)", 0.5),
+    Promise("shapes", "INT8-D (best recipe)", 0.5),
+    Promise("shapes", "INT8-D + attention (best recipe)", 0.5),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest rows of one task, and where they come from."""
+
+    machine: dict[str, Any]
+    rows: list[Row]
+
+    def models(self) -> list[str]:
+        return list(dict.fromkeys(row.model for row in self.rows))
+
+    def configurations(self) -> list[str]:
+        return list(dict.fromkeys(row.configuration for row in self.rows))
+
+    def values(self, model: str, configuration: str) -> dict[int, float]:
+        """Percent by seed."""
+        return {r.seed: r.value for r in self.rows if (r.model, r.configuration) == (model, configuration)}
+
+    def drops(self, model: str, configuration: str) -> list[float]:
+        """Points below FP32 of the same model, for each seed that has both."""
+        fp32 = self.values(model, FP32)
+        return [fp32[seed] - value for seed, value in self.values(model, configuration).items() if seed in fp32]
+
+    def count(self, model: str) -> int:
+        """Images or masks counted, over all seeds."""
+        counts = (row.counts for row in self.rows if (row.model, row.configuration) == (model, FP32))
+        return sum(each.get("masks", each["images"]) for each in counts)
+
+
+def load(folder: Path) -> dict[str, Measured]:
+    """The newest file's rows of each task; smoke runs do not count. Raises FileFormatError on a foreign file."""
+    found: dict[str, Measured] = {}
+    files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
+    for machine, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
+        for task in TASKS:
+            if own := [row for row in rows if row.task == task]:
+                found[task] = Measured(machine, own)
+    return found
+
+
+def render(measured: dict[str, Measured]) -> str:
+    """The whole page as Markdown."""
+    if not measured:
+        return HEAD + NOTHING
+    return "\n".join([HEAD, _promises(measured), *(_section(task, each) for task, each in measured.items())])
+
+
+def _promises(measured: dict[str, Measured]) -> str:
+    rows = [
+        [
+            TITLES[promise.task],
+            model,
+            promise.configuration,
+            promise.must,
+            *_outcome(promise, measured[promise.task], model),
+        ]
+        for promise in PROMISES
+        if promise.task in measured
+        for model in measured[promise.task].models()
+    ]
+    header = ["what", "model", "configuration", "points lost must be", "mean", "worst seed", ""]
+    return f"## What was promised\n\n{table(header, rows)}"
+
+
+def _outcome(promise: Promise, measured: Measured, model: str) -> list[str]:
+    drops = measured.drops(model, promise.configuration)
+    if not drops:
+        return ["", "", "not measured"]
+    mean = statistics.fmean(drops)
+    return [points(mean), points(max(drops)), "PASS" if promise.holds(mean) else "FAIL"]
+
+
+def _section(task: str, measured: Measured) -> str:
+    parts = [f"## {TITLES[task]}\n", NOTES[task], machine_table(measured.machine, {})]
+    return "\n".join([*parts, *(_model(measured, model) for model in measured.models())])
+
+
+def _model(measured: Measured, model: str) -> str:
+    """All configurations of one model."""
+    rows = []
+    for name in measured.configurations():
+        values, drops = list(measured.values(model, name).values()), measured.drops(model, name)
+        lost = ["", ""] if name == FP32 else [points(statistics.fmean(drops)), points(max(drops))]
+        rows.append([name, points(statistics.fmean(values)), *lost])
+    seeds = len(measured.values(model, FP32))
+    title = f"**{model}**: {seeds} seed{'s' if seeds > 1 else ''}, {measured.count(model)} counted\n"
+    return f"{title}\n{table(['configuration', 'mean %', 'points lost', 'worst seed'], rows)}"
+
+
+def points(value: float) -> str:
+    """Two digits, and no negative zero."""
+    return f"{round(value, 2) + 0.0:.2f}"
