@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 4 examples/coco_sam.py sam --device cuda ... --output results/sam_base.json
 
 The model is a folder of ``save_pretrained`` or a name of the Hugging Face hub. Its image encoder is what is quantized;
-``--encoder samvit_base_patch16.sa1b`` puts one of timm's in its place. ``--output`` is written as it comes: run the same
-command again to go on after an interruption.
+``--encoder samvit_base_patch16.sa1b`` puts one of timm's in its place. ``--output`` is written as it comes: run the
+same command again to go on after an interruption.
 """
 
 from __future__ import annotations

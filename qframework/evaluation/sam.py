@@ -116,12 +116,15 @@ def sam_image_size(name: str) -> int:
     Raises:
         QFrameworkError: there is no such model, or it is none of SAM's.
     """
-    from transformers import SamConfig
+    from transformers import AutoConfig
 
     try:
-        return SamConfig.from_pretrained(name).vision_config.image_size
+        config = AutoConfig.from_pretrained(name)
     except (OSError, ValueError) as error:
         raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
+    if config.model_type != "sam":
+        raise QFrameworkError(f"model {name!r} is of type {config.model_type!r}; accepted: 'sam'")
+    return config.vision_config.image_size
 
 
 def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str = "") -> Sam:
@@ -137,16 +140,7 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
         QFrameworkError: there is no such model, it is none of SAM's, or the encoder does not fit it.
         ModuleNotFoundError: transformers is not installed (``pip install qframework[segmentation]``).
     """
-    from transformers import SamModel
-
-    try:
-        model = SamModel.from_pretrained(name).eval()
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # not there, not SAM's, or weights that do not fit
-        raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
+    model = _load_model(name)
     vision, prompt = model.config.vision_config, model.config.prompt_encoder_config
     processor = _processor(name, vision.image_size)
     parts = encoder or SamEncoder(model.vision_encoder)
@@ -156,6 +150,20 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
     grid = prompt.image_embedding_size
     _check_encoder(parts, vision.image_size, (prompt.hidden_size, grid, grid), encoder_name or name)
     return Sam(f"{name} with {encoder_name}" if encoder_name else name, parts.eval(), decoder, processor)
+
+
+def _load_model(name: str) -> SamModel:
+    from transformers import SamModel
+
+    sam_image_size(name)  # refuses other models, which transformers would fill with random weights
+    try:
+        model, info = SamModel.from_pretrained(name, output_loading_info=True)
+    except (OSError, ValueError, RuntimeError) as error:  # no weights, or of other shapes
+        raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise QFrameworkError(f"SAM {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+    return model.eval()
 
 
 def _processor(name: str, size: int) -> SamImageProcessor:

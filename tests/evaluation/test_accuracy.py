@@ -1,0 +1,51 @@
+"""Ranks of labels, against a sort in plain Python."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from qframework.errors import QFrameworkError
+from qframework.evaluation import top1
+from qframework.evaluation.accuracy import label_ranks
+
+
+def test_ranks_are_those_of_a_sort() -> None:
+    logits, labels = torch.randint(-3, 4, (200, 7)).float(), torch.randint(0, 7, (200,))
+    orders = [sorted(range(7), key=lambda c, row=row: (-row[c], c)) for row in logits.tolist()]
+    expected = [order.index(label) for order, label in zip(orders, labels.tolist(), strict=True)]
+    assert len(set(expected)) == 7
+    assert label_ranks(logits, labels).tolist() == expected
+
+
+def test_of_equal_logits_the_first_class_is_the_prediction() -> None:
+    assert label_ranks(torch.zeros(3, 5), torch.tensor([0, 1, 4])).tolist() == [0, 1, 4]
+
+
+def test_nan_is_no_prediction() -> None:
+    logits = torch.tensor([[float("nan"), 0.0], [2.0, float("nan")], [2.0, 1.0]])
+    assert label_ranks(logits, torch.zeros(3, dtype=torch.int64)).tolist() == [2, 2, 0]
+    assert top1(nn.Identity(), [(logits, torch.zeros(3, dtype=torch.int64))]) == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize("label", [-1, 3, 10**9])
+def test_labels_out_of_range_are_refused(label: int) -> None:
+    with pytest.raises(
+        QFrameworkError, match=f"label {label} is out of range: the model has 3 classes; accepted: 0 to 2"
+    ):
+        top1(nn.Identity(), [(torch.eye(3), torch.tensor([0, label, 2]))])
+
+
+@pytest.mark.parametrize(
+    ("logits", "labels"),
+    [
+        (torch.zeros(3), torch.zeros(3, dtype=torch.int64)),
+        (torch.zeros(3, 2), torch.zeros(2, dtype=torch.int64)),
+        (torch.zeros(3, 2), torch.zeros(3, 1, dtype=torch.int64)),
+        (torch.zeros(3, 2), torch.zeros(3)),
+    ],
+)
+def test_other_shapes_and_dtypes_are_refused(logits: torch.Tensor, labels: torch.Tensor) -> None:
+    with pytest.raises(QFrameworkError, match="accepted: \\(B, classes\\) and \\(B,\\) of integers"):
+        label_ranks(logits, labels)

@@ -1,0 +1,42 @@
+"""Peak memory, against what a known function has to hold."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from qframework.evaluation.memory import activation_bytes
+
+KIB = torch.zeros(256)  # 1 KiB of float32
+
+
+def two_at_a_time(x: torch.Tensor) -> torch.Tensor:
+    """Four results of 256 KiB in turn, of which two are held at a time."""
+    x = x.repeat(256)
+    for _ in range(3):
+        x = x + 1
+    return x
+
+
+def all_at_a_time(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x.repeat(256) for _ in range(3)])
+
+
+@pytest.mark.parametrize(("function", "kib"), [(two_at_a_time, 2 * 256), (all_at_a_time, 6 * 256)])
+def test_the_most_that_is_held_at_a_time(function, kib: int, device: torch.device) -> None:
+    held = activation_bytes(function, KIB.to(device))
+    assert kib * 1024 <= held < kib * 1024 + 4096  # and a few small things
+    assert held == activation_bytes(function, KIB.to(device))
+
+
+def test_inputs_and_weights_are_not_counted(device: torch.device) -> None:
+    linear = torch.nn.Linear(1024, 1, bias=False, device=device)
+    assert activation_bytes(linear, torch.zeros(64, 1024, device=device)) < 64 * 1024
+
+
+def test_the_environment_is_left_as_it_was() -> None:
+    before = dict(os.environ)
+    activation_bytes(two_at_a_time, KIB)
+    assert dict(os.environ) == before
