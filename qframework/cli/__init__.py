@@ -1,4 +1,4 @@
-"""The command line: ``qframework quantize | evaluate | benchmark | doctor``.
+"""The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | doctor``.
 
 Exit codes: 0 success, 1 a check failed, 2 bad usage or bad input, said in one line on standard error. Results go to
 standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
@@ -6,11 +6,13 @@ standard output, as a table or with ``--json`` as JSON; progress goes to standar
 
 from __future__ import annotations
 
-from qframework.cli import benchmark, doctor, evaluate, quantize
+from qframework.cli import benchmark, doctor, evaluate, quantize, sensitivity, tune
 from qframework.cli.app import app
 
 app.command(epilog=quantize.EXAMPLES)(quantize.quantize)
 app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
+app.command(epilog=sensitivity.EXAMPLES)(sensitivity.sensitivity)
+app.command(epilog=tune.EXAMPLES)(tune.tune)
 app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -50,6 +50,16 @@ Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download timm's 
 Data = Annotated[str, typer.Option(help="A folder with one folder of images per class, or digits.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 BatchSize = Annotated[int, typer.Option(min=2, help="Images in a batch.")]
+CalibrationData = Annotated[str | None, typer.Option(help="What to calibrate with; --data if not given.")]
+Batches = Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")]
+Limit = Annotated[
+    int | None, typer.Option("--limit", min=1, help="Measure top-1 on so many images, spread evenly over the data.")
+]
+Observer = Annotated[str, typer.Option(help="Static only: minmax, moving_average, percentile, mse or entropy.")]
+RecipeName = Annotated[
+    Literal["none", "best"], typer.Option("--recipe", help="Steps around the calibration that keep accuracy.")
+]
+Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Draw OUTPUT as a PNG; needs matplotlib.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Model, Pretrained
+from qframework.cli.app import (
+    Batches,
+    BatchSize,
+    Checkpoint,
+    Data,
+    Device,
+    Json,
+    Model,
+    Observer,
+    Pretrained,
+    RecipeName,
+)
 from qframework.cli.output import print_result
-from qframework.cli.targets import at_least_two, device_named, refuse_random_weights
+from qframework.cli.targets import at_least_two, device_named, recipe_named, refuse_random_weights
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
+    from qframework.evaluation.configuration import Configuration
     from qframework.quantizer import AttentionConfig, LinearConfig
 
 EXAMPLES = """\
@@ -25,10 +38,13 @@ qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --ba
 qframework quantize vit_base_patch16_224 --checkpoint vit.safetensors --data imagenet/train --dynamic
 
 qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --attention static --output vit.pt2
+
+qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --config vit_tuned.json
 """
 
 
 def quantize(
+    context: typer.Context,
     model: Model,
     data: Data = "digits",
     checkpoint: Checkpoint = None,
@@ -36,9 +52,7 @@ def quantize(
     static: Annotated[
         bool, typer.Option("--static/--dynamic", help="Activation scales: calibrated or computed.")
     ] = True,
-    observer: Annotated[
-        str, typer.Option(help="Static only: minmax, moving_average, percentile, mse or entropy.")
-    ] = "minmax",
+    observer: Observer = "minmax",
     activation: Annotated[
         Literal["per_tensor", "per_token"] | None,
         typer.Option(help="Granularity of activations; per_tensor if static, per_token if dynamic."),
@@ -49,7 +63,11 @@ def quantize(
     attention: Annotated[
         str, typer.Option(help="off, static (calibrated, with the observer of --observer), auto, or a variant: sage_b.")
     ] = "off",
-    batches: Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")] = 8,
+    recipe: RecipeName = "none",
+    config: Annotated[
+        Path | None, typer.Option(help="A file of [bold]qframework tune[/], in place of the options above.")
+    ] = None,
+    batches: Batches = 8,
     batch_size: BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
     device: Device = "cpu",
@@ -58,23 +76,32 @@ def quantize(
     """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
     from qframework.backend import explain
     from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
+    from qframework.evaluation.configuration import Configuration
     from qframework.evaluation.models import images_for, load_classifier
     from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
-    from qframework.quantizer import QFrameworkQuantizer
     from qframework.serialization import save
 
-    quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
-    if attention != "off":
-        quantizer.set_global(_attention_config(attention, observer))
+    if config is not None:
+        _refuse_beside_config(context)
+        chosen = Configuration.load(config)
+    else:
+        chosen = _configuration(static, observer, activation, weight, attention, recipe)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     refuse_random_weights(model, checkpoint, pretrained)
     loader = images_for(classifier.describe(), data, batch_size=batch_size, calibration=True)
     images = at_least_two(next(iter(loader))[0].to(device_named(device)))
     float_model = classifier.model.to(images.device)
-    calibration = loader if static or attention == "static" else None
-    quantized = quantize_model(float_model, images, quantizer, calibration, batches=batches, show_progress=True)
+    quantized = quantize_model(
+        float_model,
+        images,
+        chosen.quantizer,
+        loader if chosen.needs_calibration else None,
+        recipe=chosen.recipe,
+        batches=batches,
+        show_progress=True,
+    )
     output = output or Path(f"{model}_int8.pt2")
-    kept = {**classifier.describe(), "quantizer": quantizer.to_dict()}
+    kept = {**classifier.describe(), **chosen.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
     report = explain(quantized.converted, (images,))
     sqnr = layer_sqnr(*quantized, images)
@@ -89,9 +116,33 @@ def quantize(
         "weight_bytes_fp32": weight_bytes(float_model),
         "weight_bytes": weight_bytes(quantized.converted),
         "worst_layer": worst,
-        "worst_sqnr_db": sqnr[worst],
+        "worst_sqnr_db": sqnr[worst] if math.isfinite(sqnr[worst]) else None,
     }
     print_result(f"{model}, quantized", result, as_json)
+
+
+_INSTEAD_OF_CONFIG = ("static", "observer", "activation", "weight", "attention", "recipe")
+
+
+def _refuse_beside_config(context: typer.Context) -> None:
+    """Raise where an option was given that --config decides."""
+    sources = {name: context.get_parameter_source(name) for name in _INSTEAD_OF_CONFIG}
+    given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    if given:
+        names = ", ".join("--static/--dynamic" if name == "static" else f"--{name}" for name in given)
+        raise QFrameworkError(f"--config says what is quantized; leave out {names}")
+
+
+def _configuration(
+    static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str
+) -> Configuration:
+    from qframework.evaluation.configuration import Configuration
+    from qframework.quantizer import QFrameworkQuantizer
+
+    quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
+    if attention != "off":
+        quantizer.set_global(_attention_config(attention, observer))
+    return Configuration(quantizer, {}, recipe_named(recipe))
 
 
 def _linear_config(static: bool, observer: str, activation: Any, weight: Any) -> LinearConfig:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qframework.errors import QFrameworkError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from qframework.quantizer import Recipe
 
 
 def refuse_random_weights(model: str, checkpoint: Path | None, pretrained: bool) -> None:
@@ -61,3 +67,75 @@ def compiled(module: Any, description: dict[str, Any], *, dynamic: bool | None =
     import torch
 
     return torch.compile(module, backend="qframework", dynamic=dynamic, options=description.get("options"))
+
+
+class Subject(NamedTuple):
+    """A float model on its device, with what its accuracy is measured on and calibrated with."""
+
+    model: nn.Module
+    images: Tensor
+    metric: Callable[[Any], float]
+    calibration: Any
+    settings: dict[str, Any]
+
+
+def load_subject(
+    model: str,
+    data: str,
+    calibration_data: str | None,
+    checkpoint: Path | None,
+    pretrained: bool,
+    batch_size: int,
+    limit: int | None,
+    device: str,
+) -> Subject:
+    """A classifier whose top-1 on ``limit`` images of ``data`` counts; ``settings`` is all that it depends on."""
+    from qframework import __version__
+    from qframework.evaluation import top1
+    from qframework.evaluation.checkpoint import weights_digest
+    from qframework.evaluation.models import images_for, load_classifier
+
+    on = device_named(device)
+    refuse_random_weights(model, checkpoint, pretrained)
+    classifier = load_classifier(model, checkpoint, pretrained=pretrained)
+    describe = classifier.describe()
+    held_out = images_for(describe, data, batch_size=batch_size, limit=limit)
+    calibration = images_for(describe, calibration_data or data, batch_size=batch_size, calibration=True)
+    images = at_least_two(next(iter(calibration))[0].to(on))
+    settings = {
+        "model": model,
+        "weights": weights_digest(classifier.model.state_dict()),
+        "data": data,
+        "calibration_data": calibration_data or data,
+        "limit": limit,
+        "batch_size": batch_size,
+        "device": _described(on),
+        "versions": {"qframework": __version__, "torch": _torch_version()},
+    }
+    return Subject(
+        classifier.model.to(on), images, lambda module: top1(module, held_out, device=on), calibration, settings
+    )
+
+
+def _described(device: Any) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _torch_version() -> str:
+    import torch
+
+    return torch.__version__
+
+
+def recipe_named(name: str) -> Recipe | None:
+    """``"none"`` or ``"best"``."""
+    from qframework.quantizer import Recipe
+
+    return Recipe.best() if name == "best" else None
+
+
+def names(listed: str) -> tuple[str, ...]:
+    """``"static,dynamic"`` as its parts; ``"off"`` as none."""
+    return () if listed == "off" else tuple(dict.fromkeys(part.strip() for part in listed.split(",")))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -59,7 +59,7 @@ def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
         name: weight.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, weight in model.state_dict().items()
     }
-    metadata = {"config": _fingerprint(config), "weights": _digest(weights)}
+    metadata = {"config": _fingerprint(config), "weights": weights_digest(weights)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         file.write(save(weights, metadata=metadata))
@@ -69,7 +69,7 @@ def _load(path: Path, config: Config, build: Callable[[Config], Model]) -> Model
     metadata, weights = _read(path)
     if metadata.get("config") != _fingerprint(config):
         raise _StaleCheckpoint(f"trained with {metadata.get('config')}, wanted {_fingerprint(config)}")
-    if metadata.get("weights") != _digest(weights):
+    if metadata.get("weights") != weights_digest(weights):
         raise _StaleCheckpoint("the weights are damaged: their SHA-256 differs from the recorded one")
     model = build(config)
     model.load_state_dict(weights)
@@ -91,9 +91,11 @@ def _fingerprint(config: DataclassInstance) -> str:
     return json.dumps(asdict(config), sort_keys=True)
 
 
-def _digest(weights: dict[str, Tensor]) -> str:
+def weights_digest(weights: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes of a ``state_dict()``, on whatever device."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-        digest.update(weight.numpy().tobytes())
+        plain = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)  # NumPy knows no bfloat16
+        digest.update(plain.numpy().tobytes())
     return digest.hexdigest()

@@ -48,6 +48,11 @@ class LayerSensitivity:
     metric: float
     drop: float
 
+    @property
+    def label(self) -> str:
+        """The layer's name; a module may be a linear and an attention at once."""
+        return self.layer if self.kind == "linear" else f"{self.layer} ({self.kind})"
+
 
 @dataclass(frozen=True)
 class Sensitivity:
@@ -78,13 +83,12 @@ class Sensitivity:
             caption="SQNR in dB: of the layer's output, of the model's output. Drop: of the metric, in its own points.",
         )
         table.add_column("layer", overflow="fold")
-        table.add_column("kind")
         table.add_column("quantized")
-        for name in ("layer SQNR", "output SQNR", "metric", "drop"):
+        for name in ("SQNR", "of output", "metric", "drop"):
             table.add_column(name, justify="right", no_wrap=True)
         for row in self.worst():
             sqnr = [_cell(value) for value in (row.sqnr_db, row.output_sqnr_db)]
-            table.add_row(row.layer, row.kind, row.choice, *sqnr, f"{row.metric:.2f}", f"{row.drop:+.2f}")
+            table.add_row(row.label, row.choice, *sqnr, f"{row.metric:.2f}", f"{row.drop:+.2f}")
         return table
 
     def plot(self, path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from qframework.attention.adaptive import speed_order
 from qframework.errors import QFrameworkError
@@ -47,7 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measured:
-    """An assignment measured whole, as it will run: compiled for the device."""
+    """An assignment measured whole, as it will run: compiled for the device. See ``tune`` where it was not."""
 
     assignment: Assignment
     metric: float
@@ -190,7 +190,8 @@ def tune(
         batches: use only so many calibration batches.
         refinements: how many steps beyond the ladder's best part are tried.
         finalists: how many of the fastest are measured whole.
-        compiled: False measures whole models without compiling them.
+        compiled: False compiles nothing; speeds are then estimated from the float model's, which runs eagerly, and
+            from the layers' times.
         timer: measures times; default: this device's.
         journal: keeps what was measured, and resumes.
         show_progress: draw progress bars.
@@ -295,22 +296,21 @@ class _Work:
             lambda: checked_metric(self.metric, self.candidates.quantized(assignment)),
         )
 
-    def whole(self, assignment: Assignment) -> Measured:
-        """An assignment as it will run."""
+    def whole(self, assignment: Assignment, estimated: float | None = None) -> Measured:
+        """An assignment as it will run; its speed is the estimate where nothing is compiled, for nothing is INT8 then."""
+        if not self.compiled and estimated is not None:
+            metric = self.metric_of(assignment)
+            return Measured(assignment, metric, self.baseline() - metric, estimated)
 
         def measure() -> dict[str, float]:
-            module = self._runnable(assignment)
+            module = self.candidates.quantized(assignment)
+            if self.compiled:
+                options = assignment.options()
+                module = torch.compile(module, backend="qframework", dynamic=True, options=options)  # type: ignore[assignment]
             return {"images_per_second": self.timer.model(module), "metric": checked_metric(self.metric, module)}
 
         values = self.journal(f"whole {_digest(assignment)}", measure)
-        metric = values["metric"]
-        return Measured(assignment, metric, self.baseline() - metric, values["images_per_second"])
-
-    def _runnable(self, assignment: Assignment) -> fx.GraphModule:
-        module = self.candidates.quantized(assignment)
-        if not self.compiled:
-            return module
-        return torch.compile(module, backend="qframework", dynamic=True, options=assignment.options())  # type: ignore[return-value]
+        return Measured(assignment, values["metric"], self.baseline() - values["metric"], values["images_per_second"])
 
 
 class _Search:
@@ -354,12 +354,12 @@ class _Search:
             if wanted or not any(
                 map(self._is_inside, measured)
             ):  # what fits when converted may miss the budget once compiled
-                measured.append(self._work.whole(trial.assignment))
+                measured.append(self._work.whole(trial.assignment, trial.estimated_images_per_second))
         inside = [each for each in measured if self._is_inside(each)]
         if inside or not can_be_faster or not quantized:
             return True, max([self.float_model, *inside], key=lambda each: each.images_per_second), measured
         nearest = min(quantized, key=lambda trial: (trial.drop, -trial.estimated_images_per_second))
-        found = self._work.whole(nearest.assignment)
+        found = self._work.whole(nearest.assignment, nearest.estimated_images_per_second)
         measured = measured if found in measured else [*measured, found]
         return self._is_inside(found), found, measured
 

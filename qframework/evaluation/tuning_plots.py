@@ -39,29 +39,27 @@ def _figure(path: Path, **size: Any) -> Iterator[Any]:
 
 def draw_sensitivity(result: Sensitivity, path: Path) -> None:
     """Two panels with a row for each layer in the order of the model: the metric's drop, and the layer's SQNR."""
-    layers = list(dict.fromkeys((row.kind, row.layer) for row in result.rows))
+    layers = list(dict.fromkeys(row.label for row in result.rows))
     choices = list(dict.fromkeys(row.choice for row in result.rows))
     with _figure(path, figsize=(9, 1.5 + 0.22 * len(layers))) as figure:
         drops, sqnr = figure.subplots(1, 2, sharey=True)
         for index, choice in enumerate(choices):
             rows = [row for row in result.rows if row.choice == choice]
             style = {"color": _COLOURS[index % len(_COLOURS)], "label": choice, "s": 18}
-            places = [layers.index((row.kind, row.layer)) for row in rows]
+            shift = 0.5 * (index + 0.5) / len(choices) - 0.25  # so that equal values do not hide each other
+            places = [layers.index(row.label) + shift for row in rows]
             drops.scatter([row.drop for row in rows], places, **style)
             known = [(row.sqnr_db, place) for row, place in zip(rows, places, strict=True) if row.sqnr_db is not None]
             sqnr.scatter([value for value, _ in known], [place for _, place in known], **style)
-        drops.set_yticks(range(len(layers)), [_label(*layer) for layer in layers], fontsize=7)
+        drops.set_yticks(range(len(layers)), layers, fontsize=7)
         drops.invert_yaxis()
         drops.axvline(0, color=_GREY, linewidth=0.8)
         drops.set_xlabel("drop of the metric, one layer quantized")
         sqnr.set_xlabel("SQNR of the layer's output, dB")
         for axes in (drops, sqnr):
+            axes.set_axisbelow(True)
             axes.grid(axis="y", linewidth=0.3)
         sqnr.legend(fontsize=7)
-
-
-def _label(kind: str, name: str) -> str:
-    return name if kind == "linear" else f"{name} ({kind})"
 
 
 def draw_front(result: Tuning, path: Path) -> None:
@@ -81,11 +79,12 @@ def draw_front(result: Tuning, path: Path) -> None:
             color=_GREY, linewidth=1, label="front",
         )  # fmt: skip
         for colour, label, measured in (
+            ("black", "float", [result.float_model]),
             (_COLOURS[1], "measured whole", result.measured),
             (_COLOURS[0], "chosen" if result.met else "nearest", [result.chosen]),
         ):
             speeds, drops = [each.images_per_second for each in measured], [each.drop for each in measured]
-            axes.scatter(speeds, drops, color=colour, marker="*", s=90, label=label)
+            axes.scatter(speeds, drops, color=colour, marker="*", s=90, zorder=3, label=label)
         axes.axhline(result.max_drop, color=_COLOURS[0], linewidth=0.8, linestyle="--", label="budget")
         axes.set_xlabel("images per second")
         axes.set_ylabel("drop of the metric")
