@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import FloatWeights, lower_float_linear
+from qframework.backend.fold_channel_scale import fold_channel_scale
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
@@ -45,6 +46,7 @@ def lower(
     order = _layer_order(gm)
     attention = lower_static_attention(gm, constants, scales)
     attention = _one_for_each(attention, lower_attention(gm, options.attention))
+    fold_channel_scale(gm, constants, scales)
     hoist_quantize(gm, constants, scales)
     reports = lower_linear(gm, constants, scales)
     if options.linear == "int8_dynamic":

@@ -41,7 +41,7 @@ _ours = torch.ops.qframework
 def hoist_quantize(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
     """Move the quantization of every quantized linear's output up to the linear, in place, where views are between."""
     for node in list(gm.graph.nodes):
-        if linear_call(node) is None or not _is_quantized(node, constants):
+        if linear_call(node) is None or not is_quantized_linear(node, constants):
             continue
         epilogue = find_epilogue(node)
         fake = fake_value(epilogue.end)
@@ -58,7 +58,8 @@ def hoist_quantize(gm: GraphModule, constants: Constants, scales: ScaleConstants
             mark_int8(views)
 
 
-def _is_quantized(linear: Node, constants: Constants) -> bool:
+def is_quantized_linear(linear: Node, constants: Constants) -> bool:
+    """Whether both the input and the weight of a linear are dequantized, in a form that ``int8_linear`` takes."""
     call, name = linear_call(linear), layer_name(linear)
     assert call is not None
     try:

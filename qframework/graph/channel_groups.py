@@ -118,6 +118,12 @@ def multiply(module: nn.Module, parameter: Parameter, factors: Tensor) -> None:
     setattr(owner, leaf, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
 
 
+def only_reader(gm: GraphModule, linear: Node) -> bool:
+    """Whether nothing else than ``linear`` reads its weight, under whatever name."""
+    weight: Any = linear.args[1]
+    return _users_of_parameters(gm)(gm, str(weight.target)) == {linear}
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Producers
 

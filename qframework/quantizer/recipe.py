@@ -23,6 +23,7 @@ from torch.fx import GraphModule
 
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.quantizer.calibrate import Batch
+from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import check_choice, check_keys
 from qframework.quantizer.quantizer import QFrameworkQuantizer
 from qframework.quantizer.smooth import smooth
@@ -137,6 +138,9 @@ class Recipe:
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
         if self.smooth is not None:
             done["smooth"] = smooth(exported, quantizer, data, **vars(self.smooth), batches=self.batches)
+        if self.channel_scales:
+            search = vars(self.smooth or Smooth())
+            done["channel_scales"] = scale_channels(exported, quantizer, data, **search, batches=self.batches)
         return done
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:

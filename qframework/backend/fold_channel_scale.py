@@ -1,0 +1,68 @@
+"""Take a product with a constant for each channel into the quantization behind it.
+
+From::
+
+    linear -> [activation] -> [+ residual] -> mul(c (N,)) -> quantize (S)
+
+To::
+
+    linear -> [activation] -> [+ residual] -> qframework::quantize (S / c, one scale for each channel)
+
+which lower_linear then takes into the linear's epilogue: ``round(y * c / S)`` in both. The quantizer writes such
+products where it moves scales of channels into weights (qframework/quantizer/channel_scales.py). The constants, like
+S, are read when the model is compiled. Elsewhere the product stays, for Inductor to fuse with what comes before it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
+from qframework.backend.lower_linear import ScaleConstants, erase_unused, find_epilogue, static_quantize_scale
+from qframework.graph.nodes import Constants, argument, fake_value, linear_call, operation
+
+_ours = torch.ops.qframework
+
+
+def fold_channel_scale(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
+    """Fold every such product behind a linear that is quantized itself, in place."""
+    for node in list(gm.graph.nodes):
+        if linear_call(node) is None or not is_quantized_linear(node, constants):
+            continue
+        end = find_epilogue(node).end
+        product = next(iter(end.users)) if len(end.users) == 1 else None
+        factor = _channel_factor(product, end, constants) if product is not None else None
+        if product is not None and factor is not None:
+            _fold(gm, product, end, factor, scales)
+
+
+def _channel_factor(node: Node, value: Node, constants: Constants) -> Tensor | None:
+    """The positive constant ``(N,)`` that ``node`` multiplies the channels of ``value`` with, None for another node."""
+    if operation(node) != "mul":
+        return None
+    x, factor = argument(node, 0, "input", "self"), argument(node, 1, "other")
+    if factor is value:
+        x, factor = factor, x
+    fake, constant = fake_value(value), constants.value(factor)
+    if x is not value or constant is None or fake is None or constant.dim() != 1:
+        return None
+    fits = constant.numel() == fake.shape[-1] and constant.is_floating_point()
+    usable = fits and fake_value(node) is not None and fake_value(node).dtype == fake.dtype  # type: ignore[union-attr]
+    return constant if usable and bool(((constant > 0) & constant.isfinite()).all()) else None
+
+
+def _fold(gm: GraphModule, product: Node, end: Node, factor: Tensor, scales: ScaleConstants) -> None:
+    """Quantize ``end`` instead of ``product``, if all that reads the product quantizes it, with one scale."""
+    found = [static_quantize_scale(user, product) for user in product.users]
+    if not found or not isinstance(found[0], float) or any(scale != found[0] for scale in found):
+        return
+    with gm.graph.inserting_before(product):
+        scale = scales.buffer(found[0] / factor.detach().float())
+        quantized = gm.graph.call_function(_ours.quantize.default, (end, scale))
+    quantized.meta = dict(product.meta)
+    mark_int8([quantized])
+    for user in list(product.users):
+        user.replace_all_uses_with(quantized)
+        erase_unused(gm, user)
