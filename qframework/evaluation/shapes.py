@@ -110,7 +110,7 @@ def _with_another(
     """The picture with one more shape on top, or as it was where that one would hide too much or not be seen."""
     size = len(image)
     category = int(generator.integers(len(CATEGORIES)))
-    radius = generator.uniform(0.12, 0.30) * size
+    radius = generator.uniform(0.15, 0.32) * size
     center = generator.uniform(0.6 * radius, size - 0.6 * radius, 2)
     outline = OUTLINES[CATEGORIES[category]](generator).placed(center, radius, generator.uniform(0.0, 2 * np.pi))
     drawn = rasterize(outline, size)
