@@ -13,7 +13,7 @@ from qframework.errors import CalibrationError, UnsupportedError
 from qframework.numerics import dequantize, quantize_weight, sqnr_db, weight_scale
 from qframework.quantizer import LinearConfig, QFrameworkQuantizer, WeightConfig, calibrate, dynamic_int8, static_int8
 from qframework.quantizer.config import ActivationConfig
-from qframework.quantizer.layerwise import quantized_linears
+from qframework.quantizer.layerwise import LayerwiseRun, quantized_linears, take_batches
 from qframework.quantizer.round_weights import DAMPING, gptq, round_weights
 
 
@@ -209,13 +209,21 @@ def test_degenerate_layers(case):
         assert not q.any()
 
 
-def test_float16_below_its_normal_range_keeps_its_weights():
-    """2 ** -24 is the smallest step of float16: most multiples of a smaller scale cannot be written."""
+def test_float16_below_its_normal_range_keeps_rows_it_cannot_write():
+    """2 ** -24 is the smallest step of float16: multiples of a scale below it cannot all be written."""
     torch.manual_seed(0)
-    model = nn.Linear(16, 4).half()
-    nn.init.uniform_(model.weight, -1e-6, 1e-6)
-    converted = convert_pt2e(rounded(model, [correlated(32, 16).half()]))
-    assert torch.equal(int8_weights(converted)[0], quantize_weight(model.weight)[0])
+    model, data = nn.Linear(16, 40).half(), [correlated(32, 16).half()]
+    nn.init.uniform_(model.weight, -5e-6, 5e-6)
+    nearest, scale = quantize_weight(model.weight)
+    assert (scale < 2**-24).all()
+    prepared = rounded(model, data)
+    [linear] = quantized_linears(prepared)
+    run = LayerwiseRun(prepared, take_batches(prepared, data, None, "a test"), quantized=True)
+    run.advance(linear.node)
+    seen = next(run.values(linear.input)).double()
+    chosen = gptq(model.weight, scale[:, None], seen.T @ seen)
+    [q] = int8_weights(convert_pt2e(prepared))
+    assert ((q == nearest).all(1) | (q == chosen).all(1)).all()
 
 
 def test_errors():
