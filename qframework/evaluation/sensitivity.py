@@ -133,7 +133,7 @@ def sensitivity(
     """
     exported = export_model(model, images)
     candidates = Candidates(exported, images, calibration, meanings or Meanings(), recipe, batches)
-    kept = journal or Journal()
+    kept = Journal() if journal is None else journal
     layers = find_layers(exported, images)
     trials = [(layer, choice) for layer in layers for choice in _choices(layer, linear, attention)]
     for layer, choice in trials:

@@ -26,7 +26,7 @@ from qframework.evaluation.pt2e import export_model
 from qframework.evaluation.sensitivity import checked_metric
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.tune_search import Cost, Costs, climb, ladder, pareto, rungs, total_time
-from qframework.quantizer import Recipe
+from qframework.quantizer import Recipe, dynamic_attention
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -203,17 +203,20 @@ def tune(
     """
     if not max_drop >= 0:
         raise QFrameworkError(f"max_drop={max_drop}; accepted: 0 or more points of the metric")
+    variants = tuple(speed_order(images.device) if variants is None else variants)
+    for variant in variants:
+        dynamic_attention(variant)  # refuses unknown ones before anything runs
     exported = export_model(model, images)
     work = _Work(
         Candidates(exported, images, calibration, meanings or Meanings(), recipe, batches),
         metric,
         timer or Timer(images),
-        journal or Journal(),
+        Journal() if journal is None else journal,
         compiled,
         show_progress,
     )
     layers = find_layers(exported, images)
-    costs = work.costs(layers, tuple(variants) if variants is not None else speed_order(images.device))
+    costs = work.costs(layers, variants)
     start = Assignment.uniform(layers)
     search = _Search(work, costs, work.whole(start), max_drop)
     steps = ladder(costs)
@@ -297,7 +300,7 @@ class _Work:
         )
 
     def whole(self, assignment: Assignment, estimated: float | None = None) -> Measured:
-        """An assignment as it will run; its speed is the estimate where nothing is compiled, for nothing is INT8 then."""
+        """An assignment as it will run. Where nothing is compiled nothing runs in INT8: the speed is the estimate."""
         if not self.compiled and estimated is not None:
             metric = self.metric_of(assignment)
             return Measured(assignment, metric, self.baseline() - metric, estimated)
