@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation.comparison_script import comparison_parser, read_names, run_script
-from qframework.evaluation.models import DIGITS, images_for, load_classifier
+from qframework.evaluation.models import DIGITS, check_data_fits, images_for, load_classifier
 from qframework.evaluation.tasks import Classification
 
 
@@ -46,6 +46,7 @@ def make_task(options: argparse.Namespace) -> Classification:
         raise QFrameworkError(
             f"model {options.model!r} would have random weights; pass --pretrained or --checkpoint FILE"
         )
+    check_data_fits(options.model, options.data)  # before anything is trained or downloaded
     classifier = load_classifier(options.model, options.checkpoint, pretrained=options.pretrained)
     description, size, workers = classifier.describe(), options.batch_size, options.workers
     names = read_names(options.class_names)

@@ -97,6 +97,8 @@ def device_of_process(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise QFrameworkError(f"device {name!r} is unknown; accepted: cpu, cuda, cuda:0, ...") from error
+    if device.type not in ("cpu", "cuda"):
+        raise QFrameworkError(f"device {name!r} has no kernels; accepted: cpu, cuda, cuda:0, ...")
     if device.type == "cuda":
         device = _gpu(device)
     check_device(device)

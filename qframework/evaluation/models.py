@@ -83,6 +83,12 @@ def _data_config(model: nn.Module) -> dict[str, Any]:
     return resolve_model_data_config(model)
 
 
+def check_data_fits(model: str, data: str) -> None:
+    """Raise QFrameworkError where one of a model's and a data set's name is ``"digits"`` and the other is not."""
+    if (data == DIGITS) != (model == DIGITS):
+        raise QFrameworkError(f"data {data!r} does not fit model {model!r}; digits go with digits")
+
+
 def images_for(
     description: Mapping[str, Any],
     data: str,
@@ -111,9 +117,8 @@ def images_for(
     Raises:
         QFrameworkError: ``data`` is neither, holds no image, or does not fit the model.
     """
-    if data == DIGITS or description["model"] == DIGITS:
-        if data != description["model"]:
-            raise QFrameworkError(f"data {data!r} does not fit model {description['model']!r}; digits go with digits")
+    check_data_fits(description["model"], data)
+    if data == DIGITS:
         sets = digits.load_digits()
         chosen = sets.calibration if calibration else sets.held_out
         kept = _chosen(range(len(chosen)), limit, spread=not calibration)
