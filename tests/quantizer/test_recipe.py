@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
+from quantizer_models import exported, tiny_vit
+from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.errors import CalibrationError, UnsupportedError
-from qframework.quantizer import Recipe, Smooth
+from qframework.numerics import sqnr_db
+from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, static_int8
+
+QUANTIZER = QFrameworkQuantizer().set_global(static_int8())
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def uneven_vit() -> nn.Module:
+    """A few channels of every norm, of the values and behind every GELU are much larger than the others."""
+    model = tiny_vit()
+    for block in model.blocks:
+        for norm, linear in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
+            norm.weight[::9] *= 50
+            linear.weight[:, ::9] /= 50
+        block.attn.qkv.weight[64::9] *= 30
+        block.mlp.fc1.weight[::13] *= 10
+    return model
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe.best(), Recipe(Smooth((0.5,), 7), split_gelu=True, batches=3)])
@@ -33,6 +55,52 @@ def test_unknown_values_are_refused(make, message: str) -> None:
         make()
 
 
-def test_an_iterator_is_refused_since_every_step_reads_the_data() -> None:
+@pytest.mark.parametrize("step", ["before_prepare", "after_calibrate"])
+def test_an_iterator_is_refused_since_every_step_reads_the_data(step: str) -> None:
+    graph, data = exported(tiny_vit(), IMAGES), iter([IMAGES])
+    arguments = (graph, QUANTIZER, data) if step == "before_prepare" else (graph, data)
     with pytest.raises(CalibrationError, match=r"iterator .list_iterator., which the first step would use up"):
-        Recipe.best().after_calibrate(None, iter([1, 2]))
+        getattr(Recipe.best(), step)(*arguments)
+
+
+def sqnr_with(recipe: Recipe, model: nn.Module) -> float:
+    """Of the converted model against the float one."""
+    graph = exported(model, IMAGES)
+    recipe.before_prepare(graph, QUANTIZER, [IMAGES])
+    prepared = prepare_pt2e(graph, QUANTIZER)
+    calibrate(prepared, [IMAGES], progress=False)
+    recipe.after_calibrate(prepared, [IMAGES])
+    return sqnr_db(model(IMAGES), convert_pt2e(prepared)(IMAGES))
+
+
+def test_best_mends_uneven_channels() -> None:
+    model = uneven_vit()
+    assert sqnr_with(Recipe.best(), model) > sqnr_with(Recipe(), model) + 10
+
+
+def test_every_step_says_what_it_did() -> None:
+    graph = exported(uneven_vit(), IMAGES)
+    done = replace(Recipe.best(), split_gelu=True, channel_scales=False).before_prepare(graph, QUANTIZER, [IMAGES])
+    assert done["split_gelu"] == 2
+    assert set(done["smooth"]) >= {"blocks.0.attn.qkv", "blocks.1.mlp.fc1"}
+    assert Recipe().before_prepare(graph, QUANTIZER, [IMAGES]) == {}
+
+
+def test_an_empty_recipe_changes_nothing() -> None:
+    graph, model = exported(tiny_vit(), IMAGES), tiny_vit()
+    Recipe().before_prepare(graph, QUANTIZER, [IMAGES])
+    assert torch.equal(graph(IMAGES), model(IMAGES))
+
+
+def test_only_as_many_batches_as_asked_for_are_read() -> None:
+    read = []
+
+    class Data(list):
+        def __iter__(self):
+            for index, batch in enumerate(super().__iter__()):
+                read.append(index)
+                yield batch
+
+    graph = exported(tiny_vit(), IMAGES)
+    Recipe(Smooth((0.5,)), batches=2).before_prepare(graph, QUANTIZER, Data([IMAGES] * 5))
+    assert read == [0, 1]
