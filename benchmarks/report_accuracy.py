@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTORS, TASKS, Row, load_rows
 from benchmarks.tables import machine_table, table
+from qframework.evaluation import digits_vit
 
 FP32 = "FP32"
 
@@ -80,90 +82,88 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest rows of one task, and where they come from."""
+    """The newest rows of one model of a task, and where they come from."""
 
+    task: str
+    model: str
     machine: dict[str, Any]
     rows: list[Row]
 
-    def models(self) -> list[str]:
-        return list(dict.fromkeys(row.model for row in self.rows))
-
     def configurations(self) -> list[str]:
+        """In the order measured."""
         return list(dict.fromkeys(row.configuration for row in self.rows))
 
-    def values(self, model: str, configuration: str) -> dict[int, float]:
+    def values(self, configuration: str) -> dict[int, float]:
         """Percent by seed."""
-        return {r.seed: r.value for r in self.rows if (r.model, r.configuration) == (model, configuration)}
+        return {row.seed: row.value for row in self.rows if row.configuration == configuration}
 
-    def drops(self, model: str, configuration: str) -> list[float]:
-        """Points below FP32 of the same model, for each seed that has both."""
-        fp32 = self.values(model, FP32)
-        return [fp32[seed] - value for seed, value in self.values(model, configuration).items() if seed in fp32]
+    def drops(self, configuration: str) -> list[float]:
+        """Points below FP32, for each seed that has both."""
+        fp32 = self.values(FP32)
+        return [fp32[seed] - value for seed, value in self.values(configuration).items() if seed in fp32]
 
-    def count(self, model: str) -> int:
+    @property
+    def count(self) -> int:
         """Images or masks counted, over all seeds."""
-        counts = (row.counts for row in self.rows if (row.model, row.configuration) == (model, FP32))
+        counts = (row.counts for row in self.rows if row.configuration == FP32)
         return sum(each.get("masks", each["images"]) for each in counts)
 
 
-def load(folder: Path) -> dict[str, Measured]:
-    """The newest file's rows of each task; smoke runs do not count. Raises FileFormatError on a foreign file."""
-    found: dict[str, Measured] = {}
+def load(folder: Path) -> list[Measured]:
+    """The newest file's rows of each model, by task; smoke runs do not count. Raises FileFormatError on others."""
+    found: dict[tuple[str, str], Measured] = {}
     files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
     for machine, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
-        for task in TASKS:
-            if own := [row for row in rows if row.task == task]:
-                found[task] = Measured(machine, own)
-    return found
+        for task, model in dict.fromkeys((row.task, row.model) for row in rows):
+            own = [row for row in rows if (row.task, row.model) == (task, model)]
+            found[task, model] = Measured(task, model, machine, own)
+    order = {model: place for place, model in enumerate(digits_vit.SIZES)}
+    return sorted(found.values(), key=lambda each: (TASKS.index(each.task), order.get(each.model, len(order))))
 
 
-def render(measured: dict[str, Measured]) -> str:
+def render(measured: Sequence[Measured]) -> str:
     """The whole page as Markdown."""
     if not measured:
         return HEAD + NOTHING
-    return "\n".join([HEAD, _promises(measured), *(_section(task, each) for task, each in measured.items())])
+    sections = (_section(task, [each for each in measured if each.task == task]) for task in TASKS)
+    return "\n".join([HEAD, _promises(measured), *filter(None, sections)])
 
 
-def _promises(measured: dict[str, Measured]) -> str:
+def _promises(measured: Sequence[Measured]) -> str:
     rows = [
-        [
-            TITLES[promise.task],
-            model,
-            promise.configuration,
-            promise.must,
-            *_outcome(promise, measured[promise.task], model),
-        ]
+        [TITLES[each.task], each.model, promise.configuration, promise.must, *_outcome(promise, each)]
         for promise in PROMISES
-        if promise.task in measured
-        for model in measured[promise.task].models()
+        for each in measured
+        if each.task == promise.task
     ]
     header = ["what", "model", "configuration", "points lost must be", "mean", "worst seed", ""]
     return f"## What was promised\n\n{table(header, rows)}"
 
 
-def _outcome(promise: Promise, measured: Measured, model: str) -> list[str]:
-    drops = measured.drops(model, promise.configuration)
+def _outcome(promise: Promise, measured: Measured) -> list[str]:
+    drops = measured.drops(promise.configuration)
     if not drops:
         return ["", "", "not measured"]
     mean = statistics.fmean(drops)
     return [points(mean), points(max(drops)), "PASS" if promise.holds(mean) else "FAIL"]
 
 
-def _section(task: str, measured: Measured) -> str:
-    parts = [f"## {TITLES[task]}\n", NOTES[task], machine_table(measured.machine, {})]
-    return "\n".join([*parts, *(_model(measured, model) for model in measured.models())])
+def _section(task: str, measured: Sequence[Measured]) -> str:
+    """One task's models; empty where there is none."""
+    return "\n".join([f"## {TITLES[task]}\n", NOTES[task], *map(_model, measured)]) if measured else ""
 
 
-def _model(measured: Measured, model: str) -> str:
-    """All configurations of one model."""
+def _model(measured: Measured) -> str:
+    """All configurations of one model, and where they were measured."""
     rows = []
     for name in measured.configurations():
-        values, drops = list(measured.values(model, name).values()), measured.drops(model, name)
-        lost = ["", ""] if name == FP32 else [points(statistics.fmean(drops)), points(max(drops))]
+        values, drops = list(measured.values(name).values()), measured.drops(name)
+        lost = ["", ""] if name == FP32 or not drops else [points(statistics.fmean(drops)), points(max(drops))]
         rows.append([name, points(statistics.fmean(values)), *lost])
-    seeds = len(measured.values(model, FP32))
-    title = f"**{model}**: {seeds} seed{'s' if seeds > 1 else ''}, {measured.count(model)} counted\n"
-    return f"{title}\n{table(['configuration', 'mean %', 'points lost', 'worst seed'], rows)}"
+    seeds = len(measured.values(FP32))
+    title = f"### {measured.model}: {seeds} seed{'' if seeds == 1 else 's'}, {measured.count} counted\n"
+    header = ["configuration", "mean %", "points lost", "worst seed"]
+    return f"{title}\n{table(header, rows)}\n{machine_table(measured.machine, {})}"
 
 
 def points(value: float) -> str:

@@ -123,16 +123,20 @@ def test_the_page_shows_means_over_seeds_and_the_worst(tmp_path: Path) -> None:
     assert f"| {title} | small | INT8-D (best recipe) | at most 0.2 |  |  | not measured |" in page
     assert "| FP32 | 97.50 |  |  |" in page
     assert f"| {GOOD} | 96.95 | 0.55 | 1.00 |" in page
-    assert "**small**: 2 seeds, 200 counted" in page
+    assert "### small: 2 seeds, 200 counted" in page
     assert "`abc123`" in page
     assert report_accuracy.TITLES["shapes"] not in page
 
 
-def test_the_newest_file_of_each_task_counts(tmp_path: Path) -> None:
+def test_the_newest_file_of_each_model_counts(tmp_path: Path) -> None:
     write(tmp_path / "b.json", ROWS, date="2026-01-01")
-    write(tmp_path / "a.json", [row("FP32", 50.0), row("FP32", 80.0, task="shapes", model="sam")], date="2026-02-01")
+    newer = [row("FP32", 50.0), row("FP32", 80.0, task="shapes", model="sam")]
+    write(tmp_path / "a.json", newer, date="2026-02-01", commit="def456")
     write(tmp_path / "c.json", [row("FP32", 10.0)], smoke=True, date="2026-03-01")
+    write(tmp_path / "d.json", [row("FP32", 70.0, model="base")], date="2025-01-01", commit="fed789")
     page = page_of(tmp_path)
+    assert "| FP32 | 70.00 |  |  |" in page
+    assert page.index("### small") < page.index("def456") < page.index("### base") < page.index("fed789")
     assert "| FP32 | 50.00 |  |  |" in page
     assert "| FP32 | 80.00 |  |  |" in page
     assert "97.50" not in page
