@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import CASTS, is_assertion
 from qframework.graph.channels import ChannelView, Dim, parts, through
 from qframework.graph.nodes import argument, fake_value, linear_call, operation, writes_in_place
@@ -96,11 +97,14 @@ def fold(module: nn.Module, group: ChannelGroup, scales: Tensor) -> None:
             of the same names, so that other modules which share the old ones keep them.
         group: one of ``find_channel_groups``.
         scales: ``(group.size,)`` float, positive, 1 where the channel is not free.
+
+    Raises:
+        QFrameworkError: for other scales.
     """
     if not bool(((scales > 0) & scales.isfinite()).all()) or not bool(
         (scales[~group.free.to(scales.device)] == 1).all()
     ):
-        raise ValueError("scales must be positive and finite, and 1 for channels that are not free")
+        raise QFrameworkError(f"fold: scales={scales}; accepted: positive and finite, 1 for channels that are not free")
     for parameter in group.parameters:
         multiply(module, parameter, 1.0 / scales.double())
     for consumer in group.consumers:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -126,9 +127,12 @@ class CalibratedLinear:
     def error(self, scales: Tensor) -> float:
         """Squared error of its quantized output, as a share of the output's square; ``scales`` of the group's."""
         own = scales[self.channels]
-        exact = self.rows @ self.weight.T
-        wrong = self._quantized_rows(own) @ self._quantized_weight(own).T - exact
-        return float(wrong.double().square().sum() / exact.double().square().sum().clamp(min=1e-30))
+        wrong = self._quantized_rows(own) @ self._quantized_weight(own).T - self._exact
+        return float(wrong.double().square().sum() / self._exact.double().square().sum().clamp(min=1e-30))
+
+    @cached_property
+    def _exact(self) -> Tensor:
+        return self.rows @ self.weight.T
 
     def _quantized_rows(self, scales: Tensor) -> Tensor:
         rows = self.rows / scales

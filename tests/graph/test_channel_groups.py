@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qframework.errors import QFrameworkError
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
 
 DIM, HEADS, TOKENS = 8, 2, 5
@@ -189,7 +190,7 @@ def test_fold_against_numpy() -> None:
 def test_scales_that_are_no_factors_are_refused(scale: float) -> None:
     gm, _ = graph_of(FOUND["layer norm"][0])
     (group,) = find_channel_groups(gm)
-    with pytest.raises(ValueError, match="positive and finite"):
+    with pytest.raises(QFrameworkError, match="accepted: positive and finite"):
         fold(gm, group, torch.full((DIM,), scale))
 
 

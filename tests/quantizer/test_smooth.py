@@ -169,6 +169,28 @@ def test_vit_is_smoothed_everywhere_and_the_same_every_time() -> None:
     assert len(found[0]["smooth"]) >= 5
 
 
+class UnevenValues(nn.Module):
+    """Attention whose values have a few large channels, of which the projection makes little."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.proj = nn.Linear(CHANNELS, 3 * CHANNELS), nn.Linear(CHANNELS, CHANNELS)
+        with torch.no_grad():
+            self.qkv.weight[2 * CHANNELS :: 5] *= 50
+            self.proj.weight[:, ::5] /= 50
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_values_are_smoothed_through_attention() -> None:
+    expected, plain = quantized(UnevenValues(), Recipe())
+    _, smoothed = quantized(UnevenValues(), Recipe(smooth=Smooth()))
+    assert sqnr_db(expected, smoothed) > sqnr_db(expected, plain) + 6
+
+
 def test_dynamic_activations_are_smoothed_too() -> None:
     expected, plain = quantized(NormLinear(), Recipe(), dynamic_int8())
     _, smoothed = quantized(NormLinear(), Recipe(smooth=Smooth()), dynamic_int8())
