@@ -78,27 +78,31 @@ def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPIN
     """
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     upper = _inverse_factor(hessian[order][:, order], damping)
-    w, step = weight.double()[:, order], scale.double()
-    q = torch.empty_like(w)
-    for start in range(0, w.shape[1], _BLOCK):
-        end = min(start + _BLOCK, w.shape[1])
-        errors = torch.empty_like(w[:, start:end])
-        for j in range(start, end):
-            q[:, j : j + 1] = torch.round(w[:, j : j + 1] / step).clamp(QMIN, QMAX)
-            errors[:, j - start] = (w[:, j] - q[:, j] * step[:, 0]) / upper[j, j]
-            w[:, j + 1 : end] -= errors[:, j - start, None] * upper[j, j + 1 : end]
-        w[:, end:] -= errors @ upper[start:end, end:]
-    return torch.empty_like(q).index_copy_(1, order, q).to(torch.int8)
+    step = scale.double().reshape(-1)
+    columns = weight.double().T[order].contiguous()  # (K, N): a column of the weight is a row in memory
+    q = torch.empty_like(columns)
+    for start in range(0, len(columns), _BLOCK):
+        end = min(start + _BLOCK, len(columns))
+        errors = torch.empty_like(columns[start:end])
+        inside = upper[start:end, start:end]
+        for j in range(end - start):
+            column = columns[start + j] - inside[:j, j] @ errors[:j]
+            q[start + j] = torch.round(column / step).clamp(QMIN, QMAX)
+            errors[j] = (column - q[start + j] * step) / inside[j, j]
+        columns[end:] -= upper[start:end, end:].T @ errors
+    return torch.empty_like(q).index_copy_(0, order, q).T.to(torch.int8)
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
-    """Upper Cholesky factor of the damped inverse; inputs that are always zero get a diagonal of one."""
+    """Upper triangular ``U`` with ``U^T U`` the inverse of the damped Hessian.
+
+    With rows and columns reversed ``H = R R^T`` for an upper triangular R, and ``U = R^-1``: no inverse of H is formed.
+    """
     mean = hessian.diagonal().mean()
-    damped = hessian + torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device) * (
-        damping * mean if mean > 0 else 1.0
-    )
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    return torch.linalg.cholesky(inverse, upper=True)
+    one = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
+    damped = hessian + one * torch.where(mean > 0, damping * mean, 1.0)  # inputs may be zero always
+    factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
+    return torch.linalg.solve_triangular(factor, one, upper=True)
 
 
 class _Hessians:
