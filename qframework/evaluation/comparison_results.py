@@ -225,7 +225,8 @@ class Results:
         data, processes = self.description.get("data") or {}, sorted({row.processes for row in self.ordered})
         where = f"{self.description.get('device')}, {self.description.get('dtype')}, {data.get('images')} images"
         how = "compiled" if self.description.get("compiled") else "eager: INT8 is computed in float"
-        notes = [f"{where}, {' and '.join(map(str, processes))} process(es), {how}."]
+        number = " or ".join(map(str, processes))
+        notes = [f"{where}, {number} process{'' if processes == [1] else 'es'}, {how}."]
         return notes + self._skipped()
 
     def _skipped(self) -> list[str]:
