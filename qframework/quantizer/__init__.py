@@ -6,6 +6,7 @@ from qframework.quantizer.attention_config import (
     dynamic_attention,
     static_attention,
 )
+from qframework.quantizer.bias_correction import correct_bias
 from qframework.quantizer.calibrate import calibrate
 from qframework.quantizer.config import (
     ActivationConfig,
@@ -17,6 +18,8 @@ from qframework.quantizer.config import (
 )
 from qframework.quantizer.quantizer import QFrameworkQuantizer
 from qframework.quantizer.recipe import Recipe, Smooth
+from qframework.quantizer.round_weights import round_weights
+from qframework.quantizer.split_range import split_gelu_ranges
 
 __all__ = [
     "ActivationConfig",
@@ -28,9 +31,12 @@ __all__ = [
     "Smooth",
     "WeightConfig",
     "calibrate",
+    "correct_bias",
     "dynamic_attention",
     "dynamic_int8",
     "qattn_paper",
+    "round_weights",
+    "split_gelu_ranges",
     "static_attention",
     "static_int8",
 ]
