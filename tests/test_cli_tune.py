@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from qframework import cli
 from qframework.evaluation import digits_vit, tune, tuning_plots
 from qframework.evaluation.layer_times import FLOAT
-from qframework.serialization import read_metadata
+from qframework.serialization import load, read_metadata
 
 TINY = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
 LAYERS = 6  # queries, keys and values; attention; projection; two of the MLP; head
@@ -112,7 +114,7 @@ def test_config_decides_alone() -> None:
 def test_a_config_that_is_none() -> None:
     result = run("quantize", "digits", "--config", written("a.json", "{}"))
     assert result.exit_code == 2
-    assert "a.json: this is no configuration" in result.stderr
+    assert "a.json: this is no plan" in result.stderr
     assert "none.json" in run("quantize", "digits", "--config", "none.json").stderr
 
 
@@ -153,3 +155,37 @@ def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"qframework {command}" in result.stdout.split("Examples")[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two classes of two images each, and one image that is cut off."""
+    for label in ("cat", "dog"):
+        (tmp_path / "images" / label).mkdir(parents=True)
+        for index in range(2):
+            pixels = torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8).numpy()
+            Image.fromarray(pixels).save(tmp_path / "images" / label / f"{index}.png")
+    whole = (tmp_path / "images" / "cat" / "0.png").read_bytes()
+    (tmp_path / "images" / "dog" / "cut.png").write_bytes(whole[: len(whole) // 2])
+    return tmp_path / "images"
+
+
+def test_damaged_images_are_counted_and_named(folder: Path, tmp_path: Path) -> None:
+    import timm
+
+    torch.save(timm.create_model("test_vit", num_classes=1000).state_dict(), tmp_path / "weights.pth")
+    arguments = ("--checkpoint", "weights.pth", "--data", str(folder), "--batch-size", "2")
+    result = run("quantize", "test_vit", *arguments, "--output", "a.pt2")
+    assert result.exit_code == 0, result.output
+    assert "1 damaged images left out: " in result.stderr
+    assert "cut.png" in result.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_what_is_not_int8_has_the_dtype_that_was_asked_for(dtype: str) -> None:
+    run_json("quantize", "digits", "--dtype", dtype, "--output", "a.pt2", "--batches", "1")
+    assert read_metadata("a.pt2")["config"]["dtype"] == dtype
+    assert {tensor.dtype for tensor in load("a.pt2").parameters()} == {getattr(torch, dtype)}
+    halves, whole = (run_json("evaluate", *target, "--eager")["top1"] for target in (["a.pt2"], ["digits"]))
+    # hardly trained, and 8 bits of mantissa at least
+    assert halves == pytest.approx(whole, abs=5)

@@ -60,6 +60,9 @@ RecipeName = Annotated[
     Literal["none", "best"], typer.Option("--recipe", help="Steps around the calibration that keep accuracy.")
 ]
 Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Draw OUTPUT as a PNG; needs matplotlib.")]
+DType = Annotated[
+    Literal["float32", "float16", "bfloat16"], typer.Option(help="Of what is not INT8: weights in float, activations.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

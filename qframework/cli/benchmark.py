@@ -10,7 +10,7 @@ from rich.console import Console
 
 from qframework.cli.app import BatchSize, Checkpoint, Device, Json, Target
 from qframework.cli.output import print_rows
-from qframework.cli.targets import compiled, device_named, is_file, open_target
+from qframework.cli.targets import compiled, device_named, dtype_named, dtype_of, is_file, open_target
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -57,7 +57,8 @@ def _candidates(target: str, checkpoint: Path | None, batch_size: int, device: A
 
     if is_file(target):
         module, description = open_target(target, checkpoint, pretrained=False)
-        images = torch.randn(batch_size, *input_size(description), device=device)
+        dtype = dtype_named(dtype_of(description))
+        images = torch.randn(batch_size, *input_size(description), device=device, dtype=dtype)
         return {"saved, compiled": (compiled(module.to(device), description), images)}
     classifier = load_classifier(target, checkpoint)
     images = torch.randn(batch_size, *input_size(classifier.describe()), device=device)

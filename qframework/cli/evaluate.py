@@ -8,7 +8,15 @@ import typer
 
 from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Pretrained, Target, failed_check
 from qframework.cli.output import print_result
-from qframework.cli.targets import compiled, device_named, is_file, open_target, refuse_random_weights
+from qframework.cli.targets import (
+    InDtype,
+    compiled,
+    device_named,
+    dtype_of,
+    is_file,
+    open_target,
+    refuse_random_weights,
+)
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -42,10 +50,12 @@ def evaluate(
     if not is_file(target):
         refuse_random_weights(target, checkpoint, pretrained)
     module, description = open_target(target, checkpoint, pretrained)
-    loader = images_for(description, data, batch_size=batch_size)
+    loader = InDtype(images_for(description, data, batch_size=batch_size), dtype_of(description))
     module = module.to(on)
     measured = module if eager else compiled(module, description, dynamic=True)
     accuracy = top1(measured, loader, device=on, show_progress=True)
-    print_result(f"{target} on {data}", {"target": target, "data": data, "top1": accuracy}, as_json)
+    damaged = loader.report_damaged()
+    result = {"target": target, "data": data, "top1": accuracy, "damaged_images": damaged}
+    print_result(f"{target} on {data}", result, as_json)
     if accuracy < min_top1:
         raise failed_check(f"top-1 {accuracy:.2f} % is below {min_top1} %")

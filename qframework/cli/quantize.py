@@ -14,6 +14,7 @@ from qframework.cli.app import (
     Checkpoint,
     Data,
     Device,
+    DType,
     Json,
     Model,
     Observer,
@@ -21,11 +22,11 @@ from qframework.cli.app import (
     RecipeName,
 )
 from qframework.cli.output import print_result
-from qframework.cli.targets import at_least_two, device_named, recipe_named, refuse_random_weights
+from qframework.cli.targets import InDtype, device_named, first_images, recipe_named, refuse_random_weights
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
-    from qframework.evaluation.configuration import Configuration
+    from qframework.evaluation.plan import Plan
     from qframework.quantizer import AttentionConfig, LinearConfig
 
 EXAMPLES = """\
@@ -71,26 +72,27 @@ def quantize(
     batch_size: BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
     device: Device = "cpu",
+    dtype: DType = "float32",
     as_json: Json = False,
 ) -> None:
     """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
     from qframework.backend import explain
     from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
-    from qframework.evaluation.configuration import Configuration
     from qframework.evaluation.models import images_for, load_classifier
+    from qframework.evaluation.plan import Plan
     from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
     from qframework.serialization import save
 
     if config is not None:
         _refuse_beside_config(context)
-        chosen = Configuration.load(config)
+        chosen = Plan.load(config)
     else:
-        chosen = _configuration(static, observer, activation, weight, attention, recipe)
+        chosen = _plan(static, observer, activation, weight, attention, recipe)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     refuse_random_weights(model, checkpoint, pretrained)
-    loader = images_for(classifier.describe(), data, batch_size=batch_size, calibration=True)
-    images = at_least_two(next(iter(loader))[0].to(device_named(device)))
-    float_model = classifier.model.to(images.device)
+    loader = InDtype(images_for(classifier.describe(), data, batch_size=batch_size, calibration=True), dtype)
+    images = first_images(loader, device_named(device))
+    float_model = classifier.model.to(images.device, images.dtype)
     quantized = quantize_model(
         float_model,
         images,
@@ -100,8 +102,9 @@ def quantize(
         batches=batches,
         show_progress=True,
     )
+    loader.report_damaged()
     output = output or Path(f"{model}_int8.pt2")
-    kept = {**classifier.describe(), **chosen.to_dict()}
+    kept = {**classifier.describe(), "dtype": dtype, **chosen.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
     report = explain(quantized.converted, (images,))
     sqnr = layer_sqnr(*quantized, images)
@@ -133,16 +136,14 @@ def _refuse_beside_config(context: typer.Context) -> None:
         raise QFrameworkError(f"--config says what is quantized; leave out {names}")
 
 
-def _configuration(
-    static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str
-) -> Configuration:
-    from qframework.evaluation.configuration import Configuration
+def _plan(static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str) -> Plan:
+    from qframework.evaluation.plan import Plan
     from qframework.quantizer import QFrameworkQuantizer
 
     quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
     if attention != "off":
         quantizer.set_global(_attention_config(attention, observer))
-    return Configuration(quantizer, {}, recipe_named(recipe))
+    return Plan(quantizer, {}, recipe_named(recipe))
 
 
 def _linear_config(static: bool, observer: str, activation: Any, weight: Any) -> LinearConfig:

@@ -15,6 +15,7 @@ from qframework.cli.app import (
     Checkpoint,
     Data,
     Device,
+    DType,
     Json,
     Limit,
     Model,
@@ -55,6 +56,7 @@ def sensitivity(
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_sensitivity.json if not given.")] = None,
     plot: Plot = True,
     device: Device = "cpu",
+    dtype: DType = "float32",
     as_json: Json = False,
 ) -> None:
     """Quantize each linear and each attention alone, and measure its SQNR and the drop of top-1.
@@ -71,7 +73,7 @@ def sensitivity(
         require_matplotlib()
     output = output or Path(f"{model}_sensitivity.json")
     meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
-    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device)
+    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
     settings = {**subject.settings, "batches": batches, "observer": observer, "recipe": recipe}
     result = measure(
         subject.model,
@@ -86,6 +88,7 @@ def sensitivity(
         journal=Journal(output.with_suffix(".journal.jsonl"), {"command": "sensitivity", **settings}),
         show_progress=True,
     )
+    subject.held_out.report_damaged()
     result.save(output)
     if plot:
         result.plot(output.with_suffix(".png"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import typer
 
 from qframework.errors import QFrameworkError
 
@@ -20,9 +22,12 @@ def refuse_random_weights(model: str, checkpoint: Path | None, pretrained: bool)
         raise QFrameworkError(f"model {model!r} would have random weights; pass --checkpoint FILE or --pretrained")
 
 
-def at_least_two(images: Any) -> Any:
-    """PyTorch exports a batch of 1 as a constant, so a folder of one image is used twice."""
-    return images if len(images) > 1 else images.repeat(2, *(1 for _ in images.shape[1:]))
+def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
+    """The first batch; PyTorch exports a batch of 1 as a constant, so a folder of one image is used twice."""
+    for images, _ in batches:
+        images = images.to(device)
+        return images if len(images) > 1 else images.repeat(2, *(1 for _ in images.shape[1:]))
+    raise QFrameworkError("the data holds no image that can be read")
 
 
 def device_named(name: str) -> Any:
@@ -39,6 +44,35 @@ def device_named(name: str) -> Any:
         raise QFrameworkError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
     check_device(device)
     return device
+
+
+def dtype_named(name: str) -> Any:
+    """``"float16"`` as PyTorch's dtype."""
+    import torch
+
+    return getattr(torch, name)
+
+
+class InDtype:
+    """Batches of ``(images, labels)`` with the images in a dtype, each time they are gone through."""
+
+    def __init__(self, batches: Any, dtype: str) -> None:
+        self._batches, self._dtype = batches, dtype_named(dtype)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return ((images.to(self._dtype), labels) for images, labels in self._batches)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def report_damaged(self) -> int:
+        """How many images the last pass left out; said on standard error."""
+        damaged = self._batches.damaged
+        if damaged:
+            some = "; ".join(f"{image.path} ({image.reason})" for image in damaged[:5])
+            more = "; ..." if len(damaged) > 5 else ""
+            typer.echo(f"qframework: {len(damaged)} damaged images left out: {some}{more}", err=True)
+        return len(damaged)
 
 
 def is_file(target: str) -> bool:
@@ -75,7 +109,8 @@ class Subject(NamedTuple):
     model: nn.Module
     images: Tensor
     metric: Callable[[Any], float]
-    calibration: Any
+    calibration: InDtype
+    held_out: InDtype
     settings: dict[str, Any]
 
 
@@ -88,32 +123,40 @@ def load_subject(
     batch_size: int,
     limit: int | None,
     device: str,
+    dtype: str,
 ) -> Subject:
     """A classifier whose top-1 on ``limit`` images of ``data`` counts; ``settings`` is all that it depends on."""
     from qframework import __version__
     from qframework.evaluation import top1
-    from qframework.evaluation.checkpoint import weights_digest
+    from qframework.evaluation.checkpoint import state_digest
     from qframework.evaluation.models import images_for, load_classifier
 
     on = device_named(device)
     refuse_random_weights(model, checkpoint, pretrained)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     describe = classifier.describe()
-    held_out = images_for(describe, data, batch_size=batch_size, limit=limit)
-    calibration = images_for(describe, calibration_data or data, batch_size=batch_size, calibration=True)
-    images = at_least_two(next(iter(calibration))[0].to(on))
+    held_out = InDtype(images_for(describe, data, batch_size=batch_size, limit=limit), dtype)
+    calibration_data = calibration_data or data
+    calibration = InDtype(images_for(describe, calibration_data, batch_size=batch_size, calibration=True), dtype)
+    images = first_images(calibration, on)
     settings = {
         "model": model,
-        "weights": weights_digest(classifier.model.state_dict()),
+        "weights": state_digest(classifier.model.state_dict()),
         "data": data,
-        "calibration_data": calibration_data or data,
+        "calibration_data": calibration_data,
         "limit": limit,
         "batch_size": batch_size,
         "device": _described(on),
+        "dtype": dtype,
         "versions": {"qframework": __version__, "torch": _torch_version()},
     }
     return Subject(
-        classifier.model.to(on), images, lambda module: top1(module, held_out, device=on), calibration, settings
+        classifier.model.to(on, dtype_named(dtype)),
+        images,
+        lambda module: top1(module, held_out, device=on),
+        calibration,
+        held_out,
+        settings,
     )
 
 
@@ -139,3 +182,8 @@ def recipe_named(name: str) -> Recipe | None:
 def names(listed: str) -> tuple[str, ...]:
     """``"static,dynamic"`` as its parts; ``"off"`` as none."""
     return () if listed == "off" else tuple(dict.fromkeys(part.strip() for part in listed.split(",")))
+
+
+def dtype_of(description: dict[str, Any]) -> str:
+    """The dtype of a model's images; files of older versions do not name it."""
+    return description.get("dtype", "float32")

@@ -15,6 +15,7 @@ from qframework.cli.app import (
     Checkpoint,
     Data,
     Device,
+    DType,
     Json,
     Limit,
     Model,
@@ -57,6 +58,7 @@ def tune(
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_tuned.json if not given.")] = None,
     plot: Plot = True,
     device: Device = "cpu",
+    dtype: DType = "float32",
     as_json: Json = False,
 ) -> None:
     """Find the fastest choice for each layer, float, static, dynamic or a variant, that loses at most --max-drop.
@@ -74,7 +76,7 @@ def tune(
         require_matplotlib()
     output = output or Path(f"{model}_tuned.json")
     meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
-    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device)
+    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
     settings = {**subject.settings, "batches": batches, "observer": observer, "recipe": recipe, "eager": eager}
     result = search(
         subject.model,
@@ -90,6 +92,7 @@ def tune(
         journal=Journal(output.with_suffix(".journal.jsonl"), {"command": "tune", **settings}),
         show_progress=True,
     )
+    subject.held_out.report_damaged()
     result.save(output)
     if plot:
         result.plot(output.with_suffix(".png"))

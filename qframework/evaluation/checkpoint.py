@@ -59,7 +59,7 @@ def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
         name: weight.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, weight in model.state_dict().items()
     }
-    metadata = {"config": _fingerprint(config), "weights": weights_digest(weights)}
+    metadata = {"config": _fingerprint(config), "weights": state_digest(weights)}
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         file.write(save(weights, metadata=metadata))
@@ -69,7 +69,7 @@ def _load(path: Path, config: Config, build: Callable[[Config], Model]) -> Model
     metadata, weights = _read(path)
     if metadata.get("config") != _fingerprint(config):
         raise _StaleCheckpoint(f"trained with {metadata.get('config')}, wanted {_fingerprint(config)}")
-    if metadata.get("weights") != weights_digest(weights):
+    if metadata.get("weights") != state_digest(weights):
         raise _StaleCheckpoint("the weights are damaged: their SHA-256 differs from the recorded one")
     model = build(config)
     model.load_state_dict(weights)
@@ -91,7 +91,7 @@ def _fingerprint(config: DataclassInstance) -> str:
     return json.dumps(asdict(config), sort_keys=True)
 
 
-def weights_digest(weights: Mapping[str, Tensor]) -> str:
+def state_digest(weights: Mapping[str, Tensor]) -> str:
     """SHA-256 of names, dtypes, shapes and bytes of a ``state_dict()``, on whatever device."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):

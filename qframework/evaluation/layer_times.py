@@ -52,7 +52,10 @@ def milliseconds(operands: Operands, choice: str, device: torch.device | str, *,
     fn = make.linear(operands, choice) if isinstance(operands, LinearOperands) else make.attention(operands, choice)
     for _ in range(_WARM_UP):
         fn()
-    return _in_graph(fn, repeats) if device.type == "cuda" else _on_host(fn, repeats)
+    if device.type != "cuda":
+        return _on_host(fn, repeats)
+    with torch.cuda.device(device):
+        return _in_graph(fn, repeats)
 
 
 class _Operands:

@@ -5,7 +5,6 @@ Two tasks: classification of images (top-1, top-5) and segmentation by box promp
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -17,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from qframework.errors import QFrameworkError
 from qframework.evaluation import coco
 from qframework.evaluation.accuracy import label_ranks
+from qframework.evaluation.checkpoint import state_digest
 from qframework.evaluation.coco import AnnotatedImage
 from qframework.evaluation.image_folder import LabelledBatch
 from qframework.evaluation.images import DamagedImage, DamagedImageError, read_image
@@ -285,8 +285,4 @@ def _first(batches: Iterable[Tensor]) -> Tensor:
 
 def weights_digest(module: nn.Module) -> str:
     """SHA-256 of a module's parameters and buffers with their names."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return state_digest(module.state_dict())

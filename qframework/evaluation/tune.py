@@ -87,7 +87,7 @@ class Tuning:
         return [self.trials[index] for index in pareto(points)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; ``Configuration`` reads it. What a clock measured is under ``"timings"``."""
+        """JSON-able; ``Plan`` reads it. What a clock measured is under ``"timings"``."""
         found = self.chosen.assignment
         return {
             "format": 1,
@@ -342,8 +342,10 @@ class _Search:
         """Images per second: the float model's time, with its layers' times exchanged."""
         images = self._work.batch_size
         whole = images / self.float_model.images_per_second * 1e3
-        rest = whole - total_time(Assignment(dict.fromkeys(assignment, FLOAT)), self._costs)
-        return images / (max(rest, 0.0) + total_time(assignment, self._costs)) * 1e3
+        before = total_time(Assignment(dict.fromkeys(assignment, FLOAT)), self._costs)
+        after = total_time(assignment, self._costs)
+        # Alone, layers may take longer than together: then it is their share that changes.
+        return images / (whole - before + after if before < whole else whole * after / before) * 1e3
 
     def finish(
         self, finalists: int, always: Sequence[Assignment], can_be_faster: bool

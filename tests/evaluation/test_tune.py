@@ -13,8 +13,8 @@ from tuning_models import NAMES, Table, images, transformer
 from qframework.backend import explain
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.evaluation import quantize_model
-from qframework.evaluation.configuration import Configuration
 from qframework.evaluation.journal import Journal
+from qframework.evaluation.plan import Plan
 from qframework.evaluation.tune import Tuning, tune
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_attention, static_int8
 
@@ -38,6 +38,14 @@ def test_a_wide_budget_takes_the_fastest_of_each_layer(batch) -> None:
     # float: 100 ms, of which 60 are its layers'; static 4 ms each
     assert result.float_model.images_per_second == pytest.approx(16 / 0.1)
     assert result.chosen.images_per_second == pytest.approx(16 / (0.1 - 0.06 + 0.024))
+
+
+def test_layers_slower_alone_than_together_change_by_their_share(batch) -> None:
+    slow = Table(batch, float=100.0, static=50.0)  # 600 ms of 100
+    result = tuned(transformer(), batch, max_drop=50.0, timer=slow, variants=())
+    assert result.chosen.assignment["linear", "fc1"] == "dynamic"
+    # five linears in 6 ms instead of 100, attention in 50
+    assert result.chosen.images_per_second == pytest.approx(16 / (0.1 * (5 * 6 + 50) / 600))
 
 
 def test_the_layer_that_hurts_is_kept_from_it(batch) -> None:
@@ -153,17 +161,17 @@ def test_the_choice_is_measured_compiled(batch, fresh_dynamo) -> None:
         assert each.drop == pytest.approx(eager[each.assignment].drop, rel=0.05)
 
 
-# Configuration
+# Plan
 
 
 def test_what_is_written_quantizes_a_model_again(batch, tmp_path: Path) -> None:
     model = transformer(outlier=200.0)
     result = tuned(model, batch, 0.5)
     result.save(tmp_path / "tuned.json")
-    configuration = Configuration.load(tmp_path / "tuned.json")
-    assert configuration.needs_calibration
-    assert configuration.options == result.chosen.assignment.options()
-    converted = quantize_model(model, batch, configuration.quantizer, [batch]).converted
+    plan = Plan.load(tmp_path / "tuned.json")
+    assert plan.needs_calibration
+    assert plan.options == result.chosen.assignment.options()
+    converted = quantize_model(model, batch, plan.quantizer, [batch]).converted
     assert explain(converted, (batch,)).lowered == 5
     with torch.no_grad():
         # the same program, run once more
@@ -172,8 +180,8 @@ def test_what_is_written_quantizes_a_model_again(batch, tmp_path: Path) -> None:
 
 def test_a_configuration_is_json_and_back() -> None:
     quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("head", None)
-    kept = Configuration(quantizer, {"attention": {"a": "sage_b"}}, Recipe(bias_correction=True))
-    read = Configuration.from_dict(json.loads(json.dumps(kept.to_dict())))
+    kept = Plan(quantizer, {"attention": {"a": "sage_b"}}, Recipe(bias_correction=True))
+    read = Plan.from_dict(json.loads(json.dumps(kept.to_dict())))
     assert (read.quantizer.rules, read.options, read.recipe) == (quantizer.rules, kept.options, kept.recipe)
 
 
@@ -188,12 +196,12 @@ def test_a_configuration_is_json_and_back() -> None:
     ],
 )
 def test_calibration_is_needed_for_static_scales_and_recipes(config, recipe, needed) -> None:
-    assert Configuration(QFrameworkQuantizer().set_global(config), {}, recipe).needs_calibration is needed
+    assert Plan(QFrameworkQuantizer().set_global(config), {}, recipe).needs_calibration is needed
 
 
 RULES = QFrameworkQuantizer().set_global(None).to_dict()
 NO_CONFIGURATION = {
-    "a text": ("a text", FileFormatError, "is no configuration"),
+    "a text": ("a text", FileFormatError, "is no plan"),
     "no mapping": ("[]", FileFormatError, "no format or no quantizer"),
     "no quantizer": ('{"format": 1}', FileFormatError, "no format or no quantizer"),
     "a newer format": (json.dumps({"format": 9, "quantizer": RULES}), FileFormatError, "format 9.*upgrade"),
@@ -211,4 +219,4 @@ NO_CONFIGURATION = {
 def test_what_is_no_configuration_is_refused(content, error, message, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(error, match=message):
-        Configuration.load(tmp_path / "a.json")
+        Plan.load(tmp_path / "a.json")

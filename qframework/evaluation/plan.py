@@ -16,7 +16,7 @@ FORMAT = 1
 
 
 @dataclass(frozen=True)
-class Configuration:
+class Plan:
     """Everything between a float model and a compiled one.
 
     Attributes:
@@ -50,7 +50,7 @@ class Configuration:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Configuration:
+    def from_dict(cls, values: Mapping[str, Any]) -> Plan:
         """Inverse of ``to_dict``; also reads what ``Tuning.to_dict`` gives, and leaves out what it measured.
 
         Raises:
@@ -58,10 +58,10 @@ class Configuration:
             UnsupportedError: rules, options or a recipe that this version does not know.
         """
         if not isinstance(values, Mapping) or not isinstance(values.get("format"), int) or "quantizer" not in values:
-            raise FileFormatError("this is no configuration: it holds no format or no quantizer")
+            raise FileFormatError("this is no plan: it holds no format or no quantizer")
         if values["format"] > FORMAT:
             raise FileFormatError(
-                f"this configuration has format {values['format']}; this version reads formats up to {FORMAT}: upgrade "
+                f"this plan has format {values['format']}; this version reads formats up to {FORMAT}: upgrade "
                 "qframework"
             )
         options, recipe = values.get("options") or {}, values.get("recipe")
@@ -75,7 +75,7 @@ class Configuration:
         )
 
     @classmethod
-    def load(cls, path: Path) -> Configuration:
+    def load(cls, path: Path) -> Plan:
         """Read a file of ``qframework tune``.
 
         Raises:
@@ -86,7 +86,7 @@ class Configuration:
         try:
             values = json.loads(path.read_text())
         except ValueError as error:  # UnicodeDecodeError too
-            raise FileFormatError(f"{path} is no configuration: {error}") from error
+            raise FileFormatError(f"{path} is no plan: {error}") from error
         try:
             return cls.from_dict(values)
         except FileFormatError as error:
