@@ -27,7 +27,7 @@ class ChannelStatistics:
         self.rows: Tensor
         self._keys: Tensor
         self._generator = torch.Generator().manual_seed(0)
-        self._seen = False
+        self.seen = False
 
     def add(self, value: Tensor) -> None:
         """Look at one batch of the tensor."""
@@ -40,7 +40,7 @@ class ChannelStatistics:
             raise CalibrationError("an activation holds NaN or infinity; finite values are accepted")
         chosen = keys.argsort(stable=True)[: self.samples]
         rows, keys = rows[chosen.to(rows.device)], keys[chosen]
-        if self._seen:
+        if self.seen:
             rows, keys, amax = (
                 torch.cat([self.rows, rows]),
                 torch.cat([self._keys, keys]),
@@ -48,7 +48,7 @@ class ChannelStatistics:
             )
             chosen = keys.argsort(stable=True)[: self.samples]
             rows, keys = rows[chosen.to(rows.device)], keys[chosen]
-        self.rows, self._keys, self.amax, self._seen = rows, keys, amax, True
+        self.rows, self._keys, self.amax, self.seen = rows, keys, amax, True
 
 
 def channel_statistics(
@@ -78,6 +78,9 @@ def channel_statistics(
             seen += 1
     if seen == 0:
         raise CalibrationError("the recipe saw no data: data yielded no batch; accepted: at least one")
+    for node, each in run.statistics.items():
+        if not each.seen:
+            raise CalibrationError(f"{node.name}: the data holds no value of it, its batches are empty")
     return run.statistics
 
 

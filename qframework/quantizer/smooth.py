@@ -31,6 +31,8 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 
 # Channels count as at least this share of the largest one, so that dead ones get no extreme scale.
 _SMALLEST_SHARE = 1e-5
+# Scales stay between 1 / this and this, so that scaled parameters stay inside of float16's range.
+_LARGEST_SCALE = 1024.0
 
 
 class Smoothing(NamedTuple):
@@ -188,6 +190,8 @@ def search_smoothing(
 def smoothing_scales(amax_x: Tensor, amax_w: Tensor, free: Tensor, strength: float) -> Tensor:
     """``s_j = max|x_j| ** a / max|w_j| ** (1 - a)``, of geometric mean 1, and 1 for channels that are not free.
 
+    None is below 2^-10 or above 2^10.
+
     Args:
         amax_x: ``(channels,)`` float, largest magnitudes of the activation.
         amax_w: ``(channels,)`` float, largest magnitudes in the columns of the weights.
@@ -196,7 +200,8 @@ def smoothing_scales(amax_x: Tensor, amax_w: Tensor, free: Tensor, strength: flo
     """
     log_x, log_w = (a.double().clamp(min=max(float(a.max()) * _SMALLEST_SHARE, 1e-30)).log() for a in (amax_x, amax_w))
     log_s = strength * log_x - (1 - strength) * log_w
-    return torch.where(free, (log_s - log_s[free].mean()).exp(), 1.0).float()
+    scales = (log_s - log_s[free].mean()).exp().clamp(1 / _LARGEST_SCALE, _LARGEST_SCALE)
+    return torch.where(free, scales, 1.0).float()
 
 
 def _extremes(layers: Sequence[CalibratedLinear], channels: int) -> tuple[Tensor, Tensor]:
