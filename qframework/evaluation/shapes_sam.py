@@ -51,8 +51,8 @@ class TrainingConfig:
     global_blocks: tuple[int, ...] = (1, 3)
     decoder_dim: int = 64
     images: int = 3000
-    epochs: int = 7
-    batch_size: int = 4
+    epochs: int = 14
+    batch_size: int = 8
     boxes: int = 4
     learning_rate: float = 1e-3
     warmup: float = 0.05
