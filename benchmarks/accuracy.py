@@ -45,7 +45,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of one model: ``value`` percent of top-1 or mean IoU, the integers behind it, the settings."""
+    """One configuration of one model: ``value`` percent of top-1 or mean IoU, and the integers behind it."""
 
     task: str
     model: str
@@ -53,7 +53,6 @@ class Row:
     configuration: str
     value: float
     counts: dict[str, int]
-    settings: dict[str, Any]
 
 
 class Subject(NamedTuple):
@@ -70,6 +69,7 @@ class Rows:
 
     def __init__(self, path: Path | None, smoke: bool) -> None:
         self.path, self.smoke = path, smoke
+        self.configurations: dict[str, Any] = {}  # what the names stand for
         self.machine = describe_machine("cpu")
         self.rows: list[Row] = []
 
@@ -85,7 +85,7 @@ class Rows:
 
     def to_json(self) -> dict[str, Any]:
         head = {"schema": SCHEMA, "benchmark": "accuracy", "smoke": self.smoke, "machine": self.machine}
-        return {**head, "rows": [asdict(row) for row in self.rows]}
+        return {**head, "configurations": self.configurations, "rows": [asdict(row) for row in self.rows]}
 
 
 def load_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
@@ -144,7 +144,8 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], rows:
         counts = task_counts(subject.measured, module(subject.measured, configuration))
         value = next(iter(subject.measured.figures(counts).values()))
         identity = subject.task, subject.model, subject.seed, name
-        rows.add(Row(*identity, value, counts, configuration.to_dict()))
+        rows.configurations[name] = configuration.to_dict()
+        rows.add(Row(*identity, value, counts))
 
 
 def module(task: Task, configuration: Configuration) -> nn.Module:

@@ -22,7 +22,7 @@ HARD, GOOD = "INT8", "INT8 (best recipe)"
 
 
 def row(configuration: str, value: float, seed: int = 0, task: str = "digits", model: str = "small") -> Row:
-    return Row(task, model, seed, configuration, value, {"images": 100, "top1": round(value)}, {})
+    return Row(task, model, seed, configuration, value, {"images": 100, "top1": round(value)})
 
 
 ROWS = [
@@ -57,18 +57,20 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def smoke(path: Path) -> list[dict]:
+def smoke(path: Path) -> dict:
     threads = torch.get_num_threads()
     try:
         assert accuracy.main(["--smoke", "--output", str(path)]) == 0
     finally:
         torch.set_num_threads(threads)
-    return json.loads(path.read_text())["rows"]
+    return json.loads(path.read_text())
 
 
 def test_a_run_measures_both_tasks_and_repeats(few: list[str], tmp_path: Path) -> None:
-    first, again = smoke(tmp_path / "deep" / "first.json"), smoke(tmp_path / "again.json")
-    assert first == again
+    document, again = smoke(tmp_path / "deep" / "first.json"), smoke(tmp_path / "again.json")
+    first = document["rows"]
+    assert first == again["rows"]
+    assert document["configurations"] == json.loads(json.dumps({name: MAIN[name].to_dict() for name in few}))
     assert [(each["task"], each["configuration"]) for each in first] == [
         (task, name) for task in accuracy.TASKS for name in few
     ]
