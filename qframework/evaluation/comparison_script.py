@@ -64,8 +64,10 @@ def run_script(make_task: MakeTask, options: argparse.Namespace) -> int:
 
 
 def _compare(make_task: MakeTask, options: argparse.Namespace, processes: Processes) -> Results:
-    dtype = _DTYPES[options.dtype]
-    settings = Settings(device_of_process(options.device), dtype, not options.eager, options.repeats, not options.quiet)
+    dtype, device = _DTYPES[options.dtype], device_of_process(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what libraries allocate without saying where
+    settings = Settings(device, dtype, not options.eager, options.repeats, not options.quiet)
     chosen = _chosen(standard_configurations(dtype), options.configurations)
     results = Results.open(options.output, restart=options.restart, processes=processes)
     return compare(make_task(options), chosen, settings, processes=processes, results=results)

@@ -35,6 +35,12 @@ def results_of(path: Path) -> dict[str, Any]:
 # Figures
 
 
+@pytest.fixture(scope="module")
+def whole() -> dict[str, Any]:
+    """What a comparison that nothing interrupted comes to."""
+    return untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
+
+
 def test_counts_are_those_of_the_model() -> None:
     task = small_task()
     row = compare(task, {"FP32": Configuration()}, EAGER).rows["FP32"]
@@ -54,9 +60,9 @@ def test_counts_are_those_of_the_model() -> None:
     assert row.images_per_second > 0
 
 
-def test_configurations_differ_and_repeat() -> None:
-    first, second = (untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json()) for _ in range(2))
-    assert json.dumps(first) == json.dumps(second)
+def test_configurations_differ_and_repeat(whole: dict[str, Any]) -> None:
+    first = untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
+    assert json.dumps(first) == json.dumps(whole)
     counts = [tuple(row["counts"].values()) for row in first["rows"]]
     assert len(set(counts)) == 3  # else the test could not see one measured for another
     assert [row["lowered_linears"] for row in first["rows"]] == [0, 2, 2]
@@ -127,15 +133,14 @@ class Interrupted(Classification):
 
 
 @pytest.mark.parametrize("batches", [0, 20, 23 + 16])
-def test_an_interrupted_comparison_goes_on(tmp_path: Path, batches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole, path = tmp_path / "whole.json", tmp_path / "parts.json"
-    compare(small_task(), CONFIGURATIONS, EAGER, results=Results.open(whole))
+def test_an_interrupted_comparison_goes_on(tmp_path: Path, batches: int, whole: dict[str, Any]) -> None:
+    path = tmp_path / "parts.json"
     with pytest.raises(InterruptedError_):
         compare(Interrupted(small_task(), batches), CONFIGURATIONS, EAGER, results=Results.open(path))
     assert path.exists() == (batches >= 16)  # kept after every 16 batches
     seen = Interrupted(small_task(), 1000)
     compare(seen, CONFIGURATIONS, EAGER, results=Results.open(path))
-    assert untimed(results_of(path)) == untimed(results_of(whole))
+    assert untimed(results_of(path)) == whole
     kept = 23 * (batches // 23) + 16 * (batches % 23 // 16)
     assert 1000 - seen.left == 3 * 23 - kept  # nothing was measured twice
 
@@ -149,14 +154,13 @@ def test_a_finished_comparison_measures_nothing(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_rows_are_added_and_changed_ones_measured_anew(tmp_path: Path) -> None:
+def test_rows_are_added_and_changed_ones_measured_anew(tmp_path: Path, whole: dict[str, Any]) -> None:
     path = tmp_path / "results.json"
     first = {"FP32": CONFIGURATIONS["FP32"], "INT8": CONFIGURATIONS["INT8-D"]}
     compare(small_task(), first, EAGER, results=Results.open(path))
     task = Interrupted(small_task(), 2 * 23)  # two rows, FP32 is kept
     compare(task, CONFIGURATIONS, EAGER, results=Results.open(path))
-    whole = compare(small_task(), CONFIGURATIONS, EAGER)
-    assert untimed(results_of(path)) == untimed(whole.to_json())
+    assert untimed(results_of(path)) == whole
 
 
 @pytest.mark.parametrize(
