@@ -14,6 +14,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.evaluation.journal import Journal
 from qframework.evaluation.sensitivity import Sensitivity, sensitivity
 from qframework.numerics import sqnr_db
+from qframework.quantizer import Recipe
 
 
 def closeness(model, batch):
@@ -121,3 +122,23 @@ def test_refused(batch) -> None:
         sensitivity(model, batch, lambda module: 0.0, iter([batch]))
     with pytest.raises(UnsupportedError, match="a linear cannot be 'int4'"):
         measured(model, batch, linear=("int4",))
+
+
+def test_a_recipe_is_followed_for_every_layer_dynamic_ones_too(batch) -> None:
+    seen = []
+
+    class Steps(Recipe):
+        def before_prepare(self, exported, quantizer, data):
+            (rule,) = [rule for rule in quantizer.rules if rule.config.linear is not None]
+            seen.append((rule.selector, len(list(data))))
+            return {}
+
+        def after_calibrate(self, prepared, data):
+            seen.append(("after", len(list(data))))
+
+    model = transformer()
+    with torch.no_grad():
+        metric = closeness(model, batch)
+        sensitivity(model, batch, metric, [batch, batch], linear=["dynamic"], attention=[], recipe=Steps(), batches=1)
+    linears = [name for kind, name in NAMES if kind == "linear"]
+    assert seen == [step for name in linears for step in ((name, 1), ("after", 1))]
