@@ -5,8 +5,8 @@ code, nor a crash of one reaches another: one to prepare, compile and be checked
 time (max-autotune, which times kernels to choose between them, with nothing beside it), and one to be timed, alone on
 the GPU. Weights and images are random and seeded. The file is rewritten after every provider.
 
-``--first-call`` measures something else: how long preparation and the first call take, one provider after the other
-with nothing beside it, each with empty compilation caches.
+``--first-call`` measures something else: how long preparation takes, and ``torch.compile`` with the first call, one
+provider after the other with nothing beside it, each with empty compilation caches.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Measurement:
         start = time.perf_counter()
         module = prepare(subject, provider, images)
         prepare_s = time.perf_counter() - start
+        start = time.perf_counter()  # torch.compile imports Inductor and starts its processes
         forward: Forward = provider.compile(module) if provider.compile else module
         with inference(provider):
-            start = time.perf_counter()
             output = forward(images).cpu()
             first_call_s = time.perf_counter() - start
             quality = check_three(forward, images, output, subject.reference[:batch], provider)

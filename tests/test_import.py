@@ -65,6 +65,17 @@ print(json.dumps({
 }))
 """
 
+BACKEND = """
+import json, sys
+import torch
+def has_inductor():
+    return "torch._inductor.compile_fx" in sys.modules
+import qframework.backend
+imported = has_inductor()
+torch.compile(torch.nn.Linear(8, 16), backend="qframework")
+print(json.dumps({"imported": imported, "compiled": has_inductor()}))
+"""
+
 
 def run_python(source: str, cwd: Path) -> Any:
     """Run ``source`` in a fresh interpreter and return the JSON of its last line."""
@@ -93,3 +104,8 @@ def test_entry_point_makes_the_backend_known_without_an_import(tmp_path: Path) -
     assert report["imported after"]
     # Float would be equal: the difference shows that INT8 ran, its size that it ran rightly.
     assert 0 < report["error"] < 0.05 * report["largest"]
+
+
+def test_inductor_comes_with_torch_compile_and_not_with_the_first_call(tmp_path: Path) -> None:
+    """It starts processes, which takes seconds: not on import, and not when they are needed."""
+    assert run_python(BACKEND, tmp_path) == {"imported": False, "compiled": True}
