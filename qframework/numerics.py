@@ -56,9 +56,14 @@ def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:
     return scale_from_amax(amax)
 
 
+def rounded_steps(x: Tensor, scale: Tensor) -> Tensor:
+    """How many steps of ``scale``, which broadcasts, ``x`` (any float dtype) is: whole float32, not yet saturated."""
+    return torch.round(x.float() * (1.0 / scale))
+
+
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` (any float dtype) to int8 with ``scale`` broadcasting against it; saturates at +-127."""
-    return torch.clamp(torch.round(x.float() * (1.0 / scale)), QMIN, QMAX).to(torch.int8)
+    return torch.clamp(rounded_steps(x, scale), QMIN, QMAX).to(torch.int8)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

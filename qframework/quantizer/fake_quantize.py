@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
-from qframework.numerics import QMAX, dequantize, quantize
+from qframework.numerics import QMAX, QMIN, rounded_steps
 from qframework.quantizer.observers import DynamicObserver, WeightObserver
 from qframework.quantizer.static_observer import StaticObserver
 
@@ -26,8 +26,11 @@ Observer = StaticObserver | DynamicObserver | WeightObserver
 class _FakeQuantizeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward((x.float() * (1.0 / scale)).round().abs() <= QMAX)
-        return dequantize(quantize(x, scale), scale, x.dtype)
+        steps = rounded_steps(x, scale)
+        ctx.save_for_backward(steps.abs() <= QMAX)
+        y = steps.clamp(QMIN, QMAX) * scale
+        # PyTorch 2.11 compiles a function that ends in a cast which does nothing to one without a gradient
+        return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
@@ -48,14 +51,17 @@ class FakeQuantize(FakeQuantizeBase):
 
     torchao's switches work on it: ``prepared.apply(disable_observer)`` keeps the scales of static activations as they
     are, ``prepared.apply(disable_fake_quant)`` passes float values. Weights and dynamic activations always have the
-    scale of the present data. It converts to the nodes of its observer.
+    scale of the present data. It converts to the nodes of its observer. With its observer disabled it waits for no
+    result on the device, and ``torch.compile`` takes it whole.
 
     Raises:
-        CalibrationError: in forward, for an activation or weight that holds NaN or infinity, and for a static
-            activation whose observer is disabled before it saw anything.
+        CalibrationError: in forward, for a static activation that held NaN or infinity while it was observed, or whose
+            observer is disabled before it saw anything.
     """
 
     scale: Tensor
+    observing: bool = True
+    quantizing: bool = True
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -64,18 +70,33 @@ class FakeQuantize(FakeQuantizeBase):
         # of a static activation, kept while its observer is disabled: searching a histogram takes a while
         self.register_buffer("scale", torch.empty(0), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        observing = bool(self.observer_enabled)
-        if observing:
-            self.observer(x.detach())
-        return fake_quantize(x, self._scale(x, observing)) if bool(self.fake_quant_enabled) else x
+    def enable_observer(self, enabled: bool = True) -> None:
+        """torchao's switch: whether a static activation's scale follows the data."""
+        super().enable_observer(enabled)
+        self.observing = enabled
 
-    def _scale(self, x: Tensor, observing: bool) -> Tensor:
+    def enable_fake_quant(self, enabled: bool = True) -> None:
+        """torchao's switch: whether values are quantized."""
+        super().enable_fake_quant(enabled)
+        self.quantizing = enabled
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.observing:
+            self.observer(x.detach())
+        return fake_quantize(x, self._scale(x)) if self.quantizing else x
+
+    def _scale(self, x: Tensor) -> Tensor:
         if not isinstance(self.observer, StaticObserver):
             return self.observer.broadcast_scale(x)
-        if observing or self.scale.numel() == 0:
+        if self.observing or self.scale.numel() == 0:
             self.scale = self.observer.broadcast_scale(x)
         return self.scale
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        # Python's copies of torchao's switches: reading a buffer waits for the device and breaks a compiled graph
+        self.observing, self.quantizing = bool(self.observer_enabled), bool(self.fake_quant_enabled)
+        self.scale = self.scale.new_empty(0)
 
     def calculate_qparams(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.observer.calculate_qparams(**kwargs)

@@ -232,7 +232,8 @@ class WeightObserver(ObserverBase):
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.weight_scale.numel() == 0:
-            self.weight_scale = self._scale_of(weight.detach())
+            self.check(weight)
+            self.weight_scale = self.current_scale(weight)
         return weight
 
     def keep_rounding(self, scale: Tensor, float_weight: Tensor) -> None:
@@ -244,20 +245,21 @@ class WeightObserver(ObserverBase):
 
     def current_scale(self, weight: Tensor) -> Tensor:
         """``(N,)`` or ``(1,)`` float32: of ``weight``, or what ``keep_rounding`` fixed."""
-        return self._scale_of(weight.detach()) if self.float_weight is None else self.weight_scale
+        if self.float_weight is not None:
+            return self.weight_scale
+        search = mse_weight_scale if self.config.observer == "mse" else weight_scale
+        return search(weight.detach(), self.config.granularity)
 
     def broadcast_scale(self, weight: Tensor) -> Tensor:
         """The same as ``(N, 1)`` or ``(1, 1)``."""
         return self.current_scale(weight).unsqueeze(-1)
 
-    def _scale_of(self, weight: Tensor) -> Tensor:
-        """``(N,)`` or ``(1,)`` float32."""
+    def check(self, weight: Tensor) -> None:
+        """Raise CalibrationError, naming the layer, where the weight holds NaN or infinity."""
         if not bool(torch.isfinite(weight).all()):
             raise CalibrationError(
                 f"layer {self.layer!r}: its weight holds NaN or infinity; finite values are accepted"
             )
-        search = mse_weight_scale if self.config.observer == "mse" else weight_scale
-        return search(weight, self.config.granularity)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         if self.weight_scale.numel() == 0:
@@ -268,6 +270,7 @@ class WeightObserver(ObserverBase):
         """Replace the observer by quantize and dequantize, which torchao then folds into an int8 parameter."""
         observed: Any = node.args[0]
         if observed.op == "get_attr":
+            self.check(attribute(model, observed))
             self.weight_scale = self.current_scale(attribute(model, observed))
             _move_to_top_level(model, observed)
         scale, _ = self.calculate_qparams()

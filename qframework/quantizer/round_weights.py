@@ -142,6 +142,7 @@ def _round(prepared: GraphModule, linear: QuantizedLinear, hessian: Tensor) -> N
     weight = attribute(prepared, linear.weight).detach() if observer.float_weight is None else observer.float_weight
     if weight.numel() == 0:
         return
+    observer.check(weight)
     scale = observer.current_scale(weight)
     steps = scale.unsqueeze(-1)
     nearest, chosen = quantize(weight, steps), gptq(weight, steps, hessian)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from quantizer_models import Attention, Mlp, count, exported, tiny_vit
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e import move_exported_model_to_eval, move_exported_model_to_train
-from torchao.quantization.pt2e.fake_quantize import disable_fake_quant, disable_observer
+from torchao.quantization.pt2e.fake_quantize import disable_fake_quant, disable_observer, enable_fake_quant
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
 from qframework.errors import CalibrationError, UnsupportedError
@@ -98,11 +100,9 @@ def test_the_converted_model_computes_what_was_trained(name):
 
 
 def float_output(prepared, x):
-    switches = [module.fake_quant_enabled.clone() for module in prepared.modules() if isinstance(module, FakeQuantize)]
     prepared.apply(disable_fake_quant)
     y = prepared(x)
-    for module, switch in zip((m for m in prepared.modules() if isinstance(m, FakeQuantize)), switches, strict=True):
-        module.fake_quant_enabled.copy_(switch)
+    prepared.apply(enable_fake_quant)
     return y
 
 
@@ -214,3 +214,32 @@ def test_errors():
     prepared.apply(disable_observer)
     with pytest.raises(CalibrationError, match="layer 'fc1': its activation was never observed"):
         prepared(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("name", ["static", "dynamic", "mse"])
+def test_it_compiles_whole_once_its_scales_are_fixed(name, fresh_dynamo):
+    torch.manual_seed(0)
+    model, x = Mlp().eval(), torch.randn(4, 8)
+    prepared = trainable(model, x, CONFIGS[name])
+    prepared.apply(disable_observer)
+    expected = prepared(x)
+    expected.square().sum().backward()
+    gradients = [parameter.grad.clone() for parameter in prepared.parameters()]
+    prepared.zero_grad()
+    got = torch.compile(prepared, backend="aot_eager", fullgraph=True)(x)
+    got.square().sum().backward()
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    for parameter, gradient in zip(prepared.parameters(), gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def test_a_checkpoint_of_training_goes_on_where_it_was():
+    model, x = Mlp().eval(), torch.randn(4, 8)
+    first = trainable(model, x, static_int8(observer="moving_average"))
+    first.apply(disable_observer)
+    second = trainable(copy.deepcopy(model), 10 * x, static_int8(observer="moving_average"))
+    assert not torch.equal(second(x), first(x))
+    second.load_state_dict(first.state_dict())
+    torch.testing.assert_close(second(x), first(x), rtol=0, atol=0)
+    second(100 * x)
+    torch.testing.assert_close(second(x), first(x), rtol=0, atol=0)  # its observers are disabled as well
