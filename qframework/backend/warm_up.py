@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from qframework.graph.nodes import argument, fake_value
 from qframework.kernels._launch import finished
 from qframework.kernels._triton import HAS_TRITON, INTERPRET, triton
-from qframework.kernels.int8_linear_kernel import warm_up_int8_linear
+from qframework.kernels.int8_linear_launch import warm_up_int8_linear
 from qframework.kernels.quantize import warm_up_dynamic_quantize
 
 logger = logging.getLogger(__name__)

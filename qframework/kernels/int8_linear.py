@@ -25,7 +25,7 @@ from qframework.errors import QFrameworkError
 from qframework.kernels._common import LIBRARY
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.int8_linear_arguments import Activation, check_arguments, result_dtype
-from qframework.kernels.int8_linear_kernel import int8_linear_triton
+from qframework.kernels.int8_linear_launch import int8_linear_triton
 
 
 def apply_activation(y: Tensor, activation: str) -> Tensor:

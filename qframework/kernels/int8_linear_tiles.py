@@ -15,8 +15,11 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from qframework.kernels._triton import HAS_GLUON
+
 # What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
 Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
+Specialized = Literal["", "pingpong", "cooperative"]
 
 
 class Tile(NamedTuple):
@@ -34,12 +37,17 @@ class Tile(NamedTuple):
     tma: bool = False  # operands through tensor descriptors
     tma_store: bool = False  # and the result
     group_m: int = 8  # rows of tiles before the next column of tiles
+    specialized: Specialized = ""  # the kernel of int8_linear_specialized.py, and how its warpgroups share the work
 
 
+_SPECIALIZED = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
+PINGPONG = _SPECIALIZED
+COOPERATIVE = _SPECIALIZED._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
 # Candidates for a chip, largest first. The last one also serves everything smaller.
 _BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {
-    "sm_90": [
+    "sm_90": [PINGPONG, Tile(64, 64, 128, 4, 4, tma=True, tma_store=True)],
+    "sm_90 wide": [
         Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True),
         Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
         Tile(64, 64, 128, 4, 4, tma=True, tma_store=True),
@@ -78,19 +86,32 @@ def choose_tile(
         processors: multiprocessors of the chip.
         epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
         tma: whether the operands lie in memory as tensor descriptors need it.
-        wide: whether the result or the residual is float32, which takes twice the shared memory that was measured.
+        wide: whether the result is float32, or the residual of another dtype than the result: not what was measured.
     """
     chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
         capability, "99 KB"
     )
-    if tma and not wide and (measured := _table(chip).get((_bucket(m), n, k, epilogue))):
-        return measured
-    candidates = _CANDIDATES[chip if tma or chip != "sm_90" else "sm_90 by pointers"]
-    for tile in candidates:
-        slots = processors * max(tile.programs, 1)
-        if m > tile.block_m // 2 and math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n) >= slots:
+    if chip == "sm_90":
+        wide |= not HAS_GLUON
+        if tma and not wide and (measured := _measured(chip, m, n, k, epilogue)):
+            return measured
+        if tma and not wide and k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors:
+            return COOPERATIVE._replace(num_stages=3 if epilogue == "residual" else 4)
+        chip = "sm_90 by pointers" if not tma else "sm_90 wide" if wide else chip
+    for tile in _CANDIDATES[chip]:
+        if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
             break
     return tile if k > 64 else tile._replace(block_k=64)
+
+
+def _tiles(tile: Tile, m: int, n: int) -> int:
+    return math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
+
+
+def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue) -> Tile | None:
+    """The tile of the table, of the same shape with a plain epilogue where this one was not measured."""
+    table = _table(chip)
+    return table.get((_bucket(m), n, k, epilogue)) or table.get((_bucket(m), n, k, "float"))
 
 
 def _bucket(m: int) -> int:

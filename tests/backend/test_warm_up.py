@@ -25,15 +25,17 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import fake_value
-from qframework.kernels import int8_linear_kernel
+from qframework.kernels import int8_linear_launch
+from qframework.kernels import int8_linear_specialized as specialized
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, int8_linear_triton, warm_up_int8_linear
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
+from qframework.kernels.int8_linear_launch import int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.int8_linear_tiles import choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _dynamic_quantize_triton, warm_up_dynamic_quantize
 from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
-KERNELS = (_int8_linear_kernel, _dynamic_quantize_kernel)
+KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel)
 quantize_module = import_module("qframework.kernels.quantize")  # the package has a function of that name
 CUDA = torch.device("cuda", 0)
 _ours = torch.ops.qframework
@@ -77,10 +79,10 @@ def hopper(monkeypatch):
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards
-    monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
-    monkeypatch.setattr(int8_linear_kernel, "chip_of", lambda _: ((9, 0), 132))
+    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
+    monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 132))
     monkeypatch.setattr(
-        int8_linear_kernel, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
+        int8_linear_launch, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
     )
     monkeypatch.setattr(warm_up_module, "_failures", set())
     Guard.entered = []
@@ -161,14 +163,18 @@ def on_meta(value):
     ).on_meta()
 
 
+def linear_kernels() -> set:
+    return {key for kernel in KERNELS[:2] for key in kernel.device_caches[0][0]}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
     operands = complete(CASES[name])
     warm_up_int8_linear(CUDA, *map(on_meta, operands))
-    ahead = set(_int8_linear_kernel.device_caches[0][0])
+    ahead = linear_kernels()
     assert len(ahead) == len(compiled) == (name != "empty")
     int8_linear_triton(*operands)
-    assert set(_int8_linear_kernel.device_caches[0][0]) == ahead
+    assert linear_kernels() == ahead
     assert len(compiled) == len(ahead), "compiled again"
 
 
@@ -406,7 +412,7 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     """On a GPU: every kernel of ours is compiled ahead, for what Inductor hands it in the end."""
     import triton
 
-    monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
+    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
     monkeypatch.setattr(quantize_module, "launch", lambda kernel, grid: kernel[grid])
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
@@ -425,5 +431,6 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     options = {"linear": "int8_dynamic"} if name == "float" else None
     with torch.no_grad():
         torch.compile(model, backend="qframework", options=options)(x)
-    assert ahead["_int8_linear_kernel"] == [True] * 2, "False: compiled at its launch"
+    linears = ahead["_int8_linear_kernel"] + ahead["_int8_linear_specialized_kernel"]
+    assert linears == [True] * 2, "False: compiled at its launch"
     assert ahead["_dynamic_quantize_kernel"] == [True] * (name in ("dynamic", "float"))

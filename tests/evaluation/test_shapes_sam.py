@@ -77,7 +77,8 @@ def test_training_learns() -> None:
     torch.manual_seed(0)
     batch = next(shapes_sam._TrainingSet(config, lambda: None).epoch())
     losses = [
-        float(shapes_sam._loss(m, batch).detach()) for m in (untrained(config), shapes_sam.train(config, show_progress=False))
+        float(shapes_sam._loss(m, batch).detach())
+        for m in (untrained(config), shapes_sam.train(config, show_progress=False))
     ]
     assert losses[1] < 0.8 * losses[0]
 

@@ -11,12 +11,15 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
+from qframework.kernels import int8_linear_specialized as specialized
 from qframework.kernels import int8_linear_tiles
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel, epilogue_of, tile_constants
-from qframework.kernels.int8_linear_tiles import Tile, choose_tile
+from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
+from qframework.kernels.int8_linear_launch import epilogue_of, tile_constants
+from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -25,6 +28,7 @@ if HAS_TRITON and not INTERPRET:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
 CHIPS = {
     "sm_80": (("cuda", 80, 32), (8, 0), r"mma\.sync\S*s32\.s8\.s8"),
@@ -53,8 +57,8 @@ def compile_for(chip, kernel, types, constants, **options):
     """Compile a kernel with pointers and strides aligned to 16, as the launchers pass them."""
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [name for name in types if name.endswith("_ptr") or name in ("K", "C") or name.startswith("stride")]
-    source = ASTSource(
+    aligned = [n for n in names if n in types and (n.endswith("_ptr") or n in ("K", "C") or n.startswith("stride"))]
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -80,7 +84,7 @@ def epilogue_kind(flags) -> str:
     return epilogue_of(flags["ACTIVATION"], flags["HAS_RESIDUAL"], flags["OUT_SCALE"] != "none")
 
 
-def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp16"):
+def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp16", single: bool = False):
     """The kernel as its launcher has it compiled for floats of ``dtype`` around INT8."""
     out = dtype if flags["OUT_SCALE"] == "none" else "i8"
     pointers = {
@@ -91,22 +95,34 @@ def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp
         "bias": "*fp16",
         "residual": f"*{dtype}",
     }
+    walk = "persistent" if tile.programs and not single else "grid"
+    constants = {
+        "A_SCALE": "row" if per_row else "tensor",
+        "B_PER_CHANNEL": True,
+        "HAS_BIAS": True,
+        **flags,
+        **tile_constants(tile, tile.block_k, walk),
+    }
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    sizes = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
     types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": f"*{out}"}).items()}
     if tile.tma:
         types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
         types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"
     if tile.tma_store:
         types["out_ptr"] = f"tensordesc<{out}[{tile.block_m}, {tile.block_n // tile.subtiles}]>"
-    types |= dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
-    constants = {
-        "A_SCALE": "row" if per_row else "tensor",
-        "B_PER_CHANNEL": True,
-        "HAS_BIAS": True,
-        **flags,
-        **tile_constants(tile, k=tile.block_k),
-    }
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_for(chip, _int8_linear_kernel, types, constants, **options)
+    if tile.specialized:
+        blocks = {"a": ("i8", tile.block_m, tile.block_k), "b": ("i8", tile.block_n, tile.block_k)}
+        types |= {f"{name}_desc": described(*block) for name, block in blocks.items()}
+        types |= dict.fromkeys(("residual_desc", "out_desc"), described(out, specialized.ROWS, tile.block_n))
+        return compile_for(chip, specialized.kernel, types | sizes, constants, **options)
+    return compile_for(chip, _int8_linear_kernel, types | sizes, constants, **options)
+
+
+def described(kind: str, rows: int, columns: int) -> str:
+    """The type of a Gluon descriptor of blocks."""
+    dtype = {"i8": torch.int8, "fp16": torch.float16}[kind]
+    return f"tensordesc<{kind}[{rows}, {columns}],{specialized.layout(rows, columns, dtype)!r}>"
 
 
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
@@ -144,6 +160,26 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
     assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= MAX_STACK
 
 
+@pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@pytest.mark.parametrize("tile", [PINGPONG, COOPERATIVE], ids=["pingpong", "cooperative"])
+def test_specialized(tile, epilogue, single, tmp_path):
+    """It multiplies asynchronously, never waits for the product it just began, and keeps its registers.
+
+    Of one tile, the second warpgroup of a ping-pong has none.
+    """
+    if EPILOGUES[epilogue]["HAS_RESIDUAL"] and tile == COOPERATIVE:
+        tile = tile._replace(num_stages=3)  # it needs room for the residual
+    compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], True, single=single)
+    ptx = compiled.asm["ptx"]
+    working = 1 if single and tile.specialized == "pingpong" else 2
+    assert ptx.count("wgmma.mma_async") == working * 2 * 4, "for each two accumulators, four products of 32"
+    assert ptx.count("wgmma.wait_group.sync.aligned 2") == working
+    assert "setmaxnreg" in ptx
+    assert compiled.metadata.shared <= 227 * 1024
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK
+
+
 def measured_tiles() -> dict[str, tuple[Tile, str]]:
     rows = json.loads((Path(int8_linear_tiles.__file__).parent / "tiles" / "int8_linear_sm_90.json").read_text())[
         "tiles"
@@ -151,7 +187,7 @@ def measured_tiles() -> dict[str, tuple[Tile, str]]:
     flags = {"float": "fp16", "residual": "residual", "int8": "qkv_int8", "activation": "gelu_int8"}
     flags["activation_float"] = "gelu_fp16"
     found = {(Tile(**row["tile"]), flags[row["epilogue"]]) for row in rows}
-    return {f"{'-'.join(str(int(value)) for value in tile)} {epilogue}": (tile, epilogue) for tile, epilogue in found}
+    return {f"{'-'.join(str(value) for value in tile)} {epilogue}": (tile, epilogue) for tile, epilogue in found}
 
 
 @pytest.mark.parametrize("name", sorted(measured_tiles()))

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from oracle import GELU_OFF, assert_float_close, assert_int8_close, linear, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import int8_linear, int8_linear_kernel, int8_linear_tiles
+from qframework.kernels import int8_linear, int8_linear_launch, int8_linear_tiles
 from qframework.kernels.int8_linear import int8_linear_ref
 from qframework.kernels.int8_linear_arguments import ACTIVATIONS
-from qframework.kernels.int8_linear_kernel import int8_linear_triton
+from qframework.kernels.int8_linear_launch import int8_linear_triton
 from qframework.kernels.int8_linear_tiles import Tile
 
 SHAPES = [
@@ -132,6 +132,7 @@ def test_output_requantized_per_channel(run, case, activation, residual, bias, a
 
 TILES = {
     "by pointers": int8_linear_tiles.INTERPRETED,
+    "along a line": int8_linear_tiles.INTERPRETED._replace(group_m=2),
     "descriptors": Tile(32, 32, 32, 4, 1, tma=True, tma_store=True),
     "persistent": Tile(32, 32, 32, 4, 1, programs=1, subtiles=2, tma=True),
     "quarters": Tile(32, 64, 32, 4, 1, programs=2, subtiles=4, tma=True, tma_store=True, group_m=2),
@@ -144,10 +145,39 @@ TILES = {
 @pytest.mark.parametrize(("shape", "n"), [((3, 67, 96), 80), ((1, 48), 16), ((130, 32), 144)])
 def test_every_tile(monkeypatch, tile, output, shape, n):
     """Rows, columns and inner sizes that fill no tile; two programs for many tiles."""
-    chosen = TILES[tile]
-    monkeypatch.setattr(int8_linear_kernel, "tile_for", lambda *_: chosen)
-    monkeypatch.setattr(int8_linear_kernel, "chip_of", lambda _: ((9, 0), 2))
-    monkeypatch.setattr(int8_linear_kernel, "_PLANS", {})
+    if tile == "along a line":
+        monkeypatch.setattr(int8_linear_launch, "_MAX_GRID", 0)
+    check_tile(monkeypatch, TILES[tile], output, shape, n)
+
+
+SPECIALIZED = {
+    "pingpong": int8_linear_tiles.PINGPONG,
+    "pingpong, groups of 8": int8_linear_tiles.PINGPONG._replace(group_m=8),
+    "cooperative": int8_linear_tiles.COOPERATIVE,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SPECIALIZED)
+@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu"])
+@pytest.mark.parametrize(
+    ("shape", "n"), [((130, 32), 144), ((1, 48), 16), ((3, 197, 96), 400), ((5, 260, 1536), 528), ((2600, 704), 272)]
+)
+def test_specialized_tiles(monkeypatch, tile, output, shape, n):
+    """More rounds of stages and turns of warpgroups than one, partial tiles everywhere, two programs or all."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for Hopper only")
+    chosen = SPECIALIZED[tile]
+    if output == "residual":
+        chosen = chosen._replace(num_stages=3)
+    check_tile(monkeypatch, chosen, output, shape, n)
+
+
+def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n: int) -> None:
+    """``chosen``, on a chip with two multiprocessors."""
+    monkeypatch.setattr(int8_linear_launch, "tile_for", lambda *_: chosen)
+    monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 2))
+    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, a_scale, b, b_scale, bias, added = make_case(place, shape, n, residual=True, dtype=torch.float16)
     act, residual = "gelu" if output == "gelu" else "none", added if output == "residual" else None
