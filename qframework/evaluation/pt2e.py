@@ -14,6 +14,7 @@ from torch.export import Dim
 from qframework.backend.release import release_prepared_models
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
+from qframework.quantizer.split_range import split_gelu_ranges
 
 BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
@@ -118,4 +119,6 @@ def quantize_model(
     converted = quantize_exported(
         copy.deepcopy(exported), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
     )
+    if recipe is not None and recipe.split_gelu:
+        split_gelu_ranges(exported, quantizer)  # so that both graphs hold the same linears
     return QuantizedModel(exported, converted)

@@ -141,6 +141,15 @@ def test_layer_sqnr_tells_the_calls_of_a_layer_apart() -> None:
     assert list(layer_sqnr(*pair, images)) == ["fc", "fc#2"]
 
 
+def test_layer_sqnr_of_a_linear_in_two_ranges() -> None:
+    images = torch.randn(8, 16)
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16)).eval()
+    pair = quantize_model(model, images, quantizer(), [images], recipe=Recipe(split_gelu=True))
+    sqnr = layer_sqnr(*pair, images)
+    assert list(sqnr) == ["0", "2", "2#2"]
+    assert min(sqnr.values()) > 25
+
+
 def test_layer_sqnr_is_infinite_where_nothing_is_quantized_before() -> None:
     images = torch.randn(4, 16)
     only_second = QFrameworkQuantizer().set_module_name("fc2", static_int8())
