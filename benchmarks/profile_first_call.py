@@ -44,7 +44,7 @@ _BACKEND = "qframework.backend.compile"
 _PASSES = (
     "release_prepared_models", "lower", "expand_multi_head_attention", "expand_einsum", "lower_static_attention",
     "lower_attention", "hoist_quantize", "lower_linear", "expand_patch_embedding", "lower_quantize",
-    "keep_dynamic_quantize",
+    "keep_dynamic_quantize", "outline_blocks",
 )  # fmt: skip
 # Module, function, the phase it is.
 TIMED = (

@@ -21,6 +21,7 @@ from qframework.backend.lower_linear import ScaleConstants, lower_linear
 from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.options import BackendOptions, parse_options
+from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
@@ -120,6 +121,8 @@ def qframework_backend(
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
+        if lowered and not settings.inductor:  # CUDA graphs and what is tuned at length see the whole model
+            outline_blocks(gm)
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
         )

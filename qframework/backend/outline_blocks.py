@@ -1,0 +1,211 @@
+"""Compile a block that repeats once: Inductor's work grows with the nodes it sees.
+
+From::
+
+    x -> LayerNorm -> int8_linear -> ... -> int8_linear -> LayerNorm -> int8_linear -> ... -> int8_linear -> ...
+
+To::
+
+    x -> LayerNorm -> int8_linear -> ... -> int8_linear -> invoke_subgraph(block) -> invoke_subgraph(block) -> ...
+
+where ``block`` is a graph of its own, and what differs from block to block (weights, scales) are its inputs. A block
+begins where it reads one ``int8_linear``: that operator is opaque, so that no fusion is lost across the cut, and its
+result is contiguous, so that one piece of code fits every block. Blocks that begin elsewhere, the first of a model for
+one, stay in line.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+
+from qframework.graph.nodes import is_inactive_dropout, operation, writes_in_place
+
+_LEAST_SAVED = 40  # nodes that Inductor is spared; below, a subgraph costs more than it saves
+_LONGEST = 200  # nodes of a block
+_RANDOM = {"dropout", "alpha_dropout", "bernoulli", "normal", "rand", "randn", "rand_like", "randn_like", "randint"}
+_int8_linear = torch.ops.qframework.int8_linear.default
+
+
+class Repeat(NamedTuple):
+    """``times`` stretches of ``length`` calls, one after the other, that compute the same."""
+
+    start: int
+    length: int
+    times: int
+
+    @property
+    def saved(self) -> int:
+        return self.length * (self.times - 1)
+
+    def stretches(self, calls: Sequence[Node]) -> list[list[Node]]:
+        starts = range(self.start, self.start + self.times * self.length, self.length)
+        return [list(calls[start : start + self.length]) for start in starts]
+
+
+def outline_blocks(gm: GraphModule) -> int:
+    """Replace the blocks that repeat by calls of one subgraph, in place; returns how many there were."""
+    calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    kinds = _numbered([_kind(node) for node in calls])
+    repeat = longest_repeat(kinds)
+    if repeat.saved < _LEAST_SAVED:
+        return 0
+    blocks = _alike(_at_the_best_cut(repeat, calls, kinds).stretches(calls))
+    if len(blocks) < 2 or len(blocks[0]) * (len(blocks) - 1) < _LEAST_SAVED:
+        return 0
+    name = _free_name(gm, "repeated_block")
+    for number, block in enumerate(blocks):
+        if number == 0:
+            gm.add_submodule(name, GraphModule(torch.nn.Module(), _as_graph(block)))
+        _replace(gm, block, name)
+    gm.graph.lint()
+    gm.recompile()
+    return len(blocks)
+
+
+# What repeats ---------------------------------------------------------------------------------------------------------
+
+
+def _kind(node: Node) -> Any:
+    """Equal for calls that compute the same of other operands; of its own for what has to stay in line."""
+    fakes = _fakes(node)
+    random = operation(node) in _RANDOM and not is_inactive_dropout(node)
+    if fakes is None or random or writes_in_place(node) or not all(map(_is_known, fakes)):
+        return node
+    literals = repr(map_arg((node.args, node.kwargs), lambda _: None))
+    return node.op, node.target, literals, tuple(map(_like, fakes))
+
+
+def _fakes(node: Node) -> list[Tensor] | None:
+    """The tensors a node gives; None where it gives anything else, or nothing is known of it."""
+    values = pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+    return values if values and all(isinstance(value, Tensor) for value in values) else None
+
+
+def _is_known(fake: Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*fake.shape, *fake.stride()))
+
+
+def _like(fake: Tensor) -> tuple[Any, ...]:
+    return tuple(fake.shape), fake.stride(), fake.dtype, fake.device
+
+
+def _numbered(kinds: Sequence[Any]) -> list[int]:
+    numbers: dict[Any, int] = {}
+    return [numbers.setdefault(kind, len(numbers)) for kind in kinds]
+
+
+def longest_repeat(kinds: Sequence[int]) -> Repeat:
+    """The repeat that saves most; of several the one with the shortest stretch."""
+    best = Repeat(0, 0, 0)
+    for length in range(2, min(_LONGEST, len(kinds) // 2) + 1):
+        same = 0
+        for place in range(len(kinds) - length):
+            same = same + 1 if kinds[place] == kinds[place + length] else 0
+            found = Repeat(place - same + 1, length, same // length + 1)
+            if found.times > 1 and found.saved > best.saved:
+                best = found
+    return best
+
+
+def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat:
+    """The same repeat, begun so that nothing but results of ``int8_linear`` crosses, and of those the fewest.
+
+    A later begin may cost the last stretch.
+    """
+    place = {node: number for number, node in enumerate(calls)}
+    last_use = [max((place.get(user, len(calls)) for user in node.users), default=-1) for node in calls]
+    end = repeat.start + repeat.times * repeat.length
+    while end < len(kinds) and kinds[end] == kinds[end - repeat.length]:
+        end += 1
+
+    def cost(begin: int) -> tuple[bool, int]:
+        cut = begin + repeat.length  # between two stretches
+        crossing = [node for node, last in zip(calls[:cut], last_use, strict=False) if last >= cut]
+        return any(node.target is not _int8_linear for node in crossing), len(crossing)
+
+    begin = min(range(repeat.start, repeat.start + repeat.length), key=cost)
+    return Repeat(begin, repeat.length, (end - begin) // repeat.length)
+
+
+# Blocks ---------------------------------------------------------------------------------------------------------------
+
+
+def _alike(blocks: Sequence[list[Node]]) -> list[list[Node]]:
+    """The largest number of blocks that are wired alike and may be cut out."""
+    wirings = [_wiring(block) for block in blocks]
+    counts = Counter(wiring for wiring in wirings if wiring is not None)
+    most = max(counts, key=counts.__getitem__, default=())
+    return [block for block, wiring in zip(blocks, wirings, strict=True) if wiring == most]
+
+
+def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
+    """Where every operand comes from, what the inputs are like, what is read later; None for one not to be cut out."""
+    inside = {node: number for number, node in enumerate(block)}
+    inputs = {node: number for number, node in enumerate(_inputs(block))}
+    operands = tuple((inside.get(x, -1), inputs.get(x, -1)) for node in block for x in node.all_input_nodes)
+    outputs = _outputs(block)
+    fakes = [_fakes(node) for node in inputs]
+    if any(fake is None or len(fake) != 1 or not _is_known(fake[0]) for fake in fakes):
+        return None
+    if not all(node.op in ("placeholder", "get_attr") or node.target is _int8_linear for node in inputs):
+        return None
+    if not outputs or any(node.target is not _int8_linear for node in outputs):  # a view would share memory
+        return None
+    return operands, tuple(_like(fake[0]) for fake in fakes if fake), tuple(inside[node] for node in outputs)
+
+
+def _inputs(block: Sequence[Node]) -> list[Node]:
+    """What a block reads of the rest of the graph, in the order in which it is read."""
+    inside = set(block)
+    return list(dict.fromkeys(x for node in block for x in node.all_input_nodes if x not in inside))
+
+
+def _outputs(block: Sequence[Node]) -> list[Node]:
+    """What the rest of the graph reads of a block."""
+    inside = set(block)
+    return [node for node in block if any(user not in inside for user in node.users)]
+
+
+def _as_graph(block: Sequence[Node]) -> Graph:
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for number, node in enumerate(_inputs(block)):
+        copies[node] = graph.placeholder(f"input_{number}")
+        copies[node].meta = {k: v for k, v in node.meta.items() if k in ("example_value", "val")}
+    for node in block:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(tuple(copies[node] for node in _outputs(block)))
+    return graph
+
+
+def _replace(gm: GraphModule, block: Sequence[Node], name: str) -> None:
+    """Put a call of the subgraph in the place of a block."""
+    outputs = _outputs(block)
+    with gm.graph.inserting_after(block[-1]):
+        subgraph = gm.graph.get_attr(name)
+    with gm.graph.inserting_after(subgraph):
+        call = gm.graph.call_function(torch.ops.higher_order.invoke_subgraph, (subgraph, name, *_inputs(block)))
+    behind = call
+    for number, node in enumerate(outputs):
+        with gm.graph.inserting_after(behind):
+            behind = gm.graph.call_function(operator.getitem, (call, number))
+        behind.meta = dict(node.meta)
+        node.replace_all_uses_with(behind, delete_user_cb=lambda user: user not in block)
+    for node in reversed(block):
+        gm.graph.erase_node(node)
+
+
+def _free_name(gm: GraphModule, name: str) -> str:
+    number = 0
+    while hasattr(gm, f"{name}_{number}"):
+        number += 1
+    return f"{name}_{number}"

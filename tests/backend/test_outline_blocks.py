@@ -1,0 +1,225 @@
+"""Blocks that repeat are compiled once, compute what they computed, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from models import Block, converted, example
+from torch import nn
+
+from qframework.backend import compile as backend
+from qframework.backend import outline_blocks as outline
+from qframework.backend.compile import lower
+from qframework.backend.options import BackendOptions
+from qframework.backend.outline_blocks import Repeat, longest_repeat, outline_blocks
+from qframework.quantizer import dynamic_int8, static_int8
+
+_int8_linear = torch.ops.qframework.int8_linear.default
+_invoke = torch.ops.higher_order.invoke_subgraph
+CONFIGS = {"static": static_int8(), "static per token": static_int8(activation="per_token"), "dynamic": dynamic_int8()}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch, fresh_dynamo):
+    """Small models have blocks worth it."""
+    monkeypatch.setattr(outline, "_LEAST_SAVED", 4)
+
+
+def blocks(count: int) -> nn.Sequential:
+    return nn.Sequential(*(Block() for _ in range(count))).eval()
+
+
+def lowered_graph(model, x, dynamic=False):
+    """The lowered graph of a converted model as the backend sees it, and its inputs."""
+    found = []
+
+    def keep(gm, inputs):
+        lower(gm, inputs, BackendOptions())
+        found.append((gm, inputs))
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=keep, dynamic=dynamic)(x)
+    return found[0]
+
+
+def run(gm, inputs):
+    with torch.no_grad():
+        return gm(*inputs)
+
+
+def calls(gm, target):
+    return [node for node in gm.graph.nodes if node.target is target]
+
+
+def subgraph(gm):
+    (name,) = {str(call.args[0].target) for call in calls(gm, _invoke)}
+    return gm.get_submodule(name)
+
+
+def test_the_longest_repeat_saves_most():
+    assert longest_repeat([0, 1, 2, 3]) == Repeat(0, 0, 0)
+    assert longest_repeat([9, 1, 2, 1, 2, 1, 2, 8]) == Repeat(1, 2, 3)
+    assert longest_repeat([1, 2, 1, 2, 7, 3, 4, 5, 6, 3, 4, 5, 6]) == Repeat(5, 4, 2)
+    assert longest_repeat([1, 2, 3, 1, 2, 3, 1, 2]) == Repeat(0, 3, 2)
+    assert longest_repeat([]) == Repeat(0, 0, 0)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_blocks_become_one_subgraph(config):
+    x = example()
+    gm, inputs = lowered_graph(converted(blocks(5), x, CONFIGS[config]), x)
+    expected = run(gm, inputs)
+    assert outline_blocks(gm) == 5
+    assert len(calls(gm, _invoke)) == 5
+    assert not calls(gm, _int8_linear)
+    assert len(calls(subgraph(gm), _int8_linear)) == 2
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_every_block_keeps_its_own_weights():
+    x = example()
+    gm, _ = lowered_graph(converted(blocks(4), x), x)
+    outline_blocks(gm)
+    weights = [
+        [arg for arg in call.args[2:] if arg.op == "placeholder" and arg.meta["example_value"].dtype == torch.int8]
+        for call in calls(gm, _invoke)
+    ]
+    assert [len(each) for each in weights] == [2, 2, 2, 2]
+    assert len({arg for each in weights for arg in each}) == 8
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_compiled_model_computes_the_same(config, inference, monkeypatch):
+    x = example()
+    model = converted(blocks(4), x, CONFIGS[config])
+    counts = []
+    monkeypatch.setattr(backend, "outline_blocks", lambda gm: counts.append(outline_blocks(gm)))
+    with torch.inference_mode() if inference else torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(backend, "outline_blocks", lambda gm: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert counts == [4]
+    assert torch.equal(ours, wanted)
+
+
+def test_options_of_inductor_leave_the_graph_whole(monkeypatch):
+    def refuse(gm):
+        raise AssertionError("outlined")
+
+    monkeypatch.setattr(backend, "outline_blocks", refuse)
+    x = torch.randn(3, 8)
+    model = converted(nn.Sequential(nn.Linear(8, 4)), x)
+    with torch.no_grad():
+        torch.compile(model, backend="qframework", options={"max_autotune": False})(x)
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="outlined"):
+            torch.compile(model, backend="qframework")(x)
+
+
+def test_a_float_model_is_left_whole(monkeypatch):
+    monkeypatch.setattr(backend, "outline_blocks", lambda gm: pytest.fail("outlined"))
+    with torch.no_grad():
+        torch.compile(nn.Linear(8, 4), backend="qframework")(torch.randn(3, 8))
+
+
+def test_symbolic_sizes_are_left_whole():
+    x = example()
+    gm, _ = lowered_graph(converted(blocks(4), x), x, dynamic=True)
+    assert outline_blocks(gm) == 0
+    assert not calls(gm, _invoke)
+
+
+def test_blocks_of_other_sizes_are_not_taken_together():
+    x = example()
+    layers = [Block(dim=32), Block(dim=32), nn.Linear(32, 16), Block(dim=16), Block(dim=16)]
+    gm, _ = lowered_graph(converted(nn.Sequential(*layers), x), x)
+    assert outline_blocks(gm) == 2
+    assert len(calls(gm, _int8_linear)) == 5
+
+
+def test_blocks_that_read_what_inductor_may_lay_out_as_it_likes_stay_in_line():
+    x = example()
+    model = nn.Sequential(nn.LayerNorm(32), *blocks(4))
+    gm, inputs = lowered_graph(converted(model, x), x)
+    expected = run(gm, inputs)
+    assert outline_blocks(gm) == 3
+    assert len(calls(gm, _int8_linear)) == 2, "the first block's"
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+class Taps(nn.Module):
+    """A model that returns what every block gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks(4)
+
+    def forward(self, x):
+        found = []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return found
+
+
+def test_what_is_read_later_comes_out_of_every_block():
+    x = example()
+    gm, inputs = lowered_graph(converted(Taps(), x), x)
+    expected = run(gm, inputs)
+    assert outline_blocks(gm) == 4
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+class Skips(nn.Module):
+    """Every block also reads the model's input: blocks are wired alike, and their inputs are more than one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(32, 32)
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x):
+        first = y = self.first(x)
+        for layer in self.layers:
+            y = nn.functional.layer_norm(layer(y) + first, (32,))
+        return y
+
+
+def test_what_was_computed_long_before_is_an_input():
+    x = example()
+    gm, inputs = lowered_graph(converted(Skips(), x), x)
+    expected = run(gm, inputs)
+    assert outline_blocks(gm) == 5
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_a_small_saving_is_not_worth_it(monkeypatch):
+    monkeypatch.setattr(outline, "_LEAST_SAVED", 1000)
+    x = example()
+    gm, _ = lowered_graph(converted(blocks(4), x), x)
+    assert outline_blocks(gm) == 0
+
+
+@pytest.mark.parametrize(
+    ("target", "arguments", "in_line"),
+    [
+        (torch.ops.aten.add.Tensor, (1,), False),
+        (torch.ops.aten.add_.Tensor, (1,), True),
+        (torch.ops.aten.dropout.default, (0.5, False), False),
+        (torch.ops.aten.dropout.default, (0.5, True), True),
+    ],
+)
+def test_what_writes_in_place_or_is_random_stays_in_line(target, arguments, in_line):
+    graph = torch.fx.Graph()
+    x = graph.placeholder("x")
+    nodes = [graph.call_function(target, (x, *arguments)) for _ in range(2)]
+    for node in (x, *nodes):
+        node.meta["example_value"] = torch.zeros(2, 3)
+    assert (outline._kind(nodes[0]) == outline._kind(nodes[1])) is not in_line
