@@ -120,13 +120,14 @@ def qframework_backend(
     decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
+    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
-        if lowered and not settings.inductor:  # CUDA graphs and what is tuned at length see the whole model
+        # Whole: what Inductor was told something about, and on a GPU, where its cost is not measured yet.
+        if lowered and on_cpu and not settings.inductor:
             outline_blocks(gm)
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
         )
-    on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     return weights.follow(_below_autograd(compiled) if lowered and on_cpu else compiled)
 
 
