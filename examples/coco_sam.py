@@ -23,6 +23,7 @@ from qframework.evaluation.tasks import BoxSegmentation
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = comparison_parser(__doc__)
     parser.add_argument("model", help="a folder of save_pretrained, or a name of the hub")
     parser.add_argument("--encoder", metavar="NAME", help="one of timm's samvit encoders, instead of the model's own")
@@ -44,6 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_task(options: argparse.Namespace) -> BoxSegmentation:
+    """What is measured: the model on the data."""
     images = read_instances(options.annotations, options.limit)
     return BoxSegmentation(
         _sam(options),
@@ -73,6 +75,7 @@ def _calibration(options: argparse.Namespace) -> list[AnnotatedImage] | None:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Compare, print, write."""
     return run_script(make_task, parse_arguments(arguments))
 
 

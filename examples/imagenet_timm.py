@@ -22,6 +22,7 @@ from qframework.evaluation.tasks import Classification
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = comparison_parser(__doc__)
     parser.add_argument("model", nargs="?", default=DIGITS, help="a timm model, or digits (default)")
     weights = parser.add_mutually_exclusive_group()
@@ -42,6 +43,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_task(options: argparse.Namespace) -> Classification:
+    """What is measured: the model on the data."""
     if options.model != DIGITS and not (options.pretrained or options.checkpoint):
         raise QFrameworkError(
             f"model {options.model!r} would have random weights; pass --pretrained or --checkpoint FILE"
@@ -62,6 +64,7 @@ def make_task(options: argparse.Namespace) -> Classification:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Compare, print, write."""
     return run_script(make_task, parse_arguments(arguments))
 
 

@@ -42,6 +42,7 @@ SMOKE = {"embed_dim": 48, "depth": 1, "epochs": 1}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description="Quantization-aware training of a vision transformer on digits.")
     parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument("--build", type=Path, default=Path("build"), help="where the checkpoint goes")
@@ -111,6 +112,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Train or load, quantize, fine-tune, compare."""
     options = parse_arguments(arguments)
     # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -93,15 +93,20 @@ def choose_tile(
     )
     if chip == "sm_90":
         wide |= not HAS_GLUON
-        if tma and not wide and (measured := _measured(chip, m, n, k, epilogue)):
-            return measured
-        if tma and not wide and k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors:
-            return COOPERATIVE._replace(num_stages=3 if epilogue == "residual" else 4)
+        large = k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors
+        if tma and not wide and (found := _measured(chip, m, n, k, epilogue) or (COOPERATIVE if large else None)):
+            return _with_room(found, epilogue)
         chip = "sm_90 by pointers" if not tma else "sm_90 wide" if wide else chip
     for tile in _CANDIDATES[chip]:
         if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
             break
-    return tile if k > 64 else tile._replace(block_k=64)
+    return tile if k > 64 or tile.specialized else tile._replace(block_k=64)
+
+
+def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
+    """For a residual, which waits in shared memory where a stage of a cooperative tile would be."""
+    cooperative = tile.specialized == "cooperative" and epilogue in ("residual", "all")
+    return tile._replace(num_stages=min(tile.num_stages, 3)) if cooperative else tile
 
 
 def _tiles(tile: Tile, m: int, n: int) -> int:

@@ -180,6 +180,18 @@ def test_specialized(tile, epilogue, single, tmp_path):
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
+@pytest.mark.parametrize("epilogue", ["residual", "gelu_tanh", "fp16"])
+@pytest.mark.parametrize("shape", [(50432, 768, 3072), (32768, 1280, 5120), (50432, 640, 64)])
+def test_hopper_where_its_tiles_are_largest(epilogue, shape, tmp_path):
+    """A residual, also one behind an activation, has its room in shared memory; a short K loads past its end."""
+    flags = EPILOGUES[epilogue]
+    tile = choose_tile(*shape, (9, 0), 132, epilogue_kind(flags))
+    assert tile.specialized
+    compiled = compile_int8_linear("sm_90", tile, flags, True)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert tile.block_k == 128, "the only one whose layout was run"
+
+
 def measured_tiles() -> dict[str, tuple[Tile, str]]:
     rows = json.loads((Path(int8_linear_tiles.__file__).parent / "tiles" / "int8_linear_sm_90.json").read_text())[
         "tiles"
