@@ -48,9 +48,10 @@ HEAD = """# Performance
 Written by `python -m benchmarks.report` from the files in `benchmarks/results/`: change those, not this page.
 
 A result is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. On a GPU, CUDA events
-with the L2 cache flushed before every call, or, for calls of microseconds, many of them in one CUDA graph; before a GEMM
-the GPU rests for half a millisecond, so that the host does not count. On a CPU, wall clock with the providers taking
-turns. Tables hold medians; of several runs in one file their geometric mean, and as the spread what the fastest took less than the slowest. Absolute figures belong to one machine; ratios travel better.
+with the L2 cache flushed before every call, or, for calls of microseconds, many of them in one CUDA graph; before a
+GEMM the GPU rests for half a millisecond, so that the host does not count. On a CPU, wall clock with the providers
+taking turns. Tables hold medians; of several runs in one file their geometric mean, and as the spread what the fastest
+took less than the slowest. Absolute figures belong to one machine; ratios travel better.
 """
 SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias,
 `scaled_mm_fp8` and `scaled_mm_fp8_precise` the bias; `qframework_int8_out` and `qframework_gelu_int8_out` also quantize
