@@ -70,17 +70,17 @@ class Problem:
         return LARGE if self.m >= 8192 else SMALL
 
 
-def problems(chosen: Sequence[int] | None) -> Iterator[Problem]:
+def problems(chosen: Sequence[int] | None, widths: Sequence[int]) -> Iterator[Problem]:
     """All four in 16 and 8 bit, proj and fc2 with the residual as well, fc1 with GELU in 8 and 16 bit.
 
-    Of all numbers of rows, or of the chosen ones.
+    Of all numbers of rows, or of the chosen ones, of models with these widths.
     """
     epilogues: dict[tuple[int, int], tuple[Epilogue, ...]] = {
         (3, 1): ("float", "int8"), (1, 1): ("float", "int8", "residual"),
         (4, 1): ("float", "int8", "activation", "activation_float"), (1, 4): ("float", "int8", "residual"),
     }  # fmt: skip
-    for width, rows in WIDTHS.items():
-        for m, ((wide, deep), kinds) in itertools.product(rows, epilogues.items()):
+    for width in widths:
+        for m, ((wide, deep), kinds) in itertools.product(WIDTHS[width], epilogues.items()):
             if chosen is not None and m not in chosen:
                 continue
             yield from (Problem(m, wide * width, deep * width, kind) for kind in kinds)
@@ -182,24 +182,28 @@ def table_of(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -
     return [best[key] for key in sorted(best)]
 
 
+def _integers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune, and write the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_int8_linear", description=__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
     parser.add_argument("--output", type=Path, help="keep all timings as JSON")
-    parser.add_argument(
-        "--rows", type=lambda text: [int(m) for m in text.split(",")], help="only these, added to the table"
-    )
+    parser.add_argument("--rows", type=_integers, help="only these, added to the table")
+    parser.add_argument("--widths", type=_integers, help=f"of {', '.join(map(str, WIDTHS))}; only these, likewise")
     parser.add_argument("--table", type=Path, help="the table (default: where the package looks for it)")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device to tune for")
     major, minor = chip_of(torch.device("cuda", 0))[0]
     machine = describe_machine("cuda")
-    results = tune(list(problems(arguments.rows)), arguments.jobs)
+    results = tune(list(problems(arguments.rows, arguments.widths or list(WIDTHS))), arguments.jobs)
     table = arguments.table or TABLES / f"int8_linear_sm_{major}{minor}.json"
     table.parent.mkdir(exist_ok=True)
-    old = json.loads(table.read_text())["tiles"] if arguments.rows and table.exists() else []
+    partial = arguments.rows or arguments.widths
+    old = json.loads(table.read_text())["tiles"] if partial and table.exists() else []
     rows = ",\n".join(json.dumps(row) for row in table_of(results, old))
     head = json.dumps({key: machine[key] for key in ("device", "torch", "triton", "date") if key in machine})
     table.write_text(f'{{"measured": {head}, "tiles": [\n{rows}\n]}}\n')
