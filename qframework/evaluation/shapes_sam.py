@@ -51,7 +51,7 @@ class TrainingConfig:
     global_blocks: tuple[int, ...] = (1, 3)
     decoder_dim: int = 64
     images: int = 3000
-    epochs: int = 14
+    epochs: int = 28
     batch_size: int = 8
     boxes: int = 4
     learning_rate: float = 1e-3
