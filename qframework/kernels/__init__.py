@@ -3,6 +3,7 @@
 import qframework.kernels.sage_attention
 import qframework.kernels.sage_attention_backward  # noqa: F401  both register operators
 from qframework.kernels.attention_quantize import attention_quantize
+from qframework.kernels.block_quantize import block_dequantize, block_quantize, block_quantize_both, block_transpose
 from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation
 from qframework.kernels.mixed_attention import mixed_attention
@@ -13,6 +14,10 @@ from qframework.kernels.value_quantize import value_quantize
 
 __all__ = [
     "attention_quantize",
+    "block_dequantize",
+    "block_quantize",
+    "block_quantize_both",
+    "block_transpose",
     "cpu_implementation",
     "dequantize",
     "dynamic_quantize",
