@@ -122,8 +122,7 @@ def qframework_backend(
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
-        # Whole: what Inductor was told something about, and on a GPU, where its cost is not measured yet.
-        if lowered and on_cpu and not settings.inductor:
+        if lowered and not settings.inductor:  # whole: what Inductor was told something about
             outline_blocks(gm)
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
