@@ -3,6 +3,7 @@
 import qframework.kernels.sage_attention
 import qframework.kernels.sage_attention_backward  # noqa: F401  both register operators
 from qframework.kernels.attention_quantize import attention_quantize
+from qframework.kernels.block_linear import block_linear
 from qframework.kernels.block_quantize import block_dequantize, block_quantize, block_quantize_both, block_transpose
 from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation
@@ -15,6 +16,7 @@ from qframework.kernels.value_quantize import value_quantize
 __all__ = [
     "attention_quantize",
     "block_dequantize",
+    "block_linear",
     "block_quantize",
     "block_quantize_both",
     "block_transpose",

@@ -1,0 +1,81 @@
+"""block_linear's Triton kernel, for every size and chip. The operator and its formula are in block_linear.py."""
+
+from __future__ import annotations
+
+from qframework.kernels._blocks import quantize_tile, store_tile
+from qframework.kernels._triton import tl, triton
+from qframework.kernels.int8_linear_kernel import place
+
+
+@triton.jit(do_not_specialize=["M", "DEPTH"])
+def _block_linear_kernel(
+    a_scale_ptr,  # (cdiv(M, BLOCK), cdiv(K, BLOCK)) fp32
+    b_scale_ptr,  # (cdiv(N, BLOCK), cdiv(K, BLOCK)) fp32
+    a_ptr,  # (M, K) int8; a descriptor with TMA, like b
+    b_ptr,  # (N, K) int8
+    bias_ptr,  # (N,) float
+    out_ptr,  # (parts, M, N) float, or (M, N) int8
+    out_scale_ptr,  # (cdiv(M, BLOCK), cdiv(N, BLOCK)) fp32, of an int8 result
+    M,
+    N,
+    K,
+    DEPTH,  # inner blocks of a part
+    BLOCK: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """out = a @ b.T + bias. Grid (tiles, parts): a program computes one tile, or one part of K of it."""
+    start_m, start_n = place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    part = tl.program_id(1)
+    across = tl.cdiv(K, BLOCK)
+    m = start_m + tl.arange(0, BLOCK_M)
+    n = start_n + tl.arange(0, BLOCK_N)
+    # Rows past the edge wrap around instead of being masked: their results are never stored.
+    k = tl.arange(0, BLOCK)
+    a_rows = (m % M).to(tl.int64)[:, None] * K + k[None, :]
+    b_rows = (n % N).to(tl.int64)[None, :] * K + k[:, None]
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(part * DEPTH, tl.minimum(part * DEPTH + DEPTH, across)):
+        # Scales are asked for before the product and used after it: memory answers while the tensor cores work.
+        of_rows = spread_scales(a_scale_ptr, start_m, M, block, across, BLOCK_M, BLOCK)
+        of_columns = spread_scales(b_scale_ptr, start_n, N, block, across, BLOCK_N, BLOCK)
+        start = block * BLOCK
+        if TMA:
+            acc = tl.dot(a_ptr.load([start_m, start]), b_ptr.load([start_n, start]).T, out_dtype=tl.int32)
+        elif EVEN_K:
+            acc = tl.dot(tl.load(a_ptr + a_rows + start), tl.load(b_ptr + b_rows + start), out_dtype=tl.int32)
+        else:
+            a = tl.load(a_ptr + a_rows + start, mask=k[None, :] < K - start, other=0)
+            b = tl.load(b_ptr + b_rows + start, mask=k[:, None] < K - start, other=0)
+            acc = tl.dot(a, b, out_dtype=tl.int32)
+        y = tl.fma(acc.to(tl.float32), of_rows[:, None] * of_columns[None, :], y)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if out_ptr.dtype.element_ty == tl.int8:
+        q, scale = quantize_tile(tl.where(inside, y, 0.0), BLOCK)
+        store_tile(out_ptr, out_scale_ptr, q, scale, start_m, start_n, M, N, BLOCK)
+    else:
+        rows = part.to(tl.int64) * M + m
+        tl.store(out_ptr + rows[:, None] * N + n[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def spread_scales(scale_ptr, start, SIZE, block, across, LENGTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Scales of LENGTH rows from ``start`` on, of SIZE, in inner block ``block``: fp32 (LENGTH,).
+
+    Each is loaded once, as a scalar, and chosen by a comparison that the compiler can decide for columns: there a
+    thread's registers differ by what it knows. A vector of addresses would be a load for every column.
+    """
+    first = start // BLOCK
+    last = (SIZE - 1) // BLOCK
+    row = tl.arange(0, LENGTH)
+    scale = tl.load(scale_ptr + tl.minimum(first, last) * across + block) + tl.zeros((LENGTH,), tl.float32)
+    for i in tl.static_range(1, LENGTH // BLOCK):
+        other = tl.load(scale_ptr + tl.minimum(first + i, last) * across + block)
+        scale = tl.where(row >= i * BLOCK, other, scale)
+    return scale

@@ -1,0 +1,245 @@
+"""block_linear on every implementation, against an FP64 oracle that shares no code with it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle import UNIT, assert_float_close, numpy64
+from torch.library import opcheck
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import block_linear_launch
+from qframework.kernels.block_linear import block_linear
+from qframework.kernels.block_linear_launch import block_linear_triton
+from qframework.kernels.block_linear_tiles import Tile
+
+BLOCK_SIZES = (32, 64, 128)
+SHAPES = [
+    ((70, 200), 50),  # tails everywhere
+    ((1, 1), 1),
+    ((2, 3, 17), 129),  # one past a block; leading dimensions
+    ((128, 256), 64),  # whole blocks
+    ((33, 300), 1),
+]
+
+
+@pytest.fixture
+def run(implementation):
+    return {"cpu": torch.ops.qframework.block_linear, "triton": block_linear_triton}[implementation]
+
+
+def make_case(place, shape, n, block_size, spread=4.0):
+    """Full-range operands, a row of zeros, and scales that differ by up to ``e^(2 spread)`` from block to block."""
+    generator = torch.Generator().manual_seed(n + block_size)
+    rows, k = int(np.prod(shape[:-1])), shape[-1]
+    a = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+    a.view(rows, k)[0] = 127
+    b[0] = 127
+    b[-1] = -127
+    if rows > 1:
+        a.view(rows, k)[-1] = 0
+
+    def scales(size):
+        blocks = (-(-size // block_size), -(-k // block_size))
+        return torch.exp(spread * (2 * torch.rand(blocks, generator=generator) - 1)) / 127
+
+    bias = torch.randn(n, generator=generator)
+    return tuple(t.to(place) for t in (a, scales(rows), b, scales(n), bias))
+
+
+def spread(scale: torch.Tensor, shape: tuple[int, int], block_size: int) -> np.ndarray:
+    return np.kron(numpy64(scale), np.ones((block_size, block_size)))[: shape[0], : shape[1]]
+
+
+def exact_product(a, a_scale, b, b_scale, bias, block_size) -> tuple[np.ndarray, np.ndarray]:
+    """The FP64 product, and the largest error of float32 sums over blocks in any order.
+
+    A block's sum is scaled by a product of scales: three roundings. The sum over n blocks has n more, the bias one; a
+    CPU sums up columns one by one, each of whose factors was rounded once.
+    """
+    rows, k = a.numel() // a.shape[-1], a.shape[-1]
+    left = numpy64(a).reshape(rows, k) * spread(a_scale, (rows, k), block_size)
+    right = numpy64(b) * spread(b_scale, (b.shape[0], k), block_size)
+    y, terms = left @ right.T, np.abs(left) @ np.abs(right).T
+    if bias is not None:
+        y, terms = y + numpy64(bias), terms + np.abs(numpy64(bias))
+    error = (k + 4) * UNIT[torch.float32] * terms
+    return y.reshape(*a.shape[:-1], -1), error.reshape(*a.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("shape", "n"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_float32(run, place, shape, n, block_size, bias):
+    *operands, added = make_case(place, shape, n, block_size)
+    added = added if bias else None
+    got, scale = run(*operands, added, block_size, torch.float32)
+    assert got.is_contiguous()
+    assert scale.shape == (0, 0)
+    assert_float_close(got, *exact_product(*operands, added, block_size))
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_16_bit(run, place, block_size, dtype, bias_dtype):
+    *operands, bias = make_case(place, (70, 200), 50, block_size, spread=0.5)
+    got, _ = run(*operands, bias.to(bias_dtype), block_size, dtype)
+    assert got.dtype == dtype
+    assert_float_close(got, *exact_product(*operands, bias.to(bias_dtype), block_size))
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("shape", "n"), SHAPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_int8_blocks(run, place, shape, n, block_size, bias):
+    """Scales of the result's own blocks, and values within half a step of the product."""
+    *operands, added = make_case(place, shape, n, block_size)
+    added = added if bias else None
+    got, scale = run(*operands, added, block_size, torch.int8)
+    exact, error = exact_product(*operands, added, block_size)
+    assert got.shape == exact.shape
+    assert got.dtype == torch.int8
+    exact, error = exact.reshape(-1, n), error.reshape(-1, n)
+    assert scale.shape == (-(-len(exact) // block_size), -(-n // block_size))
+    for i, j in np.ndindex(*scale.shape):
+        rows, columns = slice(i * block_size, (i + 1) * block_size), slice(j * block_size, (j + 1) * block_size)
+        step = float(scale[i, j])
+        off = 1.01 * error[rows, columns].max()
+        amax = np.abs(exact[rows, columns]).max()
+        assert abs(step - max(amax / 127, 2.0**-60)) <= (off + 2 * UNIT[torch.float32] * amax) / 127
+        values = numpy64(got.reshape(-1, n))[rows, columns]
+        assert np.abs(values * step - exact[rows, columns]).max() <= (0.5 + 127 * 4 * UNIT[torch.float32]) * step + off
+        assert np.abs(values).max() == (127 if amax > 0 else 0)
+
+
+def test_a_block_is_summed_exactly(run, place):
+    """INT32 within a block: sums that 16-bit floats could not hold, with scales of one."""
+    a = torch.full((2, 128), 127, dtype=torch.int8, device=place)
+    b = torch.tensor([[127] * 128, [127] * 127 + [126]], dtype=torch.int8, device=place)
+    one = torch.ones(1, 1, device=place)
+    got, _ = run(a, one, b, one, None, 128, torch.float32)
+    assert got.tolist() == [[127 * 127 * 128, 127 * 127 * 128 - 127]] * 2
+
+
+def test_padding_is_no_part_of_a_scale(run, place):
+    """Beyond the last row lies nothing: not the bias either, though a tile computes it there."""
+    a = torch.zeros(3, 32, dtype=torch.int8, device=place)
+    b = torch.ones(40, 32, dtype=torch.int8, device=place)
+    bias = torch.full((40,), 5.0, device=place)
+    bias[32:] = 1e-3
+    ones = torch.ones(1, 1, device=place), torch.ones(2, 1, device=place)
+    q, scale = run(a, ones[0], b, ones[1], bias, 32, torch.int8)
+    torch.testing.assert_close(scale.cpu(), torch.tensor([[5 / 127, 1e-3 / 127]]))
+    assert (q == 127).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_hidden(run, place, bad):
+    """It reaches the rows of its block, and no other."""
+    a, a_scale, b, b_scale, bias = make_case(place, (96, 64), 64, 32)
+    a_scale[1, 0] = bad
+    got, _ = run(a, a_scale, b, b_scale, bias, 32, torch.float32)
+    assert not got[32:64].isfinite().any()
+    assert got[:32].isfinite().all()
+    assert got[64:].isfinite().all()
+    _, scale = run(a, a_scale, b, b_scale, bias, 32, torch.int8)
+    assert not scale[1].isfinite().any()
+    assert scale[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize(("rows", "n", "k"), [(0, 4, 8), (4, 0, 8), (4, 5, 0)])
+def test_empty(run, place, rows, n, k, dtype):
+    a, b = (torch.zeros(size, k, dtype=torch.int8, device=place) for size in (rows, n))
+    scales = [torch.ones(-(-size // 32), -(-k // 32), device=place) for size in (rows, n)]
+    bias = torch.ones(n, device=place)
+    got, scale = run(a, scales[0], b, scales[1], bias, 32, dtype)
+    assert got.shape == (rows, n)
+    real = got.float() * (scale[:1, :1] if dtype == torch.int8 and got.numel() else 1)
+    torch.testing.assert_close(real, torch.ones(rows, n, device=place))
+
+
+TILES = {
+    "descriptors": Tile(32, 64, 4, 1, tma=True, group_m=1),
+    "rows shorter than a block": Tile(32, 128, 4, 1),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_every_tile(monkeypatch, tile, block_size, parts):
+    """Tiles smaller and larger than blocks; K in parts, the last of them shorter."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    monkeypatch.setattr(block_linear_launch, "tile_for", lambda *_: TILES[tile])
+    monkeypatch.setattr(block_linear_launch, "parts_on", lambda *_: parts)
+    *operands, bias = make_case(place, (150, 5 * 64 + 16), 130, block_size)
+    got, _ = block_linear_triton(*operands, bias, block_size, torch.float32)
+    assert_float_close(got, *exact_product(*operands, bias, block_size))
+
+
+def test_operands_that_are_not_contiguous(run, place):
+    a, a_scale, b, b_scale, bias = make_case(place, (64, 96), 32, 32)
+    expected, _ = run(a, a_scale, b, b_scale, bias, 32, torch.float32)
+    got, _ = run(a.t().contiguous().t(), a_scale.t().contiguous().t(), b, b_scale, bias, 32, torch.float32)
+    assert torch.equal(got, expected)
+
+
+def test_one_bit_apart_nowhere(run, place):
+    """The same call gives the same bits."""
+    operands = make_case(place, (130, 300), 70, 64)
+    first, second = (run(*operands, 64, torch.float32)[0] for _ in range(2))
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.int8])
+def test_opcheck(out_dtype):
+    operands = make_case(torch.device("cpu"), (2, 20, 40), 33, 32)
+    # No autograd test: it has no gradient, and says so.
+    tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    opcheck(torch.ops.qframework.block_linear.default, (*operands, 32, out_dtype), test_utils=tests)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.int8])
+def test_compiles_whole(fresh_dynamo, out_dtype):
+    operands = make_case(torch.device("cpu"), (20, 40), 33, 32)
+
+    def fn(*operands):
+        return block_linear(*operands, 32, out_dtype)
+
+    for got, expected in zip(torch.compile(fn, fullgraph=True)(*operands), fn(*operands), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_has_no_gradient_of_its_own():
+    a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 8), 5, 32)
+    out, _ = block_linear(a, a_scale, b, b_scale, bias.requires_grad_())
+    with pytest.raises(QFrameworkError, match="Int8Linear has one"):
+        out.sum().backward()
+
+
+ERRORS = {
+    "block_size=48 is unsupported; accepted: 32, 64, 128": (UnsupportedError, {"block_size": 48}),
+    "a has dtype torch.int32": (UnsupportedError, {"a": torch.zeros(4, 8, dtype=torch.int32)}),
+    "b's scale has dtype torch.float16": (UnsupportedError, {"b_scale": torch.ones(1, 1, dtype=torch.float16)}),
+    r"a's scale has shape \(1,\)": (QFrameworkError, {"a_scale": torch.ones(1)}),
+    r"a \(4, 8\) and b \(5, 9\) do not fit": (QFrameworkError, {"b": torch.zeros(5, 9, dtype=torch.int8)}),
+    r"bias has shape \(4,\); accepted: \(5,\)": (QFrameworkError, {"bias": torch.zeros(4)}),
+    "bias has dtype torch.int8": (UnsupportedError, {"bias": torch.zeros(5, dtype=torch.int8)}),
+    "out_dtype=torch.float64; accepted": (UnsupportedError, {"out_dtype": torch.float64}),
+    "b is on meta": (QFrameworkError, {"b": torch.zeros(5, 8, dtype=torch.int8, device="meta"),
+                                       "b_scale": torch.ones(1, 1, device="meta")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", ERRORS)
+def test_errors(message):
+    names = ("a", "a_scale", "b", "b_scale", "bias")
+    arguments = dict(zip(names, make_case(torch.device("cpu"), (4, 8), 5, 32), strict=True))
+    kind, wrong = ERRORS[message]
+    with pytest.raises(kind, match=message):
+        block_linear(**(arguments | wrong))
