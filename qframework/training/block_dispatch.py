@@ -1,0 +1,223 @@
+"""What ATen operators do with a BlockTensor: a few stay in INT8, all others compute in float and are counted.
+
+In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
+and device, additions and products of two, products with a positive number, and activations with their gradients. Every
+other operator dequantizes its operands, runs as it would on floats and returns a float tensor: a stranger's model
+works, and ``fallbacks()`` says where its INT8 data flow ends.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._pytree import tree_any, tree_map_only
+
+from qframework.errors import UnsupportedError
+from qframework.kernels._blocks import row_count
+from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+from qframework.training.block_tensor import BlockTensor, Handler, _wrap, blocks_of, float_of
+
+log = logging.getLogger("qframework")
+aten = torch.ops.aten
+
+_handlers: dict[OpOverload, Handler] = {}
+_fallbacks: Counter[str] = Counter()
+_lock = threading.Lock()
+
+
+def fallbacks() -> dict[str, int]:
+    """How often each ATen operator left INT8 and computed in float, by its name; most frequent first.
+
+    A compiled model counts what its graph holds once, when it is traced. ``dequantize()``, asked for, is none.
+    """
+    return dict(_fallbacks.most_common())
+
+
+def reset_fallbacks() -> None:
+    """Count from zero, and log each operator once more."""
+    with _lock:
+        _fallbacks.clear()
+
+
+def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` in INT8 where its handler can, else in float."""
+    handler = _handlers.get(func)
+    result = NotImplemented if handler is None else handler(func, *args, **kwargs)
+    return _in_float(func, args, kwargs) if result is NotImplemented else result
+
+
+def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
+    """Register a handler, called as ``handler(func, *args, **kwargs)``; NotImplemented means float."""
+
+    def register(handler: Handler) -> Handler:
+        _handlers.update(dict.fromkeys(operators, handler))
+        return handler
+
+    return register
+
+
+def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    _count(func.name())
+    written = _written(func, args, kwargs)
+    floats: dict[int, Tensor] = {id(x): float_of(x) for x in written}
+
+    def to_float(x: BlockTensor) -> Tensor:
+        return floats[id(x)] if id(x) in floats else float_of(x)
+
+    float_args, float_kwargs = tree_map_only(BlockTensor, to_float, (args, kwargs))
+    result = func(*float_args, **float_kwargs)
+    for x in written:
+        _write_back(func, x, floats[id(x)])
+    # An in-place operator returns what it wrote to.
+    originals = {id(floats[id(x)]): x for x in written}
+    return tree_map_only(Tensor, lambda t: originals.get(id(t), t), result)
+
+
+def _count(name: str) -> None:
+    with _lock:
+        _fallbacks[name] += 1
+        first = _fallbacks[name] == 1
+    if first:
+        log.warning("%s has no INT8 implementation: a BlockTensor is dequantized there (logged once)", name)
+
+
+def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
+    """The BlockTensors that ``func`` writes to. Raises UnsupportedError where they are in a list."""
+    if not func._schema.is_mutable:
+        return []
+    found = []
+    for i, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[i] if i < len(args) else kwargs.get(argument.name)
+        if isinstance(value, BlockTensor):
+            found.append(value)
+        elif tree_any(lambda leaf: isinstance(leaf, BlockTensor), value):
+            raise UnsupportedError(f"{func.name()} writes to a list of BlockTensors; dequantize() them before")
+    return found
+
+
+def _write_back(func: OpOverload, x: BlockTensor, value: Tensor) -> None:
+    """Quantize what an in-place operator made of ``x`` into its own memory."""
+    if value.shape != x.shape:
+        raise UnsupportedError(f"{func.name()} changes the shape of a BlockTensor in place; dequantize() it before")
+    new = blocks_of(value, x.block_size)
+    x.q.copy_(new.q)
+    x.scale.copy_(new.scale)
+    x.statistics = None
+
+
+def _like(x: BlockTensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> BlockTensor:
+    """``convert`` applied to every tensor inside."""
+    statistics = None if x.statistics is None else convert(x.statistics)
+    return _wrap(convert(x.q), convert(x.scale), x.block_size, dtype or x.dtype, statistics)
+
+
+@implements(aten.detach.default, aten.alias.default)
+def _alias(func: OpOverload, x: BlockTensor) -> BlockTensor:
+    return _like(x, func)
+
+
+@implements(aten.clone.default)
+def _clone(func: OpOverload, x: BlockTensor, *, memory_format: Any = None) -> BlockTensor:
+    return _like(x, torch.clone)
+
+
+@implements(aten._to_copy.default)
+def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    """Another dtype outside changes nothing inside; another device moves the insides."""
+    if dtype is not None and dtype not in FLOAT_DTYPES:
+        return NotImplemented
+    kwargs.pop("memory_format", None)
+    return _like(x, lambda inside: func(inside, **kwargs), dtype)
+
+
+@implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> Any:
+    """Rows keep their order where the last dimension stays: the same blocks."""
+    if len(size) == 0 or x.ndim == 0 or x.numel() == 0:
+        return NotImplemented
+    columns = x.shape[-1]
+    if size[-1] != columns and not (size[-1] == -1 and math.prod(size[:-1]) == row_count(x.shape)):
+        return NotImplemented
+    return _wrap(aten.view.default(x.q, size), *_rest(x))
+
+
+@implements(aten.unsqueeze.default)
+def _unsqueeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
+    if dim in (-1, x.ndim):
+        return NotImplemented
+    return _wrap(func(x.q, dim), *_rest(x))
+
+
+@implements(aten.squeeze.dim)
+def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
+    if dim in (-1, x.ndim - 1):
+        return NotImplemented
+    return _wrap(func(x.q, dim), *_rest(x))
+
+
+def _rest(x: BlockTensor) -> tuple[Tensor, int, torch.dtype, Tensor | None]:
+    """What a view of leading dimensions has in common with ``x``."""
+    return aten.alias.default(x.scale), x.block_size, x.dtype, x.statistics
+
+
+@implements(aten.zeros_like.default)
+def _zeros_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
+        return NotImplemented
+    return _wrap(torch.zeros_like(x.q), torch.full_like(x.scale, MIN_SCALE), x.block_size, dtype or x.dtype)
+
+
+@implements(aten.is_same_size.default)
+def _is_same_size(func: OpOverload, x: Tensor, y: Tensor) -> bool:
+    return x.shape == y.shape
+
+
+def _alike(x: Any, y: Any) -> bool:
+    """Whether both are BlockTensors whose blocks lie over each other."""
+    both = isinstance(x, BlockTensor) and isinstance(y, BlockTensor)
+    return both and x.shape == y.shape and x.block_size == y.block_size and x.dtype == y.dtype
+
+
+@implements(aten.add.Tensor)
+def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
+    if alpha != 1 or not _alike(x, y):
+        return NotImplemented
+    return blocks_of(float_of(x) + float_of(y), x.block_size)
+
+
+@implements(aten.mul.Tensor)
+def _mul(func: OpOverload, x: Any, y: Any) -> Any:
+    if isinstance(x, (int, float)):
+        x, y = y, x
+    if isinstance(y, (int, float)):
+        return _times(x, y)
+    if not _alike(x, y):
+        return NotImplemented
+    return blocks_of(float_of(x) * float_of(y), x.block_size)
+
+
+@implements(aten.mul.Scalar)
+def _mul_scalar(func: OpOverload, x: BlockTensor, y: float) -> Any:
+    return _times(x, y)
+
+
+@implements(aten.div.Tensor, aten.div.Scalar)
+def _div(func: OpOverload, x: Any, y: Any) -> Any:
+    return _times(x, 1 / y) if isinstance(y, (int, float)) and y > 0 else NotImplemented
+
+
+def _times(x: BlockTensor, factor: float) -> Any:
+    """A positive number scales the scales: no value is rounded again."""
+    if not 0 < factor < math.inf:
+        return NotImplemented
+    return _wrap(x.q.clone(), x.scale * factor, x.block_size, x.dtype)

@@ -1,0 +1,231 @@
+"""BlockTensor: an INT8 tensor in blocks that autograd and a stranger's model take for the float tensor it stands for.
+
+Outside it has the shape and dtype of a float tensor; inside are ``q`` (int8) and ``scale`` (fp32, one value for each
+B x B block, qframework/kernels/_blocks.py), so that what is saved for the backward pass costs a byte a value. Gradients
+are BlockTensors too wherever the data flow is INT8. What an ATen operator does with one is in block_dispatch.py.
+
+Functions of this package follow one pattern, which runs in eager mode, under ``torch.compile(fullgraph=True)`` and
+under checkpointing alike::
+
+    @torch._dynamo.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
+    class GELU(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, block_size):              # tensors, BlockTensors, None, numbers, strings and dtypes only
+            x = as_blocks(x, block_size)              # a float tensor may come in: quantize it
+            ctx.save_for_backward(x)                  # a BlockTensor is saved as it is; never a float copy of it
+            ctx.block_size = block_size
+            q, scale = torch.ops.qframework.block_activation(x.q, x.scale, "gelu", block_size)
+            return BlockTensor(q, scale, block_size, x.dtype)
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            grad = as_blocks(grad, ctx.block_size)    # float where the INT8 data flow ends behind this layer
+            q, scale = torch.ops.qframework.block_activation_backward(grad.q, grad.scale, x.q, x.scale, ...)
+            return BlockTensor(q, scale, ctx.block_size, x.dtype), None
+
+- The insides of a BlockTensor (``q``, ``scale``, ``statistics``, ``block_size``) are touched in Functions only. A
+  module's ``forward`` does no more than ``isinstance(x, BlockTensor)``, ``x.dequantize()`` and ``Function.apply(x)``.
+- Every tensor of the forward pass is an argument: weights are passed, never taken from a closure.
+- The gradient of a float input is a float tensor of its dtype, that of a BlockTensor input a BlockTensor.
+  ``as_grad_of(x, grad)`` does that where a Function accepts both.
+- ``forward`` returns new tensors, never an argument; it reads no value on the host (``.item()``).
+
+Parameters stay float tensors, so optimizers, DDP and FSDP see nothing new. ``torch.save`` keeps a BlockTensor; reading
+it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTensor])``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError
+from qframework.kernels._blocks import check_blocks
+from qframework.kernels._common import check_dtype, check_float_input
+from qframework.numerics import FLOAT_DTYPES
+
+Handler = Callable[..., Any]
+
+
+class BlockTensor(Tensor):
+    """INT8 values with one scale for each block of ``block_size`` x ``block_size`` of them (Jetfire, section 4).
+
+    Args:
+        q: ``(..., C)`` int8, contiguous.
+        scale: ``(ceil(R / B), ceil(C / B))`` fp32, R = prod(leading).
+        block_size: 32, 64 or 128.
+        dtype: what it is outside: float32, float16 or bfloat16. ``dequantize`` gives it, gradients have it.
+        statistics: None, or what an addition found out about its rows for the normalization behind it, ``(R, 2)`` fp32.
+
+    Raises:
+        UnsupportedError, QFrameworkError: dtypes, block size or the scale's shape.
+    """
+
+    q: Tensor
+    scale: Tensor
+    block_size: int
+    statistics: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        q: Tensor,
+        scale: Tensor,
+        block_size: int,
+        dtype: torch.dtype,
+        statistics: Tensor | None = None,
+    ) -> BlockTensor:
+        self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self.q, self.scale, self.block_size, self.statistics = q, scale, block_size, statistics
+        return self
+
+    def __init__(
+        self, q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype, statistics: Tensor | None = None
+    ) -> None:
+        check_blocks("BlockTensor", "q", q, scale, block_size)
+        check_dtype("BlockTensor", "the outside", self, FLOAT_DTYPES)
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from qframework.training.block_dispatch import dispatch
+
+        return dispatch(func, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, bool]]:
+        inside = ["q", "scale"] if self.statistics is None else ["q", "scale", "statistics"]
+        return inside, (self.block_size, self.dtype, self.statistics is not None)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inside: dict[str, Tensor], context: tuple[int, torch.dtype, bool], size: Any, stride: Any
+    ) -> BlockTensor:
+        block_size, dtype, _ = context
+        return _wrap(inside["q"], inside["scale"], block_size, dtype, inside.get("statistics"))
+
+    def __coerce_tangent_metadata__(self) -> BlockTensor:
+        """What a gradient of this looks like: AOTAutograd asks while it traces. Gradients carry no statistics."""
+        return _wrap(self.q, self.scale, self.block_size, self.dtype)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, expected: tuple[int, torch.dtype, bool] | None, expected_type: type | None = None
+    ) -> Tensor | None:
+        """This gradient as the compiled backward pass expects it: a float tensor, or other blocks."""
+        if expected_type is Tensor:
+            return float_of(self)
+        if expected is None or (expected_type or BlockTensor) is not BlockTensor or expected[2]:
+            return None
+        block_size, dtype, _ = expected
+        if block_size == self.block_size:
+            return _wrap(self.q, self.scale, block_size, dtype)
+        return blocks_of(float_of(self).to(dtype), block_size)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return (
+            f"BlockTensor(shape={tuple(self.shape)}, block_size={self.block_size}, dtype={self.dtype}, "
+            f"device={self.device}, q={self.q}, scale={self.scale})"
+        )
+
+    def dequantize(self) -> Tensor:
+        """The float tensor this stands for, ``q * scale``; the gradient comes back in blocks of the same size."""
+        return DequantizeBlocks.apply(self)
+
+
+def _wrap(
+    q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype, statistics: Tensor | None = None
+) -> BlockTensor:
+    """A BlockTensor without checks: while tracing, its insides may be anything that traces."""
+    return BlockTensor.__new__(BlockTensor, q, scale, block_size, dtype, statistics)
+
+
+def blocks_of(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTensor:
+    """``x`` (any float tensor) quantized, outside autograd: for Functions."""
+    q, scale = torch.ops.qframework.block_quantize(x, block_size, seed)
+    return _wrap(q, scale, block_size, x.dtype)
+
+
+def float_of(x: BlockTensor) -> Tensor:
+    """``x`` dequantized to its dtype, outside autograd: for Functions."""
+    return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, x.dtype)
+
+
+def as_blocks(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTensor:
+    """``x`` if it is a BlockTensor, else ``x`` quantized; outside autograd: for Functions.
+
+    Raises:
+        QFrameworkError: a BlockTensor of another block size.
+    """
+    if not isinstance(x, BlockTensor):
+        return blocks_of(x, block_size, seed)
+    if x.block_size != block_size:
+        raise QFrameworkError(
+            f"a tensor in blocks of {x.block_size} reached a layer with blocks of {block_size}; "
+            "give all layers of a model one block_size"
+        )
+    return x
+
+
+def as_grad_of(x: Tensor, grad: Tensor) -> Tensor:
+    """``grad`` as the gradient of ``x``: a BlockTensor exactly where ``x`` is one; outside autograd, for Functions."""
+    if isinstance(x, BlockTensor):
+        return as_blocks(grad, x.block_size)
+    return float_of(grad) if isinstance(grad, BlockTensor) else grad
+
+
+@torch._dynamo.allow_in_graph
+class QuantizeBlocks(torch.autograd.Function):
+    """A float tensor into blocks; the gradient passes straight through, as a float tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, block_size: int, seed: Tensor | None) -> BlockTensor:
+        return blocks_of(x, block_size, seed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return (float_of(grad) if isinstance(grad, BlockTensor) else grad), None, None
+
+
+@torch._dynamo.allow_in_graph
+class DequantizeBlocks(torch.autograd.Function):
+    """Blocks into the float tensor they stand for; the gradient passes straight through, in blocks of the same size."""
+
+    @staticmethod
+    def forward(ctx: Any, x: BlockTensor) -> Tensor:
+        ctx.block_size = x.block_size
+        return float_of(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> BlockTensor:
+        return as_blocks(grad, ctx.block_size)
+
+
+def quantize_blocks(x: Tensor, block_size: int = 32, seed: Tensor | None = None) -> BlockTensor:
+    """``x`` in the block format, differentiable: gradients pass straight through.
+
+    Args:
+        x: ``(..., C)`` fp32, fp16 or bf16, seen as rows; a BlockTensor is returned as it is.
+        block_size: 32, 64 or 128.
+        seed: one int64 on ``x``'s device, see ``new_seed``: round stochastically instead of half to even.
+
+    Raises:
+        UnsupportedError: a block size or dtype.
+        QFrameworkError: a BlockTensor of another block size.
+    """
+    if isinstance(x, BlockTensor):
+        return as_blocks(x, block_size)
+    check_float_input("quantize_blocks", x)
+    return QuantizeBlocks.apply(x, block_size, seed)
+
+
+def new_seed(device: torch.device | str) -> Tensor:
+    """A seed for stochastic rounding or dropout: one int64 on ``device``, from torch's generator of that device.
+
+    Drawn there, so that nothing waits for the GPU, a compiled graph draws anew in each call, and checkpointing, which
+    puts the generator back, sees the same seed twice.
+    """
+    return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)
