@@ -1,0 +1,217 @@
+"""Linear layers whose three products run in INT8, with one scale a block (Jetfire, sections 4 and 5).
+
+Of operands in blocks, and sums over blocks in float32::
+
+    Y  = X   W^T          W quantized from the master weight
+    dX = dY  W            W quantized anew, and transposed
+    dW = dY^T X           X kept in INT8 since the forward pass; a float dY is read once for both products
+
+Parameters and state dicts are those of the float layer; masters stay in float and are never quantized in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from qframework.errors import UnsupportedError
+from qframework.kernels._blocks import check_block_size
+from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks
+
+Output = Literal["block", "float"]
+# q, scale of a matrix in blocks
+Blocks = tuple[Tensor, Tensor]
+
+
+@torch._dynamo.allow_in_graph
+class Int8LinearFunction(torch.autograd.Function):
+    """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        block_size: int,
+        dtype: torch.dtype,
+        output: Output,
+        conv1d: bool,
+    ) -> Tensor:
+        blocks = as_blocks(x, block_size)
+        for_x, for_weight, _ = ctx.needs_input_grad[:3]
+        ctx.save_for_backward(blocks if for_weight else None, weight if for_x else None)
+        ctx.block_size, ctx.conv1d = block_size, conv1d
+        ctx.x_dtype, ctx.in_blocks, ctx.weight_dtype = x.dtype, isinstance(x, BlockTensor), weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        w, w_scale = weight_blocks(weight, block_size, transposed=conv1d)
+        out_dtype = torch.int8 if output == "block" else dtype
+        y, scale = torch.ops.qframework.block_linear(blocks.q, blocks.scale, w, w_scale, bias, block_size, out_dtype)
+        return _wrap(y, scale, block_size, dtype) if output == "block" else y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        blocks, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
+        upright, transposed = both_ways(grad, ctx.block_size, for_x, for_weight)
+        grad_x = grad_weight = None
+        if for_x:
+            grad_x = input_gradient(ctx, upright, weight)
+        if for_weight:
+            x = torch.ops.qframework.block_transpose(blocks.q, blocks.scale, ctx.block_size)
+            left, right = (x, transposed) if ctx.conv1d else (transposed, x)
+            grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, ctx.block_size, ctx.weight_dtype)
+        grad_bias = sum_rows(grad).to(ctx.bias_dtype) if for_bias else None
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def weight_blocks(weight: Tensor, block_size: int, transposed: bool) -> Blocks:
+    """A master weight, or its transpose, in blocks: they are square, so both hold the same numbers."""
+    if not transposed:
+        return torch.ops.qframework.block_quantize(weight, block_size)
+    return torch.ops.qframework.block_quantize_both(weight, block_size)[2:]
+
+
+def both_ways(grad: Tensor, block_size: int, upright: bool, transposed: bool) -> tuple[Blocks, Blocks]:
+    """``grad`` in blocks and its transpose, each where it is asked for, else something unused; a float is read once."""
+    if not isinstance(grad, BlockTensor):
+        if not transposed:
+            q = torch.ops.qframework.block_quantize(grad, block_size)
+            return q, q
+        *q, q_t, scale_t = torch.ops.qframework.block_quantize_both(grad, block_size)
+        return tuple(q), (q_t, scale_t)
+    q = grad.q, grad.scale
+    return q, torch.ops.qframework.block_transpose(*q, block_size) if transposed else q
+
+
+def input_gradient(ctx: Any, grad: Blocks, weight: Tensor) -> Tensor:
+    """dX, in blocks where X came in blocks."""
+    w = weight_blocks(weight, ctx.block_size, transposed=not ctx.conv1d)
+    out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
+    q, scale = torch.ops.qframework.block_linear(*grad, *w, None, ctx.block_size, out_dtype)
+    return _wrap(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
+
+
+def sum_rows(grad: Tensor) -> Tensor:
+    """The sum of all rows of ``grad (..., C)``, (C,) fp32."""
+    if isinstance(grad, BlockTensor):
+        return torch.ops.qframework.block_sum_rows(grad.q, grad.scale, grad.block_size)
+    return grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+
+
+def result_dtype(x: Tensor) -> torch.dtype:
+    """What a float linear of ``x`` would give: autocast's dtype inside of it, else ``x``'s own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+class Int8Linear(nn.Linear):
+    """``nn.Linear`` with INT8 operands in blocks in all three products (Jetfire, section 5). Same parameters.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as nn.Linear.
+        block_size: B, 32, 64 or 128; the larger, the faster and the coarser.
+        output: ``"block"`` gives a BlockTensor, ``"float"`` a float tensor, for what computes in float behind it.
+
+    ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size; the result is like it in
+    dtype, or has that of autocast. The gradient of a BlockTensor is a BlockTensor, those of parameters are float.
+
+    Raises:
+        UnsupportedError: a block size or output; in ``forward``, a dtype.
+        QFrameworkError: a BlockTensor of another block size, or of another number of features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 32,
+        output: Output = "block",
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.block_size, self.output = check_options(type(self).__name__, block_size, output)
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, block_size: int = 32, output: Output = "block") -> Int8Linear:
+        """The same layer with the very same parameters."""
+        made = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            "meta",
+            block_size=block_size,
+            output=output,
+        )
+        return share(made, linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Int8LinearFunction.apply(x, self.weight, self.bias, self.block_size, result_dtype(x), self.output, False)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block_size={self.block_size}, output={self.output!r}"
+
+
+class Conv1D(nn.Module):
+    """transformers' ``Conv1D``: a linear layer whose weight is ``(nx, nf)``, in times out features."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter
+
+    def __init__(self, nf: int, nx: int, device: Any = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf, device=device, dtype=dtype).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(nf, device=device, dtype=dtype))
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}"
+
+
+class Int8Conv1D(Conv1D):
+    """``Int8Linear`` for transformers' ``Conv1D``, with its parameters: the weight is ``(nx, nf)``, in times out."""
+
+    def __init__(
+        self,
+        nf: int,
+        nx: int,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 32,
+        output: Output = "block",
+    ) -> None:
+        super().__init__(nf, nx, device, dtype)
+        self.block_size, self.output = check_options(type(self).__name__, block_size, output)
+
+    @classmethod
+    def from_float(cls, conv: Any, block_size: int = 32, output: Output = "block") -> Int8Conv1D:
+        """The same layer with the very same parameters."""
+        nx, nf = conv.weight.shape
+        return share(cls(nf, nx, "meta", block_size=block_size, output=output), conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Int8LinearFunction.apply(x, self.weight, self.bias, self.block_size, result_dtype(x), self.output, True)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block_size={self.block_size}, output={self.output!r}"
+
+
+def check_options(layer: str, block_size: int, output: str) -> tuple[int, Any]:
+    """Both, or UnsupportedError."""
+    check_block_size(layer, block_size)
+    if output not in get_args(Output):
+        raise UnsupportedError(f"{layer}: output={output!r} is unknown; accepted: {', '.join(get_args(Output))}")
+    return block_size, output
+
+
+def share(made: Any, given: nn.Module) -> Any:
+    """``made`` with the parameters and the mode of ``given``."""
+    for name in ("weight", "bias"):
+        setattr(made, name, getattr(given, name))
+    return made.train(given.training)

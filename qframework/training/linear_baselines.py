@@ -1,0 +1,146 @@
+"""Baselines of INT8 training: linear layers that take and give floats, and quantize around each product.
+
+``PerTensorLinear`` has one scale a tensor in all three products (Banner et al., 2018). ``PerTokenLinear`` is SwitchBack
+(Wortsman et al., 2023): a scale for each row of X and dY and one for W, and dW, whose sums run over tokens, in float.
+Each has a twin for transformers' ``Conv1D``. Jetfire's own layers are in linear.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.training.block_tensor import BlockTensor
+from qframework.training.linear import Conv1D, result_dtype, share, sum_rows
+
+
+@torch._dynamo.allow_in_graph
+class PerTensorLinearFunction(torch.autograd.Function):
+    """``x @ weight.T + bias`` with one scale for each of X, W and dY. Saves INT8 and the master weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv1d: bool) -> Tensor:
+        q, scale = torch.ops.qframework.dynamic_quantize(x, "per_tensor")
+        w, w_scale = per_tensor_weight(weight, transposed=conv1d)
+        ctx.save_for_backward(q, scale, weight)
+        ctx.dtype, ctx.conv1d, ctx.bias_dtype = x.dtype, conv1d, None if bias is None else bias.dtype
+        return torch.ops.qframework.int8_linear(q, scale, w, w_scale, bias, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, scale, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        g, g_scale = torch.ops.qframework.dynamic_quantize(grad, "per_tensor")
+        grad_x = grad_weight = None
+        if for_x:
+            grad_x = quantized_input_gradient(g, g_scale, weight, ctx.conv1d, ctx.dtype)
+        if for_weight:
+            of_grad, of_x = (flat(g).t().contiguous(), g_scale), (flat(q).t().contiguous(), scale)
+            (a, a_scale), (b, b_scale) = (of_x, of_grad) if ctx.conv1d else (of_grad, of_x)
+            grad_weight = torch.ops.qframework.int8_linear(a, a_scale, b, b_scale.reshape(1), out_dtype=weight.dtype)
+        return grad_x, grad_weight, sum_rows(grad).to(ctx.bias_dtype) if for_bias else None, None
+
+
+@torch._dynamo.allow_in_graph
+class PerTokenLinearFunction(torch.autograd.Function):
+    """SwitchBack: a scale for each row of X and dY and one for W; dW is a float product. Saves X as it came."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv1d: bool) -> Tensor:
+        q, scale = torch.ops.qframework.dynamic_quantize(x, "per_token")
+        w, w_scale = per_tensor_weight(weight, transposed=conv1d)
+        ctx.save_for_backward(x, weight)
+        ctx.conv1d, ctx.bias_dtype = conv1d, None if bias is None else bias.dtype
+        return torch.ops.qframework.int8_linear(q, scale, w, w_scale, bias, out_dtype=x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        grad_x = grad_weight = None
+        if for_x:
+            g, g_scale = torch.ops.qframework.dynamic_quantize(grad, "per_token")
+            grad_x = quantized_input_gradient(g, g_scale, weight, ctx.conv1d, x.dtype)
+        if for_weight:
+            left, right = (flat(x), flat(grad)) if ctx.conv1d else (flat(grad), flat(x))
+            grad_weight = (left.t() @ right).to(weight.dtype)
+        return grad_x, grad_weight, sum_rows(grad).to(ctx.bias_dtype) if for_bias else None, None
+
+
+def per_tensor_weight(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """A master weight, or its transpose, as int8 with one scale, (1,)."""
+    w, scale = torch.ops.qframework.dynamic_quantize(weight, "per_tensor")
+    return (w.t().contiguous() if transposed else w), scale.reshape(1)
+
+
+def quantized_input_gradient(
+    grad: Tensor, grad_scale: Tensor, weight: Tensor, conv1d: bool, dtype: torch.dtype
+) -> Tensor:
+    """dX = dY W with one scale for W."""
+    w, w_scale = per_tensor_weight(weight, transposed=not conv1d)
+    return torch.ops.qframework.int8_linear(grad, grad_scale, w, w_scale, out_dtype=dtype)
+
+
+def flat(x: Tensor) -> Tensor:
+    """``(..., C)`` as ``(rows, C)``."""
+    return x.reshape(-1, x.shape[-1])
+
+
+class _BaselineLinear(nn.Linear):
+    """What the baselines share: floats in and out, BlockTensors taken as floats."""
+
+    function: type[torch.autograd.Function]
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear) -> Any:
+        """The same layer with the very same parameters."""
+        return share(cls(linear.in_features, linear.out_features, linear.bias is not None, "meta"), linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(float_input(x), self.weight, self.bias, False)
+
+
+class _BaselineConv1D(Conv1D):
+    function: type[torch.autograd.Function]
+
+    @classmethod
+    def from_float(cls, conv: Any) -> Any:
+        """The same layer with the very same parameters."""
+        nx, nf = conv.weight.shape
+        return share(cls(nf, nx, "meta"), conv)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function.apply(float_input(x), self.weight, self.bias, True)
+
+
+class PerTensorLinear(_BaselineLinear):
+    """nn.Linear with one scale a tensor in all three products; a baseline. Floats in and out."""
+
+    function = PerTensorLinearFunction
+
+
+class PerTokenLinear(_BaselineLinear):
+    """nn.Linear as SwitchBack has it: a scale for each row, dW in float; a baseline. Floats in and out."""
+
+    function = PerTokenLinearFunction
+
+
+class PerTensorConv1D(_BaselineConv1D):
+    """``PerTensorLinear`` for transformers' ``Conv1D``."""
+
+    function = PerTensorLinearFunction
+
+
+class PerTokenConv1D(_BaselineConv1D):
+    """``PerTokenLinear`` for transformers' ``Conv1D``."""
+
+    function = PerTokenLinearFunction
+
+
+def float_input(x: Tensor) -> Tensor:
+    """``x`` as a float tensor of the dtype in which a float linear would compute."""
+    if isinstance(x, BlockTensor):
+        x = x.dequantize()
+    return x.to(result_dtype(x))
