@@ -1,0 +1,110 @@
+"""What the operators between blocks share: registration, empty results, tiles and how programs walk over them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError
+from qframework.kernels._blocks import check_blocks, row_count, scale_shape
+from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._launch import cdiv, cuda_implementation, power_of_2
+from qframework.kernels._triton import tl, triton
+from qframework.numerics import FLOAT_DTYPES
+
+Blocks = tuple[Tensor, Tensor]
+TILE_COLUMNS = 256  # a program reads whole lines of 128 bytes of every row
+VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
+
+
+def register_block_operator(
+    schema: str,
+    check: Callable[..., None],
+    reference: Callable[..., Any],
+    launcher: Callable[..., Any],
+    empty: Callable[..., Any],
+) -> None:
+    """Define the operator: ``reference`` on CPUs, ``launcher`` on GPUs, ``empty`` as its fake, after ``check`` each.
+
+    All four take the operator's arguments, with its defaults.
+    """
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    torch.library.impl(LIBRARY, name, "CPU")(_checked(check, reference))
+    cuda_implementation(name)(_checked(check, launcher))
+    torch.library.register_fake(f"qframework::{name}", _checked(check, empty), lib=LIBRARY)
+
+
+def _checked(check: Callable[..., None], implementation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return implementation(*args, **kwargs)
+
+    return run
+
+
+def check_alike(operator: str, block_size: int, **operands: tuple[Tensor, Tensor]) -> None:
+    """Check operands in the block format, ``name=(q, scale)``, of one shape and device."""
+    first: tuple[str, Tensor] | None = None
+    for name, (q, scale) in operands.items():
+        check_blocks(operator, name, q, scale, block_size)
+        if first is None:
+            first = name, q
+            continue
+        check_same_device(operator, first[1], **{name: q})
+        if q.shape != first[1].shape:
+            raise QFrameworkError(
+                f"{operator}: {name} has shape {tuple(q.shape)} and {first[0]} {tuple(first[1].shape)}; accepted: equal"
+            )
+
+
+def check_vector(operator: str, argument: str, vector: Tensor | None, length: int, like: Tensor) -> None:
+    """Check a float vector, one value for each of ``length`` columns or rows, on the device of ``like``."""
+    if vector is None:
+        return
+    check_dtype(operator, argument, vector, FLOAT_DTYPES)
+    check_same_device(operator, like, **{argument: vector})
+    if tuple(vector.shape) != (length,):
+        raise QFrameworkError(f"{operator}: {argument} has shape {tuple(vector.shape)}; accepted: ({length},)")
+
+
+def empty_blocks(like: Tensor, block_size: int) -> Blocks:
+    """Room for a result in the block format of the shape of ``like``."""
+    scale = like.new_empty(scale_shape(like.shape, block_size), dtype=torch.float32)
+    return like.new_empty(tuple(like.shape), dtype=torch.int8), scale
+
+
+def tile_of(columns: int, block_size: int, values: int = VALUES_PER_THREAD) -> dict[str, int]:
+    """Constants of a kernel: one row of blocks high, whole lines wide, ``values`` of them in a thread."""
+    width = max(block_size, min(TILE_COLUMNS * 32 // block_size, power_of_2(columns)), 32)
+    warps = max(block_size * width // (32 * values), 1)
+    return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "num_warps": warps}
+
+
+def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int]:
+    """The grid of a kernel that asks ``tile_origin`` where its tile begins."""
+    return (cdiv(row_count(like.shape), tile["TILE_M"]) * cdiv(like.shape[-1], tile["TILE_N"]),)
+
+
+def rows_and_columns(like: Tensor) -> tuple[int, int]:
+    """R and C of a tensor ``(..., C)``; checks the device, as every launcher must."""
+    check_device(like.device)
+    return row_count(like.shape), like.shape[-1]
+
+
+@triton.jit
+def tile_origin(C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Row and column where this program's tile begins. Along the rows first: neighbours share pages of memory."""
+    across = tl.cdiv(C, TILE_N)
+    return tl.program_id(0) // across * TILE_M, tl.program_id(0) % across * TILE_N
+
+
+@triton.jit
+def inside_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Which values of a tile belong to the tensor, (TILE_M, TILE_N)."""
+    return ((row + tl.arange(0, TILE_M)) < R)[:, None] & ((column + tl.arange(0, TILE_N)) < C)[None, :]
