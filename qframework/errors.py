@@ -18,3 +18,7 @@ class CalibrationError(QFrameworkError):
 
 class FileFormatError(QFrameworkError):
     """A file is damaged, foreign, or written by an incompatible version."""
+
+
+class NonFiniteError(QFrameworkError):
+    """Training met NaN or infinity in a layer that is watched."""

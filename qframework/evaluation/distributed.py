@@ -67,8 +67,11 @@ class Processes:
 
 
 @contextmanager
-def joined_processes() -> Iterator[Processes]:
+def joined_processes(backend: str = "gloo") -> Iterator[Processes]:
     """The processes that ``torchrun`` started, joined while the block runs; one alone where it was not used.
+
+    Args:
+        backend: of torch.distributed; counts need gloo on the CPU, training on GPUs ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
         QFrameworkError: a process group exists already, which is not ours to end.
@@ -77,8 +80,8 @@ def joined_processes() -> Iterator[Processes]:
         yield Processes()
         return
     if distributed.is_initialized():
-        raise QFrameworkError("joined_processes: a process group is open; accepted: none, this opens its own with gloo")
-    distributed.init_process_group("gloo", timeout=_PATIENCE)
+        raise QFrameworkError("joined_processes: a process group is open; accepted: none, this opens its own")
+    distributed.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
     finally:

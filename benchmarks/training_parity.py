@@ -1,0 +1,284 @@
+"""What INT8 training costs in accuracy: a ViT on digits and a GPT on bytes of Python, against BF16, over several seeds.
+
+    python -m benchmarks.training_parity --device cuda --jobs 4
+
+Every run (task, configuration, seed) is a file of its own under ``--output``, written when it has ended; the same
+command skips those and goes on with the others from their last checkpoints. ``--report`` only compares what is there:
+a table and a plot for each task, and exit status 1 where a configuration with a bound misses it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.harness import argument_parser, comma_separated
+from benchmarks.machine import REPOSITORY, describe_machine
+from qframework.errors import QFrameworkError
+from qframework.evaluation import digits_vit
+from qframework.evaluation.training_files import Curves, draw_curves
+from qframework.evaluation.training_loop import Place, RunConfig, TrainingTask, train
+from qframework.evaluation.training_tasks import DigitsTask, TextTask
+from qframework.serialization import atomic_write
+
+RESULTS = REPOSITORY / "benchmarks" / "results" / "training"
+BUILD = REPOSITORY / "build" / "training_parity"
+BASELINE = "bf16"
+CONFIGURATIONS: dict[str, dict[str, Any]] = {
+    "fp32": {"precision": "fp32"},
+    "bf16": {"precision": "bf16"},
+    "per_block_32": {"precision": "int8", "block_size": 32},
+    "per_block_64": {"precision": "int8", "block_size": 64},
+    "per_block_128": {"precision": "int8", "block_size": 128},
+    "per_token": {"precision": "int8", "mode": "per_token"},
+    "per_tensor": {"precision": "int8", "mode": "per_tensor"},
+}
+DEFAULT = ("bf16", "per_block_32", "per_block_128", "per_token", "per_tensor")
+KEPT_EVERY = 10  # steps that a tracked file holds one mean of
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A task, how it is trained, and the figure that counts."""
+
+    task: TrainingTask
+    config: RunConfig
+    metric: str
+    unit: str
+    evaluate_every: int
+    bound: float  # of INT8 per block behind BF16: points where more is better, a share where less is
+    more_is_better: bool
+
+    def behind(self, value: float, baseline: float) -> float:
+        """How far ``value`` is behind ``baseline``, in what ``bound`` is; negative where it is ahead."""
+        return baseline - value if self.more_is_better else value / baseline - 1
+
+
+SUBJECTS = {
+    "digits": Subject(DigitsTask(), RunConfig(1500, 32, 7e-4, warmup=0.07), "top1", "top-1 in percent", 100, 0.3, True),
+    "gpt": Subject(TextTask(), RunConfig(2000, 64, 1e-3), "loss", "loss in nats a byte", 100, 0.01, False),
+}
+SMOKE = {
+    "digits": replace(
+        SUBJECTS["digits"],
+        task=DigitsTask(digits_vit.TrainingConfig(embed_dim=32, depth=1, num_heads=2)),
+        config=RunConfig(2, 4, 1e-3),
+    ),
+    "gpt": replace(
+        SUBJECTS["gpt"],
+        task=TextTask(width=32, depth=1, heads=2, context=16, windows=4, limit=300_000),
+        config=RunConfig(2, 4, 1e-3),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run."""
+
+    task: str
+    configuration: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.task},{self.configuration},{self.seed}"
+
+    def path(self, folder: Path) -> Path:
+        return folder / self.task / f"{self.configuration}-{self.seed}.json"
+
+
+# One run
+
+
+def run(case: Case, options: argparse.Namespace) -> None:
+    """Train and write the file; nothing where it is there."""
+    subject = (SMOKE if options.smoke else SUBJECTS)[case.task]
+    config = replace(subject.config, seed=case.seed, **CONFIGURATIONS[case.configuration])
+    path = case.path(options.output)
+    if path.exists():
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its results only with this
+    place = Place(
+        device=torch.device(options.device),
+        folder=options.build / case.task / f"{case.configuration}-{case.seed}",
+        evaluate_every=subject.evaluate_every,
+        checkpoint_every=subject.evaluate_every,
+        compiled=options.compile,
+        show_progress=options.jobs == 1,
+    )
+    outcome = train(subject.task, config, place)
+    document = {
+        "task": case.task,
+        "configuration": case.configuration,
+        "seed": case.seed,
+        "settings": {**subject.task.settings, "steps": config.steps, "batch_size": config.batch_size},
+        "machine": describe_machine(place.device.type),
+        "compiled": options.compile,
+        "examples_per_second": round(outcome.examples_per_second, 1),
+        "validation": [[step, row] for step, row in sorted(outcome.curves.validation.items())],
+        "losses_every": KEPT_EVERY,
+        "losses": _thinned(outcome.curves.losses),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as file:
+        file.write((json.dumps(document, indent=1) + "\n").encode())
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
+    print(f"{case}: {figures}, {outcome.examples_per_second:.0f} examples/s", flush=True)
+
+
+def _thinned(losses: Sequence[float]) -> list[float]:
+    parts = (losses[start : start + KEPT_EVERY] for start in range(0, len(losses), KEPT_EVERY))
+    return [float(f"{statistics.fmean(part):.5g}") for part in parts]
+
+
+def run_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
+    """Every run in a process of its own, ``--jobs`` at a time; how many failed."""
+    if options.jobs == 1:
+        for case in cases:
+            run(case, options)
+        return 0
+    with ThreadPoolExecutor(options.jobs) as pool:
+        return sum(pool.map(lambda case: _run_apart(case, options), cases))
+
+
+def _run_apart(case: Case, options: argparse.Namespace) -> bool:
+    """Whether the run failed; what it said is passed on."""
+    if case.path(options.output).exists():
+        return False
+    arguments = ["--run", str(case), "--device", options.device, "--output", options.output, "--build", options.build]
+    flags = [f"--{name}" for name in ("smoke", "compile") if getattr(options, name)]
+    command = [sys.executable, "-m", "benchmarks.training_parity", *map(str, arguments), *flags]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    said = result.stdout if result.returncode == 0 else f"{case} failed:\n{result.stderr[-3000:]}"
+    print(said.strip(), flush=True)
+    return result.returncode != 0
+
+
+# All runs together
+
+
+def read(folder: Path, task: str) -> dict[str, list[dict[str, Any]]]:
+    """The runs of a task by configuration, in the order of CONFIGURATIONS and of the seeds."""
+    documents = [json.loads(path.read_text()) for path in sorted((folder / task).glob("*.json"))]
+    settings = {json.dumps(document["settings"], sort_keys=True) for document in documents}
+    if len(settings) > 1:
+        raise QFrameworkError(f"{folder / task} holds runs of {len(settings)} kinds; accepted: one, remove the others")
+    documents.sort(key=lambda document: document["seed"])
+    found = {name: [row for row in documents if row["configuration"] == name] for name in CONFIGURATIONS}
+    return {name: rows for name, rows in found.items() if rows}
+
+
+def final(document: dict[str, Any], metric: str) -> float:
+    """The figure after the last step."""
+    return float(document["validation"][-1][1][metric])
+
+
+def table(task: str, runs: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
+    """A Markdown table of the means and the distances from BF16 on equal seeds; whether all bounds are kept."""
+    subject, kept = SUBJECTS[task], True
+    scale, unit = (1.0, "points") if subject.more_is_better else (100.0, "percent")
+    lines = [
+        f"| {task}, {subject.unit} | seeds | mean | behind BF16, {unit} | bound |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    baseline = {row["seed"]: final(row, subject.metric) for row in runs.get(BASELINE, [])}
+    for name, rows in runs.items():
+        values = [final(row, subject.metric) for row in rows]
+        pairs = [(final(row, subject.metric), baseline[row["seed"]]) for row in rows if row["seed"] in baseline]
+        behind = statistics.fmean(subject.behind(*pair) for pair in pairs) if pairs else math.nan
+        bound = f"{scale * subject.bound:g}" if name.startswith("per_block") else ""
+        kept &= not bound or not pairs or behind <= subject.bound
+        shown = "" if name == BASELINE or not pairs else f"{scale * behind:+.2f}"
+        lines.append(f"| {name} | {len(rows)} | {statistics.fmean(values):.4g} | {shown} | {bound} |")
+    return "\n".join(lines) + "\n", kept
+
+
+def report(folder: Path, tasks: Sequence[str]) -> bool:
+    """Write ``<task>.md`` and ``<task>.png`` for the runs that are there; whether all bounds are kept."""
+    kept = True
+    for task in tasks:
+        runs = read(folder, task)
+        if not runs:
+            continue
+        text, fine = table(task, runs)
+        print(text)
+        kept &= fine
+        with atomic_write(folder / f"{task}.md") as file:
+            file.write(text.encode())
+        draw_curves({name: list(map(_curves, rows)) for name, rows in runs.items()}, folder / f"{task}.png", task)
+    return kept
+
+
+def _curves(document: dict[str, Any]) -> Curves:
+    """Each kept mean stands for its steps."""
+    losses = [loss for loss in document["losses"] for _ in range(document["losses_every"])]
+    return Curves.from_dict({"losses": losses, "validation": document["validation"]})
+
+
+# Command line
+
+
+def _case(text: str) -> Case:
+    task, configuration, seed = text.split(",")
+    return Case(task, configuration, int(seed))
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argument_parser("training_parity", __doc__, output=False)
+    parser.add_argument("--tasks", type=comma_separated(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
+    parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the models")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, sharing the device (default: 1)")
+    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="results (default: tracked)")
+    parser.add_argument("--build", type=Path, default=BUILD, metavar="FOLDER", help="checkpoints")
+    parser.add_argument("--report", action="store_true", help="train nothing, compare what is there")
+    parser.add_argument("--run", type=_case, metavar="TASK,CONFIGURATION,SEED", help="this run alone, without a report")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train what is missing, then compare."""
+    options = parse_arguments(argv)
+    if options.smoke and options.output == RESULTS:
+        with tempfile.TemporaryDirectory() as folder:
+            options.output, options.build, options.seeds = Path(folder) / "results", Path(folder), [0]
+            return _measure(options)
+    return _measure(options)
+
+
+def _measure(options: argparse.Namespace) -> int:
+    if options.run is not None:
+        run(options.run, options)
+        return 0
+    failed = 0
+    if not options.report:
+        # Seeds outermost: what an interruption leaves can be compared.
+        cases = [
+            Case(task, name, seed)
+            for seed in options.seeds
+            for task in options.tasks
+            for name in options.configurations
+        ]
+        failed = run_all(cases, options)
+    kept = report(options.output, options.tasks)
+    return int(failed > 0 or not (kept or options.smoke))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

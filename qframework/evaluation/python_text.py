@@ -1,0 +1,75 @@
+"""Real text that every machine with Python has: the sources of its standard library, as bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError
+
+VOCABULARY = 256
+# Not written to be read, or not part of every installation.
+_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "ensurepip"}
+_VALIDATION_EVERY = 20  # every twentieth file
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes ``(N,)`` uint8 in two parts; no file lies in both. ``digest``: SHA-256 of all of them."""
+
+    train: Tensor
+    validation: Tensor
+    digest: str
+
+
+@cache
+def load_text(folder: str | None = None, limit: int | None = None) -> Text:
+    """The sources under ``folder`` in the order of their paths, every twentieth file for validation.
+
+    Args:
+        folder: searched for ``*.py``; None is the standard library of this Python. Another version of Python has
+            other sources, so figures compare only where ``digest`` is the same.
+        limit: only the first files, until they hold this many bytes.
+
+    Raises:
+        QFrameworkError: there are fewer than 20 files.
+    """
+    root = Path(folder or sysconfig.get_paths()["stdlib"])
+    train, validation, total = [], [], 0
+    for number, path in enumerate(_sources(root), 1):
+        content = path.read_bytes()
+        (train if number % _VALIDATION_EVERY else validation).append(content)
+        total += len(content)
+        if limit is not None and total >= limit and validation:
+            break
+    if not validation:
+        raise QFrameworkError(f"{root} holds fewer than {_VALIDATION_EVERY} Python files; accepted: a folder with more")
+    digest = hashlib.sha256(b"".join((*train, b"\0", *validation))).hexdigest()
+    return Text(*(_tensor(b"".join(part)) for part in (train, validation)), digest)
+
+
+def _sources(root: Path) -> list[Path]:
+    found = (path for path in root.rglob("*.py") if path.is_file())
+    return sorted(path for path in found if not _LEFT_OUT & set(path.relative_to(root).parts))
+
+
+def _tensor(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
+    """``(count, length)`` int64 from random places of ``text`` ``(N,)`` uint8."""
+    starts = torch.randint(0, len(text) - length + 1, (count, 1), generator=generator)
+    return text[starts + torch.arange(length)].long()
+
+
+def even_windows(text: Tensor, count: int, length: int) -> Tensor:
+    """``(count, length)`` int64 from places evenly spread over ``text`` ``(N,)`` uint8: the same in every run."""
+    starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long().unsqueeze(1)
+    return text[starts + torch.arange(length)].long()

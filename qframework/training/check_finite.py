@@ -1,0 +1,105 @@
+"""NaN and infinity in activations and gradients, reported with the name of the layer they first appear in.
+
+An option of convert_to_int8_training, for finding a fault: every check waits for the GPU. In blocks only the scales
+are looked at, for a block that holds NaN or infinity has such a scale. The checks run under torch.compile as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.errors import NonFiniteError
+from qframework.kernels._common import LIBRARY
+from qframework.training.block_tensor import BlockTensor, _wrap
+
+LIBRARY.define("check_finite(Tensor x, str what) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "check_finite", "CompositeExplicitAutograd")
+def _check_finite(x: Tensor, what: str) -> Tensor:
+    """A copy of ``x`` (any float tensor). Raises NonFiniteError, which starts with ``what``, on NaN or infinity."""
+    if not bool(x.isfinite().all()):
+        nan, infinite = int(x.isnan().sum()), int(x.isinf().sum())
+        raise NonFiniteError(f"{what}: {nan} NaN and {infinite} infinite of {x.numel()}; accepted: finite values")
+    return x.clone()
+
+
+@torch.library.register_fake("qframework::check_finite", lib=LIBRARY)
+def _check_finite_fake(x: Tensor, what: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _checked(x: Tensor, name: str, what: str) -> Tensor:
+    if not isinstance(x, BlockTensor):
+        return torch.ops.qframework.check_finite(x, f"{name}: {what}, values")
+    scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what}, scales of INT8 blocks")
+    return _wrap(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
+
+
+@torch._dynamo.allow_in_graph
+class CheckFinite(torch.autograd.Function):
+    """A copy of ``x``, float or in blocks, checked on the way forward, and its gradient on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, name: str, what: str) -> Tensor:
+        ctx.name, ctx.what = name, what
+        return _checked(x, name, what)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _checked(grad, ctx.name, f"gradient of its {ctx.what}"), None, None
+
+
+def _check(value: Any, name: str, what: str) -> Any:
+    """Floating-point tensors, also in a tuple, checked; anything else as it is."""
+    if isinstance(value, tuple):
+        return tuple(_check(item, name, what) for item in value)
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return CheckFinite.apply(value, name, what)
+    return value
+
+
+class CheckOutput:
+    """Forward hook of a layer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        return _check(output, self.name, "output")
+
+
+class CheckInput:
+    """Forward pre-hook of a layer behind something that is no module, such as attention."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple(_check(value, self.name, "input") for value in args)
+
+
+def watch(model: nn.Module) -> None:
+    """Check what every layer of ``model`` without layers in it gives, and what linears are given."""
+    for name, module in model.named_modules():
+        if any(True for _ in module.children()):
+            continue
+        module.register_forward_hook(CheckOutput(name))
+        if getattr(module, "weight", None) is not None and module.weight.dim() == 2 and not _looks_up(module):
+            module.register_forward_pre_hook(CheckInput(name))
+
+
+def _looks_up(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def remove_checks(model: nn.Module) -> None:
+    """Undo ``watch``."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, (CheckOutput, CheckInput)):
+                    del hooks[key]

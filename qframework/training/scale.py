@@ -1,0 +1,96 @@
+"""LayerScale and stochastic depth of vision transformers on INT8 blocks.
+
+LayerScale multiplies each channel by a learned number: the values are quantized again. Stochastic depth drops a
+branch for whole samples: their values become 0 and all scales grow by one factor, so nothing is rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, quantize_blocks
+
+
+def _fp32(x: BlockTensor) -> Tensor:
+    return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, torch.float32)
+
+
+def _quantized(x: Tensor, like: BlockTensor) -> BlockTensor:
+    q, scale = torch.ops.qframework.block_quantize(x, like.block_size, None)
+    return _wrap(q, scale, like.block_size, like.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class ScaleChannels(torch.autograd.Function):
+    """``x * gamma`` in blocks; ``gamma (C,)`` gets the sum over rows of ``grad * x``, in FP32."""
+
+    @staticmethod
+    def forward(ctx: Any, x: BlockTensor, gamma: Tensor) -> BlockTensor:
+        ctx.save_for_backward(x, gamma)
+        return _quantized(_fp32(x) * gamma.float(), x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[BlockTensor, Tensor]:
+        x, gamma = ctx.saved_tensors
+        grad = _fp32(as_blocks(grad, x.block_size))
+        dgamma = (grad * _fp32(x)).flatten(0, -2).sum(dim=0)
+        return _quantized(grad * gamma.float(), x), dgamma.to(gamma.dtype)
+
+
+@torch._dynamo.allow_in_graph
+class DropSamples(torch.autograd.Function):
+    """``x * kept * factor`` in blocks, for ``kept`` int8 zeros and ones that broadcast against ``x``; exact."""
+
+    @staticmethod
+    def forward(ctx: Any, x: BlockTensor, kept: Tensor, factor: float) -> BlockTensor:
+        ctx.save_for_backward(kept)
+        ctx.factor, ctx.block_size = factor, x.block_size
+        return _wrap(x.q * kept, x.scale * factor, x.block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[BlockTensor, None, None]:
+        (kept,) = ctx.saved_tensors
+        grad = as_blocks(grad, ctx.block_size)
+        return _wrap(grad.q * kept, grad.scale * ctx.factor, ctx.block_size, grad.dtype), None, None
+
+
+class Int8LayerScale(nn.Module):
+    """timm's LayerScale, ``x * gamma``, in and out in blocks; a float input is quantized."""
+
+    def __init__(self, gamma: nn.Parameter, block_size: int = 32) -> None:
+        super().__init__()
+        self.gamma = gamma
+        self.block_size = block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to the same shape, in blocks."""
+        return ScaleChannels.apply(quantize_blocks(x, self.block_size), self.gamma)
+
+
+class Int8DropPath(nn.Module):
+    """Stochastic depth in blocks: while training each sample of the first dimension is dropped with ``drop_prob``.
+
+    A float input is quantized. ``scale_by_keep``: what is kept is divided by the probability of being kept.
+    """
+
+    def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: int = 32) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+        self.scale_by_keep = scale_by_keep
+        self.block_size = block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(B, ..., C)`` to the same shape, in blocks."""
+        blocks = quantize_blocks(x, self.block_size)
+        if self.drop_prob == 0.0 or not self.training:
+            return blocks
+        keep = 1.0 - self.drop_prob
+        kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
+        factor = 1.0 / keep if self.scale_by_keep and keep > 0 else 1.0
+        return DropSamples.apply(blocks, kept.to(torch.int8), factor)
+
+    def extra_repr(self) -> str:
+        return f"drop_prob={self.drop_prob:.3g}, block_size={self.block_size}"
