@@ -187,6 +187,8 @@ def _launch_quantize(
         return
     rows = rows_of(x)
     grid, constants = tile_of((rows.shape[0], rows.shape[1]), block_size)
+    if seed is not None:
+        constants["num_warps"] *= 2  # noise takes registers of its own
     flags = {"STOCHASTIC": seed is not None, "BOTH": qt is not None}
     # A pointer that the flags leave unread is any tensor.
     pointers = (rows, rows if seed is None else seed, q, scale, q if qt is None else qt)
