@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_any, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
-from qframework.training.block_tensor import BlockTensor, Handler, _wrap, blocks_of, float_of
+from qframework.training.block_tensor import BlockTensor, Handler, _wrap, as_blocks, blocks_of, float_of
 
 log = logging.getLogger("qframework")
 aten = torch.ops.aten
+ops = torch.ops.qframework
 
 _handlers: dict[OpOverload, Handler] = {}
 _fallbacks: Counter[str] = Counter()
@@ -190,20 +191,32 @@ def _alike(x: Any, y: Any) -> bool:
 
 @implements(aten.add.Tensor)
 def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
+    """The sum, with its rows' statistics where gradients are on: in the forward pass a normalization is next."""
     if alpha != 1 or not _alike(x, y):
         return NotImplemented
-    return blocks_of(float_of(x) + float_of(y), x.block_size)
+    wanted = torch.is_grad_enabled()
+    q, scale, statistics = ops.block_add(x.q, x.scale, y.q, y.scale, x.block_size, wanted)
+    return _wrap(q, scale, x.block_size, x.dtype, statistics if wanted else None)
+
+
+@implements(aten.add_.Tensor)
+def _add_in_place(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
+    total = _add(func, x, y, alpha=alpha)
+    if total is NotImplemented:
+        return NotImplemented
+    x.q.copy_(total.q)
+    x.scale.copy_(total.scale)
+    x.statistics = total.statistics
+    return x
 
 
 @implements(aten.mul.Tensor)
 def _mul(func: OpOverload, x: Any, y: Any) -> Any:
-    if isinstance(x, (int, float)):
-        x, y = y, x
     if isinstance(y, (int, float)):
         return _times(x, y)
     if not _alike(x, y):
         return NotImplemented
-    return blocks_of(float_of(x) * float_of(y), x.block_size)
+    return _wrap(*ops.block_mul(x.q, x.scale, y.q, y.scale, x.block_size), x.block_size, x.dtype)
 
 
 @implements(aten.mul.Scalar)
@@ -221,3 +234,50 @@ def _times(x: BlockTensor, factor: float) -> Any:
     if not 0 < factor < math.inf:
         return NotImplemented
     return _wrap(x.q.clone(), x.scale * factor, x.block_size, x.dtype)
+
+
+@implements(aten.gelu.default)
+def _gelu(func: OpOverload, x: BlockTensor, *, approximate: str = "none") -> BlockTensor:
+    return _activation(x, _GELU[approximate])
+
+
+@implements(aten.gelu_backward.default)
+def _gelu_backward(func: OpOverload, grad: Tensor, x: Tensor, *, approximate: str = "none") -> Any:
+    return _activation_backward(grad, x, _GELU[approximate])
+
+
+@implements(aten.silu.default)
+def _silu(func: OpOverload, x: BlockTensor) -> BlockTensor:
+    return _activation(x, "silu")
+
+
+@implements(aten.silu_backward.default)
+def _silu_backward(func: OpOverload, grad: Tensor, x: Tensor) -> Any:
+    return _activation_backward(grad, x, "silu")
+
+
+@implements(aten.relu.default)
+def _relu(func: OpOverload, x: BlockTensor) -> BlockTensor:
+    return _activation(x, "relu")
+
+
+@implements(aten.threshold_backward.default)
+def _threshold_backward(func: OpOverload, grad: Tensor, result: Tensor, threshold: float) -> Any:
+    """ReLU's gradient from its result, which is positive where the operand was: blocks shrink, steps do not grow."""
+    return _activation_backward(grad, result, "relu") if threshold == 0 else NotImplemented
+
+
+_GELU = {"none": "gelu", "tanh": "gelu_tanh"}
+
+
+def _activation(x: BlockTensor, kind: str) -> BlockTensor:
+    return _wrap(*ops.block_activation(x.q, x.scale, kind, x.block_size), x.block_size, x.dtype)
+
+
+def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
+    """The gradient in blocks; one that comes as floats, from behind the end of the INT8 data flow, is quantized."""
+    if not isinstance(x, BlockTensor) or (isinstance(grad, BlockTensor) and not _alike(grad, x)):
+        return NotImplemented
+    grad = as_blocks(grad, x.block_size)
+    blocks = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
+    return _wrap(*blocks, x.block_size, x.dtype)

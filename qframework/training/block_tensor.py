@@ -92,7 +92,7 @@ class BlockTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         from qframework.training.block_dispatch import dispatch
 
         return dispatch(func, args, kwargs or {})
@@ -125,10 +125,11 @@ class BlockTensor(Tensor):
             return _wrap(self.q, self.scale, block_size, dtype)
         return blocks_of(float_of(self).to(dtype), block_size)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        gradient = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"BlockTensor(shape={tuple(self.shape)}, block_size={self.block_size}, dtype={self.dtype}, "
-            f"device={self.device}, q={self.q}, scale={self.scale})"
+            f"device={self.device}{gradient})"
         )
 
     def dequantize(self) -> Tensor:
