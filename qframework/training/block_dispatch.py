@@ -216,7 +216,8 @@ def _mul(func: OpOverload, x: Any, y: Any) -> Any:
         return _times(x, y)
     if not _alike(x, y):
         return NotImplemented
-    return _wrap(*ops.block_mul(x.q, x.scale, y.q, y.scale, x.block_size), x.block_size, x.dtype)
+    q, scale = ops.block_mul(x.q, x.scale, y.q, y.scale, x.block_size)
+    return _wrap(q, scale, x.block_size, x.dtype)
 
 
 @implements(aten.mul.Scalar)
@@ -271,7 +272,8 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 
 def _activation(x: BlockTensor, kind: str) -> BlockTensor:
-    return _wrap(*ops.block_activation(x.q, x.scale, kind, x.block_size), x.block_size, x.dtype)
+    q, scale = ops.block_activation(x.q, x.scale, kind, x.block_size)
+    return _wrap(q, scale, x.block_size, x.dtype)
 
 
 def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
@@ -279,5 +281,5 @@ def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
     if not isinstance(x, BlockTensor) or (isinstance(grad, BlockTensor) and not _alike(grad, x)):
         return NotImplemented
     grad = as_blocks(grad, x.block_size)
-    blocks = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
-    return _wrap(*blocks, x.block_size, x.dtype)
+    q, scale = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
+    return _wrap(q, scale, x.block_size, x.dtype)
