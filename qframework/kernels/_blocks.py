@@ -127,9 +127,13 @@ def times_blocks(x, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK))."""
+    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK)).
+
+    Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
+    """
     scale = tile_scale(x, BLOCK)
-    return round_to_int8(times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK)), scale
+    steps = times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK)
+    return (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), scale
 
 
 @triton.jit

@@ -4,8 +4,8 @@ Formula, in float32 between the formats::
 
     y = Q(f(gate) * up)        dgate = Q(dy * up * f'(gate))        dup = Q(dy * f(gate))
 
-with f of ``block_activation``. One pass each: 3 bytes of traffic a value forward, 5 backward, where both gradients
-share f's exponential. Jetfire has no gated activation; this is its algorithm 2 with two operands.
+with f of ``block_activation``. One pass each: 3 bytes of traffic a value forward, 5 backward.
+Jetfire has no gated activation; this is its algorithm 2 with two operands.
 Reference: ``block_gated_activation_ref``, ``block_gated_activation_backward_ref``.
 """
 
@@ -111,20 +111,22 @@ def _block_gated_activation_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """dgate = dy * up * f'(gate) and dup = dy * f(gate). A program computes one tile of each."""
+    """dgate = dy * up * f'(gate) and dup = dy * f(gate). A program computes one tile of each.
+
+    One after the other: the second reads its operands from the cache again, and each waits for its scales in as few
+    registers as a kernel of its own.
+    """
     row, column = tile_origin(C, TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    value, slope = activation_and_slope(gate, KIND)
-    dup, dup_scale = quantize_tile(dy * value, BLOCK)
+    dup, dup_scale = quantize_tile(dy * activation(gate, KIND), BLOCK)
     store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK)
+    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    _, slope = activation_and_slope(gate, KIND)
     dgate, dgate_scale = quantize_tile(dy * up * slope, BLOCK)
     store_tile(dgate_ptr, dgate_scale_ptr, dgate, dgate_scale, row, column, R, C, BLOCK)
-
-
-# Both products of the backward pass wait for their scales in registers.
-_BACKWARD_VALUES = 32
 
 
 def _block_gated_activation_triton(
@@ -152,7 +154,7 @@ def _block_gated_activation_backward_triton(
     sizes = rows_and_columns(dy)
     results = *empty_blocks(gate, block_size), *empty_blocks(up, block_size)
     if dy.numel() > 0:
-        tile = tile_of(sizes[1], block_size, _BACKWARD_VALUES)
+        tile = tile_of(sizes[1], block_size)
         operands = (each.contiguous() for each in (dy, dy_scale, gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_backward_kernel, tiles_of(dy, tile))(
             *operands, *results, *sizes, KIND=kind, **tile

@@ -23,8 +23,10 @@ from qframework.kernels._block_operators import (
     check_vector,
     empty_blocks,
     inside_tile,
+    load_rows,
     register_block_operator,
     rows_and_columns,
+    rows_of_tile,
     tile_of,
     tile_origin,
     tiles_of,
@@ -43,7 +45,6 @@ from qframework.kernels.block_sum_rows import add_up, store_sums, stretch_origin
 
 LayerNormGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 RMSNormGradients = tuple[Tensor, Tensor, Tensor]
-_SUMS_VALUES = 32  # of a thread in the first pass, which keeps two sums for each
 
 
 def block_layer_norm_backward_ref(
@@ -79,19 +80,24 @@ def block_rms_norm_backward_ref(
 
 
 @triton.jit
-def _normal_and_weighted(
-    dy, x, weight_ptr, mean_ptr, rstd_ptr, row, column, R, C, RMS: tl.constexpr, HAS_WEIGHT: tl.constexpr
-):
-    """n and g of a tile (M, N), and rstd of its rows."""
+def _normalized(x, mean_ptr, rstd_ptr, row, R, RMS: tl.constexpr):
+    """n of a tile (M, N) that begins at ``row``, and rstd of its rows."""
     r = row + tl.arange(0, x.shape[0])
-    c = column + tl.arange(0, x.shape[1])
     rstd = tl.load(rstd_ptr + r, mask=r < R, other=0.0)
     if not RMS:
         x -= tl.load(mean_ptr + r, mask=r < R, other=0.0)[:, None]
-    weighted = dy
+    return x * rstd[:, None], rstd
+
+
+@triton.jit
+def _load_weight(weight_ptr, column, C, TILE_N: tl.constexpr, HAS_WEIGHT: tl.constexpr):
+    """Weights of the columns of a tile, (1, TILE_N) fp32; ones where there are none."""
+    c = column + tl.arange(0, TILE_N)
     if HAS_WEIGHT:
-        weighted = dy * tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    return x * rstd[:, None], weighted, rstd
+        weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
+    else:
+        weight = tl.full((TILE_N,), 1.0, tl.float32)
+    return weight[None, :]
 
 
 @triton.jit
@@ -103,7 +109,7 @@ def _norm_sums_kernel(
     weight_ptr,  # (C,) float
     mean_ptr,  # (R,) fp32, read unless RMS
     rstd_ptr,  # (R,) fp32
-    rows_ptr,  # (P, 2, R) fp32: sum(g) and sum(g n) of each row and tile, P = ceil(C / TILE_N)
+    rows_ptr,  # (P, R, 2) fp32: sum(g) and sum(g n) of each row and tile, P = ceil(C / TILE_N)
     dweight_ptr,  # (S, C) fp32: sum(dy n) of each column and stretch of rows
     dbias_ptr,  # (S, C) fp32: sum(dy), written unless RMS
     R,
@@ -117,20 +123,23 @@ def _norm_sums_kernel(
 ):
     """All sums of STRETCH rows and the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
     first, column = stretch_origin(C, STRETCH, TILE_N)
+    weight = _load_weight(weight_ptr, column, C, TILE_N, HAS_WEIGHT)
     dweight = tl.zeros((TILE_M, TILE_N), tl.float32)
     dbias = tl.zeros((TILE_M, TILE_N), tl.float32)
-    sums_ptr = rows_ptr + (column // TILE_N).to(tl.int64) * 2 * R
+    both = tl.arange(0, 2)[None, :]
     for start in range(0, STRETCH, TILE_M):
         row = first + start
-        dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-        x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-        n, g, _ = _normal_and_weighted(dy, x, weight_ptr, mean_ptr, rstd_ptr, row, column, R, C, RMS, HAS_WEIGHT)
-        r = row + tl.arange(0, TILE_M)
-        if not RMS:
-            tl.store(sums_ptr + r, tl.sum(g, 1), mask=r < R)
-            dbias += dy
-        tl.store(sums_ptr + R + r, tl.sum(g * n, 1), mask=r < R)
+        dy = load_rows(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+        x = load_rows(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+        n, _ = _normalized(x, mean_ptr, rstd_ptr, row, R, RMS)
+        g = dy * weight
+        sums = tl.join(tl.sum(g, 1), tl.sum(g * n, 1))
+        r = (row + tl.arange(0, TILE_M))[:, None]
+        where = ((column // TILE_N).to(tl.int64) * R + r) * 2 + both
+        tl.store(rows_ptr + where, sums, mask=(r < R) & (both < 2))
         dweight += dy * n
+        if not RMS:
+            dbias += dy
     store_sums(dweight_ptr, dweight, first // STRETCH, column, C)
     if not RMS:
         store_sums(dbias_ptr, dbias, first // STRETCH, column, C)
@@ -145,7 +154,7 @@ def _norm_backward_kernel(
     weight_ptr,  # (C,) float
     mean_ptr,  # (R,) fp32, read unless RMS
     rstd_ptr,  # (R,) fp32
-    sums_ptr,  # (2, R) fp32: sum(g), read unless RMS, and sum(g n) of each row
+    sums_ptr,  # (R, 2) fp32: sum(g), read unless RMS, and sum(g n) of each row
     dx_ptr,  # like dy
     dx_scale_ptr,
     R,
@@ -160,11 +169,12 @@ def _norm_backward_kernel(
     row, column = tile_origin(C, TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    n, g, rstd = _normal_and_weighted(dy, x, weight_ptr, mean_ptr, rstd_ptr, row, column, R, C, RMS, HAS_WEIGHT)
+    n, rstd = _normalized(x, mean_ptr, rstd_ptr, row, R, RMS)
+    g = dy * _load_weight(weight_ptr, column, C, TILE_N, HAS_WEIGHT)
     r = row + tl.arange(0, TILE_M)
-    g -= n * (tl.load(sums_ptr + R + r, mask=r < R, other=0.0) / C)[:, None]
+    g -= n * (tl.load(sums_ptr + 2 * r.to(tl.int64) + 1, mask=r < R, other=0.0) / C)[:, None]
     if not RMS:
-        g -= (tl.load(sums_ptr + r, mask=r < R, other=0.0) / C)[:, None]
+        g -= (tl.load(sums_ptr + 2 * r.to(tl.int64), mask=r < R, other=0.0) / C)[:, None]
     dx = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), g * rstd[:, None], 0.0)
     q, dx_scale = quantize_tile(dx, BLOCK)
     store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK)
@@ -211,7 +221,7 @@ def _backward(
     vectors = (unread if weight is None else weight, mean, rstd)
     operands = [each.contiguous() for each in (dy, dy_scale, x, x_scale, *vectors)]
     flags = {"RMS": RMS, "HAS_WEIGHT": weight is not None}
-    tile = tile_of(columns, block_size, _SUMS_VALUES)
+    tile = rows_of_tile(columns, block_size)
     length, count = stretches(rows, columns, tile)
     across = cdiv(columns, tile["TILE_N"])
     per_row = x.new_empty((across, 2 * rows), dtype=torch.float32)

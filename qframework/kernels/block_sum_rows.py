@@ -10,13 +10,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qframework.kernels._block_operators import check_alike, register_block_operator, rows_and_columns, tile_of
-from qframework.kernels._blocks import dequantize_blocks_ref, load_tile
+from qframework.kernels._block_operators import (
+    check_alike,
+    load_rows,
+    register_block_operator,
+    rows_and_columns,
+    rows_of_tile,
+)
+from qframework.kernels._blocks import dequantize_blocks_ref
 from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._triton import tl, triton
 
 PROGRAMS = 1024  # enough to fill a chip: stretches of rows are made shorter until there are as many
-LONGEST = 256  # rows of one program; longer stretches would save little: their sums are already few
+LONGEST, SHORTEST = 256, 32  # rows of one program: its sums are few beside them
 _SUMMED = 64  # numbers that a program of the second kernel adds at a time, and how many sums it makes
 
 
@@ -41,7 +47,7 @@ def _block_sum_rows_kernel(
     first, column = stretch_origin(C, STRETCH, TILE_N)
     total = tl.zeros((TILE_M, TILE_N), tl.float32)
     for start in range(0, STRETCH, TILE_M):
-        total += load_tile(x_ptr, x_scale_ptr, first + start, column, R, C, TILE_M, TILE_N, BLOCK)
+        total += load_rows(x_ptr, x_scale_ptr, first + start, column, R, C, TILE_M, TILE_N, BLOCK)
     store_sums(partial_ptr, total, first // STRETCH, column, C)
 
 
@@ -112,9 +118,9 @@ def add_up(*matrices: Tensor) -> list[Tensor]:
 
 def stretches(rows: int, columns: int, tile: dict[str, int]) -> tuple[int, int]:
     """How many rows a program walks down, and into how many stretches that cuts the rows."""
-    across, height = cdiv(columns, tile["TILE_N"]), tile["TILE_M"]
+    across = cdiv(columns, tile["TILE_N"])
     length = LONGEST
-    while length > height and cdiv(rows, length) * across < PROGRAMS:
+    while length > SHORTEST and cdiv(rows, length) * across < PROGRAMS:
         length //= 2
     return length, cdiv(rows, length)
 
@@ -123,7 +129,7 @@ def _block_sum_rows_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tenso
     rows, columns = rows_and_columns(x)
     if x.numel() == 0:
         return x.new_zeros((columns,), dtype=torch.float32)
-    tile = tile_of(columns, block_size)
+    tile = rows_of_tile(columns, block_size)
     length, count = stretches(rows, columns, tile)
     partial = x.new_empty((count, columns), dtype=torch.float32)
     launch(_block_sum_rows_kernel, (count * cdiv(columns, tile["TILE_N"]),))(
