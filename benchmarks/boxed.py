@@ -12,6 +12,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import tempfile
 import threading
 import time
@@ -141,9 +142,14 @@ class Limits:
     check: float
     time: float
     deadline: float  # of time.monotonic()
+    reserve: float = 6.0  # for timing one that was checked: who is late with its check leaves that to the others
 
-    def of(self, phase: Phase) -> float:
-        return max(min(getattr(self, phase), self.deadline - time.monotonic()), 0.0)
+    def to_check(self, plans: int) -> float:
+        """Seconds left to check one of so many plans, all of which are still to be timed."""
+        return max(min(self.check, self.deadline - time.monotonic() - plans * self.reserve), 0.0)
+
+    def to_time(self) -> float:
+        return max(min(self.time, self.deadline - time.monotonic()), 0.0)
 
 
 @dataclass
@@ -181,15 +187,19 @@ def check_then_time(
 
     def check(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Worker, Answers[Plan]]:
         worker = Worker(make, plan, environment=_shared_cores(jobs) if environment is None else environment)
-        return worker, Answers(plan, list(worker.request("check", limits.of("check"))))
+        answers = Answers(plan, list(worker.request("check", limits.to_check(len(plans)))))
+        for name in {record.provider for record in answers.checked}:
+            print(f"checked after {time.monotonic() - start:.0f} s: {name}", file=sys.stderr, flush=True)
+        return worker, answers
 
+    start = time.monotonic()
     checked = {index: check(plan, {}) for index, plan in enumerate(plans) if alone(plan)}
     others = [index for index in range(len(plans)) if index not in checked]
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         checked.update(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
     for index in range(len(plans)):
         worker, answers = checked[index]
-        answers.timed = list(worker.request("time", limits.of("time")))
+        answers.timed = list(worker.request("time", limits.to_time()))
         answers.ended = worker.status
         worker.close()
         yield answers

@@ -150,7 +150,7 @@ def run_first_calls(results: Results, model: str, cases: Sequence[Case], device:
         plan = Plan(model, (case,), device, results.smoke, first_call=True)
         with tempfile.TemporaryDirectory() as folder:
             worker = Worker(Measurement, plan, environment=cold_caches(folder))
-            answers = Answers(plan, list(worker.request("check", limits.of("check"))), ended=worker.status)
+            answers = Answers(plan, list(worker.request("check", limits.to_check(0))), ended=worker.status)
             worker.close()
         results.add(*(answers.checked or answers.complete(plan.identities())))
 

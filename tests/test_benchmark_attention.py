@@ -197,9 +197,12 @@ def test_records_of_a_provider_that_was_ended_say_so():
 
 
 def test_no_time_is_left_after_the_deadline():
-    limits = Limits(check=100, time=20, deadline=time.monotonic() + 5)
-    assert 4 < limits.of("check") <= 5
-    assert dataclasses.replace(limits, deadline=time.monotonic() - 1).of("time") == 0
+    """And a check leaves what timing the plans will take."""
+    limits = Limits(check=100, time=20, deadline=time.monotonic() + 15, reserve=5)
+    assert 4 < limits.to_check(2) <= 5
+    assert 14 < limits.to_time() <= 15
+    late = dataclasses.replace(limits, deadline=time.monotonic() - 1)
+    assert late.to_check(0) == late.to_time() == 0
 
 
 # A run in parts
