@@ -184,9 +184,9 @@ def _is_same_size(func: OpOverload, x: Tensor, y: Tensor) -> bool:
 
 
 def _alike(x: Any, y: Any) -> bool:
-    """Whether both are BlockTensors whose blocks lie over each other."""
+    """Whether both are BlockTensors whose blocks lie over each other; under autocast their dtypes may differ."""
     both = isinstance(x, BlockTensor) and isinstance(y, BlockTensor)
-    return both and x.shape == y.shape and x.block_size == y.block_size and x.dtype == y.dtype
+    return both and x.shape == y.shape and x.block_size == y.block_size
 
 
 @implements(aten.add.Tensor)
@@ -196,7 +196,7 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
         return NotImplemented
     wanted = torch.is_grad_enabled()
     q, scale, statistics = ops.block_add(x.q, x.scale, y.q, y.scale, x.block_size, wanted)
-    return _wrap(q, scale, x.block_size, x.dtype, statistics if wanted else None)
+    return _wrap(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype), statistics if wanted else None)
 
 
 @implements(aten.add_.Tensor)
@@ -217,7 +217,7 @@ def _mul(func: OpOverload, x: Any, y: Any) -> Any:
     if not _alike(x, y):
         return NotImplemented
     q, scale = ops.block_mul(x.q, x.scale, y.q, y.scale, x.block_size)
-    return _wrap(q, scale, x.block_size, x.dtype)
+    return _wrap(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype))
 
 
 @implements(aten.mul.Scalar)
