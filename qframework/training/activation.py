@@ -1,0 +1,119 @@
+"""Activations, and the gated ones of Llama-type models, from blocks to blocks (Jetfire, algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.kernels._blocks import check_block_size
+from qframework.kernels.block_activation import check_kind
+from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks
+from qframework.training.norm import input_gradient
+
+
+@torch._dynamo.allow_in_graph
+class Int8ActivationFunction(torch.autograd.Function):
+    """``f(x)`` of blocks; saves them."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, kind: str, block_size: int) -> BlockTensor:
+        blocks = as_blocks(x, block_size)
+        q, scale = torch.ops.qframework.block_activation(blocks.q, blocks.scale, kind, block_size)
+        ctx.save_for_backward(blocks)
+        ctx.kind, ctx.in_blocks = kind, isinstance(x, BlockTensor)
+        return _wrap(q, scale, block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,) = ctx.saved_tensors
+        grad = as_blocks(grad, x.block_size)
+        q, scale = torch.ops.qframework.block_activation_backward(
+            grad.q, grad.scale, x.q, x.scale, ctx.kind, x.block_size
+        )
+        return input_gradient(ctx.in_blocks, q, scale, x), None, None
+
+
+@torch._dynamo.allow_in_graph
+class Int8GatedActivationFunction(torch.autograd.Function):
+    """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, block_size: int) -> BlockTensor:
+        gates, ups = as_blocks(gate, block_size), as_blocks(up, block_size)
+        q, scale = torch.ops.qframework.block_gated_activation(gates.q, gates.scale, ups.q, ups.scale, kind, block_size)
+        ctx.save_for_backward(gates, ups)
+        ctx.kind = kind
+        ctx.gate_in_blocks, ctx.up_in_blocks = isinstance(gate, BlockTensor), isinstance(up, BlockTensor)
+        return _wrap(q, scale, block_size, gate.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        gate, up = ctx.saved_tensors
+        grad = as_blocks(grad, gate.block_size)
+        dgate, dgate_scale, dup, dup_scale = torch.ops.qframework.block_gated_activation_backward(
+            grad.q, grad.scale, gate.q, gate.scale, up.q, up.scale, ctx.kind, gate.block_size
+        )
+        of_gate = input_gradient(ctx.gate_in_blocks, dgate, dgate_scale, gate)
+        return of_gate, input_gradient(ctx.up_in_blocks, dup, dup_scale, up), None, None
+
+
+class Int8Activation(nn.Module):
+    """GELU, its tanh approximation, SiLU or ReLU, in and out in blocks; a float input is quantized.
+
+    Args:
+        kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
+        block_size: 32, 64 or 128.
+
+    Raises:
+        UnsupportedError: another kind or block size.
+    """
+
+    def __init__(self, kind: str, block_size: int = 32) -> None:
+        super().__init__()
+        check_kind("Int8Activation", kind)
+        check_block_size("Int8Activation", block_size)
+        self.kind, self.block_size = kind, block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to the same shape, in blocks."""
+        return Int8ActivationFunction.apply(x, self.kind, self.block_size)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, block_size={self.block_size}"
+
+
+class Int8GatedMLP(nn.Module):
+    """``down_proj(f(gate_proj(x)) * up_proj(x))`` with one operator for what is between the linears: a LlamaMLP.
+
+    Args:
+        gate_proj, up_proj, down_proj: linears that give blocks, such as Int8Linear; parameters keep the names that
+            they have in transformers.
+        kind: f, one of those of Int8Activation.
+        block_size: 32, 64 or 128.
+
+    Raises:
+        UnsupportedError: another kind or block size.
+    """
+
+    def __init__(
+        self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, kind: str = "silu", block_size: int = 32
+    ) -> None:
+        super().__init__()
+        check_kind("Int8GatedMLP", kind)
+        check_block_size("Int8GatedMLP", block_size)
+        self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
+        self.kind, self.block_size = kind, block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to what ``down_proj`` makes of it."""
+        return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.kind, self.block_size))
+
+    def extra_repr(self) -> str:
+        return f"{self.kind!r}, block_size={self.block_size}"
+
+
+def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: int = 32) -> Tensor:
+    """``f(gate) * up`` of two tensors of one shape, float or in blocks; the result is in blocks. Differentiable."""
+    return Int8GatedActivationFunction.apply(gate, up, kind, block_size)

@@ -1,0 +1,62 @@
+"""Dropout from blocks to blocks (Jetfire, appendix A): eight bytes of seed are saved, no mask."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.kernels._blocks import check_block_size
+from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, float_of, new_seed, quantize_blocks
+
+
+@torch._dynamo.allow_in_graph
+class Int8DropoutFunction(torch.autograd.Function):
+    """``m x / (1 - p)`` of blocks, the mask m made from the seed in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, block_size: int) -> BlockTensor:
+        blocks = as_blocks(x, block_size)
+        q, scale = torch.ops.qframework.block_dropout(blocks.q, blocks.scale, p, seed, block_size)
+        ctx.save_for_backward(seed)
+        ctx.p, ctx.block_size, ctx.in_blocks = p, block_size, isinstance(x, BlockTensor)
+        return _wrap(q, scale, block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (seed,) = ctx.saved_tensors
+        grad = as_blocks(grad, ctx.block_size)
+        q, scale = torch.ops.qframework.block_dropout(grad.q, grad.scale, ctx.p, seed, ctx.block_size)
+        gradient = _wrap(q, scale, ctx.block_size, grad.dtype)
+        return gradient if ctx.in_blocks else float_of(gradient), None, None, None
+
+
+class Int8Dropout(nn.Dropout):
+    """``nn.Dropout`` in and out in blocks; a float input is quantized.
+
+    Args:
+        p: how likely a value is dropped while training.
+        block_size: 32, 64 or 128.
+
+    Each call draws a seed from torch's generator of the input's device: ``torch.manual_seed`` repeats it, and
+    checkpointing, which puts the generator back, drops the same values twice.
+
+    Raises:
+        UnsupportedError: another block size.
+        ValueError: p outside [0, 1].
+    """
+
+    def __init__(self, p: float = 0.5, block_size: int = 32) -> None:
+        super().__init__(p)
+        check_block_size("Int8Dropout", block_size)
+        self.block_size = block_size
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to the same shape, in blocks."""
+        if not self.training or self.p == 0.0:
+            return quantize_blocks(x, self.block_size)
+        return Int8DropoutFunction.apply(x, float(self.p), new_seed(x.device), self.block_size)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}, block_size={self.block_size}"

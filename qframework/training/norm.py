@@ -1,0 +1,175 @@
+"""LayerNorm and RMSNorm from blocks to blocks (Jetfire, section 6.2), with the float modules' parameters.
+
+A normalization behind an addition gets the row statistics that the addition made (appendix A), and so reads its input
+once; any other makes its own. Weight and bias stay float, as in the paper; their gradients are summed in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.errors import UnsupportedError
+from qframework.kernels._blocks import check_block_size
+from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, float_of
+
+
+@torch._dynamo.allow_in_graph
+class Int8LayerNormFunction(torch.autograd.Function):
+    """LayerNorm of blocks; saves them and two numbers a row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, block_size: int
+    ) -> BlockTensor:
+        blocks = as_blocks(x, block_size)
+        q, scale, mean, rstd = torch.ops.qframework.block_layer_norm(
+            blocks.q, blocks.scale, weight, bias, eps, block_size, blocks.statistics
+        )
+        ctx.save_for_backward(blocks, weight, mean, rstd)
+        ctx.in_blocks = isinstance(x, BlockTensor)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _wrap(q, scale, block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        grad = as_blocks(grad, x.block_size)
+        q, scale, dweight, dbias = torch.ops.qframework.block_layer_norm_backward(
+            grad.q, grad.scale, x.q, x.scale, weight, mean, rstd, x.block_size
+        )
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        dbias = None if ctx.bias_dtype is None else dbias.to(ctx.bias_dtype)
+        return input_gradient(ctx.in_blocks, q, scale, x), dweight, dbias, None, None
+
+
+@torch._dynamo.allow_in_graph
+class Int8RMSNormFunction(torch.autograd.Function):
+    """RMSNorm of blocks; saves them and one number a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, block_size: int) -> BlockTensor:
+        blocks = as_blocks(x, block_size)
+        q, scale, rstd = torch.ops.qframework.block_rms_norm(
+            blocks.q, blocks.scale, weight, eps, block_size, blocks.statistics
+        )
+        ctx.save_for_backward(blocks, weight, rstd)
+        ctx.in_blocks = isinstance(x, BlockTensor)
+        return _wrap(q, scale, block_size, x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, rstd = ctx.saved_tensors
+        grad = as_blocks(grad, x.block_size)
+        q, scale, dweight = torch.ops.qframework.block_rms_norm_backward(
+            grad.q, grad.scale, x.q, x.scale, weight, rstd, x.block_size
+        )
+        return (
+            input_gradient(ctx.in_blocks, q, scale, x),
+            None if weight is None else dweight.to(weight.dtype),
+            None,
+            None,
+        )
+
+
+def input_gradient(in_blocks: bool, q: Tensor, scale: Tensor, x: BlockTensor) -> Tensor:
+    """The gradient of an input that was saved as ``x``: blocks where it came in blocks, else float."""
+    gradient = _wrap(q, scale, x.block_size, x.dtype)
+    return gradient if in_blocks else float_of(gradient)
+
+
+class Int8LayerNorm(nn.LayerNorm):
+    """``nn.LayerNorm`` over the last dimension, in and out in blocks; a float input is quantized. Same parameters.
+
+    Args:
+        normalized_shape: the number of channels C.
+        eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm.
+        block_size: 32, 64 or 128.
+
+    ``x`` is ``(..., C)``, a float tensor or a BlockTensor; the result is a BlockTensor of its shape and dtype.
+
+    Raises:
+        UnsupportedError: more than one dimension to normalize over, a block size; in ``forward``, a dtype.
+        QFrameworkError: in ``forward``, a BlockTensor of another block size, another number of channels.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 32,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        _check_shape("Int8LayerNorm", self.normalized_shape)
+        check_block_size("Int8LayerNorm", block_size)
+        self.block_size = block_size
+
+    @classmethod
+    def from_float(cls, norm: nn.LayerNorm, block_size: int = 32) -> Int8LayerNorm:
+        """The same normalization with the very same parameters."""
+        affine, bias = norm.weight is not None, norm.bias is not None
+        new = cls(norm.normalized_shape, norm.eps, affine, bias, "meta", block_size=block_size)
+        new._parameters.update(norm._parameters)
+        return new.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to the same shape, in blocks."""
+        return Int8LayerNormFunction.apply(x, self.weight, self.bias, self.eps, self.block_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block_size={self.block_size}"
+
+
+class Int8RMSNorm(nn.RMSNorm):
+    """``nn.RMSNorm`` over the last dimension, in and out in blocks; a float input is quantized. Same parameters.
+
+    Arguments, input, result and errors as of Int8LayerNorm; ``eps=None`` is that of float32.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | tuple[int, ...],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        block_size: int = 32,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        _check_shape("Int8RMSNorm", self.normalized_shape)
+        check_block_size("Int8RMSNorm", block_size)
+        self.block_size = block_size
+
+    @classmethod
+    def from_float(cls, norm: nn.Module, block_size: int = 32, eps: float | None = None) -> Int8RMSNorm:
+        """The same normalization with the very same parameters: of nn.RMSNorm, or of a class like LlamaRMSNorm.
+
+        ``eps``: where the module has none under the name ``eps`` or ``variance_epsilon``.
+        """
+        eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None)) if eps is None else eps
+        weight = norm.weight
+        shape = norm.normalized_shape if weight is None else weight.shape
+        new = cls(tuple(shape), eps, weight is not None, "meta", block_size=block_size)  # type: ignore[arg-type]
+        new._parameters.update(norm._parameters)
+        return new.train(norm.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``(..., C)`` to the same shape, in blocks."""
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        return Int8RMSNormFunction.apply(x, self.weight, eps, self.block_size)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, block_size={self.block_size}"
+
+
+def _check_shape(module: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 1:
+        raise UnsupportedError(f"{module}: normalized_shape is {tuple(shape)}; accepted: one dimension, the last")
