@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qframework.kernels import block_linear_specialized as specialized
 from qframework.kernels._blocks import scale_shape
 from qframework.kernels._common import check_device
 from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._triton import TensorDescriptor
 from qframework.kernels.block_linear_kernel import _block_linear_kernel
-from qframework.kernels.block_linear_tiles import Tile, count_tiles, parts_of, tile_for
+from qframework.kernels.block_linear_tiles import Tile, choice_for, count_tiles
+from qframework.kernels.int8_linear_specialized import describe
 from qframework.kernels.int8_linear_tiles import chip_of
+
+# a (M, K), a_scale, b (N, K), b_scale
+Operands = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def block_linear_triton(
@@ -29,15 +34,17 @@ def block_linear_triton(
     check_device(a.device)
     a, a_scale, b, b_scale = (t.contiguous() for t in (a, a_scale, b, b_scale))
     m, (n, k) = a.shape[:-1].numel(), b.shape
-    int8_out = out_dtype == torch.int8
+    in_blocks = out_dtype == torch.int8
     out = torch.empty((*a.shape[:-1], n), dtype=out_dtype, device=a.device)
-    out_scale = torch.empty(scale_shape(out.shape, block_size) if int8_out else (0, 0), device=a.device)
+    out_scale = torch.empty(
+        scale_shape(out.shape, block_size) if in_blocks else (0, 0), dtype=torch.float32, device=a.device
+    )
     if out.numel() == 0:
         return out, out_scale
     operands = (a.view(m, k), a_scale, b, b_scale)
-    tma = k > 0 and k % 16 == 0 and a.data_ptr() % 16 == 0 and b.data_ptr() % 16 == 0
-    tile = tile_for(a.device, m, n, block_size, tma, int8_out)
-    parts = 1 if int8_out else parts_on(a.device, k, block_size, count_tiles(tile, m, n))
+    tma = k > 0 and k % 16 == 0 and not (in_blocks and n % 16) and a.data_ptr() % 16 == b.data_ptr() % 16 == 0
+    tile, parts = choice_for(a.device, m, n, k, block_size, tma, in_blocks)
+    run = run_specialized if tile.consumers else run_anywhere
     if parts == 1:
         run(tile, operands, bias, out, out_scale, block_size, parts)
         return out, out_scale
@@ -46,27 +53,16 @@ def block_linear_triton(
     return add_parts(sums, bias, out), out_scale
 
 
-def parts_on(device: torch.device, k: int, block_size: int, tiles: int) -> int:
-    """Parts of K on ``device``."""
-    return parts_of(k, block_size, tiles, chip_of(device)[1]) if device.type == "cuda" else 1
-
-
 def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     """``sums (parts, M, N)`` fp32 and the bias, added in an order of their own and rounded once to ``out``."""
     y = sums.sum(0)
     return out.copy_((y if bias is None else y + bias.float()).view(out.shape))
 
 
-def run(
-    tile: Tile,
-    operands: tuple[Tensor, Tensor, Tensor, Tensor],
-    bias: Tensor | None,
-    out: Tensor,
-    out_scale: Tensor,
-    block_size: int,
-    parts: int,
+def run_anywhere(
+    tile: Tile, operands: Operands, bias: Tensor | None, out: Tensor, out_scale: Tensor, block_size: int, parts: int
 ) -> None:
-    """Launch the kernel for everything."""
+    """Launch the kernel for every size and chip."""
     a, a_scale, b, b_scale = operands
     (m, k), n = a.shape, b.shape[0]
     a_ref: Any = TensorDescriptor(a, (m, k), (k, 1), (tile.block_m, block_size)) if tile.tma else a
@@ -89,3 +85,45 @@ def tile_constants(tile: Tile, k: int, block_size: int, has_bias: bool) -> dict[
         "GROUP_M": tile.group_m,
         "TMA": tile.tma,
     }
+
+
+def run_specialized(
+    tile: Tile, operands: Operands, bias: Tensor | None, out: Tensor, out_scale: Tensor, block_size: int, parts: int
+) -> None:
+    """Launch the kernel for Hopper."""
+    a, a_scale, b, b_scale = operands
+    (m, k), n = a.shape, b.shape[0]
+    a_desc = describe(a, (m, k), k, (tile.block_m, block_size))
+    b_desc = describe(b, (n, k), k, (tile.block_n, block_size))
+    by_tma = stores_by_tma(out)
+    out_desc = describe(out, (m, n), n, (specialized.ROWS, tile.block_n)) if by_tma else b_desc
+    steps = cdiv(cdiv(k, block_size), parts)
+    programs = min(count_tiles(tile, m, n) * parts, chip_of(a.device)[1] * tile.programs)
+    launch(specialized.kernel, (programs,))(
+        a_scale, b_scale, a_desc, b_desc, b_scale if bias is None else bias, out_desc, out, out_scale,
+        m, n, k, steps, parts, **specialized_constants(tile, block_size, bias is not None, by_tma),
+        **specialized_options(tile),
+    )  # fmt: skip
+
+
+def stores_by_tma(out: Tensor) -> bool:
+    """Float32 goes to memory from registers: in shared memory it would take the place of operands."""
+    return out.dtype != torch.float32 and out.shape[-1] * out.dtype.itemsize % 16 == 0
+
+
+def specialized_constants(tile: Tile, block_size: int, has_bias: bool, tma_store: bool) -> dict[str, Any]:
+    """What the kernel for Hopper is compiled for, in the order of its arguments."""
+    return {
+        "BLOCK": block_size,
+        "HAS_BIAS": has_bias,
+        "BLOCK_M": tile.block_m,
+        "GROUP_M": tile.group_m,
+        "STAGES": tile.num_stages,
+        "CONSUMERS": tile.consumers,
+        "TMA_STORE": tma_store,
+    }
+
+
+def specialized_options(tile: Tile) -> dict[str, int]:
+    """Warps, and registers a thread where two programs share a multiprocessor's."""
+    return {"num_warps": tile.num_warps} | ({"maxnreg": 128} if tile.programs == 2 else {})

@@ -1,4 +1,7 @@
-"""Tiles of block_linear: a rule for each chip, from the block size and how many tiles there are."""
+"""Tiles of block_linear: a rule for each chip, from the block size and how many tiles there are.
+
+On Hopper the choice is between kernels, by the cycles each is expected to take: no table has been measured yet.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from qframework.kernels._triton import HAS_GLUON
 from qframework.kernels.int8_linear_tiles import chip_of
 
 
 class Tile(NamedTuple):
-    """The compile-time choices of the kernel. Its step along K is the block size."""
+    """The compile-time choices of a kernel. Its step along K is the block size."""
 
     block_m: int
     block_n: int
@@ -20,6 +24,12 @@ class Tile(NamedTuple):
     num_stages: int
     tma: bool = False  # operands through tensor descriptors
     group_m: int = 8  # rows of tiles before the next column of tiles
+    consumers: int = 0  # warpgroups that multiply in block_linear_specialized.py; 0: block_linear_kernel.py
+
+    @property
+    def programs(self) -> int:
+        """How many programs of the specialized kernel a multiprocessor runs at a time."""
+        return 2 if self.consumers == 1 else 1
 
 
 # Largest first; the last one also serves everything smaller. By block size: a result in blocks needs whole blocks.
@@ -30,29 +40,61 @@ _BY_POINTERS = {
 }
 _BY_TMA = {size: [tile._replace(tma=True) for tile in tiles] for size, tiles in _BY_POINTERS.items()}
 INTERPRETED = {32: Tile(32, 64, 4, 1), 64: Tile(64, 64, 4, 1), 128: Tile(128, 128, 4, 1)}
-_MIN_DEPTH = 8  # inner blocks of 128 that a part of K has at least: less is not worth a pass over the parts
+# 192 KB and 96 KB of stages: what shared memory holds beside the result, with one program or two on a multiprocessor.
+COOPERATIVE = {size: Tile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
+SINGLE = {size: Tile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
+_MIN_DEPTH = 1024  # columns that a part of K has at least: less is not worth a pass over the parts
+_FINISH_CYCLES = 2500  # of storing a tile, while its multiprocessor does nothing else
 
 
 def choose_tile(
-    m: int, n: int, block_size: int, capability: tuple[int, int], processors: int, tma: bool, int8_out: bool
+    m: int,
+    n: int,
+    k: int,
+    block_size: int,
+    capability: tuple[int, int],
+    processors: int,
+    tma: bool,
+    whole: bool,
 ) -> Tile:
     """Tile for a problem on a chip.
 
     Args:
         m: rows of ``a (M, K)``.
         n: rows of ``b (N, K)``, columns of the result.
+        k: the inner size.
         block_size: B.
         capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
         processors: multiprocessors of the chip.
-        tma: whether the operands lie in memory as tensor descriptors need it.
-        int8_out: whether the result is in blocks, which a tile must hold whole.
+        tma: whether operands, and a result in blocks, lie in memory as tensor descriptors need it.
+        whole: whether the result is in blocks: a tile must hold whole ones, and K stays in one part.
     """
+    if tma and capability == (9, 0) and HAS_GLUON:
+        candidates = [table[block_size] for table in (COOPERATIVE, SINGLE)]
+        tile = min(candidates, key=lambda tile: expected_cycles(tile, m, n, k, block_size, processors, whole))
+        if m > 64 and count_tiles(tile, m, n) * parts_of(tile, m, n, k, processors, whole) >= processors // 2:
+            return tile
     tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[block_size]
-    if int8_out:
+    if whole:
         tiles = [tile for tile in tiles if min(tile.block_m, tile.block_n) >= block_size]
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return chosen if large_memory else chosen._replace(num_stages=2)
+
+
+def expected_cycles(tile: Tile, m: int, n: int, k: int, block_size: int, processors: int, whole: bool) -> float:
+    """What a product is expected to take with a specialized tile.
+
+    128 x 128 products of one inner column take 4 cycles of the tensor cores, 5 (alone) or 4.5 (sharing b) of shared
+    memory's 128 bytes a cycle, and, once for each block, 256 of the CUDA cores: whichever is most.
+    """
+    parts = parts_of(tile, m, n, k, processors, whole)
+    rounds = math.ceil(count_tiles(tile, m, n) * parts / (processors * tile.programs))
+    columns = math.ceil(k / parts / block_size) * block_size
+    a_column = max(4.5 if tile.consumers == 2 else 5.0, 256 / block_size)
+    multiplying = rounds * 2 * columns * a_column
+    # Of two programs on a multiprocessor, one finishes while the other multiplies.
+    return multiplying + _FINISH_CYCLES * (rounds if tile.consumers == 2 else 1)
 
 
 def count_tiles(tile: Tile, m: int, n: int) -> int:
@@ -60,19 +102,28 @@ def count_tiles(tile: Tile, m: int, n: int) -> int:
     return math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
 
 
-def parts_of(k: int, block_size: int, tiles: int, processors: int) -> int:
+def parts_of(tile: Tile, m: int, n: int, k: int, processors: int, whole: bool) -> int:
     """Parts into which K is cut, so that few tiles of a long product still fill the chip.
 
     Gradients of weights are such: thousands of tokens summed up into a small matrix.
     """
-    longest = k // (_MIN_DEPTH * 128)
-    return max(min(processors // max(tiles, 1), longest), 1)
+    if whole:
+        return 1
+    return max(min(processors * tile.programs // count_tiles(tile, m, n), k // _MIN_DEPTH), 1)
+
+
+class Choice(NamedTuple):
+    """A tile and the parts of K."""
+
+    tile: Tile
+    parts: int
 
 
 @functools.lru_cache(4096)
-def tile_for(device: torch.device, m: int, n: int, block_size: int, tma: bool, int8_out: bool) -> Tile:
-    """``choose_tile`` on ``device``."""
+def choice_for(device: torch.device, m: int, n: int, k: int, block_size: int, tma: bool, whole: bool) -> Choice:
+    """``choose_tile`` and ``parts_of`` on ``device``."""
     if device.type != "cuda":
-        return INTERPRETED[block_size]
+        return Choice(INTERPRETED[block_size], 1)
     capability, processors = chip_of(device)
-    return choose_tile(m, n, block_size, capability, processors, tma, int8_out)
+    tile = choose_tile(m, n, k, block_size, capability, processors, tma, whole)
+    return Choice(tile, parts_of(tile, m, n, k, processors, whole))

@@ -12,7 +12,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import block_linear_launch
 from qframework.kernels.block_linear import block_linear
 from qframework.kernels.block_linear_launch import block_linear_triton
-from qframework.kernels.block_linear_tiles import Tile
+from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice, Tile
 
 BLOCK_SIZES = (32, 64, 128)
 SHAPES = [
@@ -100,8 +100,14 @@ def test_int8_blocks(run, place, shape, n, block_size, bias):
     added = added if bias else None
     got, scale = run(*operands, added, block_size, torch.int8)
     exact, error = exact_product(*operands, added, block_size)
+    assert_blocks_close(got, scale, exact, error, block_size)
+
+
+def assert_blocks_close(got, scale, exact, error, block_size):
+    """Scales of the blocks' own magnitudes, and values within half a step of ``exact``, each within ``error``."""
     assert got.shape == exact.shape
     assert got.dtype == torch.int8
+    n = exact.shape[-1]
     exact, error = exact.reshape(-1, n), error.reshape(-1, n)
     assert scale.shape == (-(-len(exact) // block_size), -(-n // block_size))
     for i, j in np.ndindex(*scale.shape):
@@ -174,12 +180,42 @@ TILES = {
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_tile(monkeypatch, tile, block_size, parts):
     """Tiles smaller and larger than blocks; K in parts, the last of them shorter."""
+    check_tile(monkeypatch, TILES[tile], parts, block_size, (150, 5 * 64 + 16), 130, torch.float32)
+
+
+SPECIALIZED = {"cooperative": COOPERATIVE, "single": SINGLE}
+
+
+SPECIALIZED_CASES = [
+    (rows, n, k, parts, out_dtype)
+    for rows, n, k, parts in [(130, 144, 32, 1), (1, 16, 48, 1), (600, 400, 1552, 1), (1300, 528, 4096, 1)]
+    for out_dtype in (torch.float32, torch.bfloat16, torch.int8)
+] + [(150, 130, 2048, 1, torch.bfloat16), (150, 130, 2048, 3, torch.float32)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SPECIALIZED)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("rows", "n", "k", "parts", "out_dtype"), SPECIALIZED_CASES)
+def test_specialized_tiles(monkeypatch, tile, block_size, rows, n, k, parts, out_dtype):
+    """Many rounds of stages, partial tiles everywhere, more tiles than the two programs or four that run."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for Hopper only")
+    monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 2))
+    check_tile(monkeypatch, SPECIALIZED[tile][block_size], parts, block_size, (rows, k), n, out_dtype)
+
+
+def check_tile(monkeypatch, tile, parts, block_size, shape, n, out_dtype):
+    """``tile`` for whatever comes, with K in so many parts; twice, for the second launch goes past Triton."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(block_linear_launch, "tile_for", lambda *_: TILES[tile])
-    monkeypatch.setattr(block_linear_launch, "parts_on", lambda *_: parts)
-    *operands, bias = make_case(place, (150, 5 * 64 + 16), 130, block_size)
-    got, _ = block_linear_triton(*operands, bias, block_size, torch.float32)
-    assert_float_close(got, *exact_product(*operands, bias, block_size))
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, parts))
+    *operands, bias = make_case(place, shape, n, block_size, spread=0.5)
+    for _ in range(2):
+        got, scale = block_linear_triton(*operands, bias, block_size, out_dtype)
+        if out_dtype == torch.int8:
+            assert_blocks_close(got, scale, *exact_product(*operands, bias, block_size), block_size)
+        else:
+            assert_float_close(got, *exact_product(*operands, bias, block_size))
 
 
 def test_operands_that_are_not_contiguous(run, place):
