@@ -2,5 +2,21 @@
 
 from qframework.training.block_dispatch import fallbacks, reset_fallbacks
 from qframework.training.block_tensor import BlockTensor, new_seed, quantize_blocks
+from qframework.training.convert import (
+    ConversionReport,
+    conversion_report,
+    convert_to_int8_training,
+    restore_float,
+)
 
-__all__ = ["BlockTensor", "fallbacks", "new_seed", "quantize_blocks", "reset_fallbacks"]
+__all__ = [
+    "BlockTensor",
+    "ConversionReport",
+    "conversion_report",
+    "convert_to_int8_training",
+    "fallbacks",
+    "new_seed",
+    "quantize_blocks",
+    "reset_fallbacks",
+    "restore_float",
+]

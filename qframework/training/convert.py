@@ -9,7 +9,7 @@ optimizers made before, state dicts and checkpoints of either form fit the other
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -19,8 +19,8 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._blocks import check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
 from qframework.training.check_finite import remove_checks, watch
-from qframework.training.replace import FLOAT_MODULE, float_again, replacement
-from qframework.training.roles import in_attention, is_block, role_of, units
+from qframework.training.replace import FLOAT_MODULE, float_again, gated_mlp, replacement
+from qframework.training.roles import GATED, in_attention, is_block, is_gated_mlp, role_of, units
 
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _REPORT = "_int8_training_report"
@@ -264,7 +264,10 @@ def _apply(model: nn.Module, plan: _Plan, block_size: int) -> ConversionReport:
         local = next(name.removeprefix(f"{block}.") for block in plan.blocks if name.startswith(f"{block}."))
         news[module] = new = replacement(module, local, plan.mode, block_size)
         converted.append(Converted(name, type(module).__name__, _described(new)))
-    for parent in list(model.modules()):
+    for name, module in _gated_mlps(plan, news):
+        news[module] = gated_mlp(module, news, block_size)
+        converted.append(Converted(name, type(module).__name__, _described(news[module])))
+    for parent in [module for module in model.modules() if module not in news]:
         for name, child in list(parent.named_children()):
             if child in news:
                 parent._modules[name] = news[child]
@@ -272,6 +275,20 @@ def _apply(model: nn.Module, plan: _Plan, block_size: int) -> ConversionReport:
         _set_boundaries(model, plan, block_size)
     kept = tuple(row for row, _ in plan.kept)
     return ConversionReport(plan.mode, block_size, tuple(plan.blocks), tuple(converted), kept)
+
+
+def _gated_mlps(plan: _Plan, news: Mapping[nn.Module, nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Gated MLPs whose parts are all exchanged."""
+    if plan.mode != "per_block":
+        return []
+    found = (
+        (f"{block}.{name}", module) for block, held in plan.blocks.items() for name, module in held.named_modules()
+    )
+    return [
+        (name, module)
+        for name, module in found
+        if is_gated_mlp(module) and all(getattr(module, part) in news for part in GATED)
+    ]
 
 
 def _described(module: nn.Module) -> str:

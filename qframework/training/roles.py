@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-Role = Literal[
-    "linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path", "gated_mlp"
-]
+Role = Literal["linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path"]
+GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -113,6 +112,24 @@ def activation_kind(module: nn.Module) -> str | None:
     except (TypeError, ValueError, RuntimeError):  # not a function of one tensor
         return None
     return next((kind for kind, function in ACTIVATIONS.items() if _same(y, function(x))), None)
+
+
+def is_gated_mlp(module: nn.Module) -> bool:
+    """Whether ``module`` is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, as in Llama; tried on small linears."""
+    children = dict(module.named_children())
+    if set(children) != set(GATED) or any(True for _ in module.parameters(recurse=False)):
+        return False
+    if activation_kind(children["act_fn"]) is None or not all(linear_role(children[name]) for name in GATED[:-1]):
+        return False
+    probe = copy.copy(module)
+    gate, up, down = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(5, 3)
+    probe._modules = dict(zip(GATED, (gate, up, down, children["act_fn"]), strict=True))
+    x = torch.linspace(-2, 2, 6).view(2, 3)
+    with torch.no_grad():
+        try:
+            return _same(probe(x), down(children["act_fn"](gate(x)) * up(x)))
+        except (TypeError, ValueError, RuntimeError, AttributeError):
+            return False
 
 
 def _computes(module: nn.Module, formula: Callable[[nn.Module, Tensor], Tensor]) -> bool:
