@@ -34,9 +34,9 @@ class Tile(NamedTuple):
 
 # Largest first; the last one also serves everything smaller. By block size: a result in blocks needs whole blocks.
 _BY_POINTERS = {
-    32: [Tile(128, 128, 8, 5), Tile(64, 128, 4, 5), Tile(64, 64, 4, 5)],
-    64: [Tile(128, 128, 8, 4), Tile(64, 128, 4, 4), Tile(64, 64, 4, 4)],
-    128: [Tile(128, 128, 8, 3), Tile(64, 128, 4, 3), Tile(64, 64, 4, 3)],
+    32: [Tile(128, 128, 8, 5), Tile(64, 128, 8, 5), Tile(64, 64, 4, 5)],
+    64: [Tile(128, 128, 8, 4), Tile(64, 128, 8, 4), Tile(64, 64, 4, 4)],
+    128: [Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3)],
 }
 _BY_TMA = {size: [tile._replace(tma=True) for tile in tiles] for size, tiles in _BY_POINTERS.items()}
 INTERPRETED = {32: Tile(32, 64, 4, 1), 64: Tile(64, 64, 4, 1), 128: Tile(128, 128, 4, 1)}
@@ -77,6 +77,8 @@ def choose_tile(
     tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[block_size]
     if whole:
         tiles = [tile for tile in tiles if min(tile.block_m, tile.block_n) >= block_size]
+    elif block_size == 32 and capability == (9, 0) and not tma:
+        tiles = tiles[1:]  # there the largest one spills
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return chosen if large_memory else chosen._replace(num_stages=2)
