@@ -110,10 +110,7 @@ def _write_back(func: OpOverload, x: BlockTensor, value: Tensor) -> None:
     """Quantize what an in-place operator made of ``x`` into its own memory."""
     if value.shape != x.shape:
         raise UnsupportedError(f"{func.name()} changes the shape of a BlockTensor in place; dequantize() it before")
-    new = blocks_of(value, x.block_size)
-    x.q.copy_(new.q)
-    x.scale.copy_(new.scale)
-    x.statistics = None
+    _overwrite(x, blocks_of(value, x.block_size))
 
 
 def _like(x: BlockTensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> BlockTensor:
@@ -137,6 +134,9 @@ def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = No
     """Another dtype outside changes nothing inside; another device moves the insides."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         return NotImplemented
+    # In a backward pass autograd converts gradients, which nobody writes to: under autocast a copy in every residual.
+    if kwargs.get("device") in (None, x.device) and torch._C._current_graph_task_id() != -1:
+        return _like(x, aten.alias.default, dtype)
     kwargs.pop("memory_format", None)
     return _like(x, lambda inside: func(inside, **kwargs), dtype)
 
@@ -178,6 +178,35 @@ def _zeros_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None =
     return _wrap(torch.zeros_like(x.q), torch.full_like(x.scale, MIN_SCALE), x.block_size, dtype or x.dtype)
 
 
+@implements(aten.empty_like.default)
+def _empty_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
+    if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
+        return NotImplemented
+    return _wrap(torch.empty_like(x.q), torch.empty_like(x.scale), x.block_size, dtype or x.dtype)
+
+
+@implements(aten.new_empty_strided.default)
+def _new_empty_strided(func: OpOverload, x: BlockTensor, size: Any, stride: Any, **kwargs: Any) -> Any:
+    """Room for a gradient that autograd copies into ``.grad``."""
+    same = tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride())
+    return _empty_like(func, x, **kwargs) if same else NotImplemented
+
+
+@implements(aten.copy_.default)
+def _copy(func: OpOverload, x: Tensor, y: Tensor, non_blocking: bool = False) -> Any:
+    if not _alike(x, y):
+        return NotImplemented
+    return _overwrite(x, y)
+
+
+def _overwrite(x: Any, y: BlockTensor) -> BlockTensor:
+    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them."""
+    x.q.copy_(y.q)
+    x.scale.copy_(y.scale)
+    x.statistics = y.statistics
+    return x
+
+
 @implements(aten.is_same_size.default)
 def _is_same_size(func: OpOverload, x: Tensor, y: Tensor) -> bool:
     return x.shape == y.shape
@@ -202,12 +231,7 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
 @implements(aten.add_.Tensor)
 def _add_in_place(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
     total = _add(func, x, y, alpha=alpha)
-    if total is NotImplemented:
-        return NotImplemented
-    x.q.copy_(total.q)
-    x.scale.copy_(total.scale)
-    x.statistics = total.statistics
-    return x
+    return total if total is NotImplemented else _overwrite(x, total)
 
 
 @implements(aten.mul.Tensor)

@@ -186,6 +186,17 @@ def test_stochastic_rounding_is_unbiased(quantize, dequantize, quantize_both, pl
     assert torch.equal(quantize_both(x, block_size, seeded(place, 3))[0], q)
 
 
+def test_no_noise_comes_twice(quantize, place):
+    """Every quarter has noise of its own, whatever tiles it lies in."""
+    x = torch.rand(128, 128, device=place).repeat(2, 2)
+    q, _ = quantize(x, 64, seeded(place, 3))
+    quarters = [q[i : i + 128, j : j + 128] for i in (0, 128) for j in (0, 128)]
+    for i, quarter in enumerate(quarters):
+        assert (quarter == quarter.roll(64, 0)).float().mean() < 0.1
+        for other in quarters[:i]:
+            assert 0.4 < (quarter == other).float().mean() < 0.9
+
+
 def test_stochastic_rounding_follows_its_seed(quantize, place):
     x = sample(place, (70, 90))
     first, again, other = (quantize(x, 32, seeded(place, seed))[0] for seed in (5, 5, 2**61))
