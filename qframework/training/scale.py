@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.kernels._blocks import check_block_size
 from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, quantize_blocks
 
 
@@ -62,6 +63,7 @@ class Int8LayerScale(nn.Module):
 
     def __init__(self, gamma: nn.Parameter, block_size: int = 32) -> None:
         super().__init__()
+        check_block_size("Int8LayerScale", block_size)
         self.gamma = gamma
         self.block_size = block_size
 
@@ -78,6 +80,7 @@ class Int8DropPath(nn.Module):
 
     def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: int = 32) -> None:
         super().__init__()
+        check_block_size("Int8DropPath", block_size)
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
         self.block_size = block_size

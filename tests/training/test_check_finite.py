@@ -1,0 +1,114 @@
+"""NaN and infinity are reported with the layer's name, forward and backward; nothing is added where that is off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from training_models import MODELS, inputs, logits_of, loss_of, vit
+
+from qframework.errors import NonFiniteError
+from qframework.training import convert_to_int8_training, fallbacks, reset_fallbacks, restore_float
+
+LAYERS = {
+    "vit": ("blocks.1.mlp.fc1", "blocks.0.norm1", "patch_embed.proj", "head"),
+    "gpt2": ("transformer.h.0.attn.c_attn", "transformer.h.1.ln_2", "transformer.ln_f"),
+    "llama": ("model.layers.1.mlp.down_proj", "model.layers.0.input_layernorm", "lm_head"),
+}
+CASES = [(name, layer) for name, layers in LAYERS.items() for layer in layers]
+
+
+@pytest.mark.parametrize(("name", "layer"), CASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_the_layer_in_which_it_appears_is_named(name: str, layer: str, value: float) -> None:
+    model, x = convert_to_int8_training(MODELS[name](), check_finite=True), inputs(name)
+    loss_of(model, x).backward()
+    with torch.no_grad():
+        model.get_submodule(layer).weight.view(-1)[3] = value
+    with pytest.raises(NonFiniteError, match=rf"^{layer}: output, .* accepted: finite values"):
+        logits_of(model, x)
+
+
+class SpoilGradient(torch.autograd.Function):
+    """Nothing forward; on the way back one value becomes infinite."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        grad = grad.clone()
+        grad.view(-1)[0] = torch.inf
+        return grad
+
+
+def test_the_layer_whose_gradient_it_is_is_named() -> None:
+    """Attention's queries, keys and values are float: what is behind them spoils the gradient of what qkv gave."""
+    model, x = convert_to_int8_training(vit(), check_finite=True), inputs("vit")
+    model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, out: SpoilGradient.apply(out))
+    loss = loss_of(model, x)
+    with pytest.raises(NonFiniteError, match=r"^blocks\.0\.attn\.qkv: gradient of its output, .*1 infinite"):
+        loss.backward()
+
+
+def test_what_attention_makes_is_its_outputs_input() -> None:
+    model, x = convert_to_int8_training(vit(), check_finite=True), inputs("vit")
+    spoil = lambda module, args: (args[0] + torch.nan,)  # noqa: E731
+    model.blocks[1].attn.proj.register_forward_pre_hook(spoil, prepend=True)
+    with pytest.raises(NonFiniteError, match=r"^blocks\.1\.attn\.proj: input, values"):
+        logits_of(model, x)
+
+
+def test_checks_change_no_result() -> None:
+    x = inputs("vit")
+    plain = convert_to_int8_training(vit())
+    wanted = loss_of(plain, x)
+    wanted.backward()
+    gradients = [parameter.grad.clone() for parameter in plain.parameters()]
+    restore_float(plain).zero_grad()
+    reset_fallbacks()
+    watched = convert_to_int8_training(plain, check_finite=True)
+    loss = loss_of(watched, x)
+    loss.backward()
+    assert torch.equal(loss, wanted)
+    for parameter, gradient in zip(watched.parameters(), gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+    assert fallbacks() == {}
+
+
+def hooks(model: nn.Module) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+def test_nothing_is_left_where_it_is_off() -> None:
+    model = vit()
+    assert hooks(model) == 0
+    convert_to_int8_training(model)
+    assert hooks(model) == 3  # two blocks are entered, the last one is left
+    restore_float(model)
+    convert_to_int8_training(model, check_finite=True)
+    assert hooks(model) > 20
+    restore_float(model)
+    assert hooks(model) == 0
+
+
+def test_compiled_models_are_checked_too(fresh_dynamo: None) -> None:
+    model, x = convert_to_int8_training(vit(depth=1), check_finite=True), inputs("vit")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss_of(compiled, x).backward()
+    with torch.no_grad():
+        model.blocks[0].mlp.fc2.weight[0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"blocks\.0\.mlp\.fc2: output"):
+        loss_of(compiled, x)
+
+
+def test_the_operator() -> None:
+    x = torch.randn(3, 5)
+    y = torch.ops.qframework.check_finite(x, "x")
+    assert torch.equal(y, x)
+    assert y.data_ptr() != x.data_ptr()
+    torch.library.opcheck(torch.ops.qframework.check_finite, (x, "x"))
+    x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -torch.inf
+    with pytest.raises(NonFiniteError, match="^x: 1 NaN and 2 infinite of 15"):
+        torch.ops.qframework.check_finite(x, "x")
