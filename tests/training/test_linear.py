@@ -1,0 +1,294 @@
+"""INT8 linears: forward and backward against FP64 products of the quantized operands, and against float layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qframework import numerics
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels._blocks import dequantize_blocks_ref, quantize_blocks_ref, spread_scale
+from qframework.training import BlockTensor, quantize_blocks
+from qframework.training.linear import Conv1D, Int8Conv1D, Int8Linear
+from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
+
+UNIT = 2.0**-24
+BLOCK_SIZES = (32, 64, 128)
+SHAPES = [((2, 37, 70), 50), ((64, 128), 96), ((1, 5), 3)]
+BASELINES = {
+    "per_tensor": PerTensorLinear,
+    "per_tensor conv1d": PerTensorConv1D,
+    "per_token": PerTokenLinear,
+    "per_token conv1d": PerTokenConv1D,
+}
+
+
+def float_layer(conv1d, columns, n, bias=True):
+    if not conv1d:
+        return nn.Linear(columns, n, bias)
+    layer = Conv1D(n, columns)
+    nn.init.normal_(layer.bias)
+    return layer
+
+
+def operands(shape, n):
+    """Activations with an outlier channel and a row of zeros, and a gradient with an outlier row."""
+    x, grad = torch.randn(shape), torch.randn((*shape[:-1], n))
+    x[..., 1] *= 50
+    x.view(-1, shape[-1])[-1] = 0
+    grad.view(-1, n)[0] *= 50
+    return x.requires_grad_(), grad
+
+
+def in_blocks(x, block_size):
+    """What ``x`` is once quantized, in FP64."""
+    return dequantize_blocks_ref(*quantize_blocks_ref(x.detach(), block_size), block_size).double()
+
+
+def rows(x):
+    return x.reshape(-1, x.shape[-1])
+
+
+def product(a, b):
+    """``a @ b.T`` in FP64, and the largest error of float32 sums of it in any order."""
+    return a @ b.t(), (a.shape[1] + 4) * UNIT * (a.abs() @ b.abs().t())
+
+
+def assert_within(got, exact, error, unit=UNIT):
+    """``got`` is ``exact`` within ``error`` and one rounding."""
+    off = (rows(got).double() - exact).abs()
+    allowed = 1.01 * (error + unit * exact.abs()) + 1e-30
+    assert (off <= allowed).all(), f"{float((off / allowed).max()):.3g} times what rounding explains"
+
+
+def three_products(x, weight, grad):
+    """Y, dX and dW of operands in FP64 as ``(exact, error)``; ``weight`` is (N, K)."""
+    x, grad = rows(x), rows(grad)
+    return product(x, weight), product(grad, weight.t()), product(grad.t(), x.t())
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("shape", "n"), SHAPES)
+@pytest.mark.parametrize(("conv1d", "bias"), [(False, False), (False, True), (True, True)])
+def test_floats_in_and_out(block_size, shape, n, conv1d, bias):
+    given = float_layer(conv1d, shape[-1], n, bias)
+    layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size, "float")
+    x, grad = operands(shape, n)
+    y = layer(x)
+    y.backward(grad)
+    weight = in_blocks(given.weight, block_size)
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
+        in_blocks(x, block_size), weight.t() if conv1d else weight, in_blocks(grad, block_size)
+    )
+    added = given.bias.detach().double() if bias else 0.0
+    assert_within(y.detach(), exact + added, error + UNIT * (exact.abs() + abs(added)))
+    assert_within(x.grad, exact_x, error_x)
+    assert_within(given.weight.grad.t() if conv1d else given.weight.grad, exact_w, error_w)
+    if bias:
+        torch.testing.assert_close(given.bias.grad, rows(grad).sum(0))
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("conv1d", [False, True])
+def test_blocks_in_and_out(block_size, conv1d):
+    """Results and gradients are half a step of their own blocks away from the FP64 products."""
+    shape, n = (2, 37, 70), 50
+    given = float_layer(conv1d, shape[-1], n)
+    layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size)
+    values, grad_values = operands(shape, n)
+    x = quantize_blocks(values.detach(), block_size).requires_grad_()
+    grad = quantize_blocks(grad_values, block_size)
+    y = layer(x)
+    y.backward(grad)
+    weight = in_blocks(given.weight, block_size)
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
+        in_blocks(values, block_size), weight.t() if conv1d else weight, in_blocks(grad_values, block_size)
+    )
+    exact = exact + given.bias.detach().double()
+    assert_half_a_step(y, exact, error + UNIT * exact.abs())
+    assert_half_a_step(x.grad, exact_x, error_x)
+    assert_within(given.weight.grad.t() if conv1d else given.weight.grad, exact_w, error_w)
+    summed = in_blocks(grad_values, block_size)
+    assert_within(given.bias.grad, rows(summed).sum(0), len(rows(summed)) * UNIT * rows(summed).abs().sum(0))
+
+
+def assert_half_a_step(got, exact, error):
+    assert isinstance(got, BlockTensor)
+    step = rows(spread_scale(got.scale, got.shape, got.block_size)).double()
+    value = rows(dequantize_blocks_ref(got.q, got.scale, got.block_size)).double()
+    assert ((value - exact).abs() <= (0.5 + 127 * 8 * UNIT) * step + 1.01 * error).all()
+    # One rounding, of the product: a scale of anything but its own largest value would show.
+    assert float((rows(got.q).abs() == 127).double().mean()) > 0
+    assert got.q.abs().amax() == 127
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_how_far_it_is_from_the_float_layer(block_size):
+    """Half a step of either operand, times the other: what the format costs, and no more."""
+    given = nn.Linear(70, 50)
+    x, _ = operands((2, 37, 70), 50)
+    y = Int8Linear.from_float(given, block_size, "float")(x)
+    w = given.weight.detach()
+    step_x = spread_scale(quantize_blocks_ref(x.detach(), block_size)[1], x.shape, block_size)
+    step_w = spread_scale(quantize_blocks_ref(w, block_size)[1], w.shape, block_size)
+    allowed = 0.5 * step_x @ w.abs().t() + 0.5 * (x.detach().abs() + 0.5 * step_x) @ step_w.t()
+    off = (y - given(x)).detach().abs()
+    assert (off <= 1.001 * allowed + 1e-4).all()
+    assert off.max() > 1e-4, "nothing was quantized"
+
+
+@pytest.mark.parametrize("name", BASELINES)
+def test_baselines(name):
+    """Three products with one scale a tensor; or two with one a row, and dW of floats."""
+    per_token, conv1d = name.startswith("per_token"), name.endswith("conv1d")
+    given = float_layer(conv1d, 70, 50)
+    x, grad = operands((2, 37, 70), 50)
+    y = BASELINES[name].from_float(given)(x)
+    y.backward(grad)
+
+    def quantized(t, granularity):
+        scale = numerics.dynamic_scale(t.detach(), granularity)
+        return numerics.quantize(t.detach(), scale).double() * scale.double()
+
+    granularity = "per_token" if per_token else "per_tensor"
+    weight = quantized(given.weight, "per_tensor")
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
+        quantized(x, granularity), weight.t() if conv1d else weight, quantized(grad, granularity)
+    )
+    if per_token:
+        exact_w, error_w = product(rows(grad).double().t(), rows(x.detach()).double().t())
+    bias = given.bias.detach().double()
+    assert_within(y.detach(), exact + bias, error + UNIT * (exact.abs() + bias.abs()))
+    assert_within(x.grad, exact_x, error_x)
+    assert_within(given.weight.grad.t() if conv1d else given.weight.grad, exact_w, error_w)
+    torch.testing.assert_close(given.bias.grad, rows(grad).sum(0))
+
+
+LAYERS = {
+    "block": lambda given: Int8Linear.from_float(given, 32, "block"),
+    "float": lambda given: Int8Linear.from_float(given, 32, "float"),
+    "per_tensor": PerTensorLinear.from_float,
+    "per_token": PerTokenLinear.from_float,
+}
+
+
+def run(layer, x):
+    """Result, gradient of the input and of the parameters, as floats."""
+    x = x.detach().requires_grad_()
+    layer.zero_grad()
+    y = layer(x)
+    y = y.dequantize() if isinstance(y, BlockTensor) else y
+    (y * torch.arange(1.0, 1 + y.shape[-1])).sum().backward()
+    return y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiles_whole(fresh_dynamo, name):
+    layer = LAYERS[name](nn.Linear(40, 33))
+    x = torch.randn(3, 20, 40)
+    for got, expected in zip(run(torch.compile(layer, fullgraph=True), x), run(layer, x), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_checkpointed(name):
+    layer = LAYERS[name](nn.Linear(40, 33))
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=False)
+
+    x = torch.randn(3, 20, 40)
+    for got, expected in zip(run(Checkpointed(), x), run(layer, x), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_autocast_decides_the_dtype(name):
+    layer = LAYERS[name](nn.Linear(40, 33))
+    x = torch.randn(4, 40, requires_grad=True)
+    assert layer(x).dtype == torch.float32
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.sum().backward()
+    assert x.grad.dtype == layer.weight.grad.dtype == layer.bias.grad.dtype == torch.float32
+    assert layer.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
+
+
+def saved(layer, x):
+    """What the forward pass keeps for the backward pass."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        layer(x)
+    return kept
+
+
+@pytest.mark.parametrize("name", ["block", "float", "per_tensor"])
+def test_saves_int8_and_the_master_weight(name):
+    layer = LAYERS[name](nn.Linear(40, 33))
+    kept = saved(layer, torch.randn(64, 40, requires_grad=True))
+    floats = [t for t in kept if t.is_floating_point() and not isinstance(t, BlockTensor) and t.numel() > 1]
+    assert [t.data_ptr() for t in floats] == [layer.weight.data_ptr()]
+    assert any(isinstance(t, BlockTensor) or t.dtype == torch.int8 for t in kept)
+
+
+def test_saves_only_what_a_gradient_needs():
+    layer = Int8Linear(40, 33, output="float")
+    assert all(isinstance(t, BlockTensor) for t in saved(layer, torch.randn(64, 40)))
+    layer.weight.requires_grad_(False)
+    assert [t.data_ptr() for t in saved(layer, torch.randn(64, 40, requires_grad=True))] == [layer.weight.data_ptr()]
+    x = torch.randn(4, 40, requires_grad=True)
+    layer(x).sum().backward()
+    assert layer.weight.grad is None
+    assert x.grad is not None
+
+
+def test_a_weight_is_quantized_anew_before_each_product():
+    layer = Int8Linear(8, 4, bias=False, output="float")
+    x = torch.randn(4, 8)
+    before = layer(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)  # as an optimizer's step: an exact factor, so that the integers are the same
+    assert torch.equal(layer(x), 2 * before)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_parameters_and_state_dict_are_the_float_layer_s(name):
+    given = nn.Linear(40, 33).eval()
+    layer = LAYERS[name](given)
+    assert layer.weight is given.weight
+    assert layer.bias is given.bias
+    assert not layer.training
+    layer.load_state_dict(given.state_dict())
+    assert layer.state_dict().keys() == given.state_dict().keys()
+
+
+def test_conv1d_takes_the_state_dict_of_transformers():
+    conv = pytest.importorskip("transformers.pytorch_utils").Conv1D(33, 40)
+    layer = Int8Conv1D(33, 40, output="float")
+    layer.load_state_dict(conv.state_dict())
+    x = torch.randn(4, 40)
+    assert (layer(x) - conv(x)).norm() < 0.02 * conv(x).norm()
+
+
+def test_errors():
+    with pytest.raises(UnsupportedError, match="Int8Linear: block_size=48 is unsupported; accepted: 32, 64, 128"):
+        Int8Linear(4, 4, block_size=48)
+    with pytest.raises(UnsupportedError, match="Int8Conv1D: output='int8' is unknown; accepted: block, float"):
+        Int8Conv1D(4, 4, output="int8")
+    with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
+        Int8Linear(4, 4)(quantize_blocks(torch.randn(2, 4), 64))
+    with pytest.raises(QFrameworkError, match=r"a \(2, 5\) and b \(4, 4\) do not fit"):
+        Int8Linear(4, 4)(torch.randn(2, 5))
+
+
+def test_says_what_it_is():
+    assert "block_size=64, output='float'" in repr(Int8Linear(4, 5, block_size=64, output="float"))
+    assert "nf=5, nx=4, block_size=32" in repr(Int8Conv1D(5, 4))
