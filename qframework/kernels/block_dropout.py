@@ -80,7 +80,7 @@ def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -
     groups = torch.arange(cdiv(columns, _SHARED), device=seed.device)
     words = philox_ref(seed, groups[None, :], torch.arange(rows, device=seed.device)[:, None])
     bits = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-    return (bits.reshape(rows, -1)[:, :columns] >= threshold_of(p)).reshape(shape)
+    return (bits.flatten(1)[:, :columns] >= threshold_of(p)).reshape(shape)
 
 
 def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) -> Blocks:

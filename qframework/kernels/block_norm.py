@@ -84,7 +84,7 @@ def block_rms_norm_ref(
 def _statistics_ref(value: Tensor, statistics: Tensor | None) -> Tensor:
     if statistics is not None and statistics.numel() > 0:
         return statistics
-    if value.shape[-1] == 0:
+    if value.numel() == 0:
         return value.new_zeros((row_count(value.shape), 2))
     return row_statistics_ref(value)
 

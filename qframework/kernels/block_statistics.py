@@ -3,7 +3,7 @@
 Formula, per row of C values, merged from tiles of the row as Chan, Golub and LeVeque do, so that nothing cancels::
 
     statistics[r] = (mean, sum((x - mean)^2) / C)
-    within a block  sum(q) and sum(q^2) are whole numbers below 2^24, exact in float32
+    within a block  n sum(q^2) - sum(q)^2 is a whole number below 2^31, computed exactly
     of tiles p      mean = sum(n_p mean_p) / C,  M2 = sum(M2_p + n_p (mean_p - mean)^2)
 
 Jetfire (appendix A) hands the statistics of every tile from the Add to the LayerNorm after it; here they are merged
@@ -42,14 +42,17 @@ def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr):
     steps = tl.reshape(q.to(tl.float32), (M // BLOCK, BLOCK, N // BLOCK, BLOCK))
     total = tl.sum(steps, 3)  # (M / BLOCK, BLOCK, N / BLOCK)
     squares = tl.sum(steps * steps, 3)
-    count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK).to(tl.float32)
-    share = (1.0 / tl.maximum(count, 1.0))[None, None, :]
+    count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK)[None, None, :]
+    whole = total.to(tl.int32)
+    apart = (count * squares.to(tl.int32) - whole * whole).to(tl.float32)  # count times what it should be
+    count = count.to(tl.float32)
+    share = 1.0 / tl.maximum(count, 1.0)
     scale = scale[:, None, :]
     mean = total * share * scale
-    apart = (squares - total * (total * share)) * (scale * scale)
-    row_mean = tl.sum(mean * count[None, None, :], 2) / tl.sum(count, 0)
+    apart *= share * scale * scale
+    row_mean = tl.sum(mean * count, 2) / tl.sum(count, 2)
     off = mean - row_mean[:, :, None]
-    apart = tl.sum(apart + count[None, None, :] * off * off, 2)
+    apart = tl.sum(apart + count * off * off, 2)
     return tl.reshape(row_mean, (M,)), tl.reshape(apart, (M,))
 
 

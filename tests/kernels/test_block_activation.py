@@ -1,0 +1,172 @@
+"""Activations and gated activations from blocks to blocks, on every implementation, against float64 autograd."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from block_oracle import BLOCK_SIZES, SHAPES, assert_blocks, operand, values
+from torch.nn import functional as F
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import (
+    block_activation,
+    block_activation_backward,
+    block_gated_activation,
+    block_gated_activation_backward,
+    block_quantize,
+)
+
+plain = importlib.import_module("qframework.kernels.block_activation")
+gated = importlib.import_module("qframework.kernels.block_gated_activation")
+FUNCTIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+}
+# Of Triton's polynomials and approximate exponentials: for each unit of the argument; a slope; a value made with it.
+VALUE_OFF, SLOPE_OFF, GATED_OFF = 2e-6, 5e-6, 2e-5
+OPERATORS = {
+    "cpu": (
+        block_activation,
+        block_activation_backward,
+        block_gated_activation,
+        block_gated_activation_backward,
+    ),
+    "triton": (
+        plain._block_activation_triton,
+        plain._block_activation_backward_triton,
+        gated._block_gated_activation_triton,
+        gated._block_gated_activation_backward_triton,
+    ),
+}
+
+
+@pytest.fixture
+def operators(implementation):
+    return OPERATORS[implementation]
+
+
+def test_every_kind_is_tested():
+    assert set(FUNCTIONS) == set(plain.KINDS)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_forward_and_backward(operators, place, kind, block_size):
+    forward, backward, _, _ = operators
+    shape = (3, 50, 130)
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    exact = values(*x, block_size).requires_grad_()
+    y = FUNCTIONS[kind](exact)
+    assert_blocks(*forward(*x, kind, block_size), y.detach(), VALUE_OFF * (1 + exact.detach().abs()), block_size)
+    gradient = values(*dy, block_size)
+    y.backward(gradient)
+    assert_blocks(*backward(*dy, *x, kind, block_size), exact.grad, SLOPE_OFF * gradient.abs(), block_size)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_shapes(operators, place, shape):
+    forward, backward, gated_forward, gated_backward = operators
+    x, dy = operand(shape, 32, place), operand(shape, 32, place, seed=1)
+    exact = values(*x, 32)
+    assert_blocks(*forward(*x, "relu", 32), exact.relu(), 0.0, 32)
+    assert_blocks(*backward(*dy, *x, "relu", 32), values(*dy, 32) * (exact > 0), 0.0, 32)
+    assert_blocks(*gated_forward(*x, *dy, "relu", 32), exact.relu() * values(*dy, 32), 0.0, 32)
+    dgate, dgate_scale, dup, dup_scale = gated_backward(*dy, *x, *dy, "relu", 32)
+    assert_blocks(dgate, dgate_scale, values(*dy, 32).square() * (exact > 0), 0.0, 32)
+    assert_blocks(dup, dup_scale, exact.relu() * values(*dy, 32), 0.0, 32)
+
+
+@pytest.mark.parametrize("kind", ["gelu", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_gated(operators, place, kind, block_size):
+    _, _, forward, backward = operators
+    shape = (2, 35, 150)
+    gate, up, dy = (operand(shape, block_size, place, seed) for seed in range(3))
+    g, u = values(*gate, block_size).requires_grad_(), values(*up, block_size).requires_grad_()
+    y = FUNCTIONS[kind](g) * u
+    error = VALUE_OFF * (1 + g.detach().abs()) * u.detach().abs()
+    assert_blocks(*forward(*gate, *up, kind, block_size), y.detach(), error, block_size)
+    gradient = values(*dy, block_size)
+    y.backward(gradient)
+    dgate, dgate_scale, dup, dup_scale = backward(*dy, *gate, *up, kind, block_size)
+    assert_blocks(dgate, dgate_scale, g.grad, SLOPE_OFF * (gradient * u).detach().abs(), block_size)
+    assert_blocks(dup, dup_scale, u.grad, GATED_OFF * gradient.abs() * (1 + g.detach().abs()), block_size)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_far_from_zero(operators, place, kind):
+    """Values of which a polynomial or an exponential alone would make something else."""
+    x = torch.tensor([[-1e4, -300.0, -60.0, -16.0, -8.0, -5.5, 5.5, 8.0, 16.0, 60.0, 300.0, 1e4]], device=place)
+    ones = torch.ones_like(x)
+    for i in range(x.shape[1]):  # one at a time: each has a scale of its own
+        q, dy = block_quantize(x[:, i : i + 1], 32), block_quantize(ones[:, i : i + 1], 32)
+        exact = values(*q, 32).requires_grad_()
+        y = FUNCTIONS[kind](exact)
+        y.sum().backward()
+        assert_blocks(*operators[0](*q, kind, 32), y.detach(), VALUE_OFF * (1 + exact.detach().abs()), 32)
+        assert_blocks(*operators[1](*dy, *q, kind, 32), exact.grad, SLOPE_OFF, 32)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_not_hidden(operators, place, kind, bad):
+    x = torch.ones(40, 70, device=place)
+    x[2, 3] = bad
+    good = block_quantize(torch.ones(40, 70, device=place), 32)
+    blocks = block_quantize(x, 32)
+    for q, scale in (operators[0](*blocks, kind, 32), operators[1](*blocks, *good, kind, 32)):
+        got = values(q, scale, 32)
+        assert not got[:32, :32].isfinite().any()
+        assert got[32:, 32:].isfinite().all()
+
+
+def test_zeros_stay_zero(operators, place):
+    zeros = block_quantize(torch.zeros(40, 70, device=place), 32)
+    for kind in FUNCTIONS:
+        for q, _ in (operators[0](*zeros, kind, 32), operators[1](*zeros, *zeros, kind, 32)):
+            assert not q.any()
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_empty(operators, place, shape):
+    q = block_quantize(torch.empty(shape, device=place), 32)
+    assert operators[0](*q, "gelu", 32)[0].shape == shape
+    assert operators[1](*q, *q, "gelu", 32)[0].shape == shape
+    assert operators[2](*q, *q, "gelu", 32)[1].shape == (0, 2)
+    assert operators[3](*q, *q, *q, "gelu", 32)[3].shape == (0, 2)
+
+
+def test_operands_may_be_strided(operators, place):
+    q, scale = operand((64, 96), 32, place)
+    turned = q.t().contiguous().t(), scale.t().contiguous().t()
+    for one, other in zip(operators[0](q, scale, "silu", 32), operators[0](*turned, "silu", 32), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_opcheck(device):
+    x, dy = operand((2, 20, 40), 32, device), operand((2, 20, 40), 32, device, seed=1)
+    ops = torch.ops.qframework
+    torch.library.opcheck(ops.block_activation.default, (*x, "gelu", 32))
+    torch.library.opcheck(ops.block_activation_backward.default, (*dy, *x, "silu", 32))
+    torch.library.opcheck(ops.block_gated_activation.default, (*x, *dy, "silu", 32))
+    torch.library.opcheck(ops.block_gated_activation_backward.default, (*dy, *x, *dy, "silu", 32))
+
+
+def test_bad_input():
+    x, y = operand((40, 70), 32, "cpu"), operand((41, 70), 32, "cpu")
+    with pytest.raises(UnsupportedError, match="block_activation: kind='tanh' is unknown; accepted: gelu, gelu_tanh"):
+        block_activation(*x, "tanh", 32)
+    with pytest.raises(UnsupportedError, match="block_size=48 is unsupported; accepted: 32, 64, 128"):
+        block_activation(*x, "gelu", 48)
+    with pytest.raises(QFrameworkError, match=r"x's scale has shape \(2, 3\); x \(40, 70\) in blocks of 64 needs"):
+        block_activation(*x, "gelu", 64)
+    with pytest.raises(QFrameworkError, match=r"block_activation_backward: x has shape \(41, 70\) and dy \(40, 70\)"):
+        block_activation_backward(*x, *y, "gelu", 32)
+    with pytest.raises(QFrameworkError, match=r"block_gated_activation: up has shape \(41, 70\) and gate \(40, 70\)"):
+        block_gated_activation(*x, *y, "gelu", 32)
+    with pytest.raises(UnsupportedError, match="dy has dtype torch.float32; accepted: int8"):
+        block_gated_activation_backward(x[0].float(), x[1], *x, *x, "gelu", 32)

@@ -1,0 +1,232 @@
+"""LayerNorm and RMSNorm from blocks to blocks, on every implementation, against float64 autograd."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from block_oracle import BLOCK_SIZES, SHAPES, UNIT, assert_blocks, operand, values
+from torch.nn import functional as F
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import (
+    block_layer_norm,
+    block_layer_norm_backward,
+    block_quantize,
+    block_rms_norm,
+    block_rms_norm_backward,
+)
+
+forward_module = importlib.import_module("qframework.kernels.block_norm")
+backward_module = importlib.import_module("qframework.kernels.block_norm_backward")
+OPERATORS = {
+    "cpu": (block_layer_norm, block_layer_norm_backward, block_rms_norm, block_rms_norm_backward),
+    "triton": (
+        forward_module._block_layer_norm_triton,
+        backward_module._block_layer_norm_backward_triton,
+        forward_module._block_rms_norm_triton,
+        backward_module._block_rms_norm_backward_triton,
+    ),
+}
+EPS = 1e-5
+# Of rstd: an approximate root, and a variance of a few roundings.
+ROOT = 16 * UNIT
+
+
+@pytest.fixture
+def layer_norm(implementation):
+    return OPERATORS[implementation][0]
+
+
+@pytest.fixture
+def layer_norm_backward(implementation):
+    return OPERATORS[implementation][1]
+
+
+@pytest.fixture
+def rms_norm(implementation):
+    return OPERATORS[implementation][2]
+
+
+@pytest.fixture
+def rms_norm_backward(implementation):
+    return OPERATORS[implementation][3]
+
+
+def vectors(columns, place, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    return tuple((1 + 0.5 * torch.randn(columns, generator=generator)).to(dtype).to(place) for _ in range(2))
+
+
+def normalized(x, is_rms):
+    """n, rstd, and what float32 may be off in n, of float64 rows."""
+    mean = torch.zeros(x.shape[0], 1, dtype=torch.float64) if is_rms else x.mean(1, keepdim=True)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
+    n = (x - mean) * rstd
+    return n, rstd, ROOT * n.abs() + 16 * UNIT * (x.abs() + x.abs().mean(1, keepdim=True)) * rstd
+
+
+def assert_gradients(got, exact, x, dy, weight, is_rms, shape, block_size):
+    """dx within a step and what three float32 terms may be off; parameters' sums within their roundings."""
+    n, rstd, n_off = normalized(x, is_rms)
+    g = dy * weight
+    terms = g.abs() + g.abs().mean(1, keepdim=True) + n.abs() * (g * n).abs().mean(1, keepdim=True)
+    spread = n_off * (g * n).abs().mean(1, keepdim=True) + n.abs() * (g.abs() * n_off).mean(1, keepdim=True)
+    error = rstd * (4 * ROOT * terms + 2 * spread)
+    assert_blocks(got[0], got[1], exact[0].view(shape), error.view(shape), block_size)
+    off = 64 * UNIT * (dy * n).abs().sum(0) + (dy.abs() * n_off).sum(0)
+    assert ((got[2].cpu().double() - exact[1]).abs() <= off).all()
+    if not is_rms:
+        assert ((got[3].cpu().double() - exact[2]).abs() <= 64 * UNIT * dy.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_layer_norm(layer_norm, layer_norm_backward, place, shape, block_size):
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    weight, bias = vectors(shape[-1], place)
+    y, y_scale, mean, rstd = layer_norm(*x, weight, bias, EPS, block_size, None)
+    rows = values(*x, block_size).reshape(-1, shape[-1]).requires_grad_()
+    w, b = weight.cpu().double().requires_grad_(), bias.cpu().double().requires_grad_()
+    exact = F.layer_norm(rows, shape[-1:], w, b, EPS)
+    _, _, n_off = normalized(rows.detach(), False)
+    error = n_off * w.detach().abs() + 4 * UNIT * (exact.detach().abs() + b.detach().abs())
+    assert_blocks(y, y_scale, exact.detach().view(shape), error.view(shape), block_size)
+    assert mean.shape == rstd.shape == (rows.shape[0],)
+    gradient = values(*dy, block_size).reshape(rows.shape)
+    exact.backward(gradient)
+    got = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    found = (rows.grad, w.grad, b.grad)
+    assert_gradients(got, found, rows.detach(), gradient, w.detach(), False, shape, block_size)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(rms_norm, rms_norm_backward, place, shape, block_size):
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    weight, _ = vectors(shape[-1], place)
+    y, y_scale, rstd = rms_norm(*x, weight, EPS, block_size, None)
+    rows = values(*x, block_size).reshape(-1, shape[-1]).requires_grad_()
+    w = weight.cpu().double().requires_grad_()
+    exact = rows * (rows.square().mean(1, keepdim=True) + EPS).rsqrt() * w
+    _, _, n_off = normalized(rows.detach(), True)
+    error = n_off * w.detach().abs() + 4 * UNIT * exact.detach().abs()
+    assert_blocks(y, y_scale, exact.detach().view(shape), error.view(shape), block_size)
+    gradient = values(*dy, block_size).reshape(rows.shape)
+    exact.backward(gradient)
+    got = rms_norm_backward(*dy, *x, weight, rstd, block_size)
+    assert_gradients(got, (rows.grad, w.grad), rows.detach(), gradient, w.detach(), True, shape, block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_of_16_bit(layer_norm, layer_norm_backward, rms_norm, place, dtype):
+    x, dy = operand((40, 70), 32, place), operand((40, 70), 32, place, seed=1)
+    small, exact = vectors(70, place, dtype), tuple(each.float() for each in vectors(70, place, dtype))
+    for one, other in zip(layer_norm(*x, *small, EPS, 32), layer_norm(*x, *exact, EPS, 32), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(rms_norm(*x, small[0], EPS, 32), rms_norm(*x, exact[0], EPS, 32), strict=True):
+        assert torch.equal(one, other)
+    _, _, mean, rstd = layer_norm(*x, *small, EPS, 32)
+    results = [layer_norm_backward(*dy, *x, weight, mean, rstd, 32) for weight in (small[0], exact[0])]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_parameters(layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, place):
+    x, dy = operand((40, 70), 32, place), operand((40, 70), 32, place, seed=1)
+    ones, zeros = torch.ones(70, device=place), torch.zeros(70, device=place)
+    without, plain = layer_norm(*x, None, None, EPS, 32), layer_norm(*x, ones, zeros, EPS, 32)
+    pairs = [*zip(without, plain, strict=True)]
+    pairs += zip(rms_norm(*x, None, EPS, 32), rms_norm(*x, ones, EPS, 32), strict=True)
+    mean, rstd = plain[2:]
+    gradients = [layer_norm_backward(*dy, *x, weight, mean, rstd, 32) for weight in (None, ones)]
+    pairs += zip(*gradients, strict=True)
+    pairs += zip(*[rms_norm_backward(*dy, *x, weight, rstd, 32) for weight in (None, ones)], strict=True)
+    for one, other in pairs:
+        assert torch.equal(one, other)
+
+
+def test_statistics_are_used(layer_norm, rms_norm, place):
+    """Those given, whatever they say: here of other rows. Empty ones are as none."""
+    x = operand((40, 70), 32, place)
+    statistics = torch.stack((torch.full((40,), 0.5), torch.full((40,), 4.0)), 1).to(place)
+    y, y_scale, mean, rstd = layer_norm(*x, None, None, 0.0, 32, statistics)
+    assert_blocks(y, y_scale, (values(*x, 32) - 0.5) / 2, ROOT * values(*x, 32).abs() + UNIT, 32)
+    assert torch.equal(mean, statistics[:, 0])
+    assert ((rstd - 0.5).abs() <= ROOT).all()
+    y, y_scale, rstd = rms_norm(*x, None, 0.0, 32, statistics)
+    exact = values(*x, 32) / 4.25**0.5
+    assert_blocks(y, y_scale, exact, ROOT * exact.abs(), 32)
+    none = torch.empty(0, 2, device=place)
+    for one, other in zip(layer_norm(*x, None, None, EPS, 32, none), layer_norm(*x, None, None, EPS, 32), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_equal_values(layer_norm, layer_norm_backward, place):
+    """Variance zero: eps alone keeps rstd finite."""
+    x = block_quantize(torch.full((40, 70), 3.0, device=place), 32)
+    y, y_scale, _, rstd = layer_norm(*x, None, None, EPS, 32)
+    assert (rstd.cpu() / EPS**-0.5 - 1).abs().max() < 1e-2
+    assert values(y, y_scale, 32).abs().max() <= 16 * UNIT * 3 * EPS**-0.5
+    dx, dx_scale, *_ = layer_norm_backward(*x, *x, None, torch.full_like(rstd, 3.0), rstd, 32)
+    assert values(dx, dx_scale, 32).isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_not_hidden(layer_norm, layer_norm_backward, place, bad):
+    """A row with one is not a number; its neighbours of other blocks keep their values."""
+    good = torch.randn(40, 70, device=place)
+    x = good.clone()
+    x[2, 3] = bad
+    blocks, dy = block_quantize(x, 32), block_quantize(good, 32)
+    y, y_scale, mean, rstd = layer_norm(*blocks, None, None, EPS, 32)
+    dx, dx_scale, *_ = layer_norm_backward(*dy, *blocks, None, mean, rstd, 32)
+    for q, scale in ((y, y_scale), (dx, dx_scale)):
+        got = values(q, scale, 32)
+        assert not got[:32].isfinite().any()
+        assert got[32:].isfinite().all()
+
+
+def test_results_repeat(layer_norm_backward, place):
+    x, dy = operand((100, 40), 32, place), operand((100, 40), 32, place, seed=1)
+    mean, rstd = torch.zeros(100, device=place), torch.ones(100, device=place)
+    for one, other in zip(*[layer_norm_backward(*dy, *x, None, mean, rstd, 32) for _ in range(2)], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_empty(layer_norm, layer_norm_backward, rms_norm, place, shape):
+    x = block_quantize(torch.empty(shape, device=place), 32)
+    y, _, mean, rstd = layer_norm(*x, None, None, EPS, 32)
+    assert y.shape == shape
+    dx, _, dweight, dbias = layer_norm_backward(*x, *x, None, mean, rstd, 32)
+    assert dx.shape == shape
+    assert not dweight.any()
+    assert not dbias.any()
+    assert rms_norm(*x, None, EPS, 32)[2].shape == (0,)
+
+
+def test_opcheck(device):
+    x, dy = operand((2, 20, 40), 32, device), operand((2, 20, 40), 32, device, seed=1)
+    weight, bias = vectors(40, device)
+    ops = torch.ops.qframework
+    torch.library.opcheck(ops.block_layer_norm.default, (*x, weight, bias, EPS, 32, None))
+    torch.library.opcheck(ops.block_rms_norm.default, (*x, weight, EPS, 32))
+    mean, rstd = torch.zeros(40, device=device), torch.ones(40, device=device)
+    torch.library.opcheck(ops.block_layer_norm_backward.default, (*dy, *x, weight, mean, rstd, 32))
+    torch.library.opcheck(ops.block_rms_norm_backward.default, (*dy, *x, None, rstd, 32))
+
+
+def test_bad_input():
+    x = operand((40, 70), 32, "cpu")
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm: weight has shape \(7,\); accepted: \(70,\)"):
+        block_layer_norm(*x, torch.ones(7), None, EPS, 32)
+    with pytest.raises(UnsupportedError, match=r"block_rms_norm: weight has dtype torch.int64; accepted: float32"):
+        block_rms_norm(*x, torch.ones(70, dtype=torch.int64), EPS, 32)
+    with pytest.raises(QFrameworkError, match=r"statistics has shape \(40, 3\); accepted: none, or mean and variance"):
+        block_layer_norm(*x, None, None, EPS, 32, torch.zeros(40, 3))
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm_backward: mean has shape \(1,\); accepted: \(40,\)"):
+        block_layer_norm_backward(*x, *x, None, torch.zeros(1), torch.ones(40), 32)
+    with pytest.raises(UnsupportedError, match="block_size=100 is unsupported"):
+        block_rms_norm_backward(*x, *x, None, torch.ones(40), 100)

@@ -1,0 +1,85 @@
+"""The kernels between blocks compile for every supported chip without a GPU and keep their registers."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+from test_compile_targets import CHIPS, compile_for, stack_bytes
+
+from qframework.kernels._block_operators import rows_of_tile, tile_of
+from qframework.kernels._triton import HAS_TRITON, INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+
+COLUMNS = 8192
+FLOATS = ("scale", "partial", "statistics", "weight", "bias", "mean", "rstd", "rows", "sums", "sum", "a", "b", "c")
+NORM = {"HAS_WEIGHT": True}
+# Module, kernel, flags; tiles are those of the launcher, or of one that walks down the rows where STRETCH is among them.
+KERNELS = {
+    "gelu": ("block_activation", "_block_activation_kernel", {"KIND": "gelu"}),
+    "gelu_tanh": ("block_activation", "_block_activation_kernel", {"KIND": "gelu_tanh"}),
+    "gelu_backward": ("block_activation", "_block_activation_backward_kernel", {"KIND": "gelu"}),
+    "silu_backward": ("block_activation", "_block_activation_backward_kernel", {"KIND": "silu"}),
+    "swiglu": ("block_gated_activation", "_block_gated_activation_kernel", {"KIND": "silu"}),
+    "swiglu_backward": ("block_gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "silu"}),
+    "geglu_backward": ("block_gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "gelu"}),
+    "add": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": False, "STATISTICS": True}),
+    "mul": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": True, "STATISTICS": False}),
+    "statistics": ("block_statistics", "_block_statistics_kernel", {}),
+    "merge": ("block_statistics", "_merge_statistics_kernel", {"ROWS": 32, "TILES": 32}),
+    "dropout": ("block_dropout", "_block_dropout_kernel", {}),
+    "layer_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": False, "HAS_BIAS": True}),
+    "rms_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": True, "HAS_BIAS": False}),
+    "layer_norm_sums": ("block_norm_backward", "_norm_sums_kernel", NORM | {"RMS": False, "STRETCH": 256}),
+    "rms_norm_sums": ("block_norm_backward", "_norm_sums_kernel", NORM | {"RMS": True, "STRETCH": 256}),
+    "layer_norm_backward": ("block_norm_backward", "_norm_backward_kernel", NORM | {"RMS": False}),
+    "sum_rows": ("block_sum_rows", "_block_sum_rows_kernel", {"STRETCH": 256}),
+    "add_up": ("block_sum_rows", "_add_up_kernel", {"SUMMED": 64}),
+}
+
+
+def types_of(kernel, constants) -> dict[str, str]:
+    """What each argument that is no constant is, by its name."""
+    types = {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            last = name.removesuffix("_ptr").split("_")[-1]
+            kind = "*fp32" if last in (*FLOATS, "dweight", "dbias") else "*i8"
+            types[name] = "*i64" if last == "seed" else kind
+        elif name not in constants:
+            types[name] = "fp32" if name in ("eps", "factor") else "i32"
+    return types
+
+
+def check(chip, name, block_size, tmp_path):
+    module, attribute, flags = KERNELS[name]
+    kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
+    tile = (rows_of_tile if "STRETCH" in flags else tile_of)(COLUMNS, block_size)
+    warps = tile.pop("num_warps")
+    constants = flags | {key: value for key, value in tile.items() if key in kernel.arg_names}
+    compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
+    assert stack_bytes(compiled, tmp_path) == 0
+    assert compiled.metadata.shared <= 16 * 1024
+    return compiled
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_chip(chip, name, tmp_path):
+    check(chip, name, 32, tmp_path)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_block_size(name, block_size, tmp_path):
+    check("sm_90", name, block_size, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu_backward", "layer_norm", "layer_norm_sums"])
+def test_values_are_read_sixteen_at_a_time(name, tmp_path):
+    """Whole vectors of 16 bytes: a mask or a layout that cuts them would cost several times the instructions."""
+    ptx = check("sm_90", name, 32, tmp_path).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "ld.global.b8" not in ptx
+    assert "st.global.b8" not in ptx
