@@ -149,6 +149,7 @@ def test_a_positive_number_scales_the_scales(number):
     x = blocks(4, 40)
     for product in (x * number, number * x, x / (1 / number)):
         assert torch.equal(product.q, x.q)
+        assert product.q.data_ptr() != x.q.data_ptr(), "it may be written to"
         torch.testing.assert_close(product.scale, x.scale * number)
     assert not fallbacks()
     for other in (x * 0, x * -number, x * float("nan")):
@@ -221,7 +222,7 @@ def test_what_no_sum_of_blocks_is_becomes_float():
 def test_two_dtypes_meet_as_floats_do():
     """Under autocast the residual stream is FP32 outside, its branches are BF16."""
     x, y = blocks(4, 40).requires_grad_(), blocks(4, 40, dtype=torch.bfloat16).requires_grad_()
-    for z, exact in ((x + y, float_values(x) + float_values(y)), (y * x, float_values(x) * float_values(y))):
+    for z, exact in ((y + x, float_values(x) + float_values(y)), (y * x, float_values(x) * float_values(y))):
         assert z.dtype == torch.float32
         assert_rounded(z.detach(), exact.detach())
     grad = blocks(4, 40)
@@ -249,6 +250,8 @@ def test_writing_in_place():
     assert "aten::copy_" not in fallbacks()
     x.copy_(torch.ones(4, 40))
     assert_rounded(x, torch.ones(4, 40))
+    assert torch.add(torch.ones(4, 40), 1, out=x) is x
+    assert_rounded(x, torch.full((4, 40), 2.0))
     plain = torch.zeros(4, 40)
     plain.copy_(y)
     assert torch.equal(plain, y.dequantize())
