@@ -110,5 +110,5 @@ def test_the_operator() -> None:
     assert y.data_ptr() != x.data_ptr()
     torch.library.opcheck(torch.ops.qframework.check_finite, (x, "x"))
     x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -torch.inf
-    with pytest.raises(NonFiniteError, match="^x: 1 NaN and 2 infinite of 15"):
+    with pytest.raises(NonFiniteError, match=r"^x: 1 NaN and 2 infinite of 15"):
         torch.ops.qframework.check_finite(x, "x")

@@ -267,9 +267,9 @@ def test_other_block_sizes_are_refused(block_size: int) -> None:
 def test_bad_arguments_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="mode='per_row' is unknown; accepted: per_block, per_tensor, per_token"):
         convert_to_int8_training(vit(), mode="per_row")  # type: ignore[arg-type]
-    with pytest.raises(QFrameworkError, match="keep_float: 'block.0' fits no module of VisionTransformer"):
+    with pytest.raises(QFrameworkError, match=r"keep_float: 'block\.0' fits no module of VisionTransformer"):
         convert_to_int8_training(vit(), keep_float=["block.0"])
-    with pytest.raises(QFrameworkError, match="blocks: 'layers.*' fits no module"):
+    with pytest.raises(QFrameworkError, match=r"blocks: 'layers\.\*' fits no module"):
         convert_to_int8_training(vit(), blocks=["layers.*"])
     with pytest.raises(UnsupportedError, match="Sequential holds no transformer block"):
         convert_to_int8_training(nn.Sequential(nn.Linear(4, 4), nn.GELU()))

@@ -58,8 +58,8 @@ def logits_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-    """Cross entropy with labels that come from the input: the first class, or the next token."""
+    """Cross entropy with labels that come from each example itself: some class, or the next token."""
     logits = logits_of(model, x).float()
     if x.is_floating_point():
-        return F.cross_entropy(logits, torch.arange(len(x)) % logits.shape[-1])
+        return F.cross_entropy(logits, (100 * x.flatten(1).sum(1).abs()).long() % logits.shape[-1])
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
