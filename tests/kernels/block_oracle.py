@@ -37,7 +37,7 @@ def values(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
 
 
 def assert_blocks(q: Tensor, scale: Tensor, exact: Tensor, error: Tensor | float, block_size: int) -> None:
-    """``(q, scale)`` is ``exact`` quantized, where each value was computed to within ``error`` before it was rounded."""
+    """``(q, scale)`` is ``exact`` quantized, each value computed to within ``error`` before it was rounded."""
     rows = math.prod(exact.shape[:-1])
     assert q.dtype == torch.int8
     assert q.shape == exact.shape

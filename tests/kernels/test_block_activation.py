@@ -168,5 +168,5 @@ def test_bad_input():
         block_activation_backward(*x, *y, "gelu", 32)
     with pytest.raises(QFrameworkError, match=r"block_gated_activation: up has shape \(41, 70\) and gate \(40, 70\)"):
         block_gated_activation(*x, *y, "gelu", 32)
-    with pytest.raises(UnsupportedError, match="dy has dtype torch.float32; accepted: int8"):
+    with pytest.raises(UnsupportedError, match=r"dy has dtype torch.float32; accepted: int8"):
         block_gated_activation_backward(x[0].float(), x[1], *x, *x, "gelu", 32)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted
 COLUMNS = 8192
 FLOATS = ("scale", "partial", "statistics", "weight", "bias", "mean", "rstd", "rows", "sums", "sum", "a", "b", "c")
 NORM = {"HAS_WEIGHT": True}
-# Module, kernel, flags; tiles are those of the launcher, or of one that walks down the rows where STRETCH is among them.
+# Module, kernel, flags; tiles are those of the launcher, which walks down the rows where STRETCH is among the flags.
 KERNELS = {
     "gelu": ("block_activation", "_block_activation_kernel", {"KIND": "gelu"}),
     "gelu_tanh": ("block_activation", "_block_activation_kernel", {"KIND": "gelu_tanh"}),

@@ -1,0 +1,120 @@
+"""Operators between INT8 blocks against PyTorch in FP16, eager and compiled: Jetfire's figure 7.
+
+``gbps`` counts every tensor that must be read or written once, in the provider's own format, and nothing else; small
+vectors, scales, masks and second passes are not counted. ``percent_of_peak`` is of what copying a gigabyte reaches on
+the same chip in the same run. Calls are timed one by one with the L2 cache flushed before each, and the GPU asleep
+until they are launched. ``layer_norm`` and ``rms_norm`` get the row statistics that the addition before them made,
+whose cost is in ``add_statistics``; ``layer_norm_alone`` makes its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands
+from benchmarks.harness import Record, Results, argument_parser, comma_separated
+from benchmarks.timing import time_kernel
+
+TOKENS = 8192
+SHAPES: tuple[Shape, ...] = tuple((TOKENS, hidden) for hidden in (1024, 2048, 4096, 8192))
+SMOKE_SHAPES: tuple[Shape, ...] = ((70, 96),)
+COPIED_BYTES = 2**30
+REP_MS = 40.0
+
+
+def identify(name: str, direction: str, shape: Shape, provider: str) -> Record:
+    return Record(benchmark="block_operators", op=f"{name} {direction}", shape=list(shape), provider=provider)
+
+
+def bytes_moved(name: str, direction: str, shape: Shape, provider: str) -> int:
+    """What must be read and written, once."""
+    tensors = OPERATORS[name].moved[direction == "backward"]
+    return tensors * shape[0] * shape[1] * (1 if provider.startswith("qframework") else 2)
+
+
+def measure(
+    name: str, direction: str, shape: Shape, provider: str, device: str, peak: float | None, rep_ms: float
+) -> Record:
+    """One row; raises what Results.attempt turns into one."""
+    case = PROVIDERS[provider](name, direction, operands(shape, device))
+    error = case.check(case.fn())
+    timing = time_kernel(case.fn, device, rep_ms=rep_ms)
+    gbps = bytes_moved(name, direction, shape, provider) / timing.median_s / 1e9
+    record = replace(identify(name, direction, shape, provider), dtype=case.dtype, error=error, **timing.fields())
+    return replace(record, gbps=gbps, percent_of_peak=100 * gbps / peak if peak else None)
+
+
+def copy_gbps(device: str) -> float:
+    """GB/s read and written by copying a gigabyte."""
+    source = torch.empty(COPIED_BYTES, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / time_kernel(lambda: target.copy_(source), device, rep_ms=REP_MS).median_s / 1e9
+
+
+def run(results: Results, providers: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], device: str) -> None:
+    """Measure all providers of each operator in turn, so that what is compared ran close together."""
+    if device == "cuda":
+        results.peaks = {"GB/s": copy_gbps(device)}
+    peak, rep_ms = results.peaks.get("GB/s"), 1.0 if results.smoke else REP_MS
+    for shape in shapes:
+        for name in names:
+            for direction in ("forward", "backward"):
+                if direction == "backward" and OPERATORS[name].backward is None:
+                    continue
+                for provider in providers:
+                    timed = functools.partial(measure, name, direction, shape, provider, device, peak, rep_ms)
+                    results.attempt(identify(name, direction, shape, provider), timed)
+                torch._dynamo.reset()
+        operands.cache_clear()
+
+
+def speedups(records: Sequence[Record]) -> list[str]:
+    """Lines that say how many times as fast as PyTorch's FP16, eager and compiled, each provider of ours was."""
+    times = {(record.op, tuple(record.shape or ()), record.provider): record.p50_ms for record in records}
+    lines = []
+    for (op, shape, provider), took in times.items():
+        if not provider.startswith("qframework") or not took:
+            continue
+        rivals = {rival: times.get((op, shape, rival)) for rival in ("torch_fp16", "inductor_fp16")}
+        ratios = ", ".join(f"{other / took:.2f} {rival}" for rival, other in rivals.items() if other)
+        if ratios:
+            lines.append(f"{op:<26} {','.join(map(str, shape)):<12} {provider:<16} {ratios}")
+    return lines
+
+
+def _parse_shapes(text: str) -> list[Shape]:
+    shapes = []
+    for part in text.split():
+        numbers = [int(number) for number in part.split(",")]
+        if len(numbers) != 2 or min(numbers) < 1:
+            raise argparse.ArgumentTypeError(f"{part!r} is no shape; accepted: TOKENS,HIDDEN with positive integers")
+        shapes.append((numbers[0], numbers[1]))
+    return shapes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every provider of every operator at every shape; returns the exit status."""
+    parser = argument_parser("block_operators", __doc__)
+    parser.add_argument("--shapes", type=_parse_shapes, help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)')
+    parser.add_argument("--operators", type=comma_separated(OPERATORS), default=list(OPERATORS))
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments = parser.parse_args(argv)
+    # On a CPU, Inductor would compile C++ for minutes to show what is not asked: there the operators are references.
+    known = [name for name in PROVIDERS if arguments.device == "cuda" or name != "inductor_fp16"]
+    shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke or arguments.device == "cpu" else SHAPES)
+    results = Results.start("block_operators", arguments.device, arguments)
+    run(results, arguments.providers or known, arguments.operators, shapes, arguments.device)
+    for line in speedups(results.records):
+        print(line)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
