@@ -144,7 +144,8 @@ def against_peak(record: Record, peaks: dict[str, float]) -> Record:
 # Command line -------------------------------------------------------------------------------------------------------
 
 
-def _parse_shapes(text: str) -> list[Shape]:
+def parse_shapes(text: str) -> list[Shape]:
+    """An argparse type: shapes apart by spaces."""
     shapes = []
     for part in text.split():
         numbers = [int(number) for number in part.split(",")]
@@ -161,7 +162,7 @@ def default_providers() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider at every shape; returns the exit status."""
     parser = argument_parser("int8_linear", __doc__)
-    parser.add_argument("--shapes", type=_parse_shapes, help='"M,N,K M,N,K ..." (default: those of ViT and SAM)')
+    parser.add_argument("--shapes", type=parse_shapes, help='"M,N,K M,N,K ..." (default: those of ViT and SAM)')
     parser.add_argument(
         "--providers", type=comma_separated(PROVIDERS), default=default_providers(), help=f"of {', '.join(PROVIDERS)}"
     )

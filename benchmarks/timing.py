@@ -45,7 +45,9 @@ def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
     return Timing(tuple(samples))
 
 
-def time_kernel(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
+def time_kernel(
+    fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10, sleep_cycles: int = SLEEP_CYCLES
+) -> Timing:
     """As ``time_provider``, but the GPU sleeps before each call until the host has launched it."""
     if device != "cuda":
         return time_cpu(fn, rep_ms, min_runs)
@@ -55,7 +57,7 @@ def time_kernel(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, mi
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(runs)]
     for start, end in events:
         flushed.zero_()
-        torch.cuda._sleep(SLEEP_CYCLES)
+        torch.cuda._sleep(sleep_cycles)
         start.record()
         fn()
         end.record()

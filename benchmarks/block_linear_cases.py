@@ -1,0 +1,230 @@
+"""What the benchmark of INT8 training's linears compares: a case for each provider, forward and backward.
+
+Every provider starts from the same float input (M, K), weight (N, K) and gradient (M, N), brought to its own format
+outside the timed region; weights are masters, which each provider converts as often as it does in training. A step is
+``y = layer(x); y.backward(grad)``. ``block_linear_*`` are the kernel alone, the product of the forward pass.
+
+Right is what is close to the FP64 products of the float operands, row by row, on some rows of Y, dX and dW: with a
+tile of 128 columns missing from one of 4096, a row is 18 percent off.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import ROUNDOFF, UnavailableError, rows_within
+from benchmarks.int8_linear_cases import Shape, checked_rows
+from qframework.kernels import block_linear_launch, block_quantize
+from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE
+from qframework.training import BlockTensor, quantize_blocks
+from qframework.training.linear import Int8Linear
+from qframework.training.linear_baselines import PerTensorLinear, PerTokenLinear
+
+# A normal variable's largest of up to 10^8 values is 6 of its deviations: a step is 6 / 127 of one, an operand's error
+# 0.29 steps, and that of a product of two, rounded to INT8 itself, 1.7 times this: 2.4 percent.
+INT8_TOLERANCE = 0.03
+FP8_TOLERANCE = 0.06  # E4M3: 2^-4 from number to number, an operand's error 0.29 times 1.5 of it
+BF16_TOLERANCE = 3 * ROUNDOFF[torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Operands:
+    """Float operands of one shape, seeded."""
+
+    x: Tensor  # (M, K) bf16
+    weight: Tensor  # (N, K) fp32
+    grad: Tensor  # (M, N) bf16
+
+
+@functools.lru_cache(maxsize=1)
+def operands(shape: Shape, device: str) -> Operands:
+    """Normal variables; the weight keeps the variance."""
+    m, n, k = shape
+    generator = torch.Generator(device).manual_seed(m + n + k)
+    x, weight, grad = (torch.randn(size, generator=generator, device=device) for size in ((m, k), (n, k), (m, n)))
+    return Operands(x.bfloat16(), weight * k**-0.5, grad.bfloat16())
+
+
+@dataclass(frozen=True)
+class Case:
+    """One provider at one shape."""
+
+    fn: Callable[[], Any]  # what is timed
+    results: Callable[[], dict[str, Tensor]]  # what it computed, of "y", "dx" and "dw", as float tensors
+    products: int  # of M x N x K
+    tolerance: float
+    dtype: str
+
+    def check(self, given: Operands) -> float:
+        """The largest relative error of a result; raises WrongResultError where a row is further off."""
+        self.fn()
+        return max(check_result(given, name, result, self.tolerance) for name, result in self.results().items())
+
+
+def check_result(given: Operands, name: str, result: Tensor, tolerance: float) -> float:
+    """The relative error of the checked rows of Y, dX or dW."""
+    a, b = {
+        "y": (given.x, given.weight.t()),
+        "dx": (given.grad, given.weight),
+        "dw": (given.grad.t(), given.x),
+    }[name]
+    rows = checked_rows(len(a)).to(a.device)
+    return rows_within(lambda: a[rows].double() @ b.double(), tolerance)(result[rows])
+
+
+def as_float(x: Tensor) -> Tensor:
+    """Of a BlockTensor what it stands for."""
+    return x.detach().dequantize() if isinstance(x, BlockTensor) else x.detach()
+
+
+def training_case(layer: nn.Module, x: Tensor, grad: Tensor, tolerance: float, dtype: str) -> Case:
+    """Forward and backward of ``layer``; gradients are written anew, as an optimizer leaves them."""
+    x = x.detach().requires_grad_()
+    weight = next(layer.parameters())
+    latest: list[Tensor] = []
+
+    def step() -> None:
+        x.grad = weight.grad = None
+        y = layer(x)
+        y.backward(grad)
+        latest[:] = [y]
+
+    def results() -> dict[str, Tensor]:
+        assert x.grad is not None
+        assert weight.grad is not None
+        return {name: as_float(t) for name, t in (("y", latest[0]), ("dx", x.grad), ("dw", weight.grad))}
+
+    return Case(step, results, 3, tolerance, dtype)
+
+
+def float_layer(given: Operands, dtype: torch.dtype = torch.float32) -> nn.Linear:
+    """nn.Linear without bias, its weight in ``dtype``."""
+    n, k = given.weight.shape
+    layer = nn.Linear(k, n, bias=False, device="meta", dtype=dtype)
+    layer.weight = nn.Parameter(given.weight.to(dtype))
+    return layer
+
+
+# qframework ---------------------------------------------------------------------------------------------------------
+
+
+def _blocks(given: Operands, block_size: int) -> Case:
+    """INT8 blocks in and out, as inside a converted model."""
+    layer = Int8Linear.from_float(float_layer(given), block_size)
+    x, grad = quantize_blocks(given.x, block_size), quantize_blocks(given.grad, block_size)
+    return training_case(layer, x, grad, INT8_TOLERANCE, "int8 blocks")
+
+
+def _floats_around_blocks(given: Operands, block_size: int) -> Case:
+    """bfloat16 in and out: operands quantized on the way, as at the ends of the INT8 data flow."""
+    layer = Int8Linear.from_float(float_layer(given), block_size, "float")
+    return training_case(layer, given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 blocks within")
+
+
+def _baseline(given: Operands, kind: Any) -> Case:
+    layer = kind.from_float(float_layer(given))
+    return training_case(layer, given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 within")
+
+
+def _kernel(given: Operands, block_size: int, out_dtype: torch.dtype = torch.bfloat16, tiles: Any = None) -> Case:
+    """The forward product alone; ``tiles``: with this kernel rather than the one that is chosen."""
+    if given.x.device.type != "cuda":
+        raise UnavailableError("needs a GPU: on a CPU there is no kernel of its own")
+    if tiles is not None and torch.cuda.get_device_capability() != (9, 0):
+        raise UnavailableError("needs a GPU of compute capability 9.0")
+    quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, block_size))
+    latest: list[tuple[Tensor, Tensor]] = []
+
+    def chosen() -> None:
+        latest[:] = [block_linear_launch.block_linear_triton(*quantized, None, block_size, out_dtype)]
+
+    def forced() -> None:
+        out = torch.empty(given.grad.shape, dtype=out_dtype, device=given.x.device)
+        scale = torch.empty((0, 0), device=given.x.device)
+        block_linear_launch.run_specialized(tiles[block_size], quantized, None, out, scale, block_size, 1)
+        latest[:] = [(out, scale)]
+
+    def results() -> dict[str, Tensor]:
+        out, scale = latest[0]
+        blocks = out_dtype == torch.int8
+        return {"y": BlockTensor(out, scale, block_size, torch.float32).dequantize() if blocks else out}
+
+    name = str(out_dtype).removeprefix("torch.")
+    return Case(chosen if tiles is None else forced, results, 1, INT8_TOLERANCE, f"int8 blocks to {name}")
+
+
+# Peers --------------------------------------------------------------------------------------------------------------
+
+
+def _torch_bf16(given: Operands, compiled: bool = False, master: bool = False) -> Case:
+    """``F.linear`` of bfloat16; ``master``: under autocast, the weight float32 as those of INT8 training."""
+    layer: Any = float_layer(given, torch.float32 if master else torch.bfloat16)
+    if master:
+        layer.forward = torch.autocast(given.x.device.type, torch.bfloat16)(layer.forward)
+    return training_case(_compiled(layer) if compiled else layer, given.x, given.grad, BF16_TOLERANCE, "bfloat16")
+
+
+def _torchao_int8(given: Operands) -> Case:
+    """torchao's mixed-precision INT8 training: a scale a row, all three products in INT8; compiled, as it asks for."""
+    _require_gpu(given, "torchao's INT8 training")
+    try:
+        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+        from torchao.quantization import quantize_
+    except ImportError as error:
+        raise UnavailableError(str(error)) from error
+    layers = nn.Sequential(float_layer(given, torch.bfloat16))
+    quantize_(layers, Int8MixedPrecisionTrainingConfig())
+    return training_case(_compiled(layers), given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 within")
+
+
+def _torchao_fp8(given: Operands) -> Case:
+    """torchao's FP8 training: cuBLAS with a scale a tensor; compiled."""
+    _require_gpu(given, "FP8 training")
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise UnavailableError(str(error)) from error
+    layers = convert_to_float8_training(nn.Sequential(float_layer(given, torch.bfloat16)))
+    return training_case(_compiled(layers), given.x, given.grad, FP8_TOLERANCE, "bfloat16, float8 within")
+
+
+def _require_gpu(given: Operands, what: str) -> None:
+    if given.x.device.type != "cuda":
+        raise UnavailableError(f"{what} needs a GPU")
+
+
+def _compiled(layer: nn.Module) -> Any:
+    """Compiled for one shape: what other shapes compiled would count against Dynamo's limit, or make sizes symbols."""
+    torch._dynamo.reset()
+    return torch.compile(layer, dynamic=False)
+
+
+PROVIDERS: dict[str, Callable[[Operands], Case]] = {
+    **{f"qframework_blocks_{size}": functools.partial(_blocks, block_size=size) for size in (32, 64, 128)},
+    "qframework_floats_128": functools.partial(_floats_around_blocks, block_size=128),
+    "qframework_per_tensor": functools.partial(_baseline, kind=PerTensorLinear),
+    "qframework_per_token": functools.partial(_baseline, kind=PerTokenLinear),
+    **{f"block_linear_{size}": functools.partial(_kernel, block_size=size) for size in (32, 64, 128)},
+    "block_linear_128_int8": functools.partial(_kernel, block_size=128, out_dtype=torch.int8),
+    **{
+        f"block_linear_{size}_{name}": functools.partial(_kernel, block_size=size, tiles=tiles)
+        for size in (32, 64, 128)
+        for name, tiles in (("cooperative", COOPERATIVE), ("single", SINGLE))
+    },
+    "torch_bf16": _torch_bf16,
+    "torch_bf16_autocast": functools.partial(_torch_bf16, master=True),
+    "inductor_bf16": functools.partial(_torch_bf16, compiled=True),
+    "torchao_int8": _torchao_int8,
+    "torchao_fp8": _torchao_fp8,
+}
+
+
+def setup(shape: Shape, provider: str, device: str) -> Case:
+    """The case of ``provider`` at ``shape``; raises UnavailableError where the device cannot run it."""
+    return PROVIDERS[provider](operands(shape, device))

@@ -1,0 +1,69 @@
+"""The benchmark of INT8 training's linears refuses wrong results of any of the three products, and never times them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from benchmarks import block_linear, block_linear_cases
+from benchmarks.block_linear_cases import PROVIDERS, check_result, operands
+from benchmarks.harness import WrongResultError
+
+SHAPE = (256, 96, 64)
+
+
+@pytest.mark.parametrize("name", ["y", "dx", "dw"])
+def test_a_missing_tile_is_wrong(name):
+    """An eighth of the columns of the last rows."""
+    given = operands(SHAPE, "cpu")
+    x, weight, grad = given.x.float(), given.weight, given.grad.float()
+    right = {"y": x @ weight.t(), "dx": grad @ weight, "dw": grad.t() @ x}[name]
+    assert check_result(given, name, right, block_linear_cases.BF16_TOLERANCE) < 1e-3
+    right[-16:, : right.shape[1] // 8] = 0
+    with pytest.raises(WrongResultError):
+        check_result(given, name, right, block_linear_cases.FP8_TOLERANCE)
+
+
+@pytest.mark.parametrize("provider", ["qframework_blocks_32", "qframework_per_token", "torch_bf16"])
+def test_three_products_are_checked_and_written(provider, tmp_path):
+    output = tmp_path / "out.json"
+    arguments = ["--smoke", "--device", "cpu", "--providers", provider, "--output", str(output)]
+    assert block_linear.main(arguments) == 0
+    records = json.loads(output.read_text())["records"]
+    assert [record["shape"] for record in records] == [list(shape) for shape in block_linear.SMOKE_SHAPES]
+    for record in records:
+        m, n, k = record["shape"]
+        assert record["status"] == "ok"
+        assert record["tflops"] == pytest.approx(6 * m * n * k / record["p50_ms"] / 1e9, rel=2e-3)
+
+
+def test_a_wrong_result_is_never_timed(monkeypatch):
+    right = PROVIDERS["torch_bf16"]
+    calls = []
+
+    def wrong(given):
+        case = right(given)
+
+        def results():
+            calls.append(1)
+            return {name: 1.1 * result for name, result in case.results().items()}
+
+        return dataclasses.replace(case, results=results)
+
+    monkeypatch.setitem(PROVIDERS, "torch_bf16", wrong)
+    measurement = block_linear.Measurement(block_linear.Plan(("torch_bf16",), (SHAPE,), "cpu"))
+    assert [record.status for record in measurement("check")] == ["wrong"]
+    assert list(measurement("time")) == []
+    assert len(calls) == 1
+
+
+def test_gradients_are_those_of_the_latest_step():
+    """Two steps do not add up."""
+    case = block_linear_cases.setup(SHAPE, "torch_bf16", "cpu")
+    case.fn()
+    first = case.results()["dw"].clone()
+    case.fn()
+    assert torch.equal(case.results()["dw"], first)
