@@ -128,7 +128,7 @@ class TextTask:
         windows = python_text.even_windows(self.text.validation, self.windows, self.context + 1).to(device)
         parts = windows.split(_EVALUATION_BATCH)
         losses = [self.loss(model, part[:, :-1], part[:, 1:]).double() * len(part) for part in parts]
-        return {"loss": float(torch.stack(losses).sum()) / len(windows)}
+        return {"loss": torch.stack(losses).sum().item() / len(windows)}
 
 
 def _generator(seed: int, number: int) -> torch.Generator:
