@@ -3,7 +3,8 @@
 In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
 and device, additions and products of two, products with a positive number, and activations with their gradients. Every
 other operator dequantizes its operands, runs as it would on floats and returns a float tensor: a stranger's model
-works, and ``fallbacks()`` says where its INT8 data flow ends.
+works, and ``fallbacks()`` says where its INT8 data flow ends. Such a result shares no memory with its operands, also
+where the operator is a view.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _lock = threading.Lock()
 def fallbacks() -> dict[str, int]:
     """How often each ATen operator left INT8 and computed in float, by its name; most frequent first.
 
-    A compiled model counts what its graph holds once, when it is traced. ``dequantize()``, asked for, is none.
+    A compiled model counts while it is traced, not when it runs. ``dequantize()``, asked for, is none.
     """
     return dict(_fallbacks.most_common())
 
@@ -198,10 +199,17 @@ def _copy(func: OpOverload, x: Tensor, y: Tensor, non_blocking: bool = False) ->
 
 
 def _overwrite(x: Any, y: BlockTensor) -> BlockTensor:
-    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them."""
+    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them.
+
+    Statistics of what ``x`` was are replaced or dropped; new ones are not added, since a compiled graph may change what
+    its operands hold, but not what they consist of.
+    """
     x.q.copy_(y.q)
     x.scale.copy_(y.scale)
-    x.statistics = y.statistics
+    if x.statistics is not None and y.statistics is not None:
+        x.statistics.copy_(y.statistics)
+    else:
+        x.statistics = None
     return x
 
 

@@ -255,9 +255,11 @@ def test_writing_in_place():
     plain = torch.zeros(4, 40)
     plain.copy_(y)
     assert torch.equal(plain, y.dequantize())
+    x = x + y
     x += y
-    assert x.statistics is not None
-    assert x.mul_(2).statistics is None, "of what it was"
+    rows = float_values(x).mean(1)
+    torch.testing.assert_close(x.statistics[:, 0], rows)
+    assert x.mul_(2).statistics is None, "those of what it was"
     with pytest.raises(UnsupportedError, match="writes to a list of BlockTensors"):
         torch._foreach_add_([x], 1.0)
     with pytest.raises(UnsupportedError, match="changes the shape of a BlockTensor in place"):
@@ -284,15 +286,15 @@ def test_what_is_saved_for_the_backward_pass_is_int8():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_changes_nothing(reentrant):
-    model, x = Residual(), torch.randn(2, 5, 40)
+def test_checkpointing_changes_nothing(reentrant, device):
+    model, x = Residual().to(device), torch.randn(2, 5, 40, device=device)
     expected = loss_and_gradients(model, model, x)
     assert_all_equal(loss_and_gradients(lambda x: model(x, reentrant), model, x), expected)
     assert not fallbacks()
 
 
-def test_checkpointing_sees_a_seed_twice():
-    x = torch.randn(64, 64, requires_grad=True)
+def test_checkpointing_sees_a_seed_twice(device):
+    x = torch.randn(64, 64, device=device, requires_grad=True)
     seeds = []
 
     def rounded(x):
@@ -325,6 +327,18 @@ def test_ddp():
         assert_all_equal(loss_and_gradients(wrapped, model, x), expected)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.gpu
+def test_moves_between_devices():
+    x = blocks(4, 40)
+    there = x.cuda()
+    assert isinstance(there, BlockTensor)
+    assert there.device == there.q.device == there.scale.device
+    assert torch.equal(there.dequantize().cpu(), x.dequantize())
+    assert torch.equal(there.to("cpu").q, x.q)
+    x.copy_(there + there)
+    assert_rounded(x, 2 * float_values(there.cpu()))
 
 
 def test_autocast():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from block_models import Block, Residual, loss_and_gradients
+from block_models import Block, BlockLinear, Residual, loss_and_gradients
 from torch import nn
 from torch.nn import functional as F
 
@@ -21,8 +21,8 @@ def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("recompute", [None, False], ids=["saved", "checkpointed"])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_whole_graph(backend, recompute):
-    model, x = Residual(), torch.randn(2, 5, 40)
+def test_whole_graph(backend, recompute, device):
+    model, x = Residual().to(device), torch.randn(2, 5, 40, device=device)
     expected = loss_and_gradients(model, model, x)
     reset_fallbacks()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -55,6 +55,34 @@ def test_float_operators_inside():
     expected = loss_and_gradients(model, model, x)
     assert_close(loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x), expected)
     assert fallbacks()["aten::transpose.int"] >= 1
+
+
+def test_writing_in_place():
+    class InPlace(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = BlockLinear(40, 40), BlockLinear(40, 40)
+
+        def forward(self, x):
+            x = quantize_blocks(x)
+            y = self.first(x)
+            y += x
+            y = self.second(y)
+            y.clamp_(min=-1)
+            return y.dequantize()
+
+    model, x = InPlace(), torch.randn(2, 5, 40)
+    expected = loss_and_gradients(model, model, x)
+    assert_close(loss_and_gradients(torch.compile(model, fullgraph=True, backend="aot_eager"), model, x), expected)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def double(x):
+        x += x
+
+    blocks = quantize_blocks(x)
+    exact = 2 * blocks.dequantize()
+    double(blocks)
+    assert torch.equal(blocks.dequantize(), exact), "an operand of the graph"
 
 
 def test_graphs_pass_blocks_to_each_other():
@@ -92,11 +120,11 @@ def test_what_a_graph_saves_is_int8():
     assert sum(value.dtype == torch.int8 for value in saved) >= 3 * 3
 
 
-def test_stochastic_rounding_draws_anew():
+def test_stochastic_rounding_draws_anew(device):
     def rounded(x):
         return quantize_blocks(x, 32, new_seed(x.device)).dequantize()
 
-    x = torch.randn(64, 64)
+    x = torch.randn(64, 64, device=device)
     compiled = torch.compile(rounded, fullgraph=True, backend="aot_eager")
     first, second = compiled(x), compiled(x)
     assert not torch.equal(first, second)
