@@ -198,7 +198,7 @@ def _copy(func: OpOverload, x: Tensor, y: Tensor, non_blocking: bool = False) ->
     return _overwrite(x, y)
 
 
-def _overwrite(x: Any, y: BlockTensor) -> BlockTensor:
+def _overwrite(x: Any, y: Any) -> BlockTensor:
     """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them.
 
     Statistics of what ``x`` was are replaced or dropped; new ones are not added, since a compiled graph may change what
