@@ -41,7 +41,9 @@ def load_text(folder: str | None = None, limit: int | None = None) -> Text:
         QFrameworkError: there are fewer than 20 files.
     """
     root = Path(folder or sysconfig.get_paths()["stdlib"])
-    train, validation, total = [], [], 0
+    train: list[bytes] = []
+    validation: list[bytes] = []
+    total = 0
     for number, path in enumerate(_sources(root), 1):
         content = path.read_bytes()
         (train if number % _VALIDATION_EVERY else validation).append(content)
@@ -51,7 +53,7 @@ def load_text(folder: str | None = None, limit: int | None = None) -> Text:
     if not validation:
         raise QFrameworkError(f"{root} holds fewer than {_VALIDATION_EVERY} Python files; accepted: a folder with more")
     digest = hashlib.sha256(b"".join((*train, b"\0", *validation))).hexdigest()
-    return Text(*(_tensor(b"".join(part)) for part in (train, validation)), digest)
+    return Text(_tensor(b"".join(train)), _tensor(b"".join(validation)), digest)
 
 
 def _sources(root: Path) -> list[Path]:

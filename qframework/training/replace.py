@@ -71,7 +71,8 @@ def gated_mlp(module: nn.Module, news: Mapping[nn.Module, nn.Module], block_size
     children = dict(module.named_children())
     kind = activation_kind(children.pop(GATED[-1]))
     assert kind is not None  # roles.is_gated_mlp asked for it
-    return _standing_for(Int8GatedMLP(*(news[children[name]] for name in GATED[:-1]), kind, block_size), module)
+    gate, up, down = (news[children[name]] for name in GATED[:-1])
+    return _standing_for(Int8GatedMLP(gate, up, down, kind, block_size), module)
 
 
 def _linear(module: Any, name: str, block_size: int) -> nn.Module:

@@ -75,8 +75,9 @@ def linear_role(module: nn.Module) -> Role | None:
     """``"linear"`` for nn.Linear and its subclasses that compute the same, ``"conv1d"`` for GPT-2's, else None."""
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return "linear"
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and getattr(module, "weight", None) is not None:
-        return "conv1d" if module.weight.dim() == 2 else None
+    weight = getattr(module, "weight", None)
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(weight, Tensor):
+        return "conv1d" if weight.dim() == 2 else None
     return None
 
 
