@@ -172,11 +172,11 @@ if HAS_GLUON:
                 _store_half(lower.to(out_desc.dtype), out_desc, out_stages.index(WHO), start_m + 64, start_n)
             else:
                 out_dtype: gl.constexpr = out_ptr.dtype.element_ty
-                rows = (part * M + m).to(gl.int64)
-                out_ptrs = out_ptr + rows[:, None] * N + n[None, :]
-                gl.store(out_ptrs, upper.to(out_dtype), mask=(m < M)[:, None] & (n < N)[None, :])
-                out_ptrs += N.to(gl.int64) * 64
-                gl.store(out_ptrs, lower.to(out_dtype), mask=(m + 64 < M)[:, None] & (n < N)[None, :])
+                rows = (part * M + m).to(gl.int64)[:, None]
+                inside = (n < N)[None, :]
+                gl.store(out_ptr + rows * N + n[None, :], upper.to(out_dtype), mask=(m < M)[:, None] & inside)
+                rows += 64
+                gl.store(out_ptr + rows * N + n[None, :], lower.to(out_dtype), mask=(m + 64 < M)[:, None] & inside)
         if TMA_STORE:
             tma.store_wait(0)
 

@@ -190,7 +190,7 @@ SPECIALIZED_CASES = [
     (rows, n, k, parts, out_dtype)
     for rows, n, k, parts in [(130, 144, 32, 1), (1, 16, 48, 1), (600, 400, 1552, 1), (1300, 528, 4096, 1)]
     for out_dtype in (torch.float32, torch.bfloat16, torch.int8)
-] + [(150, 130, 2048, 1, torch.bfloat16), (150, 130, 2048, 3, torch.float32)]
+] + [(150, 130, 2048, 1, torch.bfloat16), (150, 130, 2048, 3, torch.float32), (600, 1, 1552, 1, torch.float32)]
 
 
 @pytest.mark.gpu

@@ -60,13 +60,13 @@ def test_hopper_without_descriptors(block_size, tmp_path):
     assert stack_bytes(compile_anywhere("sm_90", tile, block_size, "bf16", 1000), tmp_path) <= MAX_STACK
 
 
-def compile_specialized(tile, block_size, out):
+def compile_specialized(tile, block_size, out, **known):
     by_tma = out != "fp32"
     types = POINTERS | {"out_ptr": f"*{out}"} | dict.fromkeys(("M", "N", "K", "STEPS", "PARTS"), "i32")
     types["a_desc"] = described("i8", tile.block_m, block_size)
     types["b_desc"] = described("i8", tile.block_n, block_size)
     types["out_desc"] = described(out, specialized.ROWS, tile.block_n) if by_tma else types["b_desc"]
-    constants = specialized_constants(tile, block_size, True, by_tma)
+    constants = specialized_constants(tile, block_size, True, by_tma) | known
     return compile_for("sm_90", specialized.kernel, types, constants, **specialized_options(tile))
 
 
@@ -88,6 +88,13 @@ def test_specialized(tiles, block_size, out, tmp_path):
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
     # A multiprocessor has 228 KB, of which each program takes 1 KB for the system.
     assert (compiled.metadata.shared + 1024) * tile.programs <= 228 * 1024
+
+
+@pytest.mark.parametrize("out", ["fp32", "bf16"])
+def test_one_column(out, tmp_path):
+    """Triton compiles an argument that is 1 in."""
+    compiled = compile_specialized(COOPERATIVE[128], 128, out, N=1)
+    assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
 @pytest.mark.parametrize("tiles", [COOPERATIVE, SINGLE], ids=["cooperative", "single"])

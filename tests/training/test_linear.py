@@ -25,17 +25,17 @@ BASELINES = {
 }
 
 
-def float_layer(conv1d, columns, n, bias=True):
+def float_layer(conv1d, columns, n, bias=True, device="cpu"):
     if not conv1d:
-        return nn.Linear(columns, n, bias)
-    layer = Conv1D(n, columns)
+        return nn.Linear(columns, n, bias, device)
+    layer = Conv1D(n, columns, device)
     nn.init.normal_(layer.bias)
     return layer
 
 
-def operands(shape, n):
+def operands(shape, n, device="cpu"):
     """Activations with an outlier channel and a row of zeros, and a gradient with an outlier row."""
-    x, grad = torch.randn(shape), torch.randn((*shape[:-1], n))
+    x, grad = torch.randn(shape, device=device), torch.randn((*shape[:-1], n), device=device)
     x[..., 1] *= 50
     x.view(-1, shape[-1])[-1] = 0
     grad.view(-1, n)[0] *= 50
@@ -72,10 +72,10 @@ def three_products(x, weight, grad):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("shape", "n"), SHAPES)
 @pytest.mark.parametrize(("conv1d", "bias"), [(False, False), (False, True), (True, True)])
-def test_floats_in_and_out(block_size, shape, n, conv1d, bias):
-    given = float_layer(conv1d, shape[-1], n, bias)
+def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
+    given = float_layer(conv1d, shape[-1], n, bias, device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size, "float")
-    x, grad = operands(shape, n)
+    x, grad = operands(shape, n, device)
     y = layer(x)
     y.backward(grad)
     weight = in_blocks(given.weight, block_size)
@@ -92,12 +92,12 @@ def test_floats_in_and_out(block_size, shape, n, conv1d, bias):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_blocks_in_and_out(block_size, conv1d):
+def test_blocks_in_and_out(device, block_size, conv1d):
     """Results and gradients are half a step of their own blocks away from the FP64 products."""
     shape, n = (2, 37, 70), 50
-    given = float_layer(conv1d, shape[-1], n)
+    given = float_layer(conv1d, shape[-1], n, device=device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size)
-    values, grad_values = operands(shape, n)
+    values, grad_values = operands(shape, n, device)
     x = quantize_blocks(values.detach(), block_size).requires_grad_()
     grad = quantize_blocks(grad_values, block_size)
     y = layer(x)
@@ -140,11 +140,11 @@ def test_how_far_it_is_from_the_float_layer(block_size):
 
 
 @pytest.mark.parametrize("name", BASELINES)
-def test_baselines(name):
+def test_baselines(device, name):
     """Three products with one scale a tensor; or two with one a row, and dW of floats."""
     per_token, conv1d = name.startswith("per_token"), name.endswith("conv1d")
-    given = float_layer(conv1d, 70, 50)
-    x, grad = operands((2, 37, 70), 50)
+    given = float_layer(conv1d, 70, 50, device=device)
+    x, grad = operands((2, 37, 70), 50, device)
     y = BASELINES[name].from_float(given)(x)
     y.backward(grad)
 
@@ -180,14 +180,14 @@ def run(layer, x):
     layer.zero_grad()
     y = layer(x)
     y = y.dequantize() if isinstance(y, BlockTensor) else y
-    (y * torch.arange(1.0, 1 + y.shape[-1])).sum().backward()
+    (y * torch.arange(1.0, 1 + y.shape[-1], device=y.device)).sum().backward()
     return y.detach(), x.grad, *(p.grad.clone() for p in layer.parameters())
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiles_whole(fresh_dynamo, name):
-    layer = LAYERS[name](nn.Linear(40, 33))
-    x = torch.randn(3, 20, 40)
+def test_compiles_whole(fresh_dynamo, device, name):
+    layer = LAYERS[name](nn.Linear(40, 33, device=device))
+    x = torch.randn(3, 20, 40, device=device)
     for got, expected in zip(run(torch.compile(layer, fullgraph=True), x), run(layer, x), strict=True):
         torch.testing.assert_close(got, expected)
 
