@@ -104,10 +104,16 @@ def rows_and_columns(like: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def tile_origin(C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Row and column where this program's tile begins. Along the rows first: neighbours share pages of memory."""
+def tile_origin(C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.constexpr = False):
+    """Row and column where this program's tile begins. Along the rows first: neighbours share pages of memory.
+
+    LAST_FIRST: from the last tile to the first, for a kernel behind one that ended there: the L2 cache still holds it.
+    """
     across = tl.cdiv(C, TILE_N)
-    return tl.program_id(0) // across * TILE_M, tl.program_id(0) % across * TILE_N
+    pid = tl.program_id(0)
+    if LAST_FIRST:
+        pid = tl.num_programs(0) - 1 - pid
+    return pid // across * TILE_M, pid % across * TILE_N
 
 
 @triton.jit

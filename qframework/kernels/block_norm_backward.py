@@ -7,8 +7,8 @@ Formula, with ``n = (x - mean) * rstd`` (RMSNorm: ``x * rstd``) and ``g = dy * w
 
 dx needs two sums over whole rows before any of it can be written, and a tile of B rows of both operands is more than a
 multiprocessor holds. So one pass reads dy and x and makes all four sums of every tile, a small kernel adds them up in a
-fixed order, and a second pass writes dx: 5 bytes of traffic a value, 3 where the operands stay in the L2 cache. Nothing
-is atomic: results repeat bit for bit. Layout: blocks as in qframework/kernels/_blocks.py. Reference:
+fixed order, and a second pass writes dx: 5 bytes of traffic a value, less what stays in the L2 cache. Nothing is
+atomic: results repeat bit for bit. Layout: blocks as in qframework/kernels/_blocks.py. Reference:
 ``block_layer_norm_backward_ref``, ``block_rms_norm_backward_ref``.
 """
 
@@ -28,8 +28,6 @@ from qframework.kernels._block_operators import (
     rows_and_columns,
     rows_of_tile,
     tile_of,
-    tile_origin,
-    tiles_of,
 )
 from qframework.kernels._blocks import (
     dequantize_blocks_ref,
@@ -146,6 +144,19 @@ def _norm_sums_kernel(
 
 
 @triton.jit
+def _last_read_first(R, C, STRETCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Row and column where this program's tile begins: all stretches from their ends.
+
+    ``_norm_sums_kernel`` walks down all of them at once, so the L2 cache holds their last rows. Where the tensor cuts
+    the last stretch off, some tiles lie outside and are empty.
+    """
+    LENGTH: tl.constexpr = STRETCH // TILE_M
+    across, count = tl.cdiv(C, TILE_N), tl.cdiv(R, STRETCH)
+    i = tl.program_id(0) // across
+    return (i % count * LENGTH + LENGTH - 1 - i // count) * TILE_M, tl.program_id(0) % across * TILE_N
+
+
+@triton.jit
 def _norm_backward_kernel(
     dy_ptr,  # (R, C) int8
     dy_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
@@ -161,12 +172,13 @@ def _norm_backward_kernel(
     C,
     RMS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
+    STRETCH: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
 ):
-    """dx. A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    """dx. A program computes one tile; grid (tiles of all stretches,)."""
+    row, column = _last_read_first(R, C, STRETCH, TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     n, rstd = _normalized(x, mean_ptr, rstd_ptr, row, R, RMS)
@@ -231,7 +243,11 @@ def _backward(
     )
     row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
     tile = tile_of(columns, block_size)
-    launch(_norm_backward_kernel, tiles_of(x, tile))(*operands, row_sums, dx, dx_scale, rows, columns, **flags, **tile)
+    length = max(length, tile["TILE_M"])
+    grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
+    launch(_norm_backward_kernel, grid)(
+        *operands, row_sums, dx, dx_scale, rows, columns, **flags, STRETCH=length, **tile
+    )
     return (dx, dx_scale), column_sums
 
 

@@ -20,6 +20,7 @@ from qframework.kernels import (
 
 forward_module = importlib.import_module("qframework.kernels.block_norm")
 backward_module = importlib.import_module("qframework.kernels.block_norm_backward")
+sums_module = importlib.import_module("qframework.kernels.block_sum_rows")
 OPERATORS = {
     "cpu": (block_layer_norm, block_layer_norm_backward, block_rms_norm, block_rms_norm_backward),
     "triton": (
@@ -193,6 +194,22 @@ def test_results_repeat(layer_norm_backward, place):
     mean, rstd = torch.zeros(100, device=place), torch.ones(100, device=place)
     for one, other in zip(*[layer_norm_backward(*dy, *x, None, mean, rstd, 32) for _ in range(2)], strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_long_stretches_of_rows(layer_norm_backward, place, monkeypatch, block_size):
+    """As large tensors have them; the last one is cut off. A row's sums, and so dx, do not depend on them."""
+    shape = (300, 40)
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    mean, rstd = torch.full((300,), 0.1, device=place), torch.full((300,), 0.7, device=place)
+    weight, _ = vectors(40, place)
+    short = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    monkeypatch.setattr(sums_module, "PROGRAMS", 1)
+    long = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    assert torch.equal(short[0], long[0])
+    assert torch.equal(short[1], long[1])
+    for one, other in zip(short[2:], long[2:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=64 * UNIT * float(one.abs().max()))
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])

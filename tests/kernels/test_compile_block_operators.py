@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted
 COLUMNS = 8192
 FLOATS = ("scale", "partial", "statistics", "weight", "bias", "mean", "rstd", "rows", "sums", "sum", "a", "b", "c")
 NORM = {"HAS_WEIGHT": True}
-# Module, kernel, flags; tiles are those of the launcher, which walks down the rows where STRETCH is among the flags.
+# Module, kernel and its flags.
 KERNELS = {
     "gelu": ("block_activation", "_block_activation_kernel", {"KIND": "gelu"}),
     "gelu_tanh": ("block_activation", "_block_activation_kernel", {"KIND": "gelu_tanh"}),
@@ -33,7 +33,7 @@ KERNELS = {
     "rms_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": True, "HAS_BIAS": False}),
     "layer_norm_sums": ("block_norm_backward", "_norm_sums_kernel", NORM | {"RMS": False, "STRETCH": 256}),
     "rms_norm_sums": ("block_norm_backward", "_norm_sums_kernel", NORM | {"RMS": True, "STRETCH": 256}),
-    "layer_norm_backward": ("block_norm_backward", "_norm_backward_kernel", NORM | {"RMS": False}),
+    "layer_norm_backward": ("block_norm_backward", "_norm_backward_kernel", NORM | {"RMS": False, "STRETCH": 256}),
     "sum_rows": ("block_sum_rows", "_block_sum_rows_kernel", {"STRETCH": 256}),
     "add_up": ("block_sum_rows", "_add_up_kernel", {"SUMMED": 64}),
 }
@@ -55,7 +55,7 @@ def types_of(kernel, constants) -> dict[str, str]:
 def check(chip, name, block_size, tmp_path):
     module, attribute, flags = KERNELS[name]
     kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
-    tile = (rows_of_tile if "STRETCH" in flags else tile_of)(COLUMNS, block_size)
+    tile = (rows_of_tile if "stretch_origin" in kernel.src else tile_of)(COLUMNS, block_size)
     warps = tile.pop("num_warps")
     constants = flags | {key: value for key, value in tile.items() if key in kernel.arg_names}
     compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
