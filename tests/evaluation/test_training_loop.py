@@ -86,6 +86,7 @@ def test_the_callers_generators_and_settings_are_not_touched() -> None:
     train(Regression(), replace(CONFIG, steps=1))
     assert torch.equal(torch.random.get_rng_state(), before)
     assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_micro_batches_add_up_to_the_batch() -> None:
