@@ -8,6 +8,7 @@ what lies inside attention, which computes in 16 bits.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -44,7 +45,7 @@ def gives_blocks(name: str) -> bool:
 def is_block(module: nn.Module) -> bool:
     """Whether a module is a transformer block: normalizations, attention with a linear, linears beside it."""
     children = dict(module.named_children())
-    if not any(norm_role(child) for child in children.values()):
+    if not any("norm" in type(child).__name__.lower() for child in children.values()):
         return False
     attentions = [child for name, child in children.items() if name in _ATTENTION]
     others = [child for name, child in children.items() if name not in _ATTENTION]
@@ -161,14 +162,19 @@ def _same(x: Tensor, y: Tensor) -> bool:
 
 
 def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules of a block, exchanged or kept as one: leaves, and containers with weights of their own.
+    """The smallest modules of a block, exchanged or kept as one: leaves, and what reads the weights of its linears.
 
-    Names start with ``prefix``. nn.MultiheadAttention is one: it reads the weights of its linear itself.
+    Names start with ``prefix``. nn.MultiheadAttention is one of those: it calls no linear.
     """
     for name, child in block.named_children():
         path = f"{prefix}.{name}" if prefix else name
-        own = any(True for _ in child.parameters(recurse=False))
-        if own or not any(True for _ in child.children()):
+        if reads_weights(child) or not any(True for _ in child.children()):
             yield path, child
         else:
             yield from units(child, path)
+
+
+def reads_weights(module: nn.Module) -> bool:
+    """Whether ``forward`` takes a weight from a module, instead of calling it."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and "weight" in code.co_names
