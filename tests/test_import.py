@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 OPERATORS = {"quantize", "dynamic_quantize", "dequantize", "int8_linear"}
 HEAVY = ("torchao", "timm", "torchvision", "sklearn", "torch._inductor", "typer", "rich", "transformers", "matplotlib")
 
@@ -76,6 +78,17 @@ torch.compile(torch.nn.Linear(8, 16), backend="qframework")
 print(json.dumps({"imported": imported, "compiled": has_inductor()}))
 """
 
+NAME_GONE = """
+import json, logging
+messages = []
+logging.getLogger("qframework.kernels._gluon").addFilter(lambda record: messages.append(record.getMessage()))
+from triton.experimental.gluon.language.nvidia import hopper
+del hopper.warpgroup_mma
+import qframework, torch
+from qframework.kernels import _gluon, int8_linear_tiles
+print(json.dumps({"gluon": _gluon.HAS_GLUON, "messages": messages}))
+"""
+
 
 def run_python(source: str, cwd: Path) -> Any:
     """Run ``source`` in a fresh interpreter and return the JSON of its last line."""
@@ -109,3 +122,12 @@ def test_entry_point_makes_the_backend_known_without_an_import(tmp_path: Path) -
 def test_inductor_comes_with_torch_compile_and_not_with_the_first_call(tmp_path: Path) -> None:
     """It starts processes, which takes seconds: not on import, and not when they are needed."""
     assert run_python(BACKEND, tmp_path) == {"imported": False, "compiled": True}
+
+
+def test_a_gluon_that_lacks_a_name_costs_its_kernels_and_nothing_else(tmp_path: Path) -> None:
+    """It is experimental: the next release of Triton may call something by another name."""
+    pytest.importorskip("triton.experimental.gluon")
+    report = run_python(NAME_GONE, tmp_path)
+    assert not report["gluon"]
+    (message,) = report["messages"]
+    assert "warpgroup_mma" in message

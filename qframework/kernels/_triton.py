@@ -29,6 +29,4 @@ else:  # CPU-only platforms: definitions succeed, launches do not
 
     triton = tl = TensorDescriptor = _NoTriton()
 
-HAS_GLUON = HAS_TRITON and not INTERPRET and importlib.util.find_spec("triton.experimental.gluon") is not None
-
-__all__ = ["HAS_GLUON", "HAS_TRITON", "INTERPRET", "TensorDescriptor", "tl", "triton"]
+__all__ = ["HAS_TRITON", "INTERPRET", "TensorDescriptor", "tl", "triton"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from qframework.kernels._blocks import quantize_tile
 from qframework.kernels._common import round_to_int8
-from qframework.kernels._triton import HAS_GLUON
+from qframework.kernels._gluon import HAS_GLUON
 from qframework.kernels.int8_linear_kernel import place
 from qframework.numerics import MIN_SCALE
 
@@ -29,17 +29,18 @@ ROWS = 64  # of a part of the result, which is stored at once
 COLUMNS = 128
 
 if HAS_GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
+    from qframework.kernels._gluon import (
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
+        next_stage,
         tma,
+        tma_load,
+        tma_store,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-
-    from qframework.kernels.int8_linear_specialized import _load, _next, _store
 
     _MIN_SCALE = gl.constexpr(MIN_SCALE)
 
@@ -76,9 +77,9 @@ if HAS_GLUON:
             for step in range(first, last):
                 mbarrier.wait(free.index(slot), phase)
                 mbarrier.expect(ready.index(slot), (BLOCK_M + 128) * BLOCK)
-                _load(a_desc, [start_m, step * BLOCK], ready.index(slot), a_stages.index(slot))
-                _load(b_desc, [start_n, step * BLOCK], ready.index(slot), b_stages.index(slot))
-                slot, phase = _next(slot, phase, STAGES)
+                tma_load(a_desc, [start_m, step * BLOCK], ready.index(slot), a_stages.index(slot))
+                tma_load(b_desc, [start_n, step * BLOCK], ready.index(slot), b_stages.index(slot))
+                slot, phase = next_stage(slot, phase, STAGES)
 
     @gluon.jit
     def _spread(scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
@@ -155,7 +156,7 @@ if HAS_GLUON:
                 own_turn ^= 1
                 mbarrier.arrive(free.index(slot), count=1)
                 lower = _dequantize(acc, rows, columns, lower)
-                slot, phase = _next(slot, phase, STAGES)
+                slot, phase = next_stage(slot, phase, STAGES)
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
@@ -185,7 +186,7 @@ if HAS_GLUON:
         tma.store_wait(0)  # the half before has left the buffer
         stage.store(values)
         fence_async_shared()
-        _store(out_desc, [start_m, start_n], stage)
+        tma_store(out_desc, [start_m, start_n], stage)
 
     @gluon.jit
     def _magnitude(x):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from qframework.kernels._triton import HAS_GLUON
+from qframework.kernels._gluon import HAS_GLUON
 from qframework.kernels.int8_linear_tiles import chip_of
 
 

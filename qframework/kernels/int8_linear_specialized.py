@@ -20,25 +20,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qframework.kernels._triton import HAS_GLUON
+from qframework.kernels._gluon import HAS_GLUON
 from qframework.kernels.int8_linear_epilogue import finish, load_columns, load_rows
 from qframework.kernels.int8_linear_kernel import place
 
 if HAS_GLUON:
-    from triton.experimental import gluon
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia.hopper import (
+    from qframework.kernels._gluon import (
+        TensorDescriptor,
         fence_async_shared,
+        gl,
+        gluon,
         mbarrier,
+        next_stage,
         tma,
+        tma_load,
+        tma_store,
         warpgroup_mma,
         warpgroup_mma_wait,
     )
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    # Triton 3.6 has the older names only, 3.9 the newer ones only.
-    _load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-    _store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 
     @gluon.jit
     def _tiles_of_program(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SINGLE: gl.constexpr):
@@ -59,12 +58,6 @@ if HAS_GLUON:
         if not SINGLE:
             start_m, start_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         return start_m, start_n
-
-    @gluon.jit
-    def _next(slot, phase, STAGES: gl.constexpr):
-        """The stage after this one; its phase changes with every round."""
-        wraps = slot == STAGES - 1
-        return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 
     @gluon.jit
     def _produce(
@@ -93,9 +86,9 @@ if HAS_GLUON:
             for start in range(0, K, BLOCK_K):
                 mbarrier.wait(free.index(slot), phase)
                 mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
-                _load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
-                _load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
-                slot, phase = _next(slot, phase, STAGES)
+                tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
+                tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
+                slot, phase = next_stage(slot, phase, STAGES)
 
     @gluon.jit
     def _consume(
@@ -154,7 +147,7 @@ if HAS_GLUON:
                 mbarrier.expect(landed.index(WHO), 2 * 64 * BLOCK_N * (out_dtype.primitive_bitwidth // 8))
                 for half in gl.static_range(2):
                     stage = out_stages.index(WHO * BUFFERS + half)
-                    _load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
+                    tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
             if PINGPONG:
                 # A phase is known by its parity alone, so nobody may wait for a round of stages after the next.
                 mbarrier.wait(turn.index(WHO), own_turn)
@@ -172,7 +165,7 @@ if HAS_GLUON:
                 upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))  # those of the step before are done
                 if step > 0:
                     mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
-                slot, phase = _next(slot, phase, STAGES)
+                slot, phase = next_stage(slot, phase, STAGES)
             if PINGPONG:
                 mbarrier.arrive(turn.index(1 - WHO), count=1)
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
@@ -204,7 +197,7 @@ if HAS_GLUON:
                     tma.store_wait(BUFFERS - 1)
                 stage.store(out)
                 fence_async_shared()
-                _store(out_desc, [start_m + half * 64, start_n], stage)
+                tma_store(out_desc, [start_m + half * 64, start_n], stage)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["M", "PA", "PO"])

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
-from qframework.kernels._triton import HAS_GLUON
+from qframework.kernels._gluon import HAS_GLUON
 
 # What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
 Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
