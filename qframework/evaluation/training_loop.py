@@ -310,11 +310,12 @@ def _mixed(*numbers: int) -> int:
 def _deterministic() -> Iterator[None]:
     """PyTorch's deterministic algorithms where it has them; it warns where it has none."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic  # a module whose attributes checkers do not see
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # every empty tensor would be written twice
+    settings.fill_uninitialized_memory = False  # every empty tensor would be written twice
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
