@@ -32,9 +32,7 @@ if HAS_GLUON:
         tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
         tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
     except (ImportError, AttributeError) as error:
-        logger.warning(
-            "this Triton's Gluon lacks what kernels for Hopper need, plain ones take their place: %s", error
-        )
+        logger.warning("this Triton's Gluon lacks what kernels for Hopper need, plain ones take their place: %s", error)
         HAS_GLUON = False
 
 if HAS_GLUON:
