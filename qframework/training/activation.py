@@ -88,8 +88,9 @@ class Int8GatedMLP(nn.Module):
     """``down_proj(f(gate_proj(x)) * up_proj(x))`` with one operator for what is between the linears: a LlamaMLP.
 
     Args:
-        gate_proj, up_proj, down_proj: linears that give blocks, such as Int8Linear; parameters keep the names that
-            they have in transformers.
+        gate_proj: a linear that gives blocks, such as Int8Linear; all three keep their names in transformers.
+        up_proj: likewise.
+        down_proj: likewise.
         kind: f, one of those of Int8Activation.
         block_size: 32, 64 or 128.
 

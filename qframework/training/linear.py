@@ -111,7 +111,11 @@ class Int8Linear(nn.Linear):
     """``nn.Linear`` with INT8 operands in blocks in all three products (Jetfire, section 5). Same parameters.
 
     Args:
-        in_features, out_features, bias, device, dtype: as nn.Linear.
+        in_features: columns of ``x``.
+        out_features: columns of the result.
+        bias: whether there is one.
+        device: of the parameters.
+        dtype: of the parameters, FP32 as the paper keeps them.
         block_size: B, 32, 64 or 128; the larger, the faster and the coarser.
         output: ``"block"`` gives a BlockTensor, ``"float"`` a float tensor, for what computes in float behind it.
 

@@ -85,7 +85,11 @@ class Int8LayerNorm(nn.LayerNorm):
 
     Args:
         normalized_shape: the number of channels C.
-        eps, elementwise_affine, bias, device, dtype: as nn.LayerNorm.
+        eps: added to the variance.
+        elementwise_affine: whether there is a weight.
+        bias: whether there is a bias beside it.
+        device: of the parameters.
+        dtype: of the parameters.
         block_size: 32, 64 or 128.
 
     ``x`` is ``(..., C)``, a float tensor or a BlockTensor; the result is a BlockTensor of its shape and dtype.
