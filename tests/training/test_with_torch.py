@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
-from qframework.training import convert_to_int8_training, fallbacks, reset_fallbacks
+from qframework.training import convert_to_int8_training, fallbacks, inductor, reset_fallbacks
 from qframework.training.dropout import Int8Dropout
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -66,6 +66,17 @@ def test_compiled_by_inductor_under_autocast(name: str, training: bool, fresh_dy
     assert loss.item() == pytest.approx(wanted.item(), rel=0.1 if training else 1e-2)  # dropout draws anew
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
     assert fallbacks() == {}
+
+
+def test_inductor_knows_the_operators_of_pytorch_before_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a compilation there takes hours: test_compiled_by_inductor_under_autocast would not end."""
+    from torch._inductor.lowering import lowerings
+
+    monkeypatch.setattr(inductor, "_FIXED", (9999, 0))
+    inductor.register_fallbacks.__wrapped__()
+    for name in ("block_quantize", "block_linear", "block_layer_norm_backward", "block_sum_rows", "check_finite"):
+        assert getattr(torch.ops.qframework, name).default in lowerings, name
+    inductor.register_fallbacks.__wrapped__()  # once more
 
 
 def checkpointed(name: str, model: nn.Module) -> None:
