@@ -80,7 +80,7 @@ class Worker:
 
     def _how_it_ended(self) -> str:
         """Exit status and the last line of standard error."""
-        self._process.join(5)
+        self._process.join(30)
         text = self._stderr.read_text(errors="replace") if self._stderr.exists() else ""
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
