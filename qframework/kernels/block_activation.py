@@ -39,7 +39,7 @@ from qframework.kernels._blocks import (
 )
 from qframework.kernels._launch import launch
 from qframework.kernels._triton import tl, triton
-from qframework.kernels.int8_linear_epilogue import _gelu
+from qframework.kernels.int8_linear_epilogue import fast_gelu
 
 KINDS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -77,7 +77,7 @@ def block_activation_backward_ref(
 def activation(x, KIND: tl.constexpr):
     """f(x) of an fp32 tile."""
     if KIND == "gelu":
-        value = _gelu(x)
+        value = fast_gelu(x)
     else:
         value, _ = activation_and_slope(x, KIND)
     return value

@@ -123,7 +123,7 @@ def finish(
 def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
     """EXACT: to float32's own precision, which 16 and 8 bit cannot hold."""
     if ACTIVATION == "gelu":
-        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476)) if EXACT else _gelu(y)
+        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476)) if EXACT else fast_gelu(y)
     elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2 u)
         y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
     elif ACTIVATION == "relu":
@@ -134,7 +134,7 @@ def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _gelu(x):
+def fast_gelu(x):
     """``x Phi(x)`` as ``max(x, 0) - |x| 2^q(|x|)``: the logarithm of erfc is smooth enough for a polynomial.
 
     Off by less than 1e-6, and less than 1e-5 of itself where |x| < 1. Coefficients: a minimax fit on [0, 6] with

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qframework.kernels._blocks import check_block_size
 from qframework.kernels.block_activation import check_kind
-from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
 from qframework.training.norm import input_gradient
 
 
@@ -23,7 +23,7 @@ class Int8ActivationFunction(torch.autograd.Function):
         q, scale = torch.ops.qframework.block_activation(blocks.q, blocks.scale, kind, block_size)
         ctx.save_for_backward(blocks)
         ctx.kind, ctx.in_blocks = kind, isinstance(x, BlockTensor)
-        return _wrap(q, scale, block_size, x.dtype)
+        return wrap_blocks(q, scale, block_size, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
@@ -46,7 +46,7 @@ class Int8GatedActivationFunction(torch.autograd.Function):
         ctx.save_for_backward(gates, ups)
         ctx.kind = kind
         ctx.gate_in_blocks, ctx.up_in_blocks = isinstance(gate, BlockTensor), isinstance(up, BlockTensor)
-        return _wrap(q, scale, block_size, gate.dtype)
+        return wrap_blocks(q, scale, block_size, gate.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:

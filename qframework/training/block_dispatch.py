@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_any, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
-from qframework.training.block_tensor import BlockTensor, Handler, _wrap, as_blocks, blocks_of, float_of
+from qframework.training.block_tensor import BlockTensor, Handler, as_blocks, blocks_of, float_of, wrap_blocks
 
 log = logging.getLogger("qframework")
 aten = torch.ops.aten
@@ -115,7 +115,7 @@ def _write_back(func: OpOverload, x: BlockTensor, value: Tensor) -> None:
 def _like(x: BlockTensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> BlockTensor:
     """``convert`` applied to every tensor inside."""
     statistics = None if x.statistics is None else convert(x.statistics)
-    return _wrap(convert(x.q), convert(x.scale), x.block_size, dtype or x.dtype, statistics)
+    return wrap_blocks(convert(x.q), convert(x.scale), x.block_size, dtype or x.dtype, statistics)
 
 
 @implements(aten.detach.default, aten.alias.default)
@@ -148,21 +148,21 @@ def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> An
     columns = x.shape[-1]
     if size[-1] != columns and not (size[-1] == -1 and math.prod(size[:-1]) == row_count(x.shape)):
         return NotImplemented
-    return _wrap(aten.view.default(x.q, size), *_rest(x))
+    return wrap_blocks(aten.view.default(x.q, size), *_rest(x))
 
 
 @implements(aten.unsqueeze.default)
 def _unsqueeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     if dim in (-1, x.ndim):
         return NotImplemented
-    return _wrap(func(x.q, dim), *_rest(x))
+    return wrap_blocks(func(x.q, dim), *_rest(x))
 
 
 @implements(aten.squeeze.dim)
 def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     if dim in (-1, x.ndim - 1):
         return NotImplemented
-    return _wrap(func(x.q, dim), *_rest(x))
+    return wrap_blocks(func(x.q, dim), *_rest(x))
 
 
 def _rest(x: BlockTensor) -> tuple[Tensor, int, torch.dtype, Tensor | None]:
@@ -174,14 +174,14 @@ def _rest(x: BlockTensor) -> tuple[Tensor, int, torch.dtype, Tensor | None]:
 def _zeros_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
         return NotImplemented
-    return _wrap(torch.zeros_like(x.q), torch.full_like(x.scale, MIN_SCALE), x.block_size, dtype or x.dtype)
+    return wrap_blocks(torch.zeros_like(x.q), torch.full_like(x.scale, MIN_SCALE), x.block_size, dtype or x.dtype)
 
 
 @implements(aten.empty_like.default)
 def _empty_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
         return NotImplemented
-    return _wrap(torch.empty_like(x.q), torch.empty_like(x.scale), x.block_size, dtype or x.dtype)
+    return wrap_blocks(torch.empty_like(x.q), torch.empty_like(x.scale), x.block_size, dtype or x.dtype)
 
 
 @implements(aten.new_empty_strided.default)
@@ -231,7 +231,7 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
         return NotImplemented
     wanted = torch.is_grad_enabled()
     q, scale, statistics = ops.block_add(x.q, x.scale, y.q, y.scale, x.block_size, wanted)
-    return _wrap(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype), statistics if wanted else None)
+    return wrap_blocks(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype), statistics if wanted else None)
 
 
 @implements(aten.add_.Tensor)
@@ -247,7 +247,7 @@ def _mul(func: OpOverload, x: Any, y: Any) -> Any:
     if not _alike(x, y):
         return NotImplemented
     q, scale = ops.block_mul(x.q, x.scale, y.q, y.scale, x.block_size)
-    return _wrap(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype))
+    return wrap_blocks(q, scale, x.block_size, torch.promote_types(x.dtype, y.dtype))
 
 
 @implements(aten.mul.Scalar)
@@ -264,7 +264,7 @@ def _times(x: BlockTensor, factor: float) -> Any:
     """A positive number scales the scales: no value is rounded again."""
     if not 0 < factor < math.inf:
         return NotImplemented
-    return _wrap(x.q.clone(), x.scale * factor, x.block_size, x.dtype)
+    return wrap_blocks(x.q.clone(), x.scale * factor, x.block_size, x.dtype)
 
 
 @implements(aten.gelu.default)
@@ -303,7 +303,7 @@ _GELU = {"none": "gelu", "tanh": "gelu_tanh"}
 
 def _activation(x: BlockTensor, kind: str) -> BlockTensor:
     q, scale = ops.block_activation(x.q, x.scale, kind, x.block_size)
-    return _wrap(q, scale, x.block_size, x.dtype)
+    return wrap_blocks(q, scale, x.block_size, x.dtype)
 
 
 def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
@@ -312,4 +312,4 @@ def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
         return NotImplemented
     grad = as_blocks(grad, x.block_size)
     q, scale = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
-    return _wrap(q, scale, x.block_size, x.dtype)
+    return wrap_blocks(q, scale, x.block_size, x.dtype)

@@ -106,11 +106,11 @@ class BlockTensor(Tensor):
         inside: dict[str, Tensor], context: tuple[int, torch.dtype, bool], size: Any, stride: Any
     ) -> BlockTensor:
         block_size, dtype, _ = context
-        return _wrap(inside["q"], inside["scale"], block_size, dtype, inside.get("statistics"))
+        return wrap_blocks(inside["q"], inside["scale"], block_size, dtype, inside.get("statistics"))
 
     def __coerce_tangent_metadata__(self) -> BlockTensor:
         """What a gradient of this looks like: AOTAutograd asks while it traces. Gradients carry no statistics."""
-        return _wrap(self.q, self.scale, self.block_size, self.dtype)
+        return wrap_blocks(self.q, self.scale, self.block_size, self.dtype)
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: tuple[int, torch.dtype, bool] | None, expected_type: type | None = None
@@ -122,7 +122,7 @@ class BlockTensor(Tensor):
             return None
         block_size, dtype, _ = expected
         if block_size == self.block_size:
-            return _wrap(self.q, self.scale, block_size, dtype)
+            return wrap_blocks(self.q, self.scale, block_size, dtype)
         return blocks_of(float_of(self).to(dtype), block_size)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -137,7 +137,7 @@ class BlockTensor(Tensor):
         return DequantizeBlocks.apply(self)
 
 
-def _wrap(
+def wrap_blocks(
     q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype, statistics: Tensor | None = None
 ) -> BlockTensor:
     """A BlockTensor without checks: while tracing, its insides may be anything that traces."""
@@ -147,7 +147,7 @@ def _wrap(
 def blocks_of(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTensor:
     """``x`` (any float tensor) quantized, outside autograd: for Functions."""
     q, scale = torch.ops.qframework.block_quantize(x, block_size, seed)
-    return _wrap(q, scale, block_size, x.dtype)
+    return wrap_blocks(q, scale, block_size, x.dtype)
 
 
 def float_of(x: BlockTensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qframework.errors import NonFiniteError
 from qframework.kernels._common import LIBRARY
-from qframework.training.block_tensor import BlockTensor, _wrap
+from qframework.training.block_tensor import BlockTensor, wrap_blocks
 
 LIBRARY.define("check_finite(Tensor x, str what) -> Tensor")
 
@@ -36,7 +36,7 @@ def _checked(x: Tensor, name: str, what: str) -> Tensor:
     if not isinstance(x, BlockTensor):
         return torch.ops.qframework.check_finite(x, f"{name}: {what}, values")
     scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what}, scales of INT8 blocks")
-    return _wrap(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
+    return wrap_blocks(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
 
 
 @torch._dynamo.allow_in_graph

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.kernels._blocks import check_block_size
-from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, float_of, new_seed, quantize_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, new_seed, quantize_blocks, wrap_blocks
 
 
 @torch._dynamo.allow_in_graph
@@ -21,14 +21,14 @@ class Int8DropoutFunction(torch.autograd.Function):
         q, scale = torch.ops.qframework.block_dropout(blocks.q, blocks.scale, p, seed, block_size)
         ctx.save_for_backward(seed)
         ctx.p, ctx.block_size, ctx.in_blocks = p, block_size, isinstance(x, BlockTensor)
-        return _wrap(q, scale, block_size, x.dtype)
+        return wrap_blocks(q, scale, block_size, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (seed,) = ctx.saved_tensors
         grad = as_blocks(grad, ctx.block_size)
         q, scale = torch.ops.qframework.block_dropout(grad.q, grad.scale, ctx.p, seed, ctx.block_size)
-        gradient = _wrap(q, scale, ctx.block_size, grad.dtype)
+        gradient = wrap_blocks(q, scale, ctx.block_size, grad.dtype)
         return gradient if ctx.in_blocks else float_of(gradient), None, None, None
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import check_block_size
-from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
 
 Output = Literal["block", "float"]
 # q, scale of a matrix in blocks
@@ -49,7 +49,7 @@ class Int8LinearFunction(torch.autograd.Function):
         w, w_scale = weight_blocks(weight, block_size, transposed=conv1d)
         out_dtype = torch.int8 if output == "block" else dtype
         y, scale = torch.ops.qframework.block_linear(blocks.q, blocks.scale, w, w_scale, bias, block_size, out_dtype)
-        return _wrap(y, scale, block_size, dtype) if output == "block" else y
+        return wrap_blocks(y, scale, block_size, dtype) if output == "block" else y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -91,7 +91,7 @@ def input_gradient(ctx: Any, grad: Blocks, weight: Tensor) -> Tensor:
     w = weight_blocks(weight, ctx.block_size, transposed=not ctx.conv1d)
     out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
     q, scale = torch.ops.qframework.block_linear(*grad, *w, None, ctx.block_size, out_dtype)
-    return _wrap(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
+    return wrap_blocks(q, scale, ctx.block_size, ctx.x_dtype) if ctx.in_blocks else q
 
 
 def sum_rows(grad: Tensor) -> Tensor:

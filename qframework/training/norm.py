@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import check_block_size
-from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, float_of
+from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
 
 
 @torch._dynamo.allow_in_graph
@@ -31,7 +31,7 @@ class Int8LayerNormFunction(torch.autograd.Function):
         ctx.save_for_backward(blocks, weight, mean, rstd)
         ctx.in_blocks = isinstance(x, BlockTensor)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _wrap(q, scale, block_size, x.dtype)
+        return wrap_blocks(q, scale, block_size, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -57,7 +57,7 @@ class Int8RMSNormFunction(torch.autograd.Function):
         )
         ctx.save_for_backward(blocks, weight, rstd)
         ctx.in_blocks = isinstance(x, BlockTensor)
-        return _wrap(q, scale, block_size, x.dtype)
+        return wrap_blocks(q, scale, block_size, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -76,7 +76,7 @@ class Int8RMSNormFunction(torch.autograd.Function):
 
 def input_gradient(in_blocks: bool, q: Tensor, scale: Tensor, x: BlockTensor) -> Tensor:
     """The gradient of an input that was saved as ``x``: blocks where it came in blocks, else float."""
-    gradient = _wrap(q, scale, x.block_size, x.dtype)
+    gradient = wrap_blocks(q, scale, x.block_size, x.dtype)
     return gradient if in_blocks else float_of(gradient)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.kernels._blocks import check_block_size
-from qframework.training.block_tensor import BlockTensor, _wrap, as_blocks, quantize_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, quantize_blocks, wrap_blocks
 
 
 def _fp32(x: BlockTensor) -> Tensor:
@@ -21,7 +21,7 @@ def _fp32(x: BlockTensor) -> Tensor:
 
 def _quantized(x: Tensor, like: BlockTensor) -> BlockTensor:
     q, scale = torch.ops.qframework.block_quantize(x, like.block_size, None)
-    return _wrap(q, scale, like.block_size, like.dtype)
+    return wrap_blocks(q, scale, like.block_size, like.dtype)
 
 
 @torch._dynamo.allow_in_graph
@@ -49,13 +49,13 @@ class DropSamples(torch.autograd.Function):
     def forward(ctx: Any, x: BlockTensor, kept: Tensor, factor: float) -> BlockTensor:
         ctx.save_for_backward(kept)
         ctx.factor, ctx.block_size = factor, x.block_size
-        return _wrap(x.q * kept, x.scale * factor, x.block_size, x.dtype)
+        return wrap_blocks(x.q * kept, x.scale * factor, x.block_size, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[BlockTensor, None, None]:
         (kept,) = ctx.saved_tensors
         grad = as_blocks(grad, ctx.block_size)
-        return _wrap(grad.q * kept, grad.scale * ctx.factor, ctx.block_size, grad.dtype), None, None
+        return wrap_blocks(grad.q * kept, grad.scale * ctx.factor, ctx.block_size, grad.dtype), None, None
 
 
 class Int8LayerScale(nn.Module):
