@@ -39,7 +39,7 @@ from qframework.quantizer import QFrameworkQuantizer
 
 SCHEMA = 1
 TASKS = ("digits", "shapes")
-OUTLIER_CHANNELS, OUTLIER_FACTORS = 4, (10.0, 100.0)
+OUTLIER_CHANNELS, OUTLIER_FACTOR = 4, 100.0
 BATCH = 64
 
 
@@ -120,7 +120,7 @@ def digits_task(model: nn.Module, seed: int) -> Task:
     data = digits.load_digits(seed)
     held_out, calibration = TensorBatches(data.held_out, BATCH), TensorBatches(data.calibration, BATCH)
     images, _ = next(iter(calibration))
-    hard = transplant_outliers(model, images, channels=OUTLIER_CHANNELS, factor=OUTLIER_FACTORS, seed=seed)
+    hard = transplant_outliers(model, images, channels=OUTLIER_CHANNELS, factor=OUTLIER_FACTOR, seed=seed)
     return Classification(Classifier("digits", hard, {}), held_out, calibration)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTORS, TASKS, Row, load_rows
+from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTOR, TASKS, Row, load_rows
 from benchmarks.tables import machine_table, table
 from qframework.evaluation import digits_vit
 
@@ -35,11 +35,10 @@ TITLES = {
     "digits": "Digits ViTs with outlier channels, top-1",
     "shapes": "Segmentation of textured shapes, mean IoU",
 }
-_LOW, _HIGH = OUTLIER_FACTORS
 NOTES = {
     "digits": f"""timm's VisionTransformer on scikit-learn's handwritten digits, in several sizes. Behind
-every LayerNorm {OUTLIER_CHANNELS} channels are made {_LOW:g} to {_HIGH:g} times as large, and the weights that read
-them as much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
+every LayerNorm {OUTLIER_CHANNELS} channels are made {OUTLIER_FACTOR:g} times as large, and the weights that read them as
+much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
 third of the images that is held out, and the outliers.
 """,
     "shapes": """A small SamModel of transformers, trained with box prompts on shapes cut from scikit-image's
