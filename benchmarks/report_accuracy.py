@@ -37,8 +37,8 @@ TITLES = {
 }
 NOTES = {
     "digits": f"""timm's VisionTransformer on scikit-learn's handwritten digits, in several sizes. Behind
-every LayerNorm {OUTLIER_CHANNELS} channels are made {OUTLIER_FACTOR:g} times as large, and the weights that read them as
-much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
+every LayerNorm {OUTLIER_CHANNELS} channels are made {OUTLIER_FACTOR:g} times as large, and the weights that read them
+as much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
 third of the images that is held out, and the outliers.
 """,
     "shapes": """A small SamModel of transformers, trained with box prompts on shapes cut from scikit-image's
