@@ -145,20 +145,29 @@ def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Uniform values in (0, 1), (TILE_M, TILE_N): Philox of the seed and each value's row and column, nothing else.
+def tile_bits(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr, ROUNDS: tl.constexpr):
+    """16 random bits for each value of a tile, int32 (TILE_M, TILE_N), whose ``column`` is a multiple of 8.
 
-    16 bits each, so that one Philox makes eight, in the seven rounds that suffice: more would cost more than the memory
-    traffic of INT8. They are the middles of 2**16 equal steps, so that their mean is exactly a half.
+    Philox of the seed and each value's row and column, nothing else. Eight columns share a call, counter ``(column //
+    8, row, 0, 0)``: of its four words in their order the low half, then the high one.
     """
-    rows = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
     eighths = (column // 8 + tl.arange(0, TILE_N // 8)).to(tl.uint32)[None, :]
-    rows, eighths = tl.broadcast(rows, eighths)
+    rows = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
+    eighths, rows = tl.broadcast(eighths, rows)
     zero = eighths * 0
-    a, b, c, d = tl.philox(seed, eighths, rows, zero, zero, n_rounds=7)
-    bits = tl.reshape(tl.join(tl.join(a, b), tl.join(c, d)), (TILE_M, TILE_N // 2))
-    halves = tl.reshape(tl.join(bits & 0xFFFF, bits >> 16), (TILE_M, TILE_N))
-    return halves.to(tl.int32).to(tl.float32) * 2.0**-16 + 2.0**-17
+    a, b, c, d = tl.philox(seed, eighths, rows, zero, zero, n_rounds=ROUNDS)
+    # The last dimension that join adds runs fastest.
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (TILE_M, TILE_N)).to(tl.int32)
+
+
+@triton.jit
+def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Uniform values in (0, 1), (TILE_M, TILE_N), of ``tile_bits``: the middles of 2**16 equal steps.
+
+    Their mean is exactly a half. Seven rounds suffice; more would cost more than the memory traffic of INT8.
+    """
+    return tile_bits(seed, row, column, TILE_M, TILE_N, 7).to(tl.float32) * 2.0**-16 + 2.0**-17
 
 
 @triton.jit

@@ -35,6 +35,7 @@ from qframework.kernels._blocks import (
     quantize_tile,
     row_count,
     store_tile,
+    tile_bits,
 )
 from qframework.kernels._common import check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, launch
@@ -91,20 +92,6 @@ def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_
 
 
 @triton.jit
-def keep_mask(seed, row, column, threshold, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """``keep_mask_ref`` of the tile (TILE_M, TILE_N) that begins at ``row`` and at ``column``, a multiple of 8."""
-    c0 = (column // 8 + tl.arange(0, TILE_N // 8)).to(tl.uint32)[None, :]
-    c1 = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
-    c0, c1 = tl.broadcast(c0, c1)
-    zero = c0 * 0
-    w0, w1, w2, w3 = tl.philox(seed, c0, c1, zero, zero)
-    # Words 0 to 3 in their order: the last dimension that join adds runs fastest.
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))
-    bits = tl.join(words & 0xFFFF, words >> 16)
-    return tl.reshape(bits, (TILE_M, TILE_N)).to(tl.int32) >= threshold
-
-
-@triton.jit
 def _block_dropout_kernel(
     x_ptr,  # (R, C) int8
     x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
@@ -122,7 +109,7 @@ def _block_dropout_kernel(
     """y = m x / (1 - p). A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    kept = keep_mask(tl.load(seed_ptr), row, column, threshold, TILE_M, TILE_N)
+    kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N, 10) >= threshold  # rounds as in the reference
     y, y_scale = quantize_tile(tl.where(kept, x * factor, 0.0), BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK)
 
