@@ -181,8 +181,8 @@ def check_then_time(
 ) -> Iterator[Answers[Plan]]:
     """Check all plans, ``jobs`` at a time, then time them one after the other; yields in the order of ``plans``.
 
-    A plan that is to be ``alone`` is checked before the others with nothing beside it: it chooses between kernels by
-    their times. The others share the cores.
+    A plan that is to be ``alone`` is checked after the others with nothing beside it: it chooses between kernels by
+    their times, and takes long. The others share the cores.
     """
 
     def check(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Worker, Answers[Plan]]:
@@ -193,10 +193,10 @@ def check_then_time(
         return worker, answers
 
     start = time.monotonic()
-    checked = {index: check(plan, {}) for index, plan in enumerate(plans) if alone(plan)}
-    others = [index for index in range(len(plans)) if index not in checked]
+    others = [index for index, plan in enumerate(plans) if not alone(plan)]
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
-        checked.update(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
+        checked = dict(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
+    checked |= {index: check(plan, {}) for index, plan in enumerate(plans) if alone(plan)}
     for index in range(len(plans)):
         worker, answers = checked[index]
         answers.timed = list(worker.request("time", limits.to_time()))

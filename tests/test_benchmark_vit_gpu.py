@@ -161,10 +161,11 @@ def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monk
     assert not any(overlap(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if (a, b) not in together)
 
 
-def test_one_that_is_late_with_its_check_leaves_the_others_their_time(tmp_path, capsys):
+@pytest.mark.parametrize("alone", [False, True])
+def test_one_that_is_late_with_its_check_leaves_the_others_their_time(alone, tmp_path, capsys):
     plans = [("punctual", str(tmp_path), 0.1), ("late", str(tmp_path), 600.0)]
     few = Limits(240.0, 240.0, time.monotonic() + 40.0, reserve=10.0)
-    punctual, late = check_then_time(Notes, plans, few, jobs=2)
+    punctual, late = check_then_time(Notes, plans, few, jobs=2, alone=lambda plan: alone and plan[0] == "late")
     assert [record.p50_ms for record in punctual.timed] == [1.0]
     assert late.ended is not None
     assert late.ended[0] == "timeout"
