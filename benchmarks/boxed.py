@@ -186,7 +186,7 @@ def check_then_time(
     """
 
     def check(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Worker, Answers[Plan]]:
-        worker = Worker(make, plan, environment=_shared_cores(jobs) if environment is None else environment)
+        worker = Worker(make, plan, environment=shared_cores(jobs) if environment is None else environment)
         answers = Answers(plan, list(worker.request("check", limits.to_check(len(plans)))))
         for name in {record.provider for record in answers.checked}:
             print(f"checked after {time.monotonic() - start:.0f} s: {name}", file=sys.stderr, flush=True)
@@ -205,7 +205,7 @@ def check_then_time(
         yield answers
 
 
-def _shared_cores(jobs: int) -> dict[str, str]:
+def shared_cores(jobs: int) -> dict[str, str]:
     """Inductor starts a compiling process for every core; of ``jobs`` workers each gets its share, twice."""
     threads = max(2 * (os.cpu_count() or 1) // max(jobs, 1), 1)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

@@ -1,10 +1,12 @@
 """What INT8 training costs in accuracy: a ViT on digits and a GPT on bytes of Python, against BF16, over several seeds.
 
-    python -m benchmarks.training_parity --device cuda --jobs 4
+    python -m benchmarks.training_parity --device cuda --jobs 6 --compile --limit 480
 
 Every run (task, configuration, seed) is a file of its own under ``--output``, written when it has ended; the same
-command skips those and goes on with the others from their last checkpoints. ``--report`` only compares what is there:
-a table and a plot for each task, and exit status 1 where a configuration with a bound misses it.
+command skips those and goes on with the others from their last checkpoints, which are made every 100 steps. After
+``--limit`` seconds what still runs is ended. A configuration's seeds are trained by one process, which compiles once.
+``--report`` only compares what is there: a table and a plot for each task, and exit status 1 where a configuration with
+a bound misses it.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
 from qframework.errors import QFrameworkError
@@ -46,7 +49,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "per_token": {"precision": "int8", "mode": "per_token"},
     "per_tensor": {"precision": "int8", "mode": "per_tensor"},
 }
-DEFAULT = ("bf16", "per_block_32", "per_block_128", "per_token", "per_tensor")
+DEFAULT = ("bf16", "per_block_32", "per_block_64", "per_block_128", "per_token", "per_tensor")
+NO_LIMIT = 1e6  # seconds
 KEPT_EVERY = 10  # steps that a tracked file holds one mean of
 
 
@@ -69,7 +73,7 @@ class Subject:
 
 SUBJECTS = {
     "digits": Subject(DigitsTask(), RunConfig(1500, 32, 7e-4, warmup=0.07), "top1", "top-1 in percent", 100, 0.3, True),
-    "gpt": Subject(TextTask(), RunConfig(2000, 64, 1e-3), "loss", "loss in nats a byte", 100, 0.01, False),
+    "gpt": Subject(TextTask(), RunConfig(1500, 64, 1e-3), "loss", "loss in nats a byte", 100, 0.01, False),
 }
 SMOKE = {
     "digits": replace(
@@ -144,27 +148,52 @@ def _thinned(losses: Sequence[float]) -> list[float]:
     return [float(f"{statistics.fmean(part):.5g}") for part in parts]
 
 
-def run_all(cases: Sequence[Case], options: argparse.Namespace) -> int:
-    """Every run in a process of its own, ``--jobs`` at a time; how many failed."""
-    if options.jobs == 1:
-        for case in cases:
-            run(case, options)
+def run_all(groups: Sequence[Sequence[Case]], options: argparse.Namespace) -> int:
+    """Every group in a process of its own, ``--jobs`` at a time; how many runs failed."""
+    if options.jobs == 1 and options.limit is None:
+        for group in groups:
+            for case in group:
+                run(case, options)
+            torch._dynamo.reset()  # what was compiled for one configuration only costs the next
         return 0
+    deadline = time.monotonic() + (NO_LIMIT if options.limit is None else options.limit)
     with ThreadPoolExecutor(options.jobs) as pool:
-        return sum(pool.map(lambda case: _run_apart(case, options), cases))
+        return sum(pool.map(lambda group: _run_apart(group, options, deadline), groups))
 
 
-def _run_apart(case: Case, options: argparse.Namespace) -> bool:
-    """Whether the run failed; what it said is passed on."""
-    if case.path(options.output).exists():
-        return False
-    arguments = ["--run", str(case), "--device", options.device, "--output", options.output, "--build", options.build]
-    flags = [f"--{name}" for name in ("smoke", "compile") if getattr(options, name)]
-    command = [sys.executable, "-m", "benchmarks.training_parity", *map(str, arguments), *flags]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-    said = result.stdout if result.returncode == 0 else f"{case} failed:\n{result.stderr[-3000:]}"
-    print(said.strip(), flush=True)
-    return result.returncode != 0
+def _run_apart(group: Sequence[Case], options: argparse.Namespace, deadline: float) -> int:
+    """One run after the other, until the time is up; how many failed."""
+    missing = [case for case in group if not case.path(options.output).exists()]
+    worker, failed = None, 0
+    for case in missing:
+        worker = worker or Worker(_runner, options, environment=_share(options.jobs))
+        for _ in worker.request(case, max(deadline - time.monotonic(), 0)):
+            pass
+        if worker.status is not None:
+            print(f"{case} {': '.join(worker.status)}", flush=True)
+            failed += worker.status[0] == "failed"
+            worker.close()
+            worker = None
+        if time.monotonic() >= deadline:
+            break
+    if worker is not None:
+        worker.close()
+    return failed
+
+
+def _runner(options: argparse.Namespace) -> Callable[[Any], Iterator[Any]]:
+    """What a process does with each case; the result is a file."""
+
+    def train_one(case: Case) -> Iterator[Any]:
+        run(case, options)
+        yield from ()
+
+    return train_one
+
+
+def _share(jobs: int) -> dict[str, str]:
+    """Each process's part of the cores."""
+    return {**shared_cores(jobs), "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))}
 
 
 # All runs together
@@ -231,11 +260,6 @@ def _curves(document: dict[str, Any]) -> Curves:
 # Command line
 
 
-def _case(text: str) -> Case:
-    task, configuration, seed = text.split(",")
-    return Case(task, configuration, int(seed))
-
-
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argument_parser("training_parity", __doc__, output=False)
@@ -244,11 +268,11 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, sharing the device (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, help="configurations at a time, on one device (default: 1)")
+    parser.add_argument("--limit", type=float, help="seconds; the same command goes on later (default: none)")
     parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="results (default: tracked)")
     parser.add_argument("--build", type=Path, default=BUILD, metavar="FOLDER", help="checkpoints")
     parser.add_argument("--report", action="store_true", help="train nothing, compare what is there")
-    parser.add_argument("--run", type=_case, metavar="TASK,CONFIGURATION,SEED", help="this run alone, without a report")
     return parser.parse_args(argv)
 
 
@@ -263,19 +287,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _measure(options: argparse.Namespace) -> int:
-    if options.run is not None:
-        run(options.run, options)
-        return 0
     failed = 0
     if not options.report:
-        # Seeds outermost: what an interruption leaves can be compared.
-        cases = [
-            Case(task, name, seed)
-            for seed in options.seeds
+        groups = [
+            [Case(task, name, seed) for seed in options.seeds]
             for task in options.tasks
             for name in options.configurations
         ]
-        failed = run_all(cases, options)
+        failed = run_all(groups, options)
     kept = report(options.output, options.tasks)
     return int(failed > 0 or not (kept or options.smoke))
 

@@ -42,6 +42,24 @@ def test_runs_that_are_there_are_not_made_again(tmp_path: Path, capsys: pytest.C
     assert (tmp_path / "results" / "gpt.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_limit_ends_what_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert smoke(tmp_path, "--configurations", "bf16", "--limit", "0.1") == 0
+    assert "gpt,bf16,0 timeout: not done after 0.0" in capfd.readouterr().out
+    assert not Case("gpt", "bf16", 0).path(tmp_path / "results").exists()
+
+
+def test_a_run_that_fails_is_counted_and_the_others_are_made(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = tmp_path / "build" / "gpt" / "bf16-0" / "checkpoint.pt"
+    checkpoint.parent.mkdir(parents=True)
+    checkpoint.write_bytes(b"damaged")
+    assert smoke(tmp_path, "--configurations", "bf16", "--jobs", "2", "--seeds", "0,1") == 1
+    said = capfd.readouterr().out
+    assert "gpt,bf16,0 failed: the process ended with exit status 1" in said
+    assert "gpt,bf16,1: loss" in said
+
+
 def runs(metric: str, **values: list[float]) -> dict:
     return {
         name: [
