@@ -1,6 +1,6 @@
 """Tiles of block_linear: a rule for each chip, from the block size and how many tiles there are.
 
-On Hopper the choice is between kernels, by the cycles each is expected to take: no table has been measured yet.
+On Hopper the choice is between kernels, as measured on an H100 (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ INTERPRETED = {32: Tile(32, 64, 4, 1), 64: Tile(64, 64, 4, 1), 128: Tile(128, 12
 COOPERATIVE = {size: Tile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
 SINGLE = {size: Tile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
 _MIN_DEPTH = 1024  # columns that a part of K has at least: less is not worth a pass over the parts
-_FINISH_CYCLES = 2500  # of storing a tile, while its multiprocessor does nothing else
 
 
 def choose_tile(
@@ -70,8 +69,7 @@ def choose_tile(
         whole: whether the result is in blocks: a tile must hold whole ones, and K stays in one part.
     """
     if tma and capability == (9, 0) and HAS_GLUON:
-        candidates = [table[block_size] for table in (COOPERATIVE, SINGLE)]
-        tile = min(candidates, key=lambda tile: expected_cycles(tile, m, n, k, block_size, processors, whole))
+        tile = specialized_tile(m, n, k, block_size, processors, whole)
         if m > 64 and count_tiles(tile, m, n) * parts_of(tile, m, n, k, processors, whole) >= processors // 2:
             return tile
     tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[block_size]
@@ -84,19 +82,14 @@ def choose_tile(
     return chosen if large_memory else chosen._replace(num_stages=2)
 
 
-def expected_cycles(tile: Tile, m: int, n: int, k: int, block_size: int, processors: int, whole: bool) -> float:
-    """What a product is expected to take with a specialized tile.
+def specialized_tile(m: int, n: int, k: int, block_size: int, processors: int, whole: bool) -> Tile:
+    """Long blocks keep the tensor cores busy, and two warpgroups read less; shorter ones wait, two programs in turn.
 
-    128 x 128 products of one inner column take 4 cycles of the tensor cores, 5 (alone) or 4.5 (sharing b) of shared
-    memory's 128 bytes a cycle, and, once for each block, 256 of the CUDA cores: whichever is most.
+    So it is too where the small tile's programs get a multiprocessor each: the large one leaves half of them idle.
     """
-    parts = parts_of(tile, m, n, k, processors, whole)
-    rounds = math.ceil(count_tiles(tile, m, n) * parts / (processors * tile.programs))
-    columns = math.ceil(k / parts / block_size) * block_size
-    a_column = max(4.5 if tile.consumers == 2 else 5.0, 256 / block_size)
-    multiplying = rounds * 2 * columns * a_column
-    # Of two programs on a multiprocessor, one finishes while the other multiplies.
-    return multiplying + _FINISH_CYCLES * (rounds if tile.consumers == 2 else 1)
+    single = SINGLE[block_size]
+    programs = count_tiles(single, m, n) * parts_of(single, m, n, k, processors, whole)
+    return single if block_size < 128 or programs <= processors else COOPERATIVE[block_size]
 
 
 def count_tiles(tile: Tile, m: int, n: int) -> int:

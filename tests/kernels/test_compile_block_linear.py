@@ -109,14 +109,19 @@ def test_two_instructions_an_element(tiles, tmp_path):
 
 @pytest.mark.skipif(not specialized.HAS_GLUON, reason="no Gluon")
 def test_what_is_chosen_on_hopper():
-    """Long products take the tile that reads least, short ones that which hides its end; small ones neither."""
+    """Blocks of 128 take the tile that reads least, unless processors stay idle; shorter ones two small programs."""
 
-    def chosen(m, n, k, whole=False):
-        return choose_tile(m, n, k, 128, (9, 0), 132, True, whole)
+    def chosen(m, n, k, block_size=128, whole=False):
+        return choose_tile(m, n, k, block_size, (9, 0), 132, True, whole)
 
-    assert chosen(8192, 4096, 16384) == COOPERATIVE[128]
-    assert chosen(50432, 3072, 768).consumers == 1
+    for m, n, k in [(8192, 1024, 1024), (8192, 4096, 16384), (50432, 3072, 768), (1024, 1024, 16384)]:
+        assert chosen(m, n, k) == COOPERATIVE[128]
+        assert chosen(m, n, k, 64) == SINGLE[64]
+        assert chosen(m, n, k, 32) == SINGLE[32]
+    assert chosen(2048, 1024, 1024, whole=True) == SINGLE[128]  # 128 tiles, where the large ones are 64
+    assert chosen(2304, 1024, 1024, whole=True) == COOPERATIVE[128]  # 144 tiles: some processors had two programs
     assert chosen(40, 768, 768).consumers == 0
+    assert chosen(512, 768, 768).consumers == 0
     assert choose_tile(8192, 4096, 4096, 128, (8, 0), 108, True, False).consumers == 0
 
 
