@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import check_blocks, row_count, scale_shape
+from qframework.kernels._blocks import check_blocks, int8_to_float, row_count, scale_shape
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, cuda_implementation, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
 Blocks = tuple[Tensor, Tensor]
-TILE_COLUMNS = 256  # a program reads whole lines of 128 bytes of every row
+TILE_COLUMNS = {32: 64, 64: 64, 128: 128}  # of a program, by block size
+ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
 VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
 
 
@@ -79,17 +80,24 @@ def empty_blocks(like: Tensor, block_size: int) -> Blocks:
     return like.new_empty(tuple(like.shape), dtype=torch.int8), scale
 
 
-def tile_of(columns: int, block_size: int) -> dict[str, int]:
-    """Constants of a kernel: one row of blocks high and whole lines wide."""
-    width = max(block_size, min(TILE_COLUMNS * 32 // block_size, power_of_2(columns)), 32)
+def tile_of(rows: int, columns: int, block_size: int) -> dict[str, int]:
+    """Constants of a kernel: one row of blocks high; of 32 x 32, a warp has two to itself, and nobody to wait for.
+
+    EVEN: the tensor is cut into whole tiles, so that nothing needs a mask.
+    """
+    width = TILE_COLUMNS[block_size]
     warps = max(block_size * width // (32 * VALUES_PER_THREAD), 1)
-    return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "num_warps": warps}
+    even = rows % block_size == 0 and columns % width == 0
+    return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "EVEN": even, "num_warps": warps}
 
 
 def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
-    """Constants of a kernel that walks down the rows with ``load_rows``: eight at a time, 16 bytes in a thread."""
-    width = max(block_size, min(TILE_COLUMNS, power_of_2(columns)))
-    return {"BLOCK": block_size, "TILE_M": 8, "TILE_N": width, "num_warps": max(8 * width // (32 * 16), 1)}
+    """Constants of a kernel that walks down the rows with ``load_rows``, eight at a time: a warp by itself.
+
+    LANES: how many of the rows lie in different threads, 16 bytes in each; ``fold_rows`` adds up the others.
+    """
+    width = max(block_size, min(ROW_COLUMNS, power_of_2(columns)))
+    return {"BLOCK": block_size, "TILE_M": 8, "TILE_N": width, "LANES": min(512 // width, 8), "num_warps": 1}
 
 
 def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int]:
@@ -133,5 +141,11 @@ def load_rows(q_ptr, scale_ptr, row, column, R, C, ROWS: tl.constexpr, TILE_N: t
     n = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
     m = tl.minimum(row, R - 1) // BLOCK
     scale = tl.load(scale_ptr + m.to(tl.int64) * across + n, mask=n < across, other=0.0)
-    values = tl.reshape(q.to(tl.float32), (ROWS, TILE_N // BLOCK, BLOCK)) * scale[None, :, None]
+    values = tl.reshape(int8_to_float(q), (ROWS, TILE_N // BLOCK, BLOCK)) * scale[None, :, None]
     return tl.reshape(values, (ROWS, TILE_N))
+
+
+@triton.jit
+def fold_rows(x, LANES: tl.constexpr):
+    """Sums over rows that are a multiple of LANES apart, (LANES, N) of a tile (M, N): all of them in one thread."""
+    return tl.sum(tl.reshape(x, (x.shape[0] // LANES, LANES, x.shape[1])), 0)

@@ -27,11 +27,18 @@ from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._common import check_dtype, check_same_device, round_to_int8
 from qframework.kernels._launch import cdiv
-from qframework.kernels._triton import tl, triton
+from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
 BLOCK_SIZES = (32, 64, 128)
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
+_PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
+_INTERPRETED = tl.constexpr(INTERPRET)
+_FOUR_BYTES_TO_FLOAT = tl.constexpr(
+    "{ .reg .b32 biased, high; xor.b32 biased, $4, 0x80808080; mov.b32 high, 0x4B000000;"
+    " prmt.b32 $0, biased, high, 0x7440; prmt.b32 $1, biased, high, 0x7441;"
+    " prmt.b32 $2, biased, high, 0x7442; prmt.b32 $3, biased, high, 0x7443; }"
+)
 
 
 def check_block_size(operator: str, block_size: int) -> None:
@@ -100,15 +107,46 @@ def dequantize_blocks_ref(q: Tensor, scale: Tensor, block_size: int, dtype: torc
     return numerics.dequantize(q, spread_scale(scale, q.shape, block_size), dtype).contiguous()
 
 
+@tl.core.builtin
+def _on_cuda(_semantic=None):  # type: ignore[no-untyped-def]
+    """Whether the kernel is compiled for an NVIDIA GPU."""
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
+@triton.jit
+def int8_to_float(q):
+    """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
+
+    A byte becomes the lowest of a float's mantissa, and an addition takes the rest away. PTX inserts it in one
+    instruction, which no compiler finds by itself; the interpreter and AMD get the same without it.
+    """
+    if _INTERPRETED:
+        value = q.to(tl.float32)
+    elif _on_cuda():
+        biased = tl.inline_asm_elementwise(
+            _FOUR_BYTES_TO_FLOAT, "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4
+        )
+        value = biased - 8388736.0  # 2**23 + 128
+    else:
+        value = q.to(tl.float32)
+    return value
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
 @triton.jit
 def block_amax(x, BLOCK: tl.constexpr):
-    """Largest magnitude of every block of an fp32 tile (M, N): (M / BLOCK, N / BLOCK). NaN is larger than infinity.
-
-    Magnitudes are compared as integers, which orders them the same way and loses no NaN.
-    """
-    magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    blocks = tl.reshape(magnitude, (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
-    return tl.max(tl.max(blocks, 3), 1).to(tl.float32, bitcast=True)
+    """Largest magnitude of every block of an fp32 tile (M, N): (M / BLOCK, N / BLOCK). NaN is larger than infinity."""
+    blocks = tl.reshape(x, (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
+    if _INTERPRETED:  # as integers, which are ordered the same way: its own maximum loses NaN, and any other is slow
+        magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.max(tl.max(magnitude, 3), 1).to(tl.float32, bitcast=True)
+    else:  # one instruction a value, magnitude and NaN included
+        amax = tl.reduce(tl.reduce(tl.abs(blocks), 3, _larger), 1, _larger)
+    return amax
 
 
 @triton.jit
@@ -126,14 +164,32 @@ def times_blocks(x, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def quantize_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK)).
+def push_tile(x, BLOCK: tl.constexpr):
+    """An fp32 tile (M, N), zero outside the tensor, to (rounded steps + 1.5 * 2**23, scale (M / BLOCK, N / BLOCK)).
 
     Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
     """
     scale = tile_scale(x, BLOCK)
-    steps = times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK)
-    return (steps + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8), scale
+    return times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK) + _PUSH, scale
+
+
+@triton.jit
+def pushed_to_int8(pushed):
+    """What ``push_tile`` rounded, as int8: the lowest byte."""
+    return pushed.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def pull_steps(pushed):
+    """What ``push_tile`` rounded, as whole fp32."""
+    return pushed - _PUSH
+
+
+@triton.jit
+def quantize_tile(x, BLOCK: tl.constexpr):
+    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK))."""
+    pushed, scale = push_tile(x, BLOCK)
+    return pushed_to_int8(pushed), scale
 
 
 @triton.jit
@@ -171,35 +227,68 @@ def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scale_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr):
+def load_scales(
+    scale_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr = False
+):
     """Scales (TILE_M / BLOCK, TILE_N / BLOCK) of the tile that begins at ``row``, ``column``; 0 outside."""
-    m = row // BLOCK + tl.arange(0, TILE_M // BLOCK)
-    n = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
-    across = tl.cdiv(C, BLOCK)
-    inside = (m < tl.cdiv(R, BLOCK))[:, None] & (n < across)[None, :]
-    return tl.load(scale_ptr + m.to(tl.int64)[:, None] * across + n[None, :], mask=inside, other=0.0)
+    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK, TILE_N // BLOCK, BLOCK)
+    return tl.load(scale_ptr + where) if EVEN else tl.load(scale_ptr + where, mask=inside, other=0.0)
 
 
 @triton.jit
-def load_tile(q_ptr, scale_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr):
-    """The dequantized tile, fp32, that begins at ``row``, ``column`` of a tensor (R, C) in blocks; 0 outside."""
+def _scales_of_tile(row, column, R, C, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the scales (M, N) of the blocks from ``row`` and ``column`` on lie, and which of them exist."""
+    m = row // BLOCK + tl.arange(0, M)
+    n = column // BLOCK + tl.arange(0, N)
+    across = tl.cdiv(C, BLOCK)
+    return m.to(tl.int64)[:, None] * across + n[None, :], (m < tl.cdiv(R, BLOCK))[:, None] & (n < across)[None, :]
+
+
+@triton.jit
+def _values_of_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where the values of a tile lie, and which of them exist."""
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    q = tl.load(q_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0)
-    scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    return times_blocks(q.to(tl.float32), scale, BLOCK)
+    return r.to(tl.int64)[:, None] * C + c[None, :], (r < R)[:, None] & (c < C)[None, :]
 
 
 @triton.jit
-def store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK: tl.constexpr):
+def load_steps(q_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EVEN: tl.constexpr):
+    """The int8 tile (TILE_M, TILE_N) that begins at ``row``, ``column``; 0 outside."""
+    where, inside = _values_of_tile(row, column, R, C, TILE_M, TILE_N)
+    return tl.load(q_ptr + where) if EVEN else tl.load(q_ptr + where, mask=inside, other=0)
+
+
+@triton.jit
+def load_tile(
+    q_ptr,
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """The dequantized tile, fp32, that begins at ``row``, ``column`` of a tensor (R, C) in blocks; 0 outside.
+
+    EVEN: R and C are multiples of the tile, so nothing is outside.
+    """
+    q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    return times_blocks(int8_to_float(q), scale, BLOCK)
+
+
+@triton.jit
+def store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK: tl.constexpr, EVEN: tl.constexpr = False):
     """Store a quantized tile and its scales where ``load_tile`` reads them."""
-    r = row + tl.arange(0, q.shape[0])
-    c = column + tl.arange(0, q.shape[1])
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    tl.store(q_ptr + r.to(tl.int64)[:, None] * C + c[None, :], q, mask=inside)
-    m = row // BLOCK + tl.arange(0, scale.shape[0])
-    n = column // BLOCK + tl.arange(0, scale.shape[1])
-    across = tl.cdiv(C, BLOCK)
-    inside = (m < tl.cdiv(R, BLOCK))[:, None] & (n < across)[None, :]
-    tl.store(scale_ptr + m.to(tl.int64)[:, None] * across + n[None, :], scale, mask=inside)
+    where, inside = _values_of_tile(row, column, R, C, q.shape[0], q.shape[1])
+    which, exist = _scales_of_tile(row, column, R, C, scale.shape[0], scale.shape[1], BLOCK)
+    if EVEN:
+        tl.store(q_ptr + where, q)
+        tl.store(scale_ptr + which, scale)
+    else:
+        tl.store(q_ptr + where, q, mask=inside)
+        tl.store(scale_ptr + which, scale, mask=exist)

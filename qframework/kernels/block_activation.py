@@ -147,12 +147,13 @@ def _block_activation_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """y = f(x). A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y, y_scale = quantize_tile(activation(x, KIND), BLOCK)
-    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK)
+    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
 @triton.jit
@@ -169,21 +170,22 @@ def _block_activation_backward_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """dx = dy * f'(x). A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     _, slope = activation_and_slope(x, KIND)
     dx, dx_scale = quantize_tile(dy * slope, BLOCK)
-    store_tile(dx_ptr, dx_scale_ptr, dx, dx_scale, row, column, R, C, BLOCK)
+    store_tile(dx_ptr, dx_scale_ptr, dx, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
 def _block_activation_triton(x: Tensor, x_scale: Tensor, kind: str, block_size: int) -> Blocks:
     rows, columns = rows_and_columns(x)
     y, y_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
-        tile = tile_of(columns, block_size)
+        tile = tile_of(rows, columns, block_size)
         launch(_block_activation_kernel, tiles_of(x, tile))(
             x.contiguous(), x_scale.contiguous(), y, y_scale, rows, columns, KIND=kind, **tile
         )
@@ -196,7 +198,7 @@ def _block_activation_backward_triton(
     rows, columns = rows_and_columns(dy)
     dx, dx_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
-        tile = tile_of(columns, block_size)
+        tile = tile_of(rows, columns, block_size)
         operands = (each.contiguous() for each in (dy, dy_scale, x, x_scale))
         launch(_block_activation_backward_kernel, tiles_of(x, tile))(
             *operands, dx, dx_scale, rows, columns, KIND=kind, **tile

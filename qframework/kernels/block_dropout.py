@@ -105,20 +105,21 @@ def _block_dropout_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """y = m x / (1 - p). A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N, 10) >= threshold  # rounds as in the reference
     y, y_scale = quantize_tile(tl.where(kept, x * factor, 0.0), BLOCK)
-    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK)
+    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
 def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) -> Blocks:
     sizes = rows_and_columns(x)
     y, y_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
-        tile = tile_of(sizes[1], block_size)
+        tile = tile_of(*sizes, block_size)
         launch(_block_dropout_kernel, tiles_of(x, tile))(
             x.contiguous(), x_scale.contiguous(), seed, y, y_scale, *sizes, threshold_of(p), factor_of(p), **tile
         )

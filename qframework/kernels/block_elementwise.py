@@ -26,8 +26,10 @@ from qframework.kernels._block_operators import (
 from qframework.kernels._blocks import (
     dequantize_blocks_ref,
     load_tile,
+    pull_steps,
+    push_tile,
+    pushed_to_int8,
     quantize_blocks_ref,
-    quantize_tile,
     row_count,
     store_tile,
 )
@@ -77,15 +79,16 @@ def _block_elementwise_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """z = x + y or x * y. A program computes one tile, and where STATISTICS those of its rows."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    z, z_scale = quantize_tile(x * y if PRODUCT else x + y, BLOCK)
-    store_tile(z_ptr, z_scale_ptr, z, z_scale, row, column, R, C, BLOCK)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    pushed, z_scale = push_tile(x * y if PRODUCT else x + y, BLOCK)
+    store_tile(z_ptr, z_scale_ptr, pushed_to_int8(pushed), z_scale, row, column, R, C, BLOCK, EVEN)
     if STATISTICS:
-        mean, apart = tile_statistics(z, z_scale, column, C, BLOCK)
+        mean, apart = tile_statistics(pull_steps(pushed), z_scale, column, C, BLOCK)
         store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
 
 
@@ -94,7 +97,7 @@ def _block_add_triton(
 ) -> BlocksAndStatistics:
     if x.numel() == 0:
         return _empty_sum(x, x_scale, y, y_scale, block_size, statistics)
-    tile = tile_of(x.shape[-1], block_size)
+    tile = tile_of(*rows_and_columns(x), block_size)
     partial = empty_partial(x, tile) if statistics else None
     blocks = _launch(x, x_scale, y, y_scale, tile, partial, PRODUCT=False)
     return *blocks, _empty_statistics(x, False) if partial is None else merge_statistics(partial, x.shape[-1], tile)
@@ -103,7 +106,7 @@ def _block_add_triton(
 def _block_mul_triton(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int) -> Blocks:
     if x.numel() == 0:
         return empty_blocks(x, block_size)
-    return _launch(x, x_scale, y, y_scale, tile_of(x.shape[-1], block_size), None, PRODUCT=True)
+    return _launch(x, x_scale, y, y_scale, tile_of(*rows_and_columns(x), block_size), None, PRODUCT=True)
 
 
 def _launch(

@@ -83,13 +83,14 @@ def _block_gated_activation_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """y = f(gate) * up. A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y, y_scale = quantize_tile(activation(gate, KIND) * up, BLOCK)
-    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK)
+    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
 @triton.jit
@@ -110,6 +111,7 @@ def _block_gated_activation_backward_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """dgate = dy * up * f'(gate) and dup = dy * f(gate). A program computes one tile of each.
 
@@ -117,16 +119,16 @@ def _block_gated_activation_backward_kernel(
     registers as a kernel of its own.
     """
     row, column = tile_origin(C, TILE_M, TILE_N)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     dup, dup_scale = quantize_tile(dy * activation(gate, KIND), BLOCK)
-    store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK, EVEN)
+    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     _, slope = activation_and_slope(gate, KIND)
     dgate, dgate_scale = quantize_tile(dy * up * slope, BLOCK)
-    store_tile(dgate_ptr, dgate_scale_ptr, dgate, dgate_scale, row, column, R, C, BLOCK)
+    store_tile(dgate_ptr, dgate_scale_ptr, dgate, dgate_scale, row, column, R, C, BLOCK, EVEN)
 
 
 def _block_gated_activation_triton(
@@ -135,7 +137,7 @@ def _block_gated_activation_triton(
     sizes = rows_and_columns(gate)
     y, y_scale = empty_blocks(gate, block_size)
     if gate.numel() > 0:
-        tile = tile_of(sizes[1], block_size)
+        tile = tile_of(*sizes, block_size)
         operands = (each.contiguous() for each in (gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_kernel, tiles_of(gate, tile))(*operands, y, y_scale, *sizes, KIND=kind, **tile)
     return y, y_scale
@@ -154,7 +156,7 @@ def _block_gated_activation_backward_triton(
     sizes = rows_and_columns(dy)
     results = *empty_blocks(gate, block_size), *empty_blocks(up, block_size)
     if dy.numel() > 0:
-        tile = tile_of(sizes[1], block_size)
+        tile = tile_of(*sizes, block_size)
         operands = (each.contiguous() for each in (dy, dy_scale, gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_backward_kernel, tiles_of(dy, tile))(
             *operands, *results, *sizes, KIND=kind, **tile

@@ -109,12 +109,13 @@ def _block_norm_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """y and, from the first tile of a row, its mean and rstd. A program computes one tile."""
     row, column = tile_origin(C, TILE_M, TILE_N, LAST_FIRST=True)
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     mean = tl.load(statistics_ptr + 2 * r.to(tl.int64), mask=r < R, other=0.0)
     variance = tl.load(statistics_ptr + 2 * r.to(tl.int64) + 1, mask=r < R, other=0.0)
     if RMS:
@@ -127,9 +128,10 @@ def _block_norm_kernel(
         y *= tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
-    y = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), y, 0.0)
+    if not EVEN:
+        y = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), y, 0.0)
     q, y_scale = quantize_tile(y, BLOCK)
-    store_tile(y_ptr, y_scale_ptr, q, y_scale, row, column, R, C, BLOCK)
+    store_tile(y_ptr, y_scale_ptr, q, y_scale, row, column, R, C, BLOCK, EVEN)
     if column == 0:
         tl.store(rstd_ptr + r, rstd, mask=r < R)
         if not RMS:
@@ -174,7 +176,7 @@ def _launch(
         return
     if statistics is None or statistics.numel() == 0:
         statistics = row_statistics_triton(x, x_scale, block_size)
-    tile = tile_of(sizes[1], block_size)
+    tile = tile_of(*sizes, block_size)
     unread = statistics  # what the flags leave unread is any tensor
     launch(_block_norm_kernel, tiles_of(x, tile))(
         x.contiguous(),

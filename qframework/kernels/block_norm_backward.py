@@ -22,6 +22,7 @@ from qframework.kernels._block_operators import (
     check_alike,
     check_vector,
     empty_blocks,
+    fold_rows,
     inside_tile,
     load_rows,
     register_block_operator,
@@ -118,12 +119,13 @@ def _norm_sums_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """All sums of STRETCH rows and the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
     first, column = stretch_origin(C, STRETCH, TILE_N)
     weight = _load_weight(weight_ptr, column, C, TILE_N, HAS_WEIGHT)
-    dweight = tl.zeros((TILE_M, TILE_N), tl.float32)
-    dbias = tl.zeros((TILE_M, TILE_N), tl.float32)
+    dweight = tl.zeros((LANES, TILE_N), tl.float32)
+    dbias = tl.zeros((LANES, TILE_N), tl.float32)
     both = tl.arange(0, 2)[None, :]
     for start in range(0, STRETCH, TILE_M):
         row = first + start
@@ -135,9 +137,9 @@ def _norm_sums_kernel(
         r = (row + tl.arange(0, TILE_M))[:, None]
         where = ((column // TILE_N).to(tl.int64) * R + r) * 2 + both
         tl.store(rows_ptr + where, sums, mask=(r < R) & (both < 2))
-        dweight += dy * n
+        dweight += fold_rows(dy * n, LANES)
         if not RMS:
-            dbias += dy
+            dbias += fold_rows(dy, LANES)
     store_sums(dweight_ptr, dweight, first // STRETCH, column, C)
     if not RMS:
         store_sums(dbias_ptr, dbias, first // STRETCH, column, C)
@@ -176,20 +178,23 @@ def _norm_backward_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """dx. A program computes one tile; grid (tiles of all stretches,)."""
     row, column = _last_read_first(R, C, STRETCH, TILE_M, TILE_N)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
+    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     n, rstd = _normalized(x, mean_ptr, rstd_ptr, row, R, RMS)
     g = dy * _load_weight(weight_ptr, column, C, TILE_N, HAS_WEIGHT)
     r = row + tl.arange(0, TILE_M)
     g -= n * (tl.load(sums_ptr + 2 * r.to(tl.int64) + 1, mask=r < R, other=0.0) / C)[:, None]
     if not RMS:
         g -= (tl.load(sums_ptr + 2 * r.to(tl.int64), mask=r < R, other=0.0) / C)[:, None]
-    dx = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), g * rstd[:, None], 0.0)
+    dx = g * rstd[:, None]
+    if not EVEN:
+        dx = tl.where(inside_tile(row, column, R, C, TILE_M, TILE_N), dx, 0.0)
     q, dx_scale = quantize_tile(dx, BLOCK)
-    store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK)
+    store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
 def _block_layer_norm_backward_triton(
@@ -242,7 +247,7 @@ def _backward(
         *operands, per_row, dweight, dbias, rows, columns, **flags, STRETCH=length, **tile
     )
     row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
-    tile = tile_of(columns, block_size)
+    tile = tile_of(rows, columns, block_size)
     length = max(length, tile["TILE_M"])
     grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
     launch(_norm_backward_kernel, grid)(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._block_operators import rows_and_columns, tile_of, tile_origin, tiles_of
-from qframework.kernels._blocks import dequantize_blocks_ref, load_scales
+from qframework.kernels._blocks import dequantize_blocks_ref, int8_to_float, load_scales, load_steps
 from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._triton import tl, triton
 
@@ -32,14 +32,14 @@ def row_statistics_ref(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr):
-    """Mean, and sum of squared distances from it, of each row of a tile: q (M, N) int8 or whole fp32, 0 outside.
+def tile_statistics(steps, scale, column, C, BLOCK: tl.constexpr):
+    """Mean, and sum of squared distances from it, of each row of a tile: whole steps (M, N) fp32, 0 outside.
 
     ``scale`` is that of the tile's blocks; the tile begins at ``column``, which is inside the tensor.
     """
-    M: tl.constexpr = q.shape[0]
-    N: tl.constexpr = q.shape[1]
-    steps = tl.reshape(q.to(tl.float32), (M // BLOCK, BLOCK, N // BLOCK, BLOCK))
+    M: tl.constexpr = steps.shape[0]
+    N: tl.constexpr = steps.shape[1]
+    steps = tl.reshape(steps, (M // BLOCK, BLOCK, N // BLOCK, BLOCK))
     total = tl.sum(steps, 3)  # (M / BLOCK, BLOCK, N / BLOCK)
     squares = tl.sum(steps * steps, 3)
     count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK)[None, None, :]
@@ -75,15 +75,13 @@ def _block_statistics_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     """Statistics of the rows of one tile a program, of a tensor that no Add made them for."""
     row, column = tile_origin(C, TILE_M, TILE_N)
-    r = row + tl.arange(0, TILE_M)
-    c = column + tl.arange(0, TILE_N)
-    inside = (r < R)[:, None] & (c < C)[None, :]
-    q = tl.load(x_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0)
-    scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    mean, apart = tile_statistics(q, scale, column, C, BLOCK)
+    q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    mean, apart = tile_statistics(int8_to_float(q), scale, column, C, BLOCK)
     store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
 
 
@@ -146,7 +144,7 @@ def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor
     rows, columns = rows_and_columns(x)
     if rows == 0:
         return x.new_empty((0, 2), dtype=torch.float32)
-    tile = tile_of(columns, block_size)
+    tile = tile_of(rows, columns, block_size)
     partial = empty_partial(x, tile)
     launch(_block_statistics_kernel, tiles_of(x, tile))(
         x.contiguous(), x_scale.contiguous(), partial, rows, columns, **tile

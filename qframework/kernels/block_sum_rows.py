@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qframework.kernels._block_operators import (
     check_alike,
+    fold_rows,
     load_rows,
     register_block_operator,
     rows_and_columns,
@@ -21,7 +22,7 @@ from qframework.kernels._blocks import dequantize_blocks_ref
 from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._triton import tl, triton
 
-PROGRAMS = 1024  # enough to fill a chip: stretches of rows are made shorter until there are as many
+PROGRAMS = 4096  # of one warp each, enough to fill a chip: stretches of rows are made shorter until there are as many
 LONGEST, SHORTEST = 256, 32  # rows of one program: its sums are few beside them
 _SUMMED = 64  # numbers that a program of the second kernel adds at a time, and how many sums it makes
 
@@ -42,12 +43,14 @@ def _block_sum_rows_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    LANES: tl.constexpr,
 ):
     """Sums over STRETCH rows of the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
     first, column = stretch_origin(C, STRETCH, TILE_N)
-    total = tl.zeros((TILE_M, TILE_N), tl.float32)
+    total = tl.zeros((LANES, TILE_N), tl.float32)
     for start in range(0, STRETCH, TILE_M):
-        total += load_rows(x_ptr, x_scale_ptr, first + start, column, R, C, TILE_M, TILE_N, BLOCK)
+        rows = load_rows(x_ptr, x_scale_ptr, first + start, column, R, C, TILE_M, TILE_N, BLOCK)
+        total += fold_rows(rows, LANES)
     store_sums(partial_ptr, total, first // STRETCH, column, C)
 
 

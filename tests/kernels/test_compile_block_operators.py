@@ -55,7 +55,7 @@ def types_of(kernel, constants) -> dict[str, str]:
 def check(chip, name, block_size, tmp_path):
     module, attribute, flags = KERNELS[name]
     kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
-    tile = (rows_of_tile if "stretch_origin" in kernel.src else tile_of)(COLUMNS, block_size)
+    tile = rows_of_tile(COLUMNS, block_size) if "stretch_origin" in kernel.src else tile_of(COLUMNS, COLUMNS, block_size)
     warps = tile.pop("num_warps")
     constants = flags | {key: value for key, value in tile.items() if key in kernel.arg_names}
     compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
