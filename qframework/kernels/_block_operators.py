@@ -19,6 +19,7 @@ from qframework.numerics import FLOAT_DTYPES
 Blocks = tuple[Tensor, Tensor]
 TILE_COLUMNS = {32: 64, 64: 64, 128: 128}  # of a program, by block size
 ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
+GRID_LIMIT = 65535  # of the second and third dimension
 VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
 
 
@@ -87,7 +88,7 @@ def tile_of(rows: int, columns: int, block_size: int) -> dict[str, int]:
     """
     width = TILE_COLUMNS[block_size]
     warps = max(block_size * width // (32 * VALUES_PER_THREAD), 1)
-    even = rows % block_size == 0 and columns % width == 0
+    even = rows % block_size == 0 and columns % width == 0 and rows <= GRID_LIMIT * block_size
     return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "EVEN": even, "num_warps": warps}
 
 
@@ -100,9 +101,14 @@ def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
     return {"BLOCK": block_size, "TILE_M": 8, "TILE_N": width, "LANES": min(512 // width, 8), "num_warps": 1}
 
 
-def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int]:
-    """The grid of a kernel that asks ``tile_origin`` where its tile begins."""
-    return (cdiv(row_count(like.shape), tile["TILE_M"]) * cdiv(like.shape[-1], tile["TILE_N"]),)
+def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int, int, int]:
+    """The grid of a kernel that asks ``tile_origin`` where its tile begins: across, and down in two dimensions.
+
+    No kernel has to divide; with more rows of tiles than a dimension holds, some programs find nothing to do.
+    """
+    down = cdiv(row_count(like.shape), tile["TILE_M"])
+    layers = cdiv(down, GRID_LIMIT)
+    return cdiv(like.shape[-1], tile["TILE_N"]), cdiv(down, layers), layers
 
 
 def rows_and_columns(like: Tensor) -> tuple[int, int]:
@@ -112,16 +118,16 @@ def rows_and_columns(like: Tensor) -> tuple[int, int]:
 
 
 @triton.jit
-def tile_origin(C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.constexpr = False):
+def tile_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.constexpr = False):
     """Row and column where this program's tile begins. Along the rows first: neighbours share pages of memory.
 
     LAST_FIRST: from the last tile to the first, for a kernel behind one that ended there: the L2 cache still holds it.
     """
-    across = tl.cdiv(C, TILE_N)
-    pid = tl.program_id(0)
+    across, down = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if LAST_FIRST:
-        pid = tl.num_programs(0) - 1 - pid
-    return pid // across * TILE_M, pid % across * TILE_N
+        across = tl.num_programs(0) - 1 - across
+        down = tl.num_programs(2) * tl.num_programs(1) - 1 - down
+    return down * TILE_M, across * TILE_N
 
 
 @triton.jit

@@ -133,6 +133,19 @@ def int8_to_float(q):
 
 
 @triton.jit
+def reciprocal(x):
+    """``1 / x`` to within 2^-22 of itself for x of at least 1: one instruction on NVIDIA, as division is not."""
+    if _INTERPRETED:
+        r = 1.0 / x
+    elif _on_cuda():
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        root = tl.rsqrt(x)
+        r = root * root
+    return r
+
+
+@triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 

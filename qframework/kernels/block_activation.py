@@ -35,11 +35,12 @@ from qframework.kernels._blocks import (
     load_tile,
     quantize_blocks_ref,
     quantize_tile,
+    reciprocal,
     store_tile,
 )
 from qframework.kernels._launch import launch
 from qframework.kernels._triton import tl, triton
-from qframework.kernels.int8_linear_epilogue import fast_gelu
+from qframework.kernels.int8_linear_epilogue import gelu_of_magnitude
 
 KINDS = ("gelu", "gelu_tanh", "silu", "relu")
 
@@ -77,7 +78,7 @@ def block_activation_backward_ref(
 def activation(x, KIND: tl.constexpr):
     """f(x) of an fp32 tile."""
     if KIND == "gelu":
-        value = fast_gelu(x)
+        value = gelu_of_magnitude(x, tl.abs(x))  # a block with infinity is lost anyway
     else:
         value, _ = activation_and_slope(x, KIND)
     return value
@@ -85,12 +86,8 @@ def activation(x, KIND: tl.constexpr):
 
 @triton.jit
 def _sigmoid(x):
-    """``1 / (1 + exp(-x))`` to within 2^-20 of itself, in two special-function instructions.
-
-    Division and ``tl.exp`` take several more, for arguments that do not occur: the sum is at least 1.
-    """
-    r = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
-    return r * r
+    """``1 / (1 + exp(-x))`` to within 2^-20 of itself, in two special-function instructions."""
+    return reciprocal(1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
 @triton.jit
@@ -132,7 +129,9 @@ def _gelu_and_slope(x):
     p = p * t + 0.499996039
     below = e * p
     value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - t * (below + 0.39894228040143268 * t * e)
-    return value, tl.where(x < 0.0, below, 1.0 - below)
+    sign = x.to(tl.int32, bitcast=True) & -2147483648
+    away = ((0.5 - below).to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    return value, 0.5 + away
 
 
 @triton.jit
@@ -150,7 +149,7 @@ def _block_activation_kernel(
     EVEN: tl.constexpr,
 ):
     """y = f(x). A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y, y_scale = quantize_tile(activation(x, KIND), BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
@@ -173,7 +172,7 @@ def _block_activation_backward_kernel(
     EVEN: tl.constexpr,
 ):
     """dx = dy * f'(x). A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     _, slope = activation_and_slope(x, KIND)

@@ -108,7 +108,7 @@ def _block_dropout_kernel(
     EVEN: tl.constexpr,
 ):
     """y = m x / (1 - p). A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N, 10) >= threshold  # rounds as in the reference
     y, y_scale = quantize_tile(tl.where(kept, x * factor, 0.0), BLOCK)

@@ -82,7 +82,7 @@ def _block_elementwise_kernel(
     EVEN: tl.constexpr,
 ):
     """z = x + y or x * y. A program computes one tile, and where STATISTICS those of its rows."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     pushed, z_scale = push_tile(x * y if PRODUCT else x + y, BLOCK)

@@ -86,7 +86,7 @@ def _block_gated_activation_kernel(
     EVEN: tl.constexpr,
 ):
     """y = f(gate) * up. A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y, y_scale = quantize_tile(activation(gate, KIND) * up, BLOCK)
@@ -118,7 +118,7 @@ def _block_gated_activation_backward_kernel(
     One after the other: the second reads its operands from the cache again, and each waits for its scales in as few
     registers as a kernel of its own.
     """
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     dup, dup_scale = quantize_tile(dy * activation(gate, KIND), BLOCK)

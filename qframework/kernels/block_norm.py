@@ -112,7 +112,7 @@ def _block_norm_kernel(
     EVEN: tl.constexpr,
 ):
     """y and, from the first tile of a row, its mean and rstd. A program computes one tile."""
-    row, column = tile_origin(C, TILE_M, TILE_N, LAST_FIRST=True)
+    row, column = tile_origin(TILE_M, TILE_N, LAST_FIRST=True)
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)

@@ -78,7 +78,7 @@ def _block_statistics_kernel(
     EVEN: tl.constexpr,
 ):
     """Statistics of the rows of one tile a program, of a tensor that no Add made them for."""
-    row, column = tile_origin(C, TILE_M, TILE_N)
+    row, column = tile_origin(TILE_M, TILE_N)
     q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
     scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     mean, apart = tile_statistics(int8_to_float(q), scale, column, C, BLOCK)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import pytest
 from test_compile_targets import CHIPS, compile_for, stack_bytes
@@ -27,7 +28,7 @@ KERNELS = {
     "add": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": False, "STATISTICS": True}),
     "mul": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": True, "STATISTICS": False}),
     "statistics": ("block_statistics", "_block_statistics_kernel", {}),
-    "merge": ("block_statistics", "_merge_statistics_kernel", {"ROWS": 32, "TILES": 32}),
+    "merge": ("block_statistics", "_merge_statistics_kernel", {"ROWS": 32, "TILES": 32, "num_warps": 4}),
     "dropout": ("block_dropout", "_block_dropout_kernel", {}),
     "layer_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": False, "HAS_BIAS": True}),
     "rms_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": True, "HAS_BIAS": False}),
@@ -35,7 +36,7 @@ KERNELS = {
     "rms_norm_sums": ("block_norm_backward", "_norm_sums_kernel", NORM | {"RMS": True, "STRETCH": 256}),
     "layer_norm_backward": ("block_norm_backward", "_norm_backward_kernel", NORM | {"RMS": False, "STRETCH": 256}),
     "sum_rows": ("block_sum_rows", "_block_sum_rows_kernel", {"STRETCH": 256}),
-    "add_up": ("block_sum_rows", "_add_up_kernel", {"SUMMED": 64}),
+    "add_up": ("block_sum_rows", "_add_up_kernel", {"SUMMED": 64, "num_warps": 4}),
 }
 
 
@@ -52,12 +53,14 @@ def types_of(kernel, constants) -> dict[str, str]:
     return types
 
 
-def check(chip, name, block_size, tmp_path):
+def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     module, attribute, flags = KERNELS[name]
     kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
-    tile = rows_of_tile(COLUMNS, block_size) if "stretch_origin" in kernel.src else tile_of(COLUMNS, COLUMNS, block_size)
-    warps = tile.pop("num_warps")
-    constants = flags | {key: value for key, value in tile.items() if key in kernel.arg_names}
+    walks = "stretch_origin" in kernel.src
+    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size)
+    settings = tile | flags
+    constants = {key: value for key, value in settings.items() if key in kernel.arg_names}
+    warps = settings["num_warps"]
     compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
     assert stack_bytes(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 16 * 1024
@@ -76,10 +79,19 @@ def test_every_block_size(name, block_size, tmp_path):
     check("sm_90", name, block_size, tmp_path)
 
 
+@pytest.mark.parametrize("columns", [COLUMNS, COLUMNS + 16])
 @pytest.mark.parametrize("name", ["gelu", "swiglu_backward", "layer_norm", "layer_norm_sums"])
-def test_values_are_read_sixteen_at_a_time(name, tmp_path):
+def test_values_are_read_sixteen_at_a_time(name, columns, tmp_path):
     """Whole vectors of 16 bytes: a mask or a layout that cuts them would cost several times the instructions."""
-    ptx = check("sm_90", name, 32, tmp_path).asm["ptx"]
+    ptx = check("sm_90", name, 32, tmp_path, columns).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "ld.global.b8" not in ptx
     assert "st.global.b8" not in ptx
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])
+def test_a_warp_waits_for_nobody(name, tmp_path):
+    """Of 32 x 32, blocks lie inside a warp: no barrier. Bytes become floats without the slow units for conversions."""
+    compiled = check("sm_90", name, 32, tmp_path)
+    assert "bar.sync" not in compiled.asm["ptx"]
+    assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", compiled.asm["ptx"])
