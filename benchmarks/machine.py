@@ -21,7 +21,12 @@ CPU_FLAGS = (
     "asimddp", "i8mm", "bf16", "sve",
 )  # fmt: skip
 # Written by the report, so a regenerated page or a new result does not make the measured code dirty.
-GENERATED = (":!benchmarks/results", ":!docs/performance.md", ":!docs/accuracy.md", ":!docs/assets")
+GENERATED = tuple(
+    f":!{path}"
+    for path in (
+        "benchmarks/results", "docs/performance.md", "docs/accuracy.md", "docs/training-results.md", "docs/assets",
+    )
+)  # fmt: skip
 
 
 def describe_machine(device: str) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """``docs/performance.md`` and its plots from the files in ``benchmarks/results/``; never edited by hand.
 
-``python -m benchmarks.report`` writes the page and, from ``benchmarks/results/accuracy/``, ``docs/accuracy.md`` beside
-it; ``--check`` exits with 1 when a page or a plot is stale. Equal
-results give an equal page. Beside every table stand machine, versions, commit and date; every ratio is computed here;
-what is slower than a peer is listed first.
+``python -m benchmarks.report`` writes the page and beside it ``docs/accuracy.md`` from ``benchmarks/results/accuracy/``
+and ``docs/training-results.md`` from ``benchmarks/results/training/``; ``--check`` exits with 1 when a page or plot is
+stale. Equal results give an equal page. Beside every table stand machine, versions, commit and date; every ratio is
+computed here; what is slower than a peer is listed first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import report_accuracy
+from benchmarks import report_accuracy, report_training
 from benchmarks.harness import Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
@@ -37,7 +37,7 @@ from benchmarks.tables import (
     split,
     table,
 )
-from qframework.errors import FileFormatError
+from qframework.errors import QFrameworkError
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -269,17 +269,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         runs = load_runs(arguments.results)
         accuracy = report_accuracy.render(report_accuracy.load(arguments.results / report_accuracy.FOLDER))
-    except FileFormatError as error:
+        training = arguments.results / report_training.FOLDER
+        trained = load_runs(training), report_training.load_parity(training)
+    except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
-    accuracy_page = arguments.page.parent / report_accuracy.NAME
+    folder = arguments.page.parent
+    accuracy_page, training_page = folder / report_accuracy.NAME, folder / report_training.NAME
     if not arguments.check:
         write(runs, arguments.page)
         accuracy_page.write_text(accuracy)
-        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}")
+        report_training.write(*trained, training_page)
+        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}; {training_page}: {len(trained[0])} runs")
         return 0
     stale = stale_files(runs, arguments.page)
     stale += [accuracy_page] * (not accuracy_page.exists() or accuracy_page.read_text() != accuracy)
+    stale += report_training.stale_files(*trained, training_page)
     for path in stale:
         print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
     return int(bool(stale))

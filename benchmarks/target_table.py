@@ -1,8 +1,8 @@
 """What qframework has to reach, as ratios of one run's records, and which of it has been reached.
 
-A target compares the best of ``ours`` with the best of ``peers``, subject by subject, and takes the geometric mean over
-its subjects. Both are measured in the same run of the same file. ``must`` is what is promised, ``aim`` what is hoped
-for; of a cost (a time, memory) they are the most it may be, of a speed the least.
+A target compares the best of ``ours`` with the best of ``peers``, case by case (a subject, or an operation at one), and
+takes the geometric mean over them. Both are measured in the same run of the same file. ``must`` is what is promised,
+``aim`` what is hoped for; of a cost (a time, memory) they are the most it may be, of a speed the least.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.int8_linear import LARGE_SHAPES, SMALL_SHAPES
 from benchmarks.int8_linear_cases import FP8_TENSORWISE, Shape
 from benchmarks.tables import speed, table
 
-Measure = Literal["speed", "p50_ms", "first_call_s", "peak_mb"]
+Measure = Literal["speed", "calls_per_ms", "p50_ms", "first_call_s", "peak_mb", "activation_mb"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +32,23 @@ class Target:
     peers: tuple[str, ...]  # each has to have been tried
     also: tuple[str, ...] = ()  # peers that count where they were measured
     measure: Measure = "speed"
+    ops: tuple[str, ...] = ()  # each of them at every subject; none: whatever op the records have
     must: float | None = None
     aim: float | None = None
     device: str = "H100"  # part of the name of the device it is promised for
 
     @property
     def is_cost(self) -> bool:
-        return self.measure != "speed"
+        return self.measure not in ("speed", "calls_per_ms")
+
+    @property
+    def cases(self) -> list[tuple[str, str]]:
+        """Operation, empty for any, and subject of everything that is to be measured."""
+        return [(op, subject) for op in self.ops or ("",) for subject in self.subjects]
+
+    def case(self, record: Record) -> tuple[str, str]:
+        """Which of the cases ``record`` belongs to, if any."""
+        return (record.op or "") if self.ops else "", record.subject
 
     def reached(self, ratio: float, limit: float | None) -> bool:
         return limit is not None and (ratio <= limit if self.is_cost else ratio >= limit)
@@ -53,6 +63,8 @@ class Target:
         """What is compared; 0 where there is none."""
         if record.status != "ok":
             return 0.0
+        if self.measure == "calls_per_ms":
+            return 1 / record.p50_ms if record.p50_ms else 0.0
         return speed(record) if self.measure == "speed" else getattr(record, self.measure) or 0.0
 
 
@@ -64,7 +76,7 @@ class Outcome:
     ratios: tuple[float, ...]  # one for each run
     which: tuple[str, ...]  # of ours, where it was the best
     rivals: tuple[str, ...]  # of the peers, where it was the best
-    measured: int  # subjects with a ratio in every run
+    measured: int  # cases with a ratio in every run
     open: tuple[str, ...]  # peers that have no value and may still get one: not measured, or stopped
     without: tuple[str, ...]  # peers that have no value since they do not run or are wrong
 
@@ -78,21 +90,32 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        return self.measured == len(self.target.subjects) and not self.open
+        return self.measured == len(self.target.cases) and not self.open
 
     @property
     def verdict(self) -> str:
         """PASS where every run holds the promise, with all its subjects and peers; else what is missing."""
         target = self.target
         if target.must is None:
-            return ""
+            return self._about_the_aim
         if not target.reached(self.worst, target.must):
             return f"short of {target.must:g} by {100 * abs(self.worst / target.must - 1):.2g} percent"
-        if self.measured < len(target.subjects):
-            return f"open: {self.measured} of {len(target.subjects)} shapes measured"
+        if self.measured < len(target.cases):
+            what = "operators" if target.ops else "shapes"
+            return f"open: {self.measured} of {len(target.cases)} {what} measured"
         if self.open:
             return f"open: no figure of {', '.join(self.open)}"
         return "PASS, aim reached" if target.reached(self.worst, target.aim) else "PASS"
+
+    @property
+    def _about_the_aim(self) -> str:
+        """Where nothing is promised."""
+        aim = self.target.aim
+        if aim is None:
+            return ""
+        if self.target.reached(self.worst, aim):
+            return "aim reached"
+        return f"short of the aim by {100 * abs(self.worst / aim - 1):.2g} percent"
 
     @property
     def range(self) -> str:
@@ -127,22 +150,22 @@ def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
     )
 
 
-def _compare(target: Target, run: Sequence[Record]) -> dict[str, tuple[Record, Record]]:
-    """The best of ours and the best peer by subject, where there are both."""
+def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tuple[Record, Record]]:
+    """The best of ours and the best peer by case, where there are both."""
     pairs = {}
-    for subject in target.subjects:
-        records = [record for record in run if record.subject == subject]
+    for case in target.cases:
+        records = [record for record in run if target.case(record) == case]
         ours = target.best(record for record in records if record.provider in target.ours)
         peer = target.best(record for record in records if record.provider in (*target.peers, *target.also))
         if ours and peer:
-            pairs[subject] = ours, peer
+            pairs[case] = ours, peer
     return pairs
 
 
 def _why_absent(peer: str, target: Target, records: Sequence[Record]) -> str:
-    """Empty where ``peer`` has a value for every subject, "open" where it may still get one, else its status."""
-    seen = [record for record in records if record.provider == peer and record.subject in target.subjects]
-    if {record.subject for record in seen} < set(target.subjects):
+    """Empty where ``peer`` has a value for every case, "open" where it may still get one, else its status."""
+    seen = [record for record in records if record.provider == peer and target.case(record) in target.cases]
+    if {target.case(record) for record in seen} < set(target.cases):
         return "open"
     valueless = [record for record in seen if not target.value(record)]
     if any(record.status in ("timeout", "ok") for record in valueless):

@@ -14,6 +14,7 @@ import argparse
 import copy
 import gc
 import sys
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -39,6 +40,7 @@ from qframework.training.convert import convert_to_int8_training
 
 HIDDEN, SMOKE_HIDDEN = (1024, 2048, 4096), (64,)
 BATCH, TOKENS, LAYERS, HEAD = 8, 2048, 2, 128
+OPS = ("gpt_block_forward", "gpt_block_forward_backward")
 # Relative L2 errors against FP32. INT8: each of the six quantizations of a block adds about 0.01 to values and
 # gradients of a normal distribution, up to twice that at 128 x 128; errors of two blocks add up as random ones do.
 TOLERANCE = {"bf16": 0.02, "int8": 0.1}
@@ -196,11 +198,11 @@ def measure(name: str, subject: Subject, identity: Record, options: argparse.Nam
     memory = activation_mb(forward_alone, subject.device, weights) / options.layers
     rep_ms, runs = (5.0, 2) if options.smoke else (500.0, 10)
     records = []
-    for op, fn, flops in (("forward", forward_alone, 1.0), ("forward_backward", step, 3.0)):
+    for op, fn, flops in zip(OPS, (forward_alone, step), (1.0, 3.0), strict=True):
         timing = time_provider(fn, subject.device, rep_ms=rep_ms, min_runs=runs)
         rate = flops * forward_flops(subject.x, options.layers) / timing.median_s / 1e12
         fields = {"error": error, "tflops": rate, "activation_mb": memory}
-        records.append(replace(identity, op=f"gpt_block_{op}", **timing.fields(), **fields))
+        records.append(replace(identity, op=op, **timing.fields(), **fields))
     return records
 
 
@@ -257,14 +259,18 @@ def saved_bytes(forward: Callable[[], Any], weights: Sequence[Tensor] = ()) -> i
     return sum(storages.values())
 
 
-def run(results: Results, hidden: int, options: argparse.Namespace, device: str) -> None:
-    """All providers at one width."""
+def run(results: Results, hidden: int, options: argparse.Namespace, device: str, deadline: float) -> None:
+    """All providers at one width; none begins after ``deadline`` of time.monotonic()."""
     subject = Subject.build(hidden, options, device)
     for name in options.providers:
         identity = Record(
             benchmark="training_block", provider=name, op="gpt_block", shape=list(subject.x.shape),
             dtype=PROVIDERS[name].precision, batch=options.batch,
         )  # fmt: skip
+        if time.monotonic() > deadline:
+            late = replace(identity, status="timeout", reason=f"not begun after {options.limit:g} s")
+            results.add(*(replace(late, op=op) for op in OPS))
+            continue
         records: list[Record] = []
 
         def attempt(name: str = name, identity: Record = identity, records: list[Record] = records) -> Record:
@@ -272,7 +278,7 @@ def run(results: Results, hidden: int, options: argparse.Namespace, device: str)
             return records[0]
 
         failed = guarded(identity, attempt)
-        results.add(*(records or [failed]))
+        results.add(*(records or [replace(failed, op=op) for op in OPS]))
         torch._dynamo.reset()
         gc.collect()
         if device == "cuda":
@@ -290,13 +296,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks in the stack (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="results are then not checked (default: 0)")
+    parser.add_argument("--limit", type=float, default=1500.0, help="seconds, after which no provider begins")
     options = parser.parse_args(argv)
     if options.smoke:
         options.batch, options.tokens, options.layers = 2, 32, 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    deadline = time.monotonic() + options.limit
     results = Results.start("training_block", device, options)
     for hidden in options.hidden or (SMOKE_HIDDEN if options.smoke else HIDDEN):
-        run(results, hidden, options, device)
+        run(results, hidden, options, device, deadline)
     return results.exit_code
 
 

@@ -48,9 +48,7 @@ def test_a_limit_ends_what_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert not Case("gpt", "bf16", 0).path(tmp_path / "results").exists()
 
 
-def test_a_run_that_fails_is_counted_and_the_others_are_made(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_is_counted_and_the_others_are_made(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     checkpoint = tmp_path / "build" / "gpt" / "bf16-0" / "checkpoint.pt"
     checkpoint.parent.mkdir(parents=True)
     checkpoint.write_bytes(b"damaged")
@@ -75,8 +73,8 @@ def test_bounds_are_judged_on_equal_seeds() -> None:
         "digits", runs("top1", bf16=[98.0, 97.0], per_block_32=[97.8, 96.8], per_tensor=[50.0])
     )
     assert kept
-    assert "| per_block_32 | 2 | 97.3 | +0.20 | 0.3 |" in table
-    assert "| per_tensor | 1 | 50 | +48.00 |  |" in table
+    assert "| per_block_32 | 2 | 97.3 | +0.20 | 0.3 | open: 2 of 3 seeds |" in table
+    assert "| per_tensor | 1 | 50 | +48.00 |  |  |" in table
     assert not training_parity.table("digits", runs("top1", bf16=[98.0], per_block_128=[97.6]))[1]
     table, kept = training_parity.table("gpt", runs("loss", bf16=[1.0, 2.0], per_block_32=[1.005, 2.01]))
     assert kept
@@ -118,7 +116,7 @@ def test_block_smoke(tmp_path: Path) -> None:
             assert 0 < found[provider, op]["error"] < training_block.TOLERANCE["int8"]
             assert found[provider, op]["activation_mb"] > 0
     if not torch.cuda.is_available():
-        assert found["torchao_int8_compiled", "gpt_block"]["status"] == "unsupported"
+        assert found["torchao_int8_compiled", "gpt_block_forward"]["status"] == "unsupported"
 
 
 def test_a_wrong_block_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,9 +129,16 @@ def test_a_wrong_block_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(training_block.PROVIDERS, "bf16_eager", wrong)
     output = tmp_path / "out.json"
     assert training_block.main(["--smoke", "--providers", "bf16_eager", "--output", str(output)]) == 1
-    (record,) = json.loads(output.read_text())["records"]
-    assert record["status"] == "wrong"
-    assert "p50_ms" not in record
+    records = json.loads(output.read_text())["records"]
+    assert [record["op"] for record in records] == list(training_block.OPS)
+    assert {record["status"] for record in records} == {"wrong"}
+    assert not any("p50_ms" in record for record in records)
+
+
+def test_after_the_limit_no_block_begins(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    assert training_block.main([*ARGUMENTS, "--limit", "-1", "--output", str(output)]) == 0
+    assert {record["status"] for record in json.loads(output.read_text())["records"]} == {"timeout"}
 
 
 def test_every_result_is_checked() -> None:

@@ -55,13 +55,14 @@ class Curves:
             file.write(text.getvalue().encode())
 
 
-def draw_curves(curves: Mapping[str, Sequence[Curves]], path: Path, title: str = "") -> None:
+def draw_curves(curves: Mapping[str, Sequence[Curves]], path: Path, title: str = "", description: str = "") -> None:
     """Training and validation loss over steps as PNG: a colour for each name, a line for each of its runs.
 
     Args:
         curves: by name, the runs that share it, such as those of several seeds.
         path: the file; its folder must exist.
         title: above the plot.
+        description: kept in the file, not shown.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -87,7 +88,7 @@ def draw_curves(curves: Mapping[str, Sequence[Curves]], path: Path, title: str =
     training.legend(fontsize=8)
     figure.suptitle(title, fontsize=10)
     with atomic_write(path) as file:
-        figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
+        figure.savefig(file, format="png", dpi=120, metadata={"Software": None, "Description": description or None})
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:

@@ -1,0 +1,289 @@
+"""``docs/training-results.md`` from ``benchmarks/results/training/``; written and checked by benchmarks.report.
+
+Files of block_operators, block_linear and training_block lie in that folder, the runs of training_parity in one folder
+for each task below it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import training_parity
+from benchmarks.harness import Record
+from benchmarks.report_targets import newest
+from benchmarks.tables import Run, bold_if, machine_table, number, scientific, split, table
+from benchmarks.target_table import Target, rows
+from benchmarks.target_table_training import BLOCK_SIZES, TRAINING_TARGETS, single_size
+from benchmarks.training_parity import SUBJECTS, Comparison
+from qframework.evaluation.training_files import draw_curves
+
+FOLDER = "training"  # below the folder of results
+NAME = "training-results.md"
+HEAD = """# INT8 training: results
+
+Written by `python -m benchmarks.report` from the files in `benchmarks/results/training/`: change those, not this page.
+[INT8 training](training.md) says how to use it.
+
+`benchmarks.block_operators`, `benchmarks.block_linear` and `benchmarks.training_block` measure speed and memory,
+`benchmarks.training_parity` what it costs in accuracy. A result is compared with an FP64 or FP32 oracle before it is
+timed, and a wrong one gets no time. CUDA events, the L2 cache flushed before operators and linears.
+"""
+TARGETS_NOTE = """Of speeds, ours over the peer's: the geometric mean over operators or shapes. Of memory, what is kept
+from forward to backward, ours over the peer's. PASS: every run of the file holds what must be, all of it measured. Rows
+without a `must` are reported only. Where several block sizes are ours, the fastest counts.
+"""
+ACCURACY_NOTE = """Behind BF16: the mean over seeds of the distance after the last step, on equal seeds, in points of
+top-1 or percent of the loss; negative is ahead.
+"""
+SIZES_NOTE = """What a block size buys, as multiples of speed and memory of 16 bit, and what it costs. The error is that
+of a linear's results and gradients, against the FP64 products of its float operands.
+"""
+PROMISED = tuple(f"per_block_{size}" for size in BLOCK_SIZES)
+PER_TENSOR = "per_tensor"
+Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
+"""Runs by task and configuration."""
+
+
+def load_parity(folder: Path) -> Parity:
+    """The runs of each task that has any, smoke runs apart. Raises QFrameworkError where they are of several kinds."""
+    found = {task: training_parity.read(folder, task) for task in SUBJECTS}
+    return {task: runs for task, runs in found.items() if runs and not any(_is_smoke(rows) for rows in runs.values())}
+
+
+def _is_smoke(documents: Sequence[dict[str, Any]]) -> bool:
+    return any(document.get("smoke") for document in documents)
+
+
+def render(runs: Sequence[Run], parity: Parity) -> str:
+    """The whole page as Markdown."""
+    return "\n".join(
+        [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity), _slower(runs)]
+        + [_task(task, parity[task]) for task in parity]
+        + [_section(run) for run in runs]
+    )
+
+
+def _targets(runs: Sequence[Run]) -> str:
+    outcomes = [(target, *newest(target, runs)) for target in TRAINING_TARGETS]
+    return f"## Targets\n\n{TARGETS_NOTE}\n{rows(outcomes)}"
+
+
+# Accuracy -------------------------------------------------------------------------------------------------------------
+
+
+def _accuracy_targets(parity: Parity) -> str:
+    lines = [_promise(task, name, parity) for task in SUBJECTS for name in PROMISED]
+    header = ["what", "against", "must be at most", "behind", "seeds", "verdict", "where"]
+    return f"### Accuracy\n\n{ACCURACY_NOTE}\n{table(header, [*lines, _per_tensor(parity)])}"
+
+
+def _promise(task: str, name: str, parity: Parity) -> list[str]:
+    subject = SUBJECTS[task]
+    head = [f"{task}, {subject.unit}, {name}", "BF16", f"{subject.scale * subject.bound:g} {subject.units_behind}"]
+    found = _comparison(task, name, parity)
+    if found is None or found.behind is None:
+        return [*head, "", "", "not measured", ""]
+    return [*head, f"{found.behind:+.2f}", str(found.pairs), found.verdict, _where(parity[task][name])]
+
+
+def _comparison(task: str, name: str, parity: Parity) -> Comparison | None:
+    found = training_parity.compare(task, parity.get(task, {}))
+    return next((each for each in found if each.configuration == name), None)
+
+
+def _per_tensor(parity: Parity) -> list[str]:
+    """Why there are blocks: a scale for each tensor loses more than blocks may, on one task at least."""
+    found = {task: _comparison(task, PER_TENSOR, parity) for task in SUBJECTS}
+    behind = {task: each.behind for task, each in found.items() if each is not None and each.behind is not None}
+    head = ["per_tensor, visibly worse on one of them", "BF16", "more than blocks may"]
+    if not behind:
+        return [*head, "", "", "not measured", ""]
+    shown = ", ".join(f"{task} {value:+.2f} {SUBJECTS[task].units_behind}" for task, value in behind.items())
+    worse = [task for task, value in behind.items() if value > SUBJECTS[task].scale * SUBJECTS[task].bound]
+    pairs = min(each.pairs for task, each in found.items() if each is not None and task in behind)
+    missing = [task for task in SUBJECTS if task not in behind]
+    if worse:
+        enough = pairs >= training_parity.PROMISED_SEEDS
+        verdict = "PASS" if enough else f"open: {pairs} of {training_parity.PROMISED_SEEDS} seeds"
+    else:
+        verdict = f"open: {', '.join(missing)} not measured" if missing else "not worse"
+    return [*head, shown, str(pairs), verdict, ""]
+
+
+def _where(documents: Sequence[dict[str, Any]]) -> str:
+    """Dates and commits of the runs."""
+    machines = [document.get("machine", {}) for document in documents]
+    dates = sorted({str(machine.get("date")).partition("T")[0] for machine in machines})
+    commits = sorted({str(machine.get("commit")) for machine in machines})
+    return f"{', '.join(dates)}, {', '.join(f'`{commit}`' for commit in commits)}"
+
+
+def plot_name(task: str) -> str:
+    """Below assets/."""
+    return f"training-{task}.png"
+
+
+def _task(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """Curves, the table, and the machine of the newest run."""
+    documents = [document for rows in runs.values() for document in rows]
+    latest = max((document.get("machine", {}) for document in documents), key=lambda each: str(each.get("date")))
+    settings = ", ".join(f"{key} {value}" for key, value in documents[0]["settings"].items() if key != "text")
+    return "\n".join(
+        [
+            f"## Accuracy: {task}\n",
+            f"![Losses of {task}](assets/{plot_name(task)})\n",
+            training_parity.table(task, runs)[0],
+            f"{settings}; every run: {_where(documents)}.\n",
+            machine_table(latest, {}),
+        ]
+    )
+
+
+def mark(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
+    """What a plot carries to show which runs it was drawn from, and by which code."""
+    results = json.dumps(runs, sort_keys=True)
+    code = inspect.getsource(draw_curves) + inspect.getsource(training_parity.draw)
+    digests = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (results, code))
+    return "results {}, drawn by {}".format(*digests)
+
+
+# Block sizes ----------------------------------------------------------------------------------------------------------
+
+
+def _sizes(runs: Sequence[Run], parity: Parity) -> str:
+    """One row for each block size."""
+    header = [
+        "block size",
+        "GPT block, hidden 4096 / BF16 compiled",
+        "linears / BF16 under Inductor",
+        "operators / PyTorch FP16",
+        "activation memory / BF16 eager",
+        "error of linears",
+        *(f"{task} behind BF16, {subject.units_behind}" for task, subject in SUBJECTS.items()),
+    ]
+    lines = [
+        [
+            str(size),
+            *(_mean(target, runs) for target in single_size(size)),
+            _linear_error(size, runs),
+            *(_behind(_comparison(task, f"per_block_{size}", parity)) for task in SUBJECTS),
+        ]
+        for size in BLOCK_SIZES
+    ]
+    return f"## Block sizes\n\n{SIZES_NOTE}\n{table(header, lines)}"
+
+
+def _mean(target: Target, runs: Sequence[Run]) -> str:
+    outcome, _ = newest(target, runs)
+    if outcome is None:
+        return "not measured"
+    return f"{outcome.mean:.2f}" if outcome.is_complete else f"{outcome.mean:.2f} (of what is measured)"
+
+
+def _linear_error(size: int, runs: Sequence[Run]) -> str:
+    records = (record for run in runs for record in run.records if record.provider == f"qframework_blocks_{size}")
+    errors = [record.error for record in records if record.status == "ok" and record.error is not None]
+    return scientific(statistics.fmean(errors)) if errors else "not measured"
+
+
+def _behind(found: Comparison | None) -> str:
+    return "not measured" if found is None or found.behind is None else f"{found.behind:+.2f}"
+
+
+# Speed ----------------------------------------------------------------------------------------------------------------
+
+
+def _slower(runs: Sequence[Run]) -> str:
+    """Every place where a peer takes less time than the best of qframework."""
+    found = [row for run in runs for group in run.groups() if (row := _lost(run, group))]
+    header = ["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"]
+    text = table(header, found) if found else "Nowhere in these runs.\n" if runs else "Nothing measured yet.\n"
+    return f"## Where qframework is slower\n\n{text}"
+
+
+def _lost(run: Run, group: Sequence[Record]) -> list[str]:
+    """The row of one operation and shape, empty where nothing is faster than the best of qframework."""
+    ours, peers = split([record for record in group if record.p50_ms])
+    if not ours:
+        return []
+    best = min(ours, key=_time)
+    faster = sorted((peer for peer in peers if _time(peer) < _time(best)), key=_time)
+    multiples = ", ".join(f"{_time(peer) / _time(best):.2f} {peer.provider}" for peer in faster)
+    return [run.title, f"{best.op} {best.subject}", best.provider, multiples] if faster else []
+
+
+def _time(record: Record) -> float:
+    return record.p50_ms or float("inf")
+
+
+def _section(run: Run) -> str:
+    peaks = "".join(f"A copy of a gigabyte reaches {number(peak)} {unit}.\n" for unit, peak in run.peaks.items())
+    parts = [f"## {run.title}\n", machine_table(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
+    parts.append(f"Milliseconds, the median; the fastest in bold.\n\n{_pivot(run, _time)}")
+    if any(record.activation_mb for record in run.records):
+        once = replace(run, records=[record for record in run.records if record.op != "gpt_block_forward"])
+        parts.append(
+            f"MB that a block keeps from forward to backward.\n\n{_pivot(once, lambda r: r.activation_mb or 0)}"
+        )
+    if reasons := _reasons(run):
+        parts.append(reasons)
+    return "\n".join(part for part in parts if part)
+
+
+def _pivot(run: Run, value: Callable[[Record], float]) -> str:
+    """A row for each operation and shape, a column for each provider; the least in bold."""
+    providers = sorted(
+        dict.fromkeys(record.provider for record in run.records), key=lambda name: "qframework" not in name
+    )
+    lines = []
+    for group in run.groups():
+        values = {record.provider: value(record) for record in group if record.status == "ok" and record.p50_ms}
+        least = min(values.values(), default=0.0)
+        cells = [bold_if(values.get(name) == least, number(values.get(name))) for name in providers]
+        lines.append([f"{group[0].op} {group[0].subject}", *cells])
+    return table(["", *providers], lines)
+
+
+def _reasons(run: Run) -> str:
+    """Why a provider has no time, once for each reason."""
+    without = [record for record in run.records if record.status != "ok"]
+    found = dict.fromkeys(f"- {record.provider}, {record.op}: {record.status}, {record.reason}" for record in without)
+    return "No time:\n\n" + "\n".join(found) + "\n" if found else ""
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def stale_files(runs: Sequence[Run], parity: Parity, page: Path) -> list[Path]:
+    """The page and plots that are missing, differ from what the results give, or belong to none."""
+    assets = page.parent / "assets"
+    stale = [] if page.exists() and page.read_text() == render(runs, parity) else [page]
+    for task, found in parity.items():
+        path = assets / plot_name(task)
+        if not (path.exists() and mark(task, found).encode() in path.read_bytes()):
+            stale.append(path)
+    return stale + _orphans(parity, assets)
+
+
+def _orphans(parity: Parity, assets: Path) -> list[Path]:
+    return sorted(set(assets.glob(plot_name("*"))) - {assets / plot_name(task) for task in parity})
+
+
+def write(runs: Sequence[Run], parity: Parity, page: Path) -> None:
+    """Write the page, draw the plots that are not up to date, remove those of tasks that are gone."""
+    assets = page.parent / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    stale = stale_files(runs, parity, page)
+    for task, found in parity.items():
+        if assets / plot_name(task) in stale:
+            training_parity.draw(task, found, assets / plot_name(task), mark(task, found))
+    for orphan in _orphans(parity, assets):
+        orphan.unlink()
+    page.write_text(render(runs, parity))

@@ -1,0 +1,121 @@
+"""What INT8 training has to reach, as targets of target_table.py; what accuracy has to be is in training_parity.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks import training_block
+from benchmarks.block_linear import SHAPES
+from benchmarks.block_operators import TOKENS
+from benchmarks.block_operators_cases import OPERATORS
+from benchmarks.target_table import Target
+
+BLOCK_SIZES = (32, 64, 128)
+HIDDEN = training_block.HIDDEN
+PROMISED_AT = 8192  # columns
+STEP = "gpt_block_forward_backward"
+LINEAR = "linear_training"
+# Each operator once: layer_norm_alone and add are the same work with its row statistics made elsewhere.
+DIRECTIONS = tuple(
+    f"{name} {direction}"
+    for name, operator in OPERATORS.items()
+    for direction in ("forward", "backward")
+    if name not in ("layer_norm_alone", "add") and (direction == "forward" or operator.backward is not None)
+)
+SMALLER = 1.49
+
+
+def _operators(what: str, ours: tuple[int, ...], against: str, ops: tuple[str, ...], must: float | None) -> Target:
+    peers = {"PyTorch FP16": "torch_fp16", "FP16 under Inductor": "inductor_fp16"}
+    return Target(
+        what=what, against=against, benchmark="block_operators", subjects=(f"{TOKENS},{PROMISED_AT}",), ops=ops,
+        ours=tuple(f"qframework_b{size}" for size in ours), peers=(peers[against],), measure="calls_per_ms", must=must,
+    )  # fmt: skip
+
+
+def _operator_targets() -> list[Target]:
+    """All of them with each block size, and each of them with the best."""
+    what = f"non-linear operators, hidden {PROMISED_AT}"
+    return [
+        *(
+            _operators(f"{what}, blocks of {size}", (size,), against, DIRECTIONS, must)
+            for against, must in (("PyTorch FP16", 1.8), ("FP16 under Inductor", None))
+            for size in BLOCK_SIZES
+        ),
+        *(_operators(f"{op}, hidden {PROMISED_AT}", BLOCK_SIZES, "PyTorch FP16", (op,), 1.8) for op in DIRECTIONS),
+    ]
+
+
+LINEAR_PEERS = {
+    "BF16 eager": ("torch_bf16", "torch_bf16_autocast"),
+    "BF16 under Inductor": ("inductor_bf16",),
+    "torchao INT8": ("torchao_int8",),
+}
+
+
+LINEARS = tuple(f"qframework_blocks_{size}" for size in BLOCK_SIZES)
+
+
+def subjects_of_linear(hidden: int) -> tuple[str, ...]:
+    """As records of block_linear name them."""
+    return tuple(",".join(map(str, shape)) for shape in SHAPES if shape[2] == hidden)
+
+
+def _linear_targets() -> list[Target]:
+    return [
+        Target(
+            what=f"linear, forward and backward, hidden {hidden}", against=against, benchmark="block_linear",
+            subjects=subjects_of_linear(hidden), ops=(LINEAR,), ours=LINEARS, peers=peers,
+        )
+        for hidden in HIDDEN for against, peers in LINEAR_PEERS.items()
+    ]  # fmt: skip
+
+
+def subject_of_block(hidden: int) -> str:
+    """As records of training_block name it."""
+    return f"{training_block.BATCH},{training_block.TOKENS},{hidden}"
+
+
+COMPILED = tuple(f"qframework_{size}_compiled" for size in BLOCK_SIZES)
+BLOCK_PEERS = {
+    "BF16 eager": ("bf16_eager",),
+    "BF16 compiled": ("bf16_compiled",),
+    "BF16 compiled, weights BF16": ("bf16_weights_compiled",),
+    "torchao INT8": ("torchao_int8_compiled",),
+}
+
+
+def _block_targets() -> list[Target]:
+    speeds = [
+        Target(
+            what=f"GPT block, forward and backward, hidden {hidden}", against=against, benchmark="training_block",
+            subjects=(subject_of_block(hidden),), ops=(STEP,), ours=COMPILED, peers=peers,
+            aim=1.2 if (against, hidden) == ("BF16 compiled", 4096) else None,
+        )
+        for hidden in HIDDEN for against, peers in BLOCK_PEERS.items()
+    ]  # fmt: skip
+    memory = [
+        Target(
+            what=f"GPT block, activation memory, blocks of {size}", against=against, benchmark="training_block",
+            subjects=tuple(map(subject_of_block, HIDDEN)), ops=(STEP,), measure="activation_mb",
+            ours=(f"qframework_{size}_compiled",), peers=BLOCK_PEERS[against], must=round(1 / SMALLER, 3),
+        )
+        for size in BLOCK_SIZES for against in ("BF16 eager", "BF16 compiled")
+    ]  # fmt: skip
+    return speeds + memory
+
+
+TRAINING_TARGETS: tuple[Target, ...] = (*_block_targets(), *_linear_targets(), *_operator_targets())
+
+
+def single_size(size: int) -> list[Target]:
+    """What one block size gives: of a GPT block, of all linears, of all operators, of activation memory."""
+    found = {(target.what, target.against): target for target in TRAINING_TARGETS}
+    block = found[f"GPT block, forward and backward, hidden {HIDDEN[-1]}", "BF16 compiled"]
+    linear = found[f"linear, forward and backward, hidden {HIDDEN[0]}", "BF16 under Inductor"]
+    return [
+        replace(block, ours=(f"qframework_{size}_compiled",)),
+        replace(linear, ours=(f"qframework_blocks_{size}",), subjects=sum(map(subjects_of_linear, HIDDEN), ())),
+        found[f"non-linear operators, hidden {PROMISED_AT}, blocks of {size}", "PyTorch FP16"],
+        found[f"GPT block, activation memory, blocks of {size}", "BF16 eager"],
+    ]
