@@ -241,7 +241,15 @@ def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def load_scales(
-    scale_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr = False
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
 ):
     """Scales (TILE_M / BLOCK, TILE_N / BLOCK) of the tile that begins at ``row``, ``column``; 0 outside."""
     where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK, TILE_N // BLOCK, BLOCK)
