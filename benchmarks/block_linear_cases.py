@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness import ROUNDOFF, UnavailableError, rows_within
 from benchmarks.int8_linear_cases import Shape, checked_rows
 from qframework.kernels import block_linear_launch, block_quantize
-from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE
+from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
 from qframework.training.linear_baselines import PerTensorLinear, PerTokenLinear
@@ -140,15 +140,15 @@ def _kernel(given: Operands, block_size: int, out_dtype: torch.dtype = torch.bfl
         raise UnavailableError("needs a GPU of compute capability 9.0")
     quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, block_size))
     latest: list[tuple[Tensor, Tensor]] = []
+    operands = (*quantized, None)
+    if tiles is not None:
+        plan = block_linear_launch.Plan(operands, block_size, out_dtype, Choice(tiles[block_size], 1))
 
     def chosen() -> None:
-        latest[:] = [block_linear_launch.block_linear_triton(*quantized, None, block_size, out_dtype)]
+        latest[:] = [block_linear_launch.block_linear_triton(*operands, block_size, out_dtype)]
 
     def forced() -> None:
-        out = torch.empty(given.grad.shape, dtype=out_dtype, device=given.x.device)
-        scale = torch.empty((0, 0), device=given.x.device)
-        block_linear_launch.run_specialized(tiles[block_size], quantized, None, out, scale, block_size, 1)
-        latest[:] = [(out, scale)]
+        latest[:] = [block_linear_launch.run_plan(plan, operands)]
 
     def results() -> dict[str, Tensor]:
         out, scale = latest[0]

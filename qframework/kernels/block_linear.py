@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import check_blocks, dequantize_blocks_ref, quantize_blocks_ref, scale_shape
-from qframework.kernels._common import LIBRARY, check_dtype, check_same_device
+from qframework.errors import QFrameworkError
+from qframework.kernels._blocks import dequantize_blocks_ref, quantize_blocks_ref, scale_shape
+from qframework.kernels._common import LIBRARY
 from qframework.kernels._launch import cuda_implementation
+from qframework.kernels.block_linear_arguments import check_arguments
 from qframework.kernels.block_linear_launch import block_linear_triton
-from qframework.numerics import FLOAT_DTYPES
-
-OUT_DTYPES = (*FLOAT_DTYPES, torch.int8)
 
 
 def block_linear_ref(
@@ -54,32 +52,6 @@ def no_scale(like: Tensor) -> Tensor:
     return like.new_empty((0, 0), dtype=torch.float32)
 
 
-def check_arguments(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    block_size: int,
-    out_dtype: torch.dtype,
-) -> None:
-    """Everything that can be told from metadata; also run on fake tensors, so nothing here may look at values."""
-    name = "block_linear"
-    check_blocks(name, "a", a, a_scale, block_size)
-    check_blocks(name, "b", b, b_scale, block_size)
-    check_same_device(name, a, b=b, bias=bias)
-    if b.ndim != 2 or a.shape[-1] != b.shape[1]:
-        raise QFrameworkError(
-            f"{name}: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit; accepted: a (..., K) with b (N, K)"
-        )
-    if bias is not None:
-        check_dtype(name, "bias", bias, FLOAT_DTYPES)
-        if tuple(bias.shape) != (b.shape[0],):
-            raise QFrameworkError(f"{name}: bias has shape {tuple(bias.shape)}; accepted: ({b.shape[0]},)")
-    if out_dtype not in OUT_DTYPES:
-        raise UnsupportedError(f"{name}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8")
-
-
 LIBRARY.define(
     "block_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int block_size, "
     "ScalarType out_dtype) -> (Tensor, Tensor)"
@@ -94,7 +66,6 @@ def _block_linear_cpu(a, a_scale, b, b_scale, bias, block_size, out_dtype):
 
 @cuda_implementation("block_linear")
 def _block_linear_cuda(a, a_scale, b, b_scale, bias, block_size, out_dtype):
-    check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
     return block_linear_triton(a, a_scale, b, b_scale, bias, block_size, out_dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -209,6 +211,7 @@ def check_tile(monkeypatch, tile, parts, block_size, shape, n, out_dtype):
     """``tile`` for whatever comes, with K in so many parts; twice, for the second launch goes past Triton."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, parts))
+    monkeypatch.setattr(block_linear_launch, "_PLANS", {})
     *operands, bias = make_case(place, shape, n, block_size, spread=0.5)
     for _ in range(2):
         got, scale = block_linear_triton(*operands, bias, block_size, out_dtype)
@@ -223,6 +226,90 @@ def test_operands_that_are_not_contiguous(run, place):
     expected, _ = run(a, a_scale, b, b_scale, bias, 32, torch.float32)
     got, _ = run(a.t().contiguous().t(), a_scale.t().contiguous().t(), b, b_scale, bias, 32, torch.float32)
     assert torch.equal(got, expected)
+
+
+class Nothing:
+    """Stands for Launch: keeps how it was made and what it was called with."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, kernel, grid, constants, alike, **options):
+        self.made.append((grid, constants, alike, options))
+        self.calls = []
+
+    def __call__(self, *arguments):
+        self.calls.append(arguments)
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """Hopper, as far as choices go; nothing is launched, and every plan is new."""
+    monkeypatch.setattr(Nothing, "made", [])
+    monkeypatch.setattr(block_linear_launch, "Launch", Nothing)
+    monkeypatch.setattr(block_linear_launch, "check_device", lambda _: None)
+    monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 132))
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(Tile(128, 128, 8, 3), 1))
+    monkeypatch.setattr(block_linear_launch, "_PLANS", {})
+    return block_linear_launch._PLANS
+
+
+def test_a_call_like_one_before_is_neither_checked_nor_chosen_again(unlaunched, monkeypatch):
+    first, second = (make_case(torch.device("cpu"), (130, 256), 96, 128) for _ in range(2))
+    block_linear_triton(*first, 128, torch.bfloat16)
+    for name in ("check_arguments", "choice_for", "chip_of"):
+        monkeypatch.setattr(block_linear_launch, name, None)
+    out, _ = block_linear_triton(*second, 128, torch.bfloat16)
+    (plan,) = unlaunched.values()
+    (prepared,) = plan._prepared.values()
+    a_scale, b_scale, a, b, bias, got, _, *sizes = prepared.launch.calls[1]
+    for passed, expected in zip((a, a_scale, b, b_scale, bias), second, strict=True):
+        assert passed is expected
+    assert got is out
+    assert sizes == [130, 96, 256, 2]
+
+
+def test_calls_that_differ_have_plans_of_their_own(unlaunched):
+    a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 64), 32, 32)
+    calls = [
+        (a, a_scale, b, b_scale, bias, 32, torch.float16),
+        (a, a_scale, b, b_scale, bias, 32, torch.int8),
+        (a, a_scale, b, b_scale, None, 32, torch.float16),
+        (a, a_scale, b, b_scale, bias.half(), 32, torch.float16),
+        (a, a_scale[:, :1].contiguous(), b, b_scale[:, :1].contiguous(), bias, 64, torch.float16),
+        (a.view(2, 2, 64), a_scale, b, b_scale, bias, 32, torch.float16),
+    ]
+    for count, call in enumerate(calls, 1):
+        block_linear_triton(*call)
+        assert len(unlaunched) == len(Nothing.made) == count
+
+
+def test_operands_that_begin_elsewhere_have_launches_of_their_own(unlaunched, monkeypatch):
+    """Triton compiles in whether a pointer is a multiple of 16; descriptors need it."""
+    asked = []
+    monkeypatch.setattr(
+        block_linear_launch, "choice_for", lambda *given: asked.append(given[5]) or Choice(Tile(64, 64, 4, 3), 1)
+    )
+    a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 64), 32, 32)
+    shifted = torch.empty(33)[1:].copy_(bias)
+    elsewhere = torch.empty(257, dtype=torch.int8)[1:].view(4, 64).copy_(a)
+    for _ in range(2):
+        for left, added in ((a, bias), (a, shifted), (elsewhere, bias)):
+            block_linear_triton(left, a_scale, b, b_scale, added, 32, torch.float32)
+    assert asked == [True, True, False]
+    assert len(unlaunched) == 1
+
+
+def test_descriptors_keep_no_operand_alive(unlaunched, monkeypatch):
+    tile = Tile(32, 64, 4, 1, tma=True, group_m=1)
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, 1))
+    operands = make_case(torch.device("cpu"), (70, 64), 50, 32)
+    block_linear_triton(*operands, 32, torch.float32)
+    (plan,) = unlaunched.values()
+    (prepared,) = plan._prepared.values()
+    assert prepared.a.base is None
+    assert prepared.b.base is None
+    _, _, a, b, *_ = prepared.launch.calls[0]
+    assert (a.base is operands[0], b.base is operands[2], list(a.block_shape)) == (True, True, [32, 32])
 
 
 def test_one_bit_apart_nowhere(run, place):
