@@ -93,12 +93,20 @@ def tile_of(rows: int, columns: int, block_size: int) -> dict[str, int]:
 
 
 def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
-    """Constants of a kernel that walks down the rows with ``load_rows``, eight at a time: a warp by itself.
+    """Constants of a kernel that walks down the rows with ``load_rows``, four at a time: a warp by itself.
 
-    LANES: how many of the rows lie in different threads, 16 bytes in each; ``fold_rows`` adds up the others.
+    LANES: how many of the rows lie in different threads, 16 bytes in each; ``fold_rows`` adds up the others. STAGES: 1
+    where a step's values are asked for when it begins, more where earlier.
     """
     width = max(block_size, min(ROW_COLUMNS, power_of_2(columns)))
-    return {"BLOCK": block_size, "TILE_M": 8, "TILE_N": width, "LANES": min(512 // width, 8), "num_warps": 1}
+    return {
+        "BLOCK": block_size,
+        "TILE_M": 4,
+        "TILE_N": width,
+        "LANES": min(512 // width, 4),
+        "STAGES": 1,
+        "num_warps": 1,
+    }
 
 
 def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int, int, int]:

@@ -120,6 +120,7 @@ def _norm_sums_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     LANES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """All sums of STRETCH rows and the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
     first, column = stretch_origin(C, STRETCH, TILE_N)
@@ -127,7 +128,7 @@ def _norm_sums_kernel(
     dweight = tl.zeros((LANES, TILE_N), tl.float32)
     dbias = tl.zeros((LANES, TILE_N), tl.float32)
     both = tl.arange(0, 2)[None, :]
-    for start in range(0, STRETCH, TILE_M):
+    for start in tl.range(0, STRETCH, TILE_M, num_stages=STAGES):
         row = first + start
         dy = load_rows(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
         x = load_rows(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)

@@ -44,11 +44,12 @@ def _block_sum_rows_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     LANES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Sums over STRETCH rows of the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
     first, column = stretch_origin(C, STRETCH, TILE_N)
     total = tl.zeros((LANES, TILE_N), tl.float32)
-    for start in range(0, STRETCH, TILE_M):
+    for start in tl.range(0, STRETCH, TILE_M, num_stages=STAGES):
         rows = load_rows(x_ptr, x_scale_ptr, first + start, column, R, C, TILE_M, TILE_N, BLOCK)
         total += fold_rows(rows, LANES)
     store_sums(partial_ptr, total, first // STRETCH, column, C)
