@@ -132,9 +132,12 @@ class BlockTensor(Tensor):
             f"device={self.device}{gradient})"
         )
 
-    def dequantize(self) -> Tensor:
-        """The float tensor this stands for, ``q * scale``; the gradient comes back in blocks of the same size."""
-        return DequantizeBlocks.apply(self)
+    def dequantize(self, seed: Tensor | None = None) -> Tensor:
+        """The float tensor this stands for, ``q * scale``; the gradient comes back in blocks of the same size.
+
+        With a seed, see ``new_seed``, the gradient is rounded stochastically.
+        """
+        return DequantizeBlocks.apply(self, seed)
 
 
 def wrap_blocks(
@@ -196,13 +199,15 @@ class DequantizeBlocks(torch.autograd.Function):
     """Blocks into the float tensor they stand for; the gradient passes straight through, in blocks of the same size."""
 
     @staticmethod
-    def forward(ctx: Any, x: BlockTensor) -> Tensor:
+    def forward(ctx: Any, x: BlockTensor, seed: Tensor | None) -> Tensor:
         ctx.block_size = x.block_size
+        ctx.save_for_backward(seed)
         return float_of(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> BlockTensor:
-        return as_blocks(grad, ctx.block_size)
+    def backward(ctx: Any, grad: Tensor) -> tuple[BlockTensor, None]:
+        (seed,) = ctx.saved_tensors
+        return as_blocks(grad, ctx.block_size, seed), None
 
 
 def quantize_blocks(x: Tensor, block_size: int = 32, seed: Tensor | None = None) -> BlockTensor:

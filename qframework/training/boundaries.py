@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qframework.training.block_tensor import BlockTensor, quantize_blocks
+from qframework.training.block_tensor import BlockTensor, new_seed, quantize_blocks
 
 _STATES = ("hidden_states", "x", "src", "input")  # where models pass by name what goes from block to block
 
@@ -31,29 +31,39 @@ class EnterBlocks:
 
 
 class FloatInputs:
-    """Forward pre-hook of a module that stays float: block tensors in its arguments dequantized, on purpose."""
+    """Forward pre-hook of a module that stays float: block tensors in its arguments dequantized, on purpose.
+
+    ``stochastic``: while training, their gradients are rounded stochastically.
+    """
+
+    def __init__(self, stochastic: bool = False) -> None:
+        self.stochastic = stochastic
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return dequantized(args), dequantized(kwargs)
+        stochastic = self.stochastic and module.training
+        return dequantized(args, stochastic), dequantized(kwargs, stochastic)
 
 
 class LeaveBlocks:
-    """Forward hook of the last block: what it gives dequantized, on purpose."""
+    """Forward hook of the last block: what it gives dequantized, on purpose; ``stochastic`` as in FloatInputs."""
+
+    def __init__(self, stochastic: bool = False) -> None:
+        self.stochastic = stochastic
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return dequantized(output)
+        return dequantized(output, self.stochastic and module.training)
 
 
-def dequantized(value: Any) -> Any:
+def dequantized(value: Any, stochastic: bool = False) -> Any:
     """``value`` with the block tensors in it, and in tuples, lists and dictionaries, dequantized."""
     if isinstance(value, BlockTensor):
-        return value.dequantize()
+        return value.dequantize(new_seed(value.device) if stochastic else None)
     if type(value) in (tuple, list):
-        return type(value)(dequantized(item) for item in value)
+        return type(value)(dequantized(item, stochastic) for item in value)
     if type(value) is dict:
-        return {name: dequantized(item) for name, item in value.items()}
+        return {name: dequantized(item, stochastic) for name, item in value.items()}
     return value
 
 

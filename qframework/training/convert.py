@@ -20,6 +20,7 @@ from qframework.kernels._blocks import check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.inductor import register_fallbacks
+from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.replace import FLOAT_MODULE, float_again, gated_mlp, replacement
 from qframework.training.roles import GATED, in_attention, is_block, is_gated_mlp, role_of, units
 
@@ -77,6 +78,7 @@ def convert_to_int8_training(
     blocks: Sequence[str] | None = None,
     keep_float: Sequence[str] = (),
     check_finite: bool = False,
+    stochastic_gradients: bool = False,
 ) -> nn.Module:
     """Exchange the modules of ``model``'s transformer blocks for INT8 ones, in place; returns ``model``.
 
@@ -94,18 +96,24 @@ def convert_to_int8_training(
         keep_float: names of modules, with ``*`` and ``?``, that stay in 16 bits with all that is in them.
         check_finite: raise NonFiniteError with the layer's name where NaN or infinity appears in an activation or a
             gradient. It waits for the GPU at each layer; nothing is added where it is off.
+        stochastic_gradients: round gradients without bias where they enter the INT8 data flow as floats: from
+            attention, from what is kept in 16 bits, and behind the last block. Values far smaller than their block's
+            largest, which otherwise become zeros, are right on average. From one INT8 operator to the next gradients
+            are rounded to nearest as ever. The seeds are of torch's generator.
 
     Raises:
-        UnsupportedError: another block size or mode; no block was found; a block holds modules that cannot be
-            converted, which are named: pass them in ``keep_float``.
+        UnsupportedError: another block size or mode; stochastic gradients in another mode than per_block; no block was
+            found; a block holds modules that cannot be converted, which are named: pass them in ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` fits no module.
     """
     check_block_size("convert_to_int8_training", block_size)
     if mode not in get_args(Mode):
         raise UnsupportedError(f"mode={mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
+    if stochastic_gradients and mode != "per_block":
+        raise UnsupportedError(f"stochastic_gradients=True with mode={mode!r}; accepted: per_block")
     _check_model(model)
-    plan = _Plan(mode)
+    plan = _Plan(mode, stochastic_gradients)
     for name, block in _find_blocks(model, blocks):
         plan.add(name, block, keep_float)
     _check_names(model, "keep_float", keep_float)
@@ -208,6 +216,7 @@ def _blocks_below(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Modu
 @dataclass
 class _Plan:
     mode: Mode
+    stochastic_gradients: bool = False
     blocks: dict[str, nn.Module] = field(default_factory=dict)
     exchanged: list[tuple[str, nn.Module]] = field(default_factory=list)
     kept: list[tuple[Kept, nn.Module]] = field(default_factory=list)
@@ -265,6 +274,8 @@ def _apply(model: nn.Module, plan: _Plan, block_size: int) -> ConversionReport:
     for name, module in plan.exchanged:
         local = next(name.removeprefix(f"{block}.") for block in plan.blocks if name.startswith(f"{block}."))
         news[module] = new = replacement(module, local, plan.mode, block_size)
+        if isinstance(new, Int8Linear | Int8Conv1D):  # the others' gradients come in blocks
+            new.stochastic_gradients = plan.stochastic_gradients and new.output == "float"
         converted.append(Converted(name, type(module).__name__, _described(new)))
     for name, module in _gated_mlps(plan, news):
         news[module] = gated_mlp(module, news, block_size)
@@ -305,10 +316,10 @@ def _set_boundaries(model: nn.Module, plan: _Plan, block_size: int) -> None:
     for container in model.modules():
         held = [child for child in container.children() if child in plan.blocks.values()]
         if held:
-            held[-1].register_forward_hook(LeaveBlocks())
+            held[-1].register_forward_hook(LeaveBlocks(plan.stochastic_gradients))
     for row, module in plan.kept:
         if row.reason == _ON_REQUEST:
-            module.register_forward_pre_hook(FloatInputs(), with_kwargs=True)
+            module.register_forward_pre_hook(FloatInputs(plan.stochastic_gradients), with_kwargs=True)
 
 
 def _remove_boundaries(module: nn.Module) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import check_block_size
-from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
 
 Output = Literal["block", "float"]
 # q, scale of a matrix in blocks
@@ -27,7 +27,10 @@ Blocks = tuple[Tensor, Tensor]
 
 @torch._dynamo.allow_in_graph
 class Int8LinearFunction(torch.autograd.Function):
-    """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight."""
+    """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight.
+
+    With a seed, a gradient that comes as floats is rounded stochastically.
+    """
 
     @staticmethod
     def forward(
@@ -39,10 +42,11 @@ class Int8LinearFunction(torch.autograd.Function):
         dtype: torch.dtype,
         output: Output,
         conv1d: bool,
+        seed: Tensor | None,
     ) -> Tensor:
         blocks = as_blocks(x, block_size)
         for_x, for_weight, _ = ctx.needs_input_grad[:3]
-        ctx.save_for_backward(blocks if for_weight else None, weight if for_x else None)
+        ctx.save_for_backward(blocks if for_weight else None, weight if for_x else None, seed)
         ctx.block_size, ctx.conv1d = block_size, conv1d
         ctx.x_dtype, ctx.in_blocks, ctx.weight_dtype = x.dtype, isinstance(x, BlockTensor), weight.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -53,9 +57,9 @@ class Int8LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        blocks, weight = ctx.saved_tensors
+        blocks, weight, seed = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad[:3]
-        upright, transposed = both_ways(grad, ctx.block_size, for_x, for_weight)
+        upright, transposed = both_ways(grad, ctx.block_size, for_x, for_weight, seed)
         grad_x = grad_weight = None
         if for_x:
             grad_x = input_gradient(ctx, upright, weight)
@@ -64,7 +68,7 @@ class Int8LinearFunction(torch.autograd.Function):
             left, right = (x, transposed) if ctx.conv1d else (transposed, x)
             grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, ctx.block_size, ctx.weight_dtype)
         grad_bias = sum_rows(grad).to(ctx.bias_dtype) if for_bias else None
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
 def weight_blocks(weight: Tensor, block_size: int, transposed: bool) -> Blocks:
@@ -74,13 +78,15 @@ def weight_blocks(weight: Tensor, block_size: int, transposed: bool) -> Blocks:
     return torch.ops.qframework.block_quantize_both(weight, block_size)[2:]
 
 
-def both_ways(grad: Tensor, block_size: int, upright: bool, transposed: bool) -> tuple[Blocks, Blocks]:
+def both_ways(
+    grad: Tensor, block_size: int, upright: bool, transposed: bool, seed: Tensor | None = None
+) -> tuple[Blocks, Blocks]:
     """``grad`` in blocks and its transpose, each where it is asked for, else something unused; a float is read once."""
     if not isinstance(grad, BlockTensor):
         if not transposed:
-            q = torch.ops.qframework.block_quantize(grad, block_size)
+            q = torch.ops.qframework.block_quantize(grad, block_size, seed)
             return q, q
-        *q, q_t, scale_t = torch.ops.qframework.block_quantize_both(grad, block_size)
+        *q, q_t, scale_t = torch.ops.qframework.block_quantize_both(grad, block_size, seed)
         return tuple(q), (q_t, scale_t)
     q = grad.q, grad.scale
     return q, torch.ops.qframework.block_transpose(*q, block_size) if transposed else q
@@ -118,6 +124,8 @@ class Int8Linear(nn.Linear):
         dtype: of the parameters, FP32 as the paper keeps them.
         block_size: B, 32, 64 or 128; the larger, the faster and the coarser.
         output: ``"block"`` gives a BlockTensor, ``"float"`` a float tensor, for what computes in float behind it.
+        stochastic_gradients: while training, round gradients that come as floats stochastically, without bias, from a
+            seed of torch's generator; one in blocks is taken as it is.
 
     ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size; the result is like it in
     dtype, or has that of autocast. The gradient of a BlockTensor is a BlockTensor, those of parameters are float.
@@ -137,9 +145,11 @@ class Int8Linear(nn.Linear):
         *,
         block_size: int = 32,
         output: Output = "block",
+        stochastic_gradients: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)
+        self.stochastic_gradients = stochastic_gradients
 
     @classmethod
     def from_float(cls, linear: nn.Linear, block_size: int = 32, output: Output = "block") -> Int8Linear:
@@ -155,10 +165,17 @@ class Int8Linear(nn.Linear):
         return share(made, linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Int8LinearFunction.apply(x, self.weight, self.bias, self.block_size, result_dtype(x), self.output, False)
+        return apply_linear(self, x, conv1d=False)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}, output={self.output!r}"
+
+
+def apply_linear(layer: Any, x: Tensor, conv1d: bool) -> Tensor:
+    """``layer`` of ``x``. A seed is drawn without a look at gradients, so that checkpointing draws it both times."""
+    seed = new_seed(x.device) if layer.stochastic_gradients and layer.training else None
+    options = layer.block_size, result_dtype(x), layer.output, conv1d, seed
+    return Int8LinearFunction.apply(x, layer.weight, layer.bias, *options)
 
 
 class Conv1D(nn.Module):
@@ -189,9 +206,11 @@ class Int8Conv1D(Conv1D):
         *,
         block_size: int = 32,
         output: Output = "block",
+        stochastic_gradients: bool = False,
     ) -> None:
         super().__init__(nf, nx, device, dtype)
         self.block_size, self.output = check_options(type(self).__name__, block_size, output)
+        self.stochastic_gradients = stochastic_gradients
 
     @classmethod
     def from_float(cls, conv: Any, block_size: int = 32, output: Output = "block") -> Int8Conv1D:
@@ -200,7 +219,7 @@ class Int8Conv1D(Conv1D):
         return share(cls(nf, nx, "meta", block_size=block_size, output=output), conv)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Int8LinearFunction.apply(x, self.weight, self.bias, self.block_size, result_dtype(x), self.output, True)
+        return apply_linear(self, x, conv1d=True)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, block_size={self.block_size}, output={self.output!r}"
