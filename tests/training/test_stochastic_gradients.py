@@ -101,12 +101,13 @@ def test_checkpointing_draws_the_same(reentrant: bool) -> None:
     def both(x: Tensor) -> Tensor:
         return drop(made(x))
 
-    def of(run) -> tuple[Tensor, Tensor]:
+    def of(run) -> tuple[Tensor, ...]:
         torch.manual_seed(3)
         inner = x.detach().requires_grad_()
         made.zero_grad()
-        run(inner).backward(gradient())
-        return inner.grad, made.weight.grad
+        y = run(inner)
+        y.backward(gradient())
+        return y.detach(), inner.grad, made.weight.grad
 
     for got, expected in zip(of(lambda x: checkpoint(both, x, use_reentrant=reentrant)), of(both), strict=True):
         assert torch.equal(got, expected)
