@@ -108,7 +108,7 @@ def dequantize_blocks_ref(q: Tensor, scale: Tensor, block_size: int, dtype: torc
 
 
 @tl.core.builtin
-def _on_cuda(_semantic=None):  # type: ignore[no-untyped-def]
+def _on_cuda(_semantic=None):
     """Whether the kernel is compiled for an NVIDIA GPU."""
     return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
 
