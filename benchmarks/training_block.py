@@ -5,17 +5,17 @@
 A stack of a few pre-norm blocks with causal attention takes ``(batch, tokens, hidden)`` in BF16, so that what it costs
 to enter and leave the INT8 data flow is shared. Weights are FP32 under autocast (``bf16_weights``: BF16 throughout, as
 torchao's are). Times are of the whole stack, forward alone and forward with backward; ``activation_mb`` is what one
-block keeps from forward to backward. Output and gradients are held against FP32 before anything is timed.
+block keeps from forward to backward. Output and gradients are held against FP32 before anything is timed. On a GPU
+every provider has a process of its own; some compile and are checked at a time, then each is timed alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.boxed import Answers, Limits, Phase, check_then_time
 from benchmarks.harness import (
     Record,
     Results,
@@ -100,7 +101,7 @@ class Provider:
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The stack as this provider computes it."""
         module = self.convert(model.to(self.weights))
-        return torch.compile(module, fullgraph=True) if self.compiled else module
+        return torch.compile(module, fullgraph=True, dynamic=False) if self.compiled else module
 
     def autocast(self, device: str) -> AbstractContextManager[Any]:
         """For FP32 weights."""
@@ -147,15 +148,15 @@ class Subject:
     device: str
 
     @classmethod
-    def build(cls, hidden: int, options: argparse.Namespace, device: str) -> Subject:
+    def build(cls, hidden: int, options: argparse.Namespace, device: str, checked: bool = True) -> Subject:
         torch.manual_seed(0)
         heads = max(1, hidden // HEAD)
-        blocks = [Block(hidden, heads, options.dropout) for _ in range(options.layers)]
-        model = nn.Sequential(*blocks).to(device)
+        with torch.device(device):
+            model = nn.Sequential(*(Block(hidden, heads, options.dropout) for _ in range(options.layers)))
         shape = (options.batch, options.tokens, hidden)
         x, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
         expected = []
-        if not options.dropout:  # every provider draws masks of its own
+        if checked and not options.dropout:  # every provider draws masks of its own
             # An example after the other: FP32 keeps twice as much as BF16.
             parts = [
                 _values(model, part.float(), dpart.float())
@@ -175,35 +176,103 @@ def _values(forward: Any, x: Tensor, grad: Tensor, weight: Tensor | None = None)
     return out.detach(), dx, dw
 
 
-def measure(name: str, subject: Subject, identity: Record, options: argparse.Namespace) -> list[Record]:
-    """Check, then time forward, and forward with backward."""
-    provider = PROVIDERS[name]
-    model = copy.deepcopy(subject.model)
-    forward = provider.prepare(model)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    x = subject.x.detach().requires_grad_()
+@dataclass(frozen=True)
+class Plan:
+    """What a worker measures: a provider at some widths."""
 
-    def step() -> Any:
-        with provider.autocast(subject.device):
-            out = forward(x)
-        return torch.autograd.grad(out, (x, *weights), subject.grad.to(out.dtype))
+    provider: str
+    hidden: tuple[int, ...]
+    options: argparse.Namespace
+    device: str
 
-    def forward_alone() -> Any:
-        with provider.autocast(subject.device):
-            return forward(x)
+    def identities(self, hidden: int) -> list[Record]:
+        """Of the two rows at one width."""
+        shape, dtype = [self.options.batch, self.options.tokens, hidden], PROVIDERS[self.provider].precision
+        return [
+            Record(benchmark="training_block", provider=self.provider, op=op, shape=shape, dtype=dtype, batch=shape[0])
+            for op in OPS
+        ]
 
-    with provider.autocast(subject.device):
-        values = _values(forward, subject.x, subject.grad, model[0].attn.qkv.weight)  # type: ignore[index]
-    error = check(values, subject.expected, TOLERANCE[provider.precision])
-    memory = activation_mb(forward_alone, subject.device, weights) / options.layers
-    rep_ms, runs = (5.0, 2) if options.smoke else (500.0, 10)
-    records = []
-    for op, fn, flops in zip(OPS, (forward_alone, step), (1.0, 3.0), strict=True):
-        timing = time_provider(fn, subject.device, rep_ms=rep_ms, min_runs=runs)
-        rate = flops * forward_flops(subject.x, options.layers) / timing.median_s / 1e12
-        fields = {"error": error, "tflops": rate, "activation_mb": memory}
-        records.append(replace(identity, op=op, **timing.fields(), **fields))
-    return records
+
+class Measurement:
+    """A process's side: checks its provider at all widths, then times what was right; compiled code is kept."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked: dict[int, list[Record]] = {}
+
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        for hidden in self.plan.hidden:
+            if phase == "check":
+                self.checked[hidden] = self._attempt(self.plan.identities(hidden), self._check)
+                yield from self.checked[hidden]
+            elif self.checked[hidden][0].status == "ok":
+                yield from self._attempt(self.checked[hidden], self._time)
+
+    def _attempt(self, rows: list[Record], measure: Callable[[Stack, list[Record]], list[Record]]) -> list[Record]:
+        """What ``measure`` makes of both rows, or both with the reason that it does not."""
+        found: list[Record] = []
+
+        def attempt() -> Record:
+            stack = Stack.build(self.plan, (rows[0].shape or [])[-1], checked=rows[0].error is None)
+            found.extend(measure(stack, rows))
+            return found[0]
+
+        failed = guarded(rows[0], attempt)
+        gc.collect()
+        if self.plan.device == "cuda":
+            torch.cuda.empty_cache()
+        return found or [replace(row, status=failed.status, reason=failed.reason, error=failed.error) for row in rows]
+
+    def _check(self, stack: Stack, rows: list[Record]) -> list[Record]:
+        with stack.autocast():
+            values = _values(stack.forward, stack.subject.x, stack.subject.grad, stack.first_weight)
+        error = check(values, stack.subject.expected, TOLERANCE[stack.provider.precision])
+        memory = activation_mb(stack.output, self.plan.device, stack.weights) / self.plan.options.layers
+        return [replace(row, error=error, activation_mb=memory) for row in rows]
+
+    def _time(self, stack: Stack, rows: list[Record]) -> list[Record]:
+        rep_ms, runs = (5.0, 2) if self.plan.options.smoke else (500.0, 10)
+        flops = forward_flops(stack.subject.x, self.plan.options.layers) / 1e12
+        found = []
+        for row, fn, products in zip(rows, (stack.output, stack.step), (1.0, 3.0), strict=True):
+            timing = time_provider(fn, self.plan.device, rep_ms=rep_ms, min_runs=runs)
+            found.append(replace(row, **timing.fields(), tflops=products * flops / timing.median_s))
+        return found
+
+
+@dataclass
+class Stack:
+    """The stack as a provider computes it, with its own copy of the weights."""
+
+    provider: Provider
+    subject: Subject
+    forward: Callable[[Tensor], Tensor]
+    first_weight: Tensor
+    weights: Sequence[Tensor]
+    x: Tensor
+
+    @classmethod
+    def build(cls, plan: Plan, hidden: int, checked: bool) -> Stack:
+        provider = PROVIDERS[plan.provider]
+        subject = Subject.build(hidden, plan.options, plan.device, checked)
+        forward = provider.prepare(subject.model)
+        weights = [weight for weight in subject.model.parameters() if weight.requires_grad]
+        first: Any = subject.model[0]  # type: ignore[index]
+        return cls(provider, subject, forward, first.attn.qkv.weight, weights, subject.x.detach().requires_grad_())
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return self.provider.autocast(self.subject.device)
+
+    def output(self) -> Tensor:
+        """Forward."""
+        with self.autocast():
+            return self.forward(self.x)
+
+    def step(self) -> Any:
+        """Forward and backward."""
+        out = self.output()
+        return torch.autograd.grad(out, (self.x, *self.weights), self.subject.grad.to(out.dtype))
 
 
 def check(values: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float | None:
@@ -259,30 +328,21 @@ def saved_bytes(forward: Callable[[], Any], weights: Sequence[Tensor] = ()) -> i
     return sum(storages.values())
 
 
-def run(results: Results, hidden: int, options: argparse.Namespace, device: str, deadline: float) -> None:
-    """All providers at one width; none begins after ``deadline`` of time.monotonic()."""
-    subject = Subject.build(hidden, options, device)
-    for name in options.providers:
-        identity = Record(
-            benchmark="training_block", provider=name, op="gpt_block", shape=list(subject.x.shape),
-            dtype=PROVIDERS[name].precision, batch=options.batch,
-        )  # fmt: skip
-        if time.monotonic() > deadline:
-            late = replace(identity, status="timeout", reason=f"not begun after {options.limit:g} s")
-            results.add(*(replace(late, op=op) for op in OPS))
-            continue
-        records: list[Record] = []
+def run(results: Results, options: argparse.Namespace, hidden: Sequence[int], device: str) -> None:
+    """All providers: each in a process of its own, or, where times mean little, one after the other in this one."""
+    plans = [Plan(name, tuple(hidden), options, device) for name in options.providers]
+    limits = Limits(options.check_limit, options.time_limit, time.monotonic() + options.limit)
+    apart = device == "cuda" and not options.smoke
+    for answers in check_then_time(Measurement, plans, limits, options.jobs) if apart else map(_answers, plans):
+        plan = answers.plan
+        results.add(*answers.complete([row for size in plan.hidden for row in plan.identities(size)]))
 
-        def attempt(name: str = name, identity: Record = identity, records: list[Record] = records) -> Record:
-            records += measure(name, subject, identity, options)
-            return records[0]
 
-        failed = guarded(identity, attempt)
-        results.add(*(records or [replace(failed, op=op) for op in OPS]))
-        torch._dynamo.reset()
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+def _answers(plan: Plan) -> Answers[Plan]:
+    measurement = Measurement(plan)
+    answers = Answers(plan, list(measurement("check")), list(measurement("time")))
+    torch._dynamo.reset()
+    return answers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -296,15 +356,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks in the stack (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="results are then not checked (default: 0)")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds, after which no provider begins")
+    parser.add_argument("--jobs", type=int, default=4, help="providers that compile and are checked at a time")
+    parser.add_argument("--check-limit", type=float, default=300.0, help="seconds for one provider, all widths")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for one provider, all widths")
+    parser.add_argument("--limit", type=float, default=500.0, help="seconds for everything")
     options = parser.parse_args(argv)
     if options.smoke:
         options.batch, options.tokens, options.layers = 2, 32, 1
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    deadline = time.monotonic() + options.limit
     results = Results.start("training_block", device, options)
-    for hidden in options.hidden or (SMOKE_HIDDEN if options.smoke else HIDDEN):
-        run(results, hidden, options, device, deadline)
+    run(results, options, options.hidden or (SMOKE_HIDDEN if options.smoke else HIDDEN), device)
     return results.exit_code
 
 
