@@ -60,6 +60,16 @@ if HAS_GLUON:
         return start_m, start_n
 
     @gluon.jit
+    def _load(
+        a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot,
+        BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    ):  # fmt: skip
+        """Ask for the tiles of a and b from column ``start`` on, to lie in stage ``slot``."""
+        mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
+        tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
+        tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
+
+    @gluon.jit
     def _produce(
         a_desc,
         b_desc,
@@ -77,18 +87,20 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         SINGLE: gl.constexpr,
     ):
-        """The loading warp."""
+        """The loading warp. The first stages of the first tile have been asked for."""
         first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
-        slot = 0
+        slot = gl.where(K > BLOCK_K, 2, 1)
+        begin = slot * BLOCK_K
         phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
         for tile in range(first, end, by):
             start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
-            for start in range(0, K, BLOCK_K):
+            for start in range(begin, K, BLOCK_K):
                 mbarrier.wait(free.index(slot), phase)
-                mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
-                tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
-                tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
+                _load(
+                    a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot, BLOCK_M, BLOCK_N, BLOCK_K
+                )
                 slot, phase = next_stage(slot, phase, STAGES)
+            begin = 0
 
     @gluon.jit
     def _consume(
@@ -148,7 +160,7 @@ if HAS_GLUON:
                 for half in gl.static_range(2):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
-            if PINGPONG:
+            if PINGPONG and not SINGLE:
                 # A phase is known by its parity alone, so nobody may wait for a round of stages after the next.
                 mbarrier.wait(turn.index(WHO), own_turn)
                 own_turn ^= 1
@@ -166,7 +178,7 @@ if HAS_GLUON:
                 if step > 0:
                     mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
                 slot, phase = next_stage(slot, phase, STAGES)
-            if PINGPONG:
+            if PINGPONG and not SINGLE:
                 mbarrier.arrive(turn.index(1 - WHO), count=1)
             upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
             mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
@@ -238,12 +250,26 @@ if HAS_GLUON:
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        gl.static_assert(STAGES > 2)
+        # Memory takes longer to answer than all that has to be set up here: ask first.
+        mbarrier.init(ready.index(0), count=1)
+        mbarrier.init(ready.index(1), count=1)
+        fence_async_shared()
+        first, _, _ = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        start_m, start_n = _place(first, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+        _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, 0, 0, BLOCK_M, BLOCK_N, BLOCK_K)
+        if K > BLOCK_K:
+            _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, BLOCK_K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
         for i in gl.static_range(STAGES):
-            mbarrier.init(ready.index(i), count=1)
+            if i > 1:
+                mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=1 if PINGPONG else 2)
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
-            mbarrier.init(landed.index(i), count=1)
+        if PINGPONG and not SINGLE:
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        if HAS_RESIDUAL:
+            for i in gl.static_range(2):
+                mbarrier.init(landed.index(i), count=1)
         fence_async_shared()
         scales = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr)
         shared = (residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed)
