@@ -224,7 +224,11 @@ def _linear_targets() -> list[Target]:
         for m in (197, 1576):
             shapes = [shape for shape in SMALL_SHAPES if shape[0] == m]
             targets.append(_linear(f"M = {m}, {words}", ours, "best of bf16, FP8, _int_mm", small, shapes))
-        targets.append(_linear(f"M >= 12608, {words}", ours, "the same with bias", with_bias, LARGE_SHAPES))
+        for where, peers, shapes in (
+            ("M >= 12608", with_bias, LARGE_SHAPES),
+            ("M = 197 and 1576", ("torch_bf16", *with_bias), SMALL_SHAPES),
+        ):
+            targets.append(_linear(f"{where}, {words}", ours, "the same with bias", peers, shapes))
     for words, ours in (
         ("per token, fp16 out", "qframework_per_token"),
         ("residual, fp16 out", "qframework_residual"),
