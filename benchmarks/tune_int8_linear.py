@@ -42,6 +42,8 @@ LARGE = [*_SPECIALIZED, _BIG, _BIG._replace(subtiles=2)]
 SMALL = [  # the winners of a sweep over three times as many, and the specialized ones
     PINGPONG,
     PINGPONG._replace(group_m=8),
+    PINGPONG._replace(block_n=64, num_stages=7),  # what fits beside a 16-bit result
+    PINGPONG._replace(block_n=64, block_k=256, num_stages=3),
     COOPERATIVE._replace(num_stages=3),
     _BIG,
     _BIG._replace(programs=0, subtiles=2),
