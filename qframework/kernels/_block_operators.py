@@ -17,10 +17,11 @@ from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
 Blocks = tuple[Tensor, Tensor]
-TILE_COLUMNS = {32: 64, 64: 64, 128: 128}  # of a program, by block size
+TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by block size
 ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
 GRID_LIMIT = 65535  # of the second and third dimension
 VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
+FEW_VALUES = 32  # for kernels whose registers would keep other programs from the multiprocessor
 
 
 def register_block_operator(
@@ -81,13 +82,13 @@ def empty_blocks(like: Tensor, block_size: int) -> Blocks:
     return like.new_empty(tuple(like.shape), dtype=torch.int8), scale
 
 
-def tile_of(rows: int, columns: int, block_size: int) -> dict[str, int]:
-    """Constants of a kernel: one row of blocks high; of 32 x 32, a warp has two to itself, and nobody to wait for.
+def tile_of(rows: int, columns: int, block_size: int, values: int = VALUES_PER_THREAD) -> dict[str, int]:
+    """Constants of a kernel: one row of blocks high, ``values`` in a thread.
 
     EVEN: the tensor is cut into whole tiles, so that nothing needs a mask.
     """
-    width = TILE_COLUMNS[block_size]
-    warps = max(block_size * width // (32 * VALUES_PER_THREAD), 1)
+    width = max(block_size, min(TILE_COLUMNS[block_size], power_of_2(columns)))
+    warps = max(block_size * width // (32 * values), 1)
     even = rows % block_size == 0 and columns % width == 0 and rows <= GRID_LIMIT * block_size
     return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "EVEN": even, "num_warps": warps}
 
@@ -104,7 +105,7 @@ def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
         "TILE_M": 4,
         "TILE_N": width,
         "LANES": min(512 // width, 4),
-        "STAGES": 1,
+        "STAGES": 3,
         "num_warps": 1,
     }
 

@@ -39,6 +39,10 @@ _FOUR_BYTES_TO_FLOAT = tl.constexpr(
     " prmt.b32 $0, biased, high, 0x7440; prmt.b32 $1, biased, high, 0x7441;"
     " prmt.b32 $2, biased, high, 0x7442; prmt.b32 $3, biased, high, 0x7443; }"
 )
+_SUMS_OF_FOUR = tl.constexpr(
+    "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
+    " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
+)
 
 
 def check_block_size(operator: str, block_size: int) -> None:
@@ -133,6 +137,30 @@ def int8_to_float(q):
 
 
 @triton.jit
+def sums_of_four(q):
+    """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
+
+    On NVIDIA an instruction adds four neighbours into the first of them, the others are constant zeros.
+    """
+    if _INTERPRETED:
+        value = q.to(tl.int32)
+        square = value * value
+    elif _on_cuda():
+        value, square = tl.inline_asm_elementwise(
+            _SUMS_OF_FOUR,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [q],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        value = q.to(tl.int32)
+        square = value * value
+    return value, square
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` to within 2^-22 of itself for x of at least 1: one instruction on NVIDIA, as division is not."""
     if _INTERPRETED:
@@ -143,6 +171,30 @@ def reciprocal(x):
         root = tl.rsqrt(x)
         r = root * root
     return r
+
+
+@triton.jit
+def log2(x):
+    """Logarithm of x of at least 0 to within 2^-22 and 2^-22 of itself: one instruction on NVIDIA."""
+    if _INTERPRETED:
+        y = tl.log2(x)
+    elif _on_cuda():
+        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = tl.log2(x)
+    return y
+
+
+@triton.jit
+def tanh(x):
+    """On NVIDIA one instruction, off by at most 2^-11 of itself; elsewhere to float32's precision of 1."""
+    if _INTERPRETED:
+        t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    elif _on_cuda():
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        t = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return t
 
 
 @triton.jit
@@ -177,32 +229,36 @@ def times_blocks(x, factor, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def push_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (rounded steps + 1.5 * 2**23, scale (M / BLOCK, N / BLOCK)).
-
-    Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
-    """
-    scale = tile_scale(x, BLOCK)
-    return times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK) + _PUSH, scale
+def spread_blocks(factor, BLOCK: tl.constexpr):
+    """Numbers of blocks (M / BLOCK, N / BLOCK), once for each of their values: (M, N)."""
+    M: tl.constexpr = factor.shape[0]
+    N: tl.constexpr = factor.shape[1]
+    blocks = tl.broadcast_to(factor[:, None, :, None], (M, BLOCK, N, BLOCK))
+    return tl.reshape(blocks, (M * BLOCK, N * BLOCK))
 
 
 @triton.jit
 def pushed_to_int8(pushed):
-    """What ``push_tile`` rounded, as int8: the lowest byte."""
+    """Rounded steps + 1.5 * 2**23 as int8: the lowest byte."""
     return pushed.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
-def pull_steps(pushed):
-    """What ``push_tile`` rounded, as whole fp32."""
-    return pushed - _PUSH
+def quantize_tile(x, BLOCK: tl.constexpr):
+    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK)).
+
+    Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
+    """
+    scale = tile_scale(x, BLOCK)
+    return pushed_to_int8(times_blocks(x, tl.math.div_rn(1.0, scale), BLOCK) + _PUSH), scale
 
 
 @triton.jit
-def quantize_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK))."""
-    pushed, scale = push_tile(x, BLOCK)
-    return pushed_to_int8(pushed), scale
+def quantize_scaled_tile(x, factor, BLOCK: tl.constexpr):
+    """``quantize_tile`` of x times the factor, at least 0, of each of its blocks, which no value is multiplied by."""
+    scale = block_amax(x, BLOCK) * factor * (1.0 / 127.0)
+    scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+    return pushed_to_int8(times_blocks(x, tl.math.div_rn(factor, scale), BLOCK) + _PUSH), scale
 
 
 @triton.jit
@@ -297,9 +353,27 @@ def load_tile(
 
     EVEN: R and C are multiples of the tile, so nothing is outside.
     """
+    q, scale = load_blocks(q_ptr, scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    return times_blocks(q, scale, BLOCK)
+
+
+@triton.jit
+def load_blocks(
+    q_ptr,
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """``load_tile`` before its product: whole steps (TILE_M, TILE_N) fp32, and the scales of their blocks."""
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    return times_blocks(int8_to_float(q), scale, BLOCK)
+    return int8_to_float(q), scale
 
 
 @triton.jit

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._block_operators import (
+    FEW_VALUES,
     Blocks,
     check_alike,
     empty_blocks,
@@ -26,10 +27,8 @@ from qframework.kernels._block_operators import (
 from qframework.kernels._blocks import (
     dequantize_blocks_ref,
     load_tile,
-    pull_steps,
-    push_tile,
-    pushed_to_int8,
     quantize_blocks_ref,
+    quantize_tile,
     row_count,
     store_tile,
 )
@@ -85,10 +84,10 @@ def _block_elementwise_kernel(
     row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    pushed, z_scale = push_tile(x * y if PRODUCT else x + y, BLOCK)
-    store_tile(z_ptr, z_scale_ptr, pushed_to_int8(pushed), z_scale, row, column, R, C, BLOCK, EVEN)
+    z, z_scale = quantize_tile(x * y if PRODUCT else x + y, BLOCK)
+    store_tile(z_ptr, z_scale_ptr, z, z_scale, row, column, R, C, BLOCK, EVEN)
     if STATISTICS:
-        mean, apart = tile_statistics(pull_steps(pushed), z_scale, column, C, BLOCK)
+        mean, apart = tile_statistics(z, z_scale, column, C, BLOCK, EVEN)
         store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
 
 
@@ -97,7 +96,7 @@ def _block_add_triton(
 ) -> BlocksAndStatistics:
     if x.numel() == 0:
         return _empty_sum(x, x_scale, y, y_scale, block_size, statistics)
-    tile = tile_of(*rows_and_columns(x), block_size)
+    tile = tile_of(*rows_and_columns(x), block_size, FEW_VALUES)
     partial = empty_partial(x, tile) if statistics else None
     blocks = _launch(x, x_scale, y, y_scale, tile, partial, PRODUCT=False)
     return *blocks, _empty_statistics(x, False) if partial is None else merge_statistics(partial, x.shape[-1], tile)
@@ -106,7 +105,7 @@ def _block_add_triton(
 def _block_mul_triton(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int) -> Blocks:
     if x.numel() == 0:
         return empty_blocks(x, block_size)
-    return _launch(x, x_scale, y, y_scale, tile_of(*rows_and_columns(x), block_size), None, PRODUCT=True)
+    return _launch(x, x_scale, y, y_scale, tile_of(*rows_and_columns(x), block_size, FEW_VALUES), None, PRODUCT=True)
 
 
 def _launch(

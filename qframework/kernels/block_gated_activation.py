@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._block_operators import (
+    FEW_VALUES,
     Blocks,
     check_alike,
     empty_blocks,
@@ -26,19 +27,19 @@ from qframework.kernels._block_operators import (
 )
 from qframework.kernels._blocks import (
     dequantize_blocks_ref,
-    load_tile,
+    load_blocks,
     quantize_blocks_ref,
-    quantize_tile,
+    quantize_scaled_tile,
     store_tile,
 )
 from qframework.kernels._launch import launch
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_activation import (
     activation,
-    activation_and_slope,
     activation_backward_ref,
     activation_ref,
     check_kind,
+    gradient,
 )
 
 TwoBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -87,9 +88,10 @@ def _block_gated_activation_kernel(
 ):
     """y = f(gate) * up. A program computes one tile."""
     row, column = tile_origin(TILE_M, TILE_N)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    y, y_scale = quantize_tile(activation(gate, KIND) * up, BLOCK)
+    gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    up, up_scale = load_blocks(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    value, factor = activation(gate, gate_scale, KIND, BLOCK)
+    y, y_scale = quantize_scaled_tile(value * up, factor * up_scale, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
@@ -119,15 +121,16 @@ def _block_gated_activation_backward_kernel(
     registers as a kernel of its own.
     """
     row, column = tile_origin(TILE_M, TILE_N)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    dup, dup_scale = quantize_tile(dy * activation(gate, KIND), BLOCK)
+    dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    value, factor = activation(gate, gate_scale, KIND, BLOCK)
+    dup, dup_scale = quantize_scaled_tile(dy * value, dy_scale * factor, BLOCK)
     store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK, EVEN)
-    dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    gate = load_tile(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    up = load_tile(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    _, slope = activation_and_slope(gate, KIND)
-    dgate, dgate_scale = quantize_tile(dy * up * slope, BLOCK)
+    dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    up, up_scale = load_blocks(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    value, factor = gradient(dy * up, gate, gate_scale, KIND, BLOCK)
+    dgate, dgate_scale = quantize_scaled_tile(value, factor * (dy_scale * up_scale), BLOCK)
     store_tile(dgate_ptr, dgate_scale_ptr, dgate, dgate_scale, row, column, R, C, BLOCK, EVEN)
 
 
@@ -137,7 +140,7 @@ def _block_gated_activation_triton(
     sizes = rows_and_columns(gate)
     y, y_scale = empty_blocks(gate, block_size)
     if gate.numel() > 0:
-        tile = tile_of(*sizes, block_size)
+        tile = tile_of(*sizes, block_size, FEW_VALUES)
         operands = (each.contiguous() for each in (gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_kernel, tiles_of(gate, tile))(*operands, y, y_scale, *sizes, KIND=kind, **tile)
     return y, y_scale

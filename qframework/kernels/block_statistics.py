@@ -7,9 +7,10 @@ Formula, per row of C values, merged from tiles of the row as Chan, Golub and Le
     of tiles p      mean = sum(n_p mean_p) / C,  M2 = sum(M2_p + n_p (mean_p - mean)^2)
 
 Jetfire (appendix A) hands the statistics of every tile from the Add to the LayerNorm after it; here they are merged
-once, in a small second kernel, so that every tile of the LayerNorm reads two numbers a row. Fixed order, no atomics:
-results repeat bit for bit. Layout: blocks as in qframework/kernels/_blocks.py, ``statistics (R, 2)`` fp32. Internal: no
-operator of its own. Reference: ``row_statistics_ref``.
+once, in a small second kernel, so that every tile of the LayerNorm reads two numbers a row. Where no Add made them, a
+program reads whole rows, and nothing is left to merge. Sums of bytes and of their squares are integers, added four at
+a time. Fixed order, no atomics: results repeat bit for bit. Layout: blocks as in qframework/kernels/_blocks.py,
+``statistics (R, 2)`` fp32. Internal: no operator of its own. Reference: ``row_statistics_ref``.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qframework.kernels._block_operators import rows_and_columns, tile_of, tile_origin, tiles_of
-from qframework.kernels._blocks import dequantize_blocks_ref, int8_to_float, load_scales, load_steps
-from qframework.kernels._launch import cdiv, launch
+from qframework.kernels._block_operators import VALUES_PER_THREAD, rows_and_columns
+from qframework.kernels._blocks import dequantize_blocks_ref, load_scales, load_steps, sums_of_four
+from qframework.kernels._launch import cdiv, launch, power_of_2
 from qframework.kernels._triton import tl, triton
 
 MERGED_ROWS, MERGED_TILES = 32, 32  # of one program of the second kernel: what it reads at a time
+ROW_VALUES = 16384  # of a program that reads whole rows: 8 warps
 
 
 def row_statistics_ref(x: Tensor) -> Tensor:
@@ -32,25 +34,29 @@ def row_statistics_ref(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def tile_statistics(steps, scale, column, C, BLOCK: tl.constexpr):
-    """Mean, and sum of squared distances from it, of each row of a tile: whole steps (M, N) fp32, 0 outside.
+def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Mean, and sum of squared distances from it, of each row of an int8 tile (M, N), 0 outside.
 
-    ``scale`` is that of the tile's blocks; the tile begins at ``column``, which is inside the tensor.
+    ``scale`` is that of the tile's blocks, M a multiple or a divisor of theirs; the tile begins at ``column``, which is
+    inside the tensor. EVEN: so is all of it.
     """
-    M: tl.constexpr = steps.shape[0]
-    N: tl.constexpr = steps.shape[1]
-    steps = tl.reshape(steps, (M // BLOCK, BLOCK, N // BLOCK, BLOCK))
-    total = tl.sum(steps, 3)  # (M / BLOCK, BLOCK, N / BLOCK)
-    squares = tl.sum(steps * steps, 3)
-    count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK)[None, None, :]
-    whole = total.to(tl.int32)
-    apart = (count * squares.to(tl.int32) - whole * whole).to(tl.float32)  # count times what it should be
+    M: tl.constexpr = q.shape[0]
+    N: tl.constexpr = q.shape[1]
+    DOWN: tl.constexpr = scale.shape[0]
+    values, squares = sums_of_four(q)
+    whole = tl.sum(tl.reshape(values, (DOWN, M // DOWN, N // BLOCK, BLOCK)), 3)
+    squares = tl.sum(tl.reshape(squares, (DOWN, M // DOWN, N // BLOCK, BLOCK)), 3)
+    if EVEN:
+        count = tl.full((1, 1, N // BLOCK), BLOCK, tl.int32)
+    else:
+        count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK)[None, None, :]
+    apart = (count * squares - whole * whole).to(tl.float32)  # count times what it should be
     count = count.to(tl.float32)
     share = 1.0 / tl.maximum(count, 1.0)
     scale = scale[:, None, :]
-    mean = total * share * scale
+    mean = whole.to(tl.float32) * share * scale
     apart *= share * scale * scale
-    row_mean = tl.sum(mean * count, 2) / tl.sum(count, 2)
+    row_mean = tl.sum(mean * count, 2) / (N if EVEN else tl.minimum(C - column, N))
     off = mean - row_mean[:, :, None]
     apart = tl.sum(apart + count * off * off, 2)
     return tl.reshape(row_mean, (M,)), tl.reshape(apart, (M,))
@@ -69,7 +75,7 @@ def store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N: tl.conste
 def _block_statistics_kernel(
     x_ptr,  # (R, C) int8
     x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
-    partial_ptr,  # (2, P, R) fp32
+    statistics_ptr,  # (R, 2) fp32
     R,
     C,
     BLOCK: tl.constexpr,
@@ -77,12 +83,22 @@ def _block_statistics_kernel(
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Statistics of the rows of one tile a program, of a tensor that no Add made them for."""
-    row, column = tile_origin(TILE_M, TILE_N)
-    q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
-    scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    mean, apart = tile_statistics(int8_to_float(q), scale, column, C, BLOCK)
-    store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
+    """Statistics of TILE_M whole rows a program, of a tensor that no Add made them for. Grid (cdiv(R, TILE_M),)."""
+    row = tl.program_id(0) * TILE_M
+    q = load_steps(x_ptr, row, 0, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(x_scale_ptr, row, 0, R, C, BLOCK, TILE_N, BLOCK, EVEN)
+    mean, apart = tile_statistics(q, scale, 0, C, BLOCK, EVEN)
+    for column in range(TILE_N, C, TILE_N):
+        q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+        scale = load_scales(x_scale_ptr, row, column, R, C, BLOCK, TILE_N, BLOCK, EVEN)
+        mean_p, apart_p = tile_statistics(q, scale, column, C, BLOCK, EVEN)
+        share = tl.minimum(C - column, TILE_N) / tl.minimum(column + TILE_N, C)
+        off = mean_p - mean
+        mean += off * share
+        apart += apart_p + off * off * share * column
+    r = row + tl.arange(0, TILE_M)
+    tl.store(statistics_ptr + 2 * r.to(tl.int64), mean, mask=r < R)
+    tl.store(statistics_ptr + 2 * r.to(tl.int64) + 1, apart / C, mask=r < R)
 
 
 @triton.jit
@@ -99,16 +115,19 @@ def _merge_statistics_kernel(
     P = tl.cdiv(C, TILE_N)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, P, TILES):
-        mean_p, count = _partial(partial_ptr, r, first, R, C, TILE_N, TILES)
-        mean += tl.sum(mean_p * count, 0)
-    mean = mean / C
     apart = tl.zeros((ROWS,), tl.float32)
     for first in range(0, P, TILES):
         mean_p, count = _partial(partial_ptr, r, first, R, C, TILE_N, TILES)
         apart_p, _ = _partial(partial_ptr + P.to(tl.int64) * R, r, first, R, C, TILE_N, TILES)
-        off = mean_p - mean[None, :]
+        before = first * TILE_N * 1.0
+        added = tl.sum(count)
+        of_all = tl.sum(mean_p * count, 0) / added
+        off = mean_p - of_all[None, :]
         apart += tl.sum(apart_p + count * off * off, 0)
+        off = of_all - mean
+        share = added / (before + added)
+        mean += off * share
+        apart += off * off * share * before
     tl.store(statistics_ptr + 2 * r.to(tl.int64), mean, mask=r < R)
     tl.store(statistics_ptr + 2 * r.to(tl.int64) + 1, apart / C, mask=r < R)
 
@@ -139,17 +158,25 @@ def merge_statistics(partial: Tensor, columns: int, tile: dict[str, int]) -> Ten
     return statistics
 
 
+def whole_rows(rows: int, columns: int, block_size: int) -> dict[str, int]:
+    """Constants of a kernel that reads whole rows: few of them at a time, or parts of very long ones in turn."""
+    width = max(block_size, min(ROW_VALUES, power_of_2(columns)))
+    height = min(ROW_VALUES // width, block_size)
+    warps = max(height * width // (32 * VALUES_PER_THREAD), 1)
+    even = rows % height == 0 and columns % width == 0
+    return {"BLOCK": block_size, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
+
+
 def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
     """Statistics ``(R, 2)`` of a tensor in blocks, which must have columns."""
     rows, columns = rows_and_columns(x)
-    if rows == 0:
-        return x.new_empty((0, 2), dtype=torch.float32)
-    tile = tile_of(rows, columns, block_size)
-    partial = empty_partial(x, tile)
-    launch(_block_statistics_kernel, tiles_of(x, tile))(
-        x.contiguous(), x_scale.contiguous(), partial, rows, columns, **tile
-    )
-    return merge_statistics(partial, columns, tile)
+    statistics = x.new_empty((rows, 2), dtype=torch.float32)
+    if rows > 0:
+        tile = whole_rows(rows, columns, block_size)
+        launch(_block_statistics_kernel, (cdiv(rows, tile["TILE_M"]),))(
+            x.contiguous(), x_scale.contiguous(), statistics, rows, columns, **tile
+        )
+    return statistics
 
 
 def row_statistics_cpu(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:

@@ -15,6 +15,7 @@ from qframework.kernels import block_add, block_dropout, block_mul, block_quanti
 elementwise = importlib.import_module("qframework.kernels.block_elementwise")
 dropout_module = importlib.import_module("qframework.kernels.block_dropout")
 sums = importlib.import_module("qframework.kernels.block_sum_rows")
+row_statistics = importlib.import_module("qframework.kernels.block_statistics")
 OPERATORS = {
     "cpu": (block_add, block_mul, block_dropout, block_sum_rows),
     "triton": (
@@ -73,6 +74,23 @@ def test_add_and_its_statistics(add, place, shape, block_size):
     without = add(*x, *y, block_size, False)
     assert torch.equal(without[0], z)
     assert without[2].shape == (0, 2)
+
+
+@pytest.mark.parametrize("of_whole_rows", [True, False])
+def test_statistics_of_long_rows(place, implementation, monkeypatch, of_whole_rows):
+    """More columns than a program reads at a time, and more tiles than one merges at a time."""
+    if implementation == "cpu":
+        pytest.skip("the CPU reads rows as a whole")
+    monkeypatch.setattr(row_statistics, "ROW_VALUES", 256)
+    monkeypatch.setattr(row_statistics, "MERGED_TILES", 2)
+    x = 3.0 + torch.randn(40, 1100) + torch.arange(1100) / 100
+    z, z_scale = (each.to(place) for each in block_quantize(x, 32))
+    if of_whole_rows:
+        found = row_statistics.row_statistics_triton(z, z_scale, 32)
+    else:
+        zeros = (each.to(place) for each in block_quantize(torch.zeros_like(x), 32))
+        z, z_scale, found = elementwise._block_add_triton(z, z_scale, *zeros, 32, True)
+    assert_statistics(found, values(z, z_scale, 32))
 
 
 def test_statistics_of_rows_far_from_zero(add, place):

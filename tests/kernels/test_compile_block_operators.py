@@ -8,8 +8,9 @@ import re
 import pytest
 from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
 
-from qframework.kernels._block_operators import rows_of_tile, tile_of
+from qframework.kernels._block_operators import FEW_VALUES, VALUES_PER_THREAD, rows_of_tile, tile_of
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.block_statistics import whole_rows
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
@@ -20,6 +21,7 @@ NORM = {"HAS_WEIGHT": True}
 KERNELS = {
     "gelu": ("block_activation", "_block_activation_kernel", {"KIND": "gelu"}),
     "gelu_tanh": ("block_activation", "_block_activation_kernel", {"KIND": "gelu_tanh"}),
+    "silu": ("block_activation", "_block_activation_kernel", {"KIND": "silu"}),
     "gelu_backward": ("block_activation", "_block_activation_backward_kernel", {"KIND": "gelu"}),
     "silu_backward": ("block_activation", "_block_activation_backward_kernel", {"KIND": "silu"}),
     "swiglu": ("block_gated_activation", "_block_gated_activation_kernel", {"KIND": "silu"}),
@@ -39,6 +41,8 @@ KERNELS = {
     "add_up": ("block_sum_rows", "_add_up_kernel", {"SUMMED": 64, "num_warps": 4}),
 }
 
+SMALL = ("gelu", "gelu_tanh", "silu", "gelu_backward", "silu_backward", "swiglu", "add", "mul")  # of FEW_VALUES
+
 
 def types_of(kernel, constants) -> dict[str, str]:
     """What each argument that is no constant is, by its name."""
@@ -57,7 +61,10 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     module, attribute, flags = KERNELS[name]
     kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
     walks = "stretch_origin" in kernel.src
-    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size)
+    few = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size, few)
+    if name == "statistics":
+        tile = whole_rows(COLUMNS, columns, block_size)
     settings = tile | flags
     constants = {key: value for key, value in settings.items() if key in kernel.arg_names}
     warps = settings["num_warps"]
@@ -90,8 +97,13 @@ def test_values_are_read_sixteen_at_a_time(name, columns, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])
-def test_a_warp_waits_for_nobody(name, tmp_path):
-    """Of 32 x 32, blocks lie inside a warp: no barrier. Bytes become floats without the slow units for conversions."""
-    compiled = check("sm_90", name, 32, tmp_path)
-    assert "bar.sync" not in compiled.asm["ptx"]
-    assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", compiled.asm["ptx"])
+def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
+    assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", check("sm_90", name, 32, tmp_path).asm["ptx"])
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_an_activation_is_one_tanh(name, tmp_path):
+    """One instruction of the slow units a value; those left are a reciprocal for each block."""
+    ptx = check("sm_90", name, 32, tmp_path).asm["ptx"]
+    assert ptx.count("tanh.approx.f32") == FEW_VALUES
+    assert "ex2.approx" not in ptx
