@@ -133,7 +133,10 @@ def test_nan_and_infinity_are_not_hidden(operators, place, kind, bad):
     x[2, 3] = bad
     good = block_quantize(torch.ones(40, 70, device=place), 32)
     blocks = block_quantize(x, 32)
-    for q, scale in (operators[0](*blocks, kind, 32), operators[1](*blocks, *good, kind, 32)):
+    results = [operators[0](*blocks, kind, 32), operators[1](*blocks, *good, kind, 32)]
+    if kind != "relu":  # its slope at NaN is 1, as PyTorch has it
+        results.append(operators[1](*good, *blocks, kind, 32))
+    for q, scale in results:
         got = values(q, scale, 32)
         assert not got[:32, :32].isfinite().any()
         assert got[32:, 32:].isfinite().all()

@@ -69,7 +69,7 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     constants = {key: value for key, value in settings.items() if key in kernel.arg_names}
     warps = settings["num_warps"]
     compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
-    assert stack_bytes(compiled, tmp_path) <= (0 if chip == "sm_90" else MAX_STACK)
+    assert stack_bytes(compiled, tmp_path) <= (0 if chip == "sm_90" and not walks else MAX_STACK)
     assert compiled.metadata.shared <= 16 * 1024
     return compiled
 
