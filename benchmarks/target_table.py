@@ -214,6 +214,10 @@ def _linear(
 def _linear_targets() -> list[Target]:
     fp8, with_bias = tuple(FP8_TENSORWISE), tuple(name for name in FP8_TENSORWISE if "bias" in name)
     small = ("torch_bf16", "torch_int_mm", *fp8)
+    measured: tuple[tuple[str, tuple[str, ...], Iterable[Shape]], ...] = (
+        ("M >= 12608", with_bias, LARGE_SHAPES),
+        ("M = 197 and 1576", ("torch_bf16", *with_bias), SMALL_SHAPES),
+    )
     targets = []
     for words, ours in (("fp16 out", "qframework_static"), ("int8 out", "qframework_int8_out")):
         targets += [
@@ -224,11 +228,8 @@ def _linear_targets() -> list[Target]:
         for m in (197, 1576):
             shapes = [shape for shape in SMALL_SHAPES if shape[0] == m]
             targets.append(_linear(f"M = {m}, {words}", ours, "best of bf16, FP8, _int_mm", small, shapes))
-        for where, peers, shapes in (
-            ("M >= 12608", with_bias, LARGE_SHAPES),
-            ("M = 197 and 1576", ("torch_bf16", *with_bias), SMALL_SHAPES),
-        ):
-            targets.append(_linear(f"{where}, {words}", ours, "the same with bias", peers, shapes))
+        for where, peers, of in measured:
+            targets.append(_linear(f"{where}, {words}", ours, "the same with bias", peers, of))
     for words, ours in (
         ("per token, fp16 out", "qframework_per_token"),
         ("residual, fp16 out", "qframework_residual"),
