@@ -140,12 +140,7 @@ def fast_gelu(x):
     Off by less than 1e-6, and less than 1e-5 of itself where |x| < 1. Coefficients: a minimax fit on [0, 6] with
     q(0) = -1; beyond, 2^q only falls.
     """
-    return gelu_of_magnitude(x, tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL))
-
-
-@triton.jit
-def gelu_of_magnitude(x, t):
-    """``fast_gelu`` with t = |x|, or at most 16 to keep infinity: times 0, it would be NaN."""
+    t = tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL)  # infinity times 0 would be NaN
     q = -0.00048810212 * t + 0.0071987184
     q = q * t - 0.052146632
     q = q * t - 0.45959583
