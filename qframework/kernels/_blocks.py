@@ -1,11 +1,17 @@
 """The block format of INT8 training: its meaning in plain torch, its checks, and the Triton functions that share it.
 
 A float tensor ``x (..., C)`` is seen as R = prod(leading) rows of C columns, cut into blocks of B x B values with one
-scale each (Jetfire, eq. 1). Within a block the numerics are those of qframework/numerics.py::
+scale each (Jetfire, eq. 1), or of rows x columns. ``block_size`` is B or such a pair; where a formula says B, here and
+in other files, it means a block's rows along R and its columns along C. Within a block the numerics are those of
+qframework/numerics.py::
 
     q      int8, like x, contiguous
     scale  fp32, (ceil(R / B), ceil(C / B)):  scale[i, j] = max|block i, j| / 127        (at least MIN_SCALE)
     x      is about  q * scale of its block
+
+A product sums up whole blocks in INT8, so the longer their rows, the faster; the fewer rows they have, the fewer tokens
+share a scale, and one with outliers spoils no other. Blocks of (1, 128) are both. Transposed, they are quantized anew,
+see ``operand_size``; square blocks keep their values, as in the paper.
 
 Blocks at the ends may be cut off; what is missing counts as zeros and is never stored. NaN and infinity pass through:
 their block gets a NaN or infinite scale. Stochastic rounding adds uniform noise of one step and rounds down, so that
@@ -17,7 +23,9 @@ dequantizes one, ``quantize_tile`` and ``store_tile`` are its way back; everythi
 
 from __future__ import annotations
 
+import argparse
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +38,8 @@ from qframework.kernels._launch import cdiv
 from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
-BLOCK_SIZES = (32, 64, 128)
+BlockSize = int | Sequence[int]  # B, or rows and columns
+BLOCK_SIZES: tuple[int | tuple[int, int], ...] = (32, 64, 128, (32, 128), (1, 128))
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
 _INTERPRETED = tl.constexpr(INTERPRET)
@@ -45,11 +54,67 @@ _SUMS_OF_FOUR = tl.constexpr(
 )
 
 
-def check_block_size(operator: str, block_size: int) -> None:
+def check_block_size(operator: str, block_size: BlockSize) -> None:
     """Raise UnsupportedError unless ``block_size`` is one of BLOCK_SIZES."""
-    if block_size not in BLOCK_SIZES:
+    if canonical_size(block_size) not in BLOCK_SIZES:
         accepted = ", ".join(map(str, BLOCK_SIZES))
         raise UnsupportedError(f"{operator}: block_size={block_size!r} is unsupported; accepted: {accepted}")
+
+
+def block_shape(block_size: BlockSize) -> tuple[int, int]:
+    """Rows and columns of a block."""
+    if isinstance(block_size, int):
+        return block_size, block_size
+    rows, columns = block_size
+    return rows, columns
+
+
+def canonical_size(block_size: BlockSize) -> int | tuple[int, int]:
+    """The one way to write a block size: a number where blocks are square, else a tuple."""
+    if not isinstance(block_size, list | tuple) or len(block_size) != 2:
+        return block_size  # type: ignore[return-value]  # a number, or refused
+    rows, columns = block_size
+    return rows if rows == columns else (rows, columns)
+
+
+class BlockSizeTextError(argparse.ArgumentTypeError, QFrameworkError):
+    """A block size on a command line that is none; argparse prints its message as it is."""
+
+
+def parse_block_size(text: str) -> int | tuple[int, int]:
+    """The block size that a command line names as ``block_size_name`` does: a number, or ROWSxCOLUMNS.
+
+    Raises:
+        BlockSizeTextError: a ``ValueError`` that says what is accepted.
+    """
+    sizes = {block_size_name(size): size for size in BLOCK_SIZES}
+    sizes |= {"x".join(map(str, block_shape(size))): size for size in BLOCK_SIZES}  # 32x32 as well
+    if text not in sizes:
+        accepted = ", ".join(map(block_size_name, BLOCK_SIZES))
+        raise BlockSizeTextError(f"{text!r} is no block size; accepted: {accepted}")
+    return sizes[text]
+
+
+def block_size_name(block_size: BlockSize) -> str:
+    """``"32"`` for square blocks, ``"1x128"`` (rows x columns) for others."""
+    size = canonical_size(block_size)
+    return str(size) if isinstance(size, int) else f"{size[0]}x{size[1]}"
+
+
+def is_square(block_size: BlockSize) -> bool:
+    """Whether a block has as many rows as columns."""
+    rows, columns = block_shape(block_size)
+    return rows == columns
+
+
+def operand_size(block_size: BlockSize) -> int | tuple[int, int]:
+    """Block size of what a product of tensors in ``block_size`` takes besides them: weights and transposed tensors.
+
+    Along the dimension that is summed up, blocks must be as long in both operands. Square ones are, transposed or not;
+    of others, a transposed tensor is quantized anew, with as few rows in a block as do not take more memory.
+    """
+    rows, columns = block_shape(block_size)
+    return rows if rows == columns else (32, columns)
 
 
 def row_count(shape: torch.Size | tuple[int, ...]) -> int:
@@ -57,12 +122,13 @@ def row_count(shape: torch.Size | tuple[int, ...]) -> int:
     return math.prod(shape[:-1])
 
 
-def scale_shape(shape: torch.Size | tuple[int, ...], block_size: int) -> tuple[int, int]:
-    """Shape of the scales of a tensor of ``shape``: ``(ceil(R / B), ceil(C / B))``."""
-    return cdiv(row_count(shape), block_size), cdiv(shape[-1], block_size)
+def scale_shape(shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> tuple[int, int]:
+    """Shape of the scales of a tensor of ``shape``: ``(ceil(R / B), ceil(C / B))``, B the block's rows and columns."""
+    rows, columns = block_shape(block_size)
+    return cdiv(row_count(shape), rows), cdiv(shape[-1], columns)
 
 
-def check_blocks(operator: str, argument: str, q: Tensor, scale: Tensor, block_size: int) -> None:
+def check_blocks(operator: str, argument: str, q: Tensor, scale: Tensor, block_size: BlockSize) -> None:
     """Check one operand in the block format: dtypes, the scale's shape for that of ``q``, one device."""
     check_block_size(operator, block_size)
     check_dtype(operator, argument, q, (torch.int8,))
@@ -74,26 +140,28 @@ def check_blocks(operator: str, argument: str, q: Tensor, scale: Tensor, block_s
     if tuple(scale.shape) != expected:
         raise QFrameworkError(
             f"{operator}: {argument}'s scale has shape {tuple(scale.shape)}; {argument} {tuple(q.shape)} in blocks of "
-            f"{block_size} needs {expected}"
+            f"{canonical_size(block_size)} needs {expected}"
         )
 
 
-def block_scale(x: Tensor, block_size: int) -> Tensor:
+def block_scale(x: Tensor, block_size: BlockSize) -> Tensor:
     """Scale of every block of ``x (..., C)``: fp32, ``(ceil(R / B), ceil(C / B))``."""
     rows, columns = row_count(x.shape), x.shape[-1]
+    height, width = block_shape(block_size)
     m, n = scale_shape(x.shape, block_size)
-    padded = F.pad(x.reshape(rows, columns), (0, n * block_size - columns, 0, m * block_size - rows))
-    return numerics.scale_from_amax(padded.abs().view(m, block_size, n, block_size).amax(dim=(1, 3)))
+    padded = F.pad(x.reshape(rows, columns), (0, n * width - columns, 0, m * height - rows))
+    return numerics.scale_from_amax(padded.abs().view(m, height, n, width).amax(dim=(1, 3)))
 
 
-def spread_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block_size: int) -> Tensor:
+def spread_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> Tensor:
     """The scale of every value of a tensor of ``shape``: fp32 of that shape."""
     m, n = scale.shape
-    spread = scale[:, None, :, None].expand(m, block_size, n, block_size).reshape(m * block_size, n * block_size)
+    height, width = block_shape(block_size)
+    spread = scale[:, None, :, None].expand(m, height, n, width).reshape(m * height, n * width)
     return spread[: row_count(shape), : shape[-1]].reshape(shape)
 
 
-def quantize_blocks_ref(x: Tensor, block_size: int, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def quantize_blocks_ref(x: Tensor, block_size: BlockSize, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """``x (..., C)`` float to the block format ``(q, scale)``.
 
     ``noise``, like ``x`` and uniform in [0, 1), rounds stochastically: ``floor(x / scale + noise)``.
@@ -106,7 +174,9 @@ def quantize_blocks_ref(x: Tensor, block_size: int, noise: Tensor | None = None)
     return torch.clamp(steps, numerics.QMIN, numerics.QMAX).to(torch.int8).contiguous(), scale
 
 
-def dequantize_blocks_ref(q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantize_blocks_ref(
+    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """``(q, scale)`` to a float tensor like ``q``: the product in fp32, rounded once to ``dtype``."""
     return numerics.dequantize(q, spread_scale(scale, q.shape, block_size), dtype).contiguous()
 
@@ -204,8 +274,8 @@ def _larger(a, b):
 
 @triton.jit
 def block_amax(x, BLOCK: tl.constexpr):
-    """Largest magnitude of every block of an fp32 tile (M, N): (M / BLOCK, N / BLOCK). NaN is larger than infinity."""
-    blocks = tl.reshape(x, (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
+    """Largest magnitude of every block of an fp32 tile (M, N), (M / BLOCK[0], N / BLOCK[1]); NaN is the largest."""
+    blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
     if _INTERPRETED:  # as integers, which are ordered the same way: its own maximum loses NaN, and any other is slow
         magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(tl.max(magnitude, 3), 1).to(tl.float32, bitcast=True)
@@ -223,18 +293,18 @@ def tile_scale(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def times_blocks(x, factor, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N) times the factor (M / BLOCK, N / BLOCK) of each of its blocks."""
-    blocks = tl.reshape(x, (x.shape[0] // BLOCK, BLOCK, x.shape[1] // BLOCK, BLOCK))
+    """An fp32 tile (M, N) times the factor (M / BLOCK[0], N / BLOCK[1]) of each of its blocks."""
+    blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
     return tl.reshape(blocks * factor[:, None, :, None], (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def spread_blocks(factor, BLOCK: tl.constexpr):
-    """Numbers of blocks (M / BLOCK, N / BLOCK), once for each of their values: (M, N)."""
+    """Numbers of blocks (M / BLOCK[0], N / BLOCK[1]), once for each of their values: (M, N)."""
     M: tl.constexpr = factor.shape[0]
     N: tl.constexpr = factor.shape[1]
-    blocks = tl.broadcast_to(factor[:, None, :, None], (M, BLOCK, N, BLOCK))
-    return tl.reshape(blocks, (M * BLOCK, N * BLOCK))
+    blocks = tl.broadcast_to(factor[:, None, :, None], (M, BLOCK[0], N, BLOCK[1]))
+    return tl.reshape(blocks, (M * BLOCK[0], N * BLOCK[1]))
 
 
 @triton.jit
@@ -245,7 +315,7 @@ def pushed_to_int8(pushed):
 
 @triton.jit
 def quantize_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK, N / BLOCK)).
+    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK[0], N / BLOCK[1])).
 
     Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
     """
@@ -307,18 +377,18 @@ def load_scales(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """Scales (TILE_M / BLOCK, TILE_N / BLOCK) of the tile that begins at ``row``, ``column``; 0 outside."""
-    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK, TILE_N // BLOCK, BLOCK)
+    """Scales (TILE_M / BLOCK[0], TILE_N / BLOCK[1]) of the tile that begins at ``row``, ``column``; 0 outside."""
+    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK[0], TILE_N // BLOCK[1], BLOCK)
     return tl.load(scale_ptr + where) if EVEN else tl.load(scale_ptr + where, mask=inside, other=0.0)
 
 
 @triton.jit
 def _scales_of_tile(row, column, R, C, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
     """Where the scales (M, N) of the blocks from ``row`` and ``column`` on lie, and which of them exist."""
-    m = row // BLOCK + tl.arange(0, M)
-    n = column // BLOCK + tl.arange(0, N)
-    across = tl.cdiv(C, BLOCK)
-    return m.to(tl.int64)[:, None] * across + n[None, :], (m < tl.cdiv(R, BLOCK))[:, None] & (n < across)[None, :]
+    m = row // BLOCK[0] + tl.arange(0, M)
+    n = column // BLOCK[1] + tl.arange(0, N)
+    across = tl.cdiv(C, BLOCK[1])
+    return m.to(tl.int64)[:, None] * across + n[None, :], (m < tl.cdiv(R, BLOCK[0]))[:, None] & (n < across)[None, :]
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 
 import numpy as np
@@ -13,6 +14,7 @@ from oracle import UNIT, assert_float_close, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import block_dequantize, block_quantize, block_quantize_both, block_transpose, dynamic_quantize
+from qframework.kernels._blocks import block_size_name, parse_block_size
 from qframework.kernels.block_quantize import (
     _block_dequantize_triton,
     _block_quantize_both_triton,
@@ -322,3 +324,31 @@ def test_bad_input():
         QFrameworkError, match=r"q's scale has shape \(1, 2\); q \(2, 3, 40\) in blocks of 64 needs \(1, 1\)"
     ):
         block_transpose(q, scale, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "size", "name"),
+    [("32", 32, "32"), ("128", 128, "128"), ("64x64", 64, "64"), ("1x128", (1, 128), "1x128")]
+    + [("32x128", (32, 128), "32x128")],
+)
+def test_block_sizes_on_command_lines(text, size, name):
+    assert parse_block_size(text) == size
+    assert block_size_name(size) == name
+    assert parse_block_size(name) == size
+
+
+def test_a_block_size_given_as_a_list_has_its_canonical_name():
+    """What an operator's implementation gets."""
+    assert block_size_name([32, 32]) == "32"
+    assert block_size_name([1, 128]) == "1x128"
+
+
+@pytest.mark.parametrize("text", ["48", "128x1", "1 x 128", "x", "", "-32"])
+def test_what_is_no_block_size_on_a_command_line(text, capsys):
+    with pytest.raises(ValueError, match="is no block size; accepted: 32, 64, 128, 32x128, 1x128"):
+        parse_block_size(text)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--block-size", type=parse_block_size)
+    with pytest.raises(SystemExit):
+        parser.parse_args([f"--block-size={text}"])
+    assert f"{text!r} is no block size; accepted: 32, 64, 128, 32x128, 1x128" in capsys.readouterr().err
