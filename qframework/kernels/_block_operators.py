@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import check_blocks, int8_to_float, row_count, scale_shape
+from qframework.kernels._blocks import BlockSize, block_shape, check_blocks, int8_to_float, row_count, scale_shape
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, cuda_implementation, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
 Blocks = tuple[Tensor, Tensor]
-TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by block size
+TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by its rows
 ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
 GRID_LIMIT = 65535  # of the second and third dimension
 VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
@@ -51,7 +51,7 @@ def _checked(check: Callable[..., None], implementation: Callable[..., Any]) -> 
     return run
 
 
-def check_alike(operator: str, block_size: int, **operands: tuple[Tensor, Tensor]) -> None:
+def check_alike(operator: str, block_size: BlockSize, **operands: tuple[Tensor, Tensor]) -> None:
     """Check operands in the block format, ``name=(q, scale)``, of one shape and device."""
     first: tuple[str, Tensor] | None = None
     for name, (q, scale) in operands.items():
@@ -76,32 +76,35 @@ def check_vector(operator: str, argument: str, vector: Tensor | None, length: in
         raise QFrameworkError(f"{operator}: {argument} has shape {tuple(vector.shape)}; accepted: ({length},)")
 
 
-def empty_blocks(like: Tensor, block_size: int) -> Blocks:
+def empty_blocks(like: Tensor, block_size: BlockSize) -> Blocks:
     """Room for a result in the block format of the shape of ``like``."""
     scale = like.new_empty(scale_shape(like.shape, block_size), dtype=torch.float32)
     return like.new_empty(tuple(like.shape), dtype=torch.int8), scale
 
 
-def tile_of(rows: int, columns: int, block_size: int, values: int = VALUES_PER_THREAD) -> dict[str, int]:
-    """Constants of a kernel: one row of blocks high, ``values`` in a thread.
+def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES_PER_THREAD) -> dict[str, Any]:
+    """Constants of a kernel: one row of blocks high, or 32 rows of values; ``values`` in a thread.
 
     EVEN: the tensor is cut into whole tiles, so that nothing needs a mask.
     """
-    width = max(block_size, min(TILE_COLUMNS[block_size], power_of_2(columns)))
-    warps = max(block_size * width // (32 * values), 1)
-    even = rows % block_size == 0 and columns % width == 0 and rows <= GRID_LIMIT * block_size
-    return {"BLOCK": block_size, "TILE_M": block_size, "TILE_N": width, "EVEN": even, "num_warps": warps}
+    block = block_shape(block_size)
+    height = max(block[0], 32)
+    width = max(block[1], min(TILE_COLUMNS[height], power_of_2(columns)))
+    warps = max(height * width // (32 * values), 1)
+    even = rows % height == 0 and columns % width == 0 and rows <= GRID_LIMIT * height
+    return {"BLOCK": block, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
 
 
-def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
+def rows_of_tile(columns: int, block_size: BlockSize) -> dict[str, Any]:
     """Constants of a kernel that walks down the rows with ``load_rows``, four at a time: a warp by itself.
 
     LANES: how many of the rows lie in different threads, 16 bytes in each; ``fold_rows`` adds up the others. STAGES: 1
     where a step's values are asked for when it begins, more where earlier.
     """
-    width = max(block_size, min(ROW_COLUMNS, power_of_2(columns)))
+    block = block_shape(block_size)
+    width = max(block[1], min(ROW_COLUMNS, power_of_2(columns)))
     return {
-        "BLOCK": block_size,
+        "BLOCK": block,
         "TILE_M": 4,
         "TILE_N": width,
         "LANES": min(512 // width, 4),
@@ -110,7 +113,7 @@ def rows_of_tile(columns: int, block_size: int) -> dict[str, int]:
     }
 
 
-def tiles_of(like: Tensor, tile: dict[str, int]) -> tuple[int, int, int]:
+def tiles_of(like: Tensor, tile: dict[str, Any]) -> tuple[int, int, int]:
     """The grid of a kernel that asks ``tile_origin`` where its tile begins: across, and down in two dimensions.
 
     No kernel has to divide; with more rows of tiles than a dimension holds, some programs find nothing to do.
@@ -147,16 +150,17 @@ def inside_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def load_rows(q_ptr, scale_ptr, row, column, R, C, ROWS: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr):
-    """``load_tile`` of a few rows, a divisor of BLOCK, for kernels that add up values and quantize none."""
+    """``load_tile`` of a few rows, no more than a block has or of one row each, for kernels that quantize none."""
     r = row + tl.arange(0, ROWS)
     c = column + tl.arange(0, TILE_N)
     inside = (r < R)[:, None] & (c < C)[None, :]
     q = tl.load(q_ptr + r.to(tl.int64)[:, None] * C + c[None, :], mask=inside, other=0)
-    across = tl.cdiv(C, BLOCK)
-    n = column // BLOCK + tl.arange(0, TILE_N // BLOCK)
-    m = tl.minimum(row, R - 1) // BLOCK
+    across = tl.cdiv(C, BLOCK[1])
+    n = (column // BLOCK[1] + tl.arange(0, TILE_N // BLOCK[1]))[None, :]
+    first = row + tl.arange(0, ROWS if BLOCK[0] == 1 else 1)
+    m = (tl.minimum(first, R - 1) // BLOCK[0])[:, None]
     scale = tl.load(scale_ptr + m.to(tl.int64) * across + n, mask=n < across, other=0.0)
-    values = tl.reshape(int8_to_float(q), (ROWS, TILE_N // BLOCK, BLOCK)) * scale[None, :, None]
+    values = tl.reshape(int8_to_float(q), (ROWS, TILE_N // BLOCK[1], BLOCK[1])) * scale[:, :, None]
     return tl.reshape(values, (ROWS, TILE_N))
 
 

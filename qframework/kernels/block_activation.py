@@ -32,6 +32,7 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_blocks,
     log2,
@@ -69,13 +70,13 @@ def activation_backward_ref(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     return torch.ops.aten.threshold_backward(dy, x, 0)
 
 
-def block_activation_ref(x: Tensor, x_scale: Tensor, kind: str, block_size: int) -> Blocks:
+def block_activation_ref(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> Blocks:
     """Reference of ``qframework::block_activation``."""
     return quantize_blocks_ref(activation_ref(dequantize_blocks_ref(x, x_scale, block_size), kind), block_size)
 
 
 def block_activation_backward_ref(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize
 ) -> Blocks:
     """Reference of ``qframework::block_activation_backward``."""
     gradient, value = (dequantize_blocks_ref(*each, block_size) for each in ((dy, dy_scale), (x, x_scale)))
@@ -161,7 +162,7 @@ def _sigmoid_slope(x, KIND: tl.constexpr):
 @triton.jit
 def _block_activation_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     y_ptr,  # (R, C) int8
     y_scale_ptr,
     R,
@@ -183,7 +184,7 @@ def _block_activation_kernel(
 @triton.jit
 def _block_activation_backward_kernel(
     dy_ptr,  # (R, C) int8
-    dy_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    dy_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     x_ptr,  # (R, C) int8
     x_scale_ptr,
     dx_ptr,  # (R, C) int8
@@ -205,7 +206,7 @@ def _block_activation_backward_kernel(
     store_tile(dx_ptr, dx_scale_ptr, dx, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def _block_activation_triton(x: Tensor, x_scale: Tensor, kind: str, block_size: int) -> Blocks:
+def _block_activation_triton(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> Blocks:
     rows, columns = rows_and_columns(x)
     y, y_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
@@ -217,7 +218,7 @@ def _block_activation_triton(x: Tensor, x_scale: Tensor, kind: str, block_size: 
 
 
 def _block_activation_backward_triton(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize
 ) -> Blocks:
     rows, columns = rows_and_columns(dy)
     dx, dx_scale = empty_blocks(x, block_size)
@@ -236,25 +237,25 @@ def check_kind(operator: str, kind: str) -> None:
         raise UnsupportedError(f"{operator}: kind={kind!r} is unknown; accepted: {', '.join(KINDS)}")
 
 
-def _check_forward(x: Tensor, x_scale: Tensor, kind: str, block_size: int) -> None:
+def _check_forward(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> None:
     check_kind("block_activation", kind)
     check_alike("block_activation", block_size, x=(x, x_scale))
 
 
-def _check_backward(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: int) -> None:
+def _check_backward(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> None:
     check_kind("block_activation_backward", kind)
     check_alike("block_activation_backward", block_size, dy=(dy, dy_scale), x=(x, x_scale))
 
 
 register_block_operator(
-    "block_activation(Tensor x, Tensor x_scale, str kind, int block_size) -> (Tensor, Tensor)",
+    "block_activation(Tensor x, Tensor x_scale, str kind, int[2] block_size) -> (Tensor, Tensor)",
     _check_forward,
     block_activation_ref,
     _block_activation_triton,
     lambda x, x_scale, kind, block_size: empty_blocks(x, block_size),
 )
 register_block_operator(
-    "block_activation_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, str kind, int block_size)"
+    "block_activation_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, str kind, int[2] block_size)"
     " -> (Tensor, Tensor)",
     _check_backward,
     block_activation_backward_ref,
@@ -263,14 +264,14 @@ register_block_operator(
 )
 
 
-def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: int = 32) -> Blocks:
+def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = 32) -> Blocks:
     """``f(x)`` from blocks to blocks (Jetfire, algorithm 2).
 
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
         The same format: int8 like ``x``, contiguous, and its scale. Off by half a step of its block and, on a GPU,
@@ -284,7 +285,7 @@ def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: int = 32
 
 
 def block_activation_backward(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: int = 32
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = 32
 ) -> Blocks:
     """``dy * f'(x)`` from blocks to blocks; ``dy`` and its scale like ``x`` and its own. See ``block_activation``."""
     return torch.ops.qframework.block_activation_backward(dy, dy_scale, x, x_scale, kind, block_size)

@@ -29,6 +29,7 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_tile,
     quantize_blocks_ref,
@@ -84,7 +85,7 @@ def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -
     return (bits.flatten(1)[:, :columns] >= threshold_of(p)).reshape(shape)
 
 
-def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) -> Blocks:
+def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
     """Reference of ``qframework::block_dropout``."""
     kept = keep_mask_ref(seed, x.shape, p)
     value = dequantize_blocks_ref(x, x_scale, block_size)
@@ -94,7 +95,7 @@ def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_
 @triton.jit
 def _block_dropout_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     seed_ptr,  # (1,) int64
     y_ptr,  # (R, C) int8
     y_scale_ptr,
@@ -115,7 +116,7 @@ def _block_dropout_kernel(
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) -> Blocks:
+def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
     sizes = rows_and_columns(x)
     y, y_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
@@ -126,7 +127,7 @@ def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, bl
     return y, y_scale
 
 
-def _check(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) -> None:
+def _check(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> None:
     check_alike("block_dropout", block_size, x=(x, x_scale))
     check_dtype("block_dropout", "seed", seed, (torch.int64,))
     check_same_device("block_dropout", x, seed=seed)
@@ -137,7 +138,7 @@ def _check(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int) 
 
 
 register_block_operator(
-    "block_dropout(Tensor x, Tensor x_scale, float p, Tensor seed, int block_size) -> (Tensor, Tensor)",
+    "block_dropout(Tensor x, Tensor x_scale, float p, Tensor seed, int[2] block_size) -> (Tensor, Tensor)",
     _check,
     block_dropout_ref,
     _block_dropout_triton,
@@ -145,7 +146,7 @@ register_block_operator(
 )
 
 
-def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: int = 32) -> Blocks:
+def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize = 32) -> Blocks:
     """``m x / (1 - p)`` from blocks to blocks, with m from the seed; its gradient is itself with the same seed.
 
     Args:
@@ -153,7 +154,7 @@ def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         p: how likely a value is dropped, in [0, 1]; met to within 2^-17.
         seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another one.
-        block_size: 32, 64 or 128; the mask does not depend on it.
+        block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
 
     Returns:
         The same format: int8 like ``x``, contiguous, and its scale; off by half a step of its block.

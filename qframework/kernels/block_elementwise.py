@@ -10,6 +10,8 @@ qframework/kernels/_blocks.py; 3 bytes of traffic a value. Reference: ``block_ad
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_tile,
     quantize_blocks_ref,
@@ -46,7 +49,7 @@ BlocksAndStatistics = tuple[Tensor, Tensor, Tensor]
 
 
 def block_add_ref(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int, statistics: bool = False
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
 ) -> BlocksAndStatistics:
     """Reference of ``qframework::block_add``."""
     total = dequantize_blocks_ref(x, x_scale, block_size) + dequantize_blocks_ref(y, y_scale, block_size)
@@ -56,7 +59,7 @@ def block_add_ref(
     return z, z_scale, row_statistics_cpu(z, z_scale, block_size)
 
 
-def block_mul_ref(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int) -> Blocks:
+def block_mul_ref(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> Blocks:
     """Reference of ``qframework::block_mul``."""
     product = dequantize_blocks_ref(x, x_scale, block_size) * dequantize_blocks_ref(y, y_scale, block_size)
     return quantize_blocks_ref(product, block_size)
@@ -65,7 +68,7 @@ def block_mul_ref(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_
 @triton.jit
 def _block_elementwise_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     y_ptr,  # like x
     y_scale_ptr,
     z_ptr,  # like x
@@ -92,7 +95,7 @@ def _block_elementwise_kernel(
 
 
 def _block_add_triton(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int, statistics: bool = False
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
 ) -> BlocksAndStatistics:
     if x.numel() == 0:
         return _empty_sum(x, x_scale, y, y_scale, block_size, statistics)
@@ -102,14 +105,14 @@ def _block_add_triton(
     return *blocks, _empty_statistics(x, False) if partial is None else merge_statistics(partial, x.shape[-1], tile)
 
 
-def _block_mul_triton(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int) -> Blocks:
+def _block_mul_triton(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> Blocks:
     if x.numel() == 0:
         return empty_blocks(x, block_size)
     return _launch(x, x_scale, y, y_scale, tile_of(*rows_and_columns(x), block_size, FEW_VALUES), None, PRODUCT=True)
 
 
 def _launch(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, tile: dict[str, int], partial: Tensor | None, PRODUCT: bool
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, tile: dict[str, Any], partial: Tensor | None, PRODUCT: bool
 ) -> Blocks:
     sizes = rows_and_columns(x)
     z, z_scale = empty_blocks(x, tile["BLOCK"])
@@ -132,23 +135,23 @@ def _empty_statistics(like: Tensor, wanted: bool) -> Tensor:
 
 
 def _empty_sum(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int, statistics: bool = False
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
 ) -> BlocksAndStatistics:
     return *empty_blocks(x, block_size), _empty_statistics(x, statistics)
 
 
 def _check_add(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int, statistics: bool = False
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
 ) -> None:
     check_alike("block_add", block_size, x=(x, x_scale), y=(y, y_scale))
 
 
-def _check_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int) -> None:
+def _check_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> None:
     check_alike("block_mul", block_size, x=(x, x_scale), y=(y, y_scale))
 
 
 register_block_operator(
-    "block_add(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int block_size, bool statistics=False)"
+    "block_add(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int[2] block_size, bool statistics=False)"
     " -> (Tensor, Tensor, Tensor)",
     _check_add,
     block_add_ref,
@@ -156,7 +159,7 @@ register_block_operator(
     _empty_sum,
 )
 register_block_operator(
-    "block_mul(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int block_size) -> (Tensor, Tensor)",
+    "block_mul(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int[2] block_size) -> (Tensor, Tensor)",
     _check_mul,
     block_mul_ref,
     _block_mul_triton,
@@ -165,7 +168,7 @@ register_block_operator(
 
 
 def block_add(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int = 32, statistics: bool = False
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = 32, statistics: bool = False
 ) -> BlocksAndStatistics:
     """``x + y`` in blocks, and the row statistics that a normalization after it needs (Jetfire, appendix A).
 
@@ -174,7 +177,7 @@ def block_add(
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         y: like ``x``, of the same shape: nothing broadcasts.
         y_scale: like ``x_scale``.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
         statistics: whether to make them.
 
     Returns:
@@ -188,6 +191,6 @@ def block_add(
     return torch.ops.qframework.block_add(x, x_scale, y, y_scale, block_size, statistics)
 
 
-def block_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: int = 32) -> Blocks:
+def block_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = 32) -> Blocks:
     """``x * y`` in blocks; arguments, result and errors as of ``block_add``. Its gradients are products again."""
     return torch.ops.qframework.block_mul(x, x_scale, y, y_scale, block_size)

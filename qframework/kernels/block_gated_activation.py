@@ -26,6 +26,7 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_blocks,
     quantize_blocks_ref,
@@ -46,7 +47,7 @@ TwoBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def block_gated_activation_ref(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: int
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
 ) -> Blocks:
     """Reference of ``qframework::block_gated_activation``."""
     gate, up = dequantize_blocks_ref(gate, gate_scale, block_size), dequantize_blocks_ref(up, up_scale, block_size)
@@ -61,7 +62,7 @@ def block_gated_activation_backward_ref(
     up: Tensor,
     up_scale: Tensor,
     kind: str,
-    block_size: int,
+    block_size: BlockSize,
 ) -> TwoBlocks:
     """Reference of ``qframework::block_gated_activation_backward``."""
     dy = dequantize_blocks_ref(dy, dy_scale, block_size)
@@ -73,7 +74,7 @@ def block_gated_activation_backward_ref(
 @triton.jit
 def _block_gated_activation_kernel(
     gate_ptr,  # (R, C) int8
-    gate_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    gate_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     up_ptr,  # like gate
     up_scale_ptr,
     y_ptr,  # like gate
@@ -98,7 +99,7 @@ def _block_gated_activation_kernel(
 @triton.jit
 def _block_gated_activation_backward_kernel(
     dy_ptr,  # (R, C) int8
-    dy_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    dy_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     gate_ptr,  # like dy
     gate_scale_ptr,
     up_ptr,  # like dy
@@ -135,7 +136,7 @@ def _block_gated_activation_backward_kernel(
 
 
 def _block_gated_activation_triton(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: int
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
 ) -> Blocks:
     sizes = rows_and_columns(gate)
     y, y_scale = empty_blocks(gate, block_size)
@@ -154,7 +155,7 @@ def _block_gated_activation_backward_triton(
     up: Tensor,
     up_scale: Tensor,
     kind: str,
-    block_size: int,
+    block_size: BlockSize,
 ) -> TwoBlocks:
     sizes = rows_and_columns(dy)
     results = *empty_blocks(gate, block_size), *empty_blocks(up, block_size)
@@ -167,7 +168,9 @@ def _block_gated_activation_backward_triton(
     return results
 
 
-def _check_forward(gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: int) -> None:
+def _check_forward(
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
+) -> None:
     check_kind("block_gated_activation", kind)
     check_alike("block_gated_activation", block_size, gate=(gate, gate_scale), up=(up, up_scale))
 
@@ -180,7 +183,7 @@ def _check_backward(
     up: Tensor,
     up_scale: Tensor,
     kind: str,
-    block_size: int,
+    block_size: BlockSize,
 ) -> None:
     check_kind("block_gated_activation_backward", kind)
     operands = {"dy": (dy, dy_scale), "gate": (gate, gate_scale), "up": (up, up_scale)}
@@ -188,7 +191,7 @@ def _check_backward(
 
 
 register_block_operator(
-    "block_gated_activation(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, str kind, int block_size)"
+    "block_gated_activation(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, str kind, int[2] block_size)"
     " -> (Tensor, Tensor)",
     _check_forward,
     block_gated_activation_ref,
@@ -197,7 +200,7 @@ register_block_operator(
 )
 register_block_operator(
     "block_gated_activation_backward(Tensor dy, Tensor dy_scale, Tensor gate, Tensor gate_scale, Tensor up, "
-    "Tensor up_scale, str kind, int block_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor up_scale, str kind, int[2] block_size) -> (Tensor, Tensor, Tensor, Tensor)",
     _check_backward,
     block_gated_activation_backward_ref,
     _block_gated_activation_backward_triton,
@@ -209,7 +212,7 @@ register_block_operator(
 
 
 def block_gated_activation(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: int = 32
+    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize = 32
 ) -> Blocks:
     """``f(gate) * up`` from blocks to blocks: SwiGLU with ``"silu"``, GEGLU with ``"gelu"`` or ``"gelu_tanh"``.
 
@@ -219,7 +222,7 @@ def block_gated_activation(
         up: like ``gate``.
         up_scale: like ``gate_scale``.
         kind: f, one of those of ``block_activation``.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
         The same format: int8 like ``gate``, contiguous, and its scale; off by half a step of its block.
@@ -239,7 +242,7 @@ def block_gated_activation_backward(
     up: Tensor,
     up_scale: Tensor,
     kind: str,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
 ) -> TwoBlocks:
     """``(dgate, its scale, dup, its scale)`` in one pass; ``dy`` like ``gate``. See ``block_gated_activation``."""
     return torch.ops.qframework.block_gated_activation_backward(

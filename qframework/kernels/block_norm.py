@@ -29,6 +29,7 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_tile,
     quantize_blocks_ref,
@@ -51,7 +52,7 @@ def block_layer_norm_ref(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None = None,
 ) -> LayerNormResult:
     """Reference of ``qframework::block_layer_norm``."""
@@ -70,7 +71,7 @@ def block_rms_norm_ref(
     x_scale: Tensor,
     weight: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None = None,
 ) -> RMSNormResult:
     """Reference of ``qframework::block_rms_norm``."""
@@ -92,7 +93,7 @@ def _statistics_ref(value: Tensor, statistics: Tensor | None) -> Tensor:
 @triton.jit
 def _block_norm_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     statistics_ptr,  # (R, 2) fp32, mean and variance
     weight_ptr,  # (C,) float
     bias_ptr,  # (C,) float
@@ -144,7 +145,7 @@ def _block_layer_norm_triton(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None = None,
 ) -> LayerNormResult:
     results = _empty_layer_norm(x, x_scale, weight, bias, eps, block_size, statistics)
@@ -153,7 +154,12 @@ def _block_layer_norm_triton(
 
 
 def _block_rms_norm_triton(
-    x: Tensor, x_scale: Tensor, weight: Tensor | None, eps: float, block_size: int, statistics: Tensor | None = None
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    block_size: BlockSize,
+    statistics: Tensor | None = None,
 ) -> RMSNormResult:
     y, y_scale, rstd = _empty_rms_norm(x, x_scale, weight, eps, block_size, statistics)
     _launch(x, x_scale, weight, None, eps, block_size, statistics, (y, y_scale, rstd, rstd), RMS=True)
@@ -166,7 +172,7 @@ def _launch(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None,
     results: LayerNormResult,
     RMS: bool,
@@ -200,7 +206,7 @@ def _empty_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None = None,
 ) -> LayerNormResult:
     rows = row_count(x.shape)
@@ -209,7 +215,12 @@ def _empty_layer_norm(
 
 
 def _empty_rms_norm(
-    x: Tensor, x_scale: Tensor, weight: Tensor | None, eps: float, block_size: int, statistics: Tensor | None = None
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    block_size: BlockSize,
+    statistics: Tensor | None = None,
 ) -> RMSNormResult:
     return *empty_blocks(x, block_size), x.new_empty((row_count(x.shape),), dtype=torch.float32)
 
@@ -220,20 +231,30 @@ def _check_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float,
-    block_size: int,
+    block_size: BlockSize,
     statistics: Tensor | None = None,
 ) -> None:
     _check("block_layer_norm", x, x_scale, block_size, statistics, weight=weight, bias=bias)
 
 
 def _check_rms_norm(
-    x: Tensor, x_scale: Tensor, weight: Tensor | None, eps: float, block_size: int, statistics: Tensor | None = None
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    block_size: BlockSize,
+    statistics: Tensor | None = None,
 ) -> None:
     _check("block_rms_norm", x, x_scale, block_size, statistics, weight=weight)
 
 
 def _check(
-    operator: str, x: Tensor, x_scale: Tensor, block_size: int, statistics: Tensor | None, **vectors: Tensor | None
+    operator: str,
+    x: Tensor,
+    x_scale: Tensor,
+    block_size: BlockSize,
+    statistics: Tensor | None,
+    **vectors: Tensor | None,
 ) -> None:
     check_alike(operator, block_size, x=(x, x_scale))
     for name, vector in vectors.items():
@@ -250,7 +271,7 @@ def _check(
 
 
 register_block_operator(
-    "block_layer_norm(Tensor x, Tensor x_scale, Tensor? weight, Tensor? bias, float eps, int block_size, "
+    "block_layer_norm(Tensor x, Tensor x_scale, Tensor? weight, Tensor? bias, float eps, int[2] block_size, "
     "Tensor? statistics=None) -> (Tensor, Tensor, Tensor, Tensor)",
     _check_layer_norm,
     block_layer_norm_ref,
@@ -258,7 +279,7 @@ register_block_operator(
     _empty_layer_norm,
 )
 register_block_operator(
-    "block_rms_norm(Tensor x, Tensor x_scale, Tensor? weight, float eps, int block_size, Tensor? statistics=None)"
+    "block_rms_norm(Tensor x, Tensor x_scale, Tensor? weight, float eps, int[2] block_size, Tensor? statistics=None)"
     " -> (Tensor, Tensor, Tensor)",
     _check_rms_norm,
     block_rms_norm_ref,
@@ -273,7 +294,7 @@ def block_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float = 1e-5,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
     statistics: Tensor | None = None,
 ) -> LayerNormResult:
     """LayerNorm over the last dimension, from blocks to blocks (Jetfire, section 6.2 and appendix A).
@@ -284,7 +305,7 @@ def block_layer_norm(
         weight: ``(C,)`` fp32, fp16 or bf16, or None for ones.
         bias: likewise, or None for zeros.
         eps: added to the variance.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
         statistics: ``(R, 2)`` fp32, mean and biased variance of each row of the dequantized ``x``, as ``block_add``
             makes them; None or empty: made here, in one more pass over ``x``.
 
@@ -304,7 +325,7 @@ def block_rms_norm(
     x_scale: Tensor,
     weight: Tensor | None,
     eps: float = 1e-6,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
     statistics: Tensor | None = None,
 ) -> RMSNormResult:
     """RMSNorm over the last dimension, from blocks to blocks: ``(y, its scale, rstd)``. See ``block_layer_norm``."""

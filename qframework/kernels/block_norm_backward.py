@@ -31,6 +31,7 @@ from qframework.kernels._block_operators import (
     tile_of,
 )
 from qframework.kernels._blocks import (
+    BlockSize,
     dequantize_blocks_ref,
     load_tile,
     quantize_blocks_ref,
@@ -54,7 +55,7 @@ def block_layer_norm_backward_ref(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int,
+    block_size: BlockSize,
 ) -> LayerNormGradients:
     """Reference of ``qframework::block_layer_norm_backward``."""
     gradient = dequantize_blocks_ref(dy, dy_scale, block_size).reshape(-1, dy.shape[-1])
@@ -67,7 +68,7 @@ def block_layer_norm_backward_ref(
 
 
 def block_rms_norm_backward_ref(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
 ) -> RMSNormGradients:
     """Reference of ``qframework::block_rms_norm_backward``."""
     gradient = dequantize_blocks_ref(dy, dy_scale, block_size).reshape(-1, dy.shape[-1])
@@ -102,7 +103,7 @@ def _load_weight(weight_ptr, column, C, TILE_N: tl.constexpr, HAS_WEIGHT: tl.con
 @triton.jit
 def _norm_sums_kernel(
     dy_ptr,  # (R, C) int8
-    dy_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    dy_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     x_ptr,  # like dy
     x_scale_ptr,
     weight_ptr,  # (C,) float
@@ -162,7 +163,7 @@ def _last_read_first(R, C, STRETCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: 
 @triton.jit
 def _norm_backward_kernel(
     dy_ptr,  # (R, C) int8
-    dy_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    dy_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     x_ptr,  # like dy
     x_scale_ptr,
     weight_ptr,  # (C,) float
@@ -206,14 +207,14 @@ def _block_layer_norm_backward_triton(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int,
+    block_size: BlockSize,
 ) -> LayerNormGradients:
     blocks, (dweight, dbias) = _backward(dy, dy_scale, x, x_scale, weight, mean, rstd, block_size, RMS=False)
     return *blocks, dweight, dbias
 
 
 def _block_rms_norm_backward_triton(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
 ) -> RMSNormGradients:
     blocks, (dweight,) = _backward(dy, dy_scale, x, x_scale, weight, rstd, rstd, block_size, RMS=True)
     return *blocks, dweight
@@ -227,7 +228,7 @@ def _backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int,
+    block_size: BlockSize,
     RMS: bool,
 ) -> tuple[Blocks, list[Tensor]]:
     """dx in blocks; dweight, and dbias unless RMS."""
@@ -265,14 +266,14 @@ def _empty_layer_norm_gradients(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int,
+    block_size: BlockSize,
 ) -> LayerNormGradients:
     dweight, dbias = (x.new_empty((x.shape[-1],), dtype=torch.float32) for _ in range(2))
     return *empty_blocks(x, block_size), dweight, dbias
 
 
 def _empty_rms_norm_gradients(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
 ) -> RMSNormGradients:
     return *empty_blocks(x, block_size), x.new_empty((x.shape[-1],), dtype=torch.float32)
 
@@ -285,7 +286,7 @@ def _check_layer_norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int,
+    block_size: BlockSize,
 ) -> None:
     operator = "block_layer_norm_backward"
     check_alike(operator, block_size, dy=(dy, dy_scale), x=(x, x_scale))
@@ -295,7 +296,7 @@ def _check_layer_norm_backward(
 
 
 def _check_rms_norm_backward(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: int
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
 ) -> None:
     operator = "block_rms_norm_backward"
     check_alike(operator, block_size, dy=(dy, dy_scale), x=(x, x_scale))
@@ -305,7 +306,7 @@ def _check_rms_norm_backward(
 
 register_block_operator(
     "block_layer_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor mean, "
-    "Tensor rstd, int block_size) -> (Tensor, Tensor, Tensor, Tensor)",
+    "Tensor rstd, int[2] block_size) -> (Tensor, Tensor, Tensor, Tensor)",
     _check_layer_norm_backward,
     block_layer_norm_backward_ref,
     _block_layer_norm_backward_triton,
@@ -313,7 +314,7 @@ register_block_operator(
 )
 register_block_operator(
     "block_rms_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor rstd, "
-    "int block_size) -> (Tensor, Tensor, Tensor)",
+    "int[2] block_size) -> (Tensor, Tensor, Tensor)",
     _check_rms_norm_backward,
     block_rms_norm_backward_ref,
     _block_rms_norm_backward_triton,
@@ -329,7 +330,7 @@ def block_layer_norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
 ) -> LayerNormGradients:
     """Gradients of ``block_layer_norm``.
 
@@ -341,7 +342,7 @@ def block_layer_norm_backward(
         weight: ``(C,)`` float, or None.
         mean: ``(R,)`` fp32, as the forward pass gave it.
         rstd: likewise.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
         dx and its scale in the same format, off by half a step of their block; dweight and dbias, ``(C,)`` fp32,
@@ -361,7 +362,7 @@ def block_rms_norm_backward(
     x_scale: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
 ) -> RMSNormGradients:
     """Gradients of ``block_rms_norm``: ``(dx, its scale, dweight)``. See ``block_layer_norm_backward``."""
     return torch.ops.qframework.block_rms_norm_backward(dy, dy_scale, x, x_scale, weight, rstd, block_size)

@@ -15,11 +15,20 @@ a time. Fixed order, no atomics: results repeat bit for bit. Layout: blocks as i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from qframework.kernels._block_operators import VALUES_PER_THREAD, rows_and_columns
-from qframework.kernels._blocks import dequantize_blocks_ref, load_scales, load_steps, sums_of_four
+from qframework.kernels._blocks import (
+    BlockSize,
+    block_shape,
+    dequantize_blocks_ref,
+    load_scales,
+    load_steps,
+    sums_of_four,
+)
 from qframework.kernels._launch import cdiv, launch, power_of_2
 from qframework.kernels._triton import tl, triton
 
@@ -44,12 +53,13 @@ def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr
     N: tl.constexpr = q.shape[1]
     DOWN: tl.constexpr = scale.shape[0]
     values, squares = sums_of_four(q)
-    whole = tl.sum(tl.reshape(values, (DOWN, M // DOWN, N // BLOCK, BLOCK)), 3)
-    squares = tl.sum(tl.reshape(squares, (DOWN, M // DOWN, N // BLOCK, BLOCK)), 3)
+    WIDTH: tl.constexpr = BLOCK[1]
+    whole = tl.sum(tl.reshape(values, (DOWN, M // DOWN, N // WIDTH, WIDTH)), 3)
+    squares = tl.sum(tl.reshape(squares, (DOWN, M // DOWN, N // WIDTH, WIDTH)), 3)
     if EVEN:
-        count = tl.full((1, 1, N // BLOCK), BLOCK, tl.int32)
+        count = tl.full((1, 1, N // WIDTH), WIDTH, tl.int32)
     else:
-        count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // BLOCK) * BLOCK, 0), BLOCK)[None, None, :]
+        count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // WIDTH) * WIDTH, 0), WIDTH)[None, None, :]
     apart = (count * squares - whole * whole).to(tl.float32)  # count times what it should be
     count = count.to(tl.float32)
     share = 1.0 / tl.maximum(count, 1.0)
@@ -74,7 +84,7 @@ def store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N: tl.conste
 @triton.jit
 def _block_statistics_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     statistics_ptr,  # (R, 2) fp32
     R,
     C,
@@ -85,12 +95,13 @@ def _block_statistics_kernel(
 ):
     """Statistics of TILE_M whole rows a program, of a tensor that no Add made them for. Grid (cdiv(R, TILE_M),)."""
     row = tl.program_id(0) * TILE_M
+    SCALES_M: tl.constexpr = TILE_M if BLOCK[0] == 1 else BLOCK[0]
     q = load_steps(x_ptr, row, 0, R, C, TILE_M, TILE_N, EVEN)
-    scale = load_scales(x_scale_ptr, row, 0, R, C, BLOCK, TILE_N, BLOCK, EVEN)
+    scale = load_scales(x_scale_ptr, row, 0, R, C, SCALES_M, TILE_N, BLOCK, EVEN)
     mean, apart = tile_statistics(q, scale, 0, C, BLOCK, EVEN)
     for column in range(TILE_N, C, TILE_N):
         q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
-        scale = load_scales(x_scale_ptr, row, column, R, C, BLOCK, TILE_N, BLOCK, EVEN)
+        scale = load_scales(x_scale_ptr, row, column, R, C, SCALES_M, TILE_N, BLOCK, EVEN)
         mean_p, apart_p = tile_statistics(q, scale, column, C, BLOCK, EVEN)
         share = tl.minimum(C - column, TILE_N) / tl.minimum(column + TILE_N, C)
         off = mean_p - mean
@@ -142,13 +153,13 @@ def _partial(partial_ptr, r, first, R, C, TILE_N: tl.constexpr, TILES: tl.conste
     return values, count.to(tl.float32)[:, None]
 
 
-def empty_partial(like: Tensor, tile: dict[str, int]) -> Tensor:
+def empty_partial(like: Tensor, tile: dict[str, Any]) -> Tensor:
     """Room for the statistics of every tile of ``like (..., C)``."""
     rows, columns = rows_and_columns(like)
     return like.new_empty((2, cdiv(columns, tile["TILE_N"]), rows), dtype=torch.float32)
 
 
-def merge_statistics(partial: Tensor, columns: int, tile: dict[str, int]) -> Tensor:
+def merge_statistics(partial: Tensor, columns: int, tile: dict[str, Any]) -> Tensor:
     """``partial (2, P, R)`` of tiles to the statistics ``(R, 2)`` of rows of so many columns."""
     rows = partial.shape[2]
     statistics = partial.new_empty((rows, 2))
@@ -158,16 +169,17 @@ def merge_statistics(partial: Tensor, columns: int, tile: dict[str, int]) -> Ten
     return statistics
 
 
-def whole_rows(rows: int, columns: int, block_size: int) -> dict[str, int]:
+def whole_rows(rows: int, columns: int, block_size: BlockSize) -> dict[str, Any]:
     """Constants of a kernel that reads whole rows: few of them at a time, or parts of very long ones in turn."""
-    width = max(block_size, min(ROW_VALUES, power_of_2(columns)))
-    height = min(ROW_VALUES // width, block_size)
+    block = block_shape(block_size)
+    width = max(block[1], min(ROW_VALUES, power_of_2(columns)))
+    height = min(ROW_VALUES // width, max(block[0], 32))
     warps = max(height * width // (32 * VALUES_PER_THREAD), 1)
     even = rows % height == 0 and columns % width == 0
-    return {"BLOCK": block_size, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
+    return {"BLOCK": block, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
 
 
-def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
+def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
     """Statistics ``(R, 2)`` of a tensor in blocks, which must have columns."""
     rows, columns = rows_and_columns(x)
     statistics = x.new_empty((rows, 2), dtype=torch.float32)
@@ -179,6 +191,6 @@ def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor
     return statistics
 
 
-def row_statistics_cpu(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
+def row_statistics_cpu(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
     """``row_statistics_ref`` of the dequantized tensor."""
     return row_statistics_ref(dequantize_blocks_ref(x, x_scale, block_size))

@@ -7,6 +7,8 @@ Layout: blocks as in qframework/kernels/_blocks.py; 1 byte of traffic a value. R
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from qframework.kernels._block_operators import (
     rows_and_columns,
     rows_of_tile,
 )
-from qframework.kernels._blocks import dequantize_blocks_ref
+from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref
 from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._triton import tl, triton
 
@@ -27,7 +29,7 @@ LONGEST, SHORTEST = 256, 32  # rows of one program: its sums are few beside them
 _SUMMED = 64  # numbers that a program of the second kernel adds at a time, and how many sums it makes
 
 
-def block_sum_rows_ref(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
+def block_sum_rows_ref(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
     """Reference of ``qframework::block_sum_rows``."""
     return dequantize_blocks_ref(x, x_scale, block_size).reshape(-1, x.shape[-1]).sum(0)
 
@@ -35,7 +37,7 @@ def block_sum_rows_ref(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
 @triton.jit
 def _block_sum_rows_kernel(
     x_ptr,  # (R, C) int8
-    x_scale_ptr,  # (ceil(R / BLOCK), ceil(C / BLOCK)) fp32
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
     partial_ptr,  # (S, C) fp32
     R,
     C,
@@ -120,7 +122,7 @@ def add_up(*matrices: Tensor) -> list[Tensor]:
     return sums
 
 
-def stretches(rows: int, columns: int, tile: dict[str, int]) -> tuple[int, int]:
+def stretches(rows: int, columns: int, tile: dict[str, Any]) -> tuple[int, int]:
     """How many rows a program walks down, and into how many stretches that cuts the rows."""
     across = cdiv(columns, tile["TILE_N"])
     length = LONGEST
@@ -129,7 +131,7 @@ def stretches(rows: int, columns: int, tile: dict[str, int]) -> tuple[int, int]:
     return length, cdiv(rows, length)
 
 
-def _block_sum_rows_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tensor:
+def _block_sum_rows_triton(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
     rows, columns = rows_and_columns(x)
     if x.numel() == 0:
         return x.new_zeros((columns,), dtype=torch.float32)
@@ -143,7 +145,7 @@ def _block_sum_rows_triton(x: Tensor, x_scale: Tensor, block_size: int) -> Tenso
 
 
 register_block_operator(
-    "block_sum_rows(Tensor x, Tensor x_scale, int block_size) -> Tensor",
+    "block_sum_rows(Tensor x, Tensor x_scale, int[2] block_size) -> Tensor",
     lambda x, x_scale, block_size: check_alike("block_sum_rows", block_size, x=(x, x_scale)),
     block_sum_rows_ref,
     _block_sum_rows_triton,
@@ -151,13 +153,13 @@ register_block_operator(
 )
 
 
-def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: int = 32) -> Tensor:
+def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = 32) -> Tensor:
     """Sum over all rows of a tensor in blocks: what the gradient of a bias is.
 
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
         ``(C,)`` fp32, added in float32 and always in the same order.

@@ -328,8 +328,13 @@ def test_bad_input():
 
 @pytest.mark.parametrize(
     ("text", "size", "name"),
-    [("32", 32, "32"), ("128", 128, "128"), ("64x64", 64, "64"), ("1x128", (1, 128), "1x128")]
-    + [("32x128", (32, 128), "32x128")],
+    [
+        ("32", 32, "32"),
+        ("128", 128, "128"),
+        ("64x64", 64, "64"),
+        ("32x128", (32, 128), "32x128"),
+        ("1x128", (1, 128), "1x128"),
+    ],
 )
 def test_block_sizes_on_command_lines(text, size, name):
     assert parse_block_size(text) == size
