@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import dequantize_blocks_ref, quantize_blocks_ref, scale_shape
+from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref, operand_size, quantize_blocks_ref, scale_shape
 from qframework.kernels._common import LIBRARY
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.block_linear_arguments import check_arguments
@@ -35,12 +35,12 @@ def block_linear_ref(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
-    block_size: int,
+    block_size: BlockSize,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::block_linear``: the float32 product of the dequantized operands."""
     left = dequantize_blocks_ref(a, a_scale, block_size)
-    right = dequantize_blocks_ref(b, b_scale, block_size)
+    right = dequantize_blocks_ref(b, b_scale, operand_size(block_size))
     y = F.linear(left, right, None if bias is None else bias.float())
     if out_dtype == torch.int8:
         return quantize_blocks_ref(y, block_size)
@@ -53,7 +53,7 @@ def no_scale(like: Tensor) -> Tensor:
 
 
 LIBRARY.define(
-    "block_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int block_size, "
+    "block_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[2] block_size, "
     "ScalarType out_dtype) -> (Tensor, Tensor)"
 )
 
@@ -93,7 +93,7 @@ def block_linear(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None = None,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """``a @ b.T + bias`` of operands in blocks, INT8 within a block and float32 across (Jetfire, algorithm 1).
@@ -102,9 +102,10 @@ def block_linear(
         a: ``(..., K)`` int8, contiguous.
         a_scale: ``(ceil(R / B), ceil(K / B))`` fp32 for the R rows of ``a``, dequantizes it.
         b: ``(N, K)`` int8, contiguous.
-        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``.
+        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``; of blocks as ``block_transpose`` makes them.
         bias: ``(N,)`` fp32, fp16 or bf16.
-        block_size: B, 32, 64 or 128. K is summed up in INT8 over B columns at a time: the larger, the faster.
+        block_size: of ``a`` and the result: 32, 64, 128, (32, 128) or (1, 128). K is summed up in INT8 over the columns
+            of a block at a time: the more, the faster.
         out_dtype: float32, float16, bfloat16, or int8 for a result in blocks.
 
     Returns:

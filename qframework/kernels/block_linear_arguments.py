@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import check_blocks
+from qframework.kernels._blocks import BlockSize, check_blocks, operand_size
 from qframework.kernels._common import check_dtype, check_same_device
 from qframework.numerics import FLOAT_DTYPES
 
@@ -19,13 +19,13 @@ def check_arguments(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
-    block_size: int,
+    block_size: BlockSize,
     out_dtype: torch.dtype,
 ) -> None:
     """Everything that can be told from metadata; also run on fake tensors, so nothing here may look at values."""
     name = "block_linear"
     check_blocks(name, "a", a, a_scale, block_size)
-    check_blocks(name, "b", b, b_scale, block_size)
+    check_blocks(name, "b", b, b_scale, operand_size(block_size))
     check_same_device(name, a, b=b, bias=bias)
     if b.ndim != 2 or a.shape[-1] != b.shape[1]:
         raise QFrameworkError(

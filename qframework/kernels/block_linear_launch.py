@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels import block_linear_specialized as specialized
-from qframework.kernels._blocks import scale_shape
+from qframework.kernels._blocks import BlockSize, block_shape, canonical_size, operand_size, scale_shape
 from qframework.kernels._common import check_device
 from qframework.kernels._launch import Launch, cdiv
 from qframework.kernels._triton import TensorDescriptor
@@ -41,12 +41,13 @@ class Plan:
     """
 
     def __init__(
-        self, operands: Operands, block_size: int, out_dtype: torch.dtype, choice: Choice | None = None
+        self, operands: Operands, block_size: BlockSize, out_dtype: torch.dtype, choice: Choice | None = None
     ) -> None:
         a, a_scale, b, b_scale, bias = operands
         check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
         check_device(a.device)
-        self.device, self.block_size, self.out_dtype, self.choice = a.device, block_size, out_dtype, choice
+        self.device, self.out_dtype, self.choice = a.device, out_dtype, choice
+        self.block_size, self.step = canonical_size(block_size), block_shape(block_size)[1]
         self.has_bias, self.in_blocks = bias is not None, out_dtype == torch.int8
         n, k = b.shape
         self.sizes = (a.shape[:-1].numel(), n, k)
@@ -74,8 +75,8 @@ class Plan:
         m, n, k = self.sizes
         a = b = None
         if tile.tma:
-            a = _without_tensor(TensorDescriptor(operands[0], (m, k), (k, 1), (tile.block_m, self.block_size)))
-            b = _without_tensor(TensorDescriptor(operands[2], (n, k), (k, 1), (tile.block_n, self.block_size)))
+            a = _without_tensor(TensorDescriptor(operands[0], (m, k), (k, 1), (tile.block_m, self.step)))
+            b = _without_tensor(TensorDescriptor(operands[2], (n, k), (k, 1), (tile.block_n, self.step)))
         constants = tuple(tile_constants(tile, k, self.block_size, self.has_bias and parts == 1).values())
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         launch = Launch(_block_linear_kernel, (count_tiles(tile, m, n), parts, 1), constants, self.alike, **options)
@@ -84,8 +85,8 @@ class Plan:
     def _specialized(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
         """Of the kernel for Hopper."""
         m, n, k = self.sizes
-        a = _without_tensor(describe(operands[0], (m, k), k, (tile.block_m, self.block_size)))
-        b = _without_tensor(describe(operands[2], (n, k), k, (tile.block_n, self.block_size)))
+        a = _without_tensor(describe(operands[0], (m, k), k, (tile.block_m, self.step)))
+        b = _without_tensor(describe(operands[2], (n, k), k, (tile.block_n, self.step)))
         dtype = self.out_dtype if parts == 1 else torch.float32
         by_tma = stores_by_tma(dtype, n)
         like = torch.empty((1, n), dtype=dtype, device=self.device)
@@ -98,7 +99,7 @@ class Plan:
 
     def _depth(self, parts: int) -> int:
         """Blocks along K that a part has."""
-        return cdiv(cdiv(self.sizes[2], self.block_size), parts)
+        return cdiv(cdiv(self.sizes[2], self.step), parts)
 
 
 _PLANS: dict[tuple[Any, ...], Plan] = {}
@@ -111,11 +112,12 @@ def block_linear_triton(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None,
-    block_size: int,
+    block_size: BlockSize,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """``block_linear`` in Triton; what was checked and chosen for operands holds for others like them."""
     operands = (a, a_scale, b, b_scale, bias)
+    block_size = canonical_size(block_size)
     key = (block_size, out_dtype, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in operands])
     plan = _PLANS.get(key)
     if plan is None:
@@ -176,12 +178,13 @@ def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return out.copy_((y if bias is None else y + bias.float()).view(out.shape))
 
 
-def tile_constants(tile: Tile, k: int, block_size: int, has_bias: bool) -> dict[str, Any]:
+def tile_constants(tile: Tile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
     """What the kernel is compiled for, in the order of its arguments."""
     return {
-        "BLOCK": block_size,
+        "BLOCK": block_shape(block_size),
+        "BLOCK_B": block_shape(operand_size(block_size)),
         "HAS_BIAS": has_bias,
-        "EVEN_K": tile.tma or k % block_size == 0,  # descriptors give zeros past the edge
+        "EVEN_K": tile.tma or k % block_shape(block_size)[1] == 0,  # descriptors give zeros past the edge
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "GROUP_M": tile.group_m,
@@ -194,10 +197,11 @@ def stores_by_tma(dtype: torch.dtype, columns: int) -> bool:
     return dtype != torch.float32 and columns * dtype.itemsize % 16 == 0
 
 
-def specialized_constants(tile: Tile, block_size: int, has_bias: bool, tma_store: bool) -> dict[str, Any]:
+def specialized_constants(tile: Tile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
     """What the kernel for Hopper is compiled for, in the order of its arguments."""
     return {
-        "BLOCK": block_size,
+        "BLOCK": block_shape(block_size),
+        "BLOCK_B": block_shape(operand_size(block_size)),
         "HAS_BIAS": has_bias,
         "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m,

@@ -51,7 +51,7 @@ if HAS_GLUON:
         part = index // tiles
         start_m, start_n = place(index % tiles, M, N, BLOCK_M, 128, GROUP_M)
         first = part * STEPS
-        return part, first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK)), start_m, start_n
+        return part, first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK[1])), start_m, start_n
 
     @gluon.jit
     def _produce(
@@ -76,21 +76,27 @@ if HAS_GLUON:
             _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
             for step in range(first, last):
                 mbarrier.wait(free.index(slot), phase)
-                mbarrier.expect(ready.index(slot), (BLOCK_M + 128) * BLOCK)
-                tma_load(a_desc, [start_m, step * BLOCK], ready.index(slot), a_stages.index(slot))
-                tma_load(b_desc, [start_n, step * BLOCK], ready.index(slot), b_stages.index(slot))
+                mbarrier.expect(ready.index(slot), (BLOCK_M + 128) * BLOCK[1])
+                tma_load(a_desc, [start_m, step * BLOCK[1]], ready.index(slot), a_stages.index(slot))
+                tma_load(b_desc, [start_n, step * BLOCK[1]], ready.index(slot), b_stages.index(slot))
                 slot, phase = next_stage(slot, phase, STAGES)
 
     @gluon.jit
-    def _spread(scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, BLOCK: gl.constexpr, layout: gl.constexpr):
-        """Scales of LENGTH rows, each loaded once: see spread_scales in block_linear_kernel.py."""
-        first = start // BLOCK
-        last = (SIZE - 1) // BLOCK
+    def _spread(
+        scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr
+    ):
+        """Scales of LENGTH rows, HEIGHT to a scale: see spread_scales in block_linear_kernel.py."""
         row = gl.arange(0, LENGTH, layout=layout)
-        scale = gl.full([LENGTH], gl.load(scale_ptr + gl.minimum(first, last) * across + block), gl.float32, layout)
-        for i in gl.static_range(1, LENGTH // BLOCK):
-            other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
-            scale = gl.where(row >= i * BLOCK, other, scale)
+        if HEIGHT == 1:
+            scale = gl.load(scale_ptr + gl.minimum(start + row, SIZE - 1) * across + block)
+        else:
+            first = start // HEIGHT
+            last = (SIZE - 1) // HEIGHT
+            first_scale = gl.load(scale_ptr + gl.minimum(first, last) * across + block)
+            scale = gl.full([LENGTH], first_scale, gl.float32, layout)
+            for i in gl.static_range(1, LENGTH // HEIGHT):
+                other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
+                scale = gl.where(row >= i * HEIGHT, other, scale)
         return scale
 
     @gluon.jit
@@ -115,6 +121,7 @@ if HAS_GLUON:
         shared,
         sizes,
         BLOCK: gl.constexpr,
+        BLOCK_B: gl.constexpr,
         HAS_BIAS: gl.constexpr,
         BLOCK_M: gl.constexpr,
         GROUP_M: gl.constexpr,
@@ -130,7 +137,7 @@ if HAS_GLUON:
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         FIRST_ROW: gl.constexpr = WHO * 128
-        across = gl.cdiv(K, BLOCK)
+        across = gl.cdiv(K, BLOCK[1])
         own_turn = 1 - WHO  # the phase to wait for: the first warpgroup may begin at once
         slot = 0
         phase = 0
@@ -145,13 +152,13 @@ if HAS_GLUON:
                 a = a_stages.index(slot)
                 b = b_stages.index(slot).permute((1, 0))
                 # Scales are asked for before the product and used after it: memory answers in the meantime.
-                columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK, of_columns)
-                rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK, of_rows)
+                columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
+                rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
                 acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
-                if BLOCK < 128:
-                    rows = _spread(a_scale_ptr, start_m + 64, M, step, across, 64, BLOCK, of_rows)
+                if BLOCK[0] < 128:
+                    rows = _spread(a_scale_ptr, start_m + 64, M, step, across, 64, BLOCK[0], of_rows)
                 acc = _multiply(a.slice(FIRST_ROW + 64, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 mbarrier.arrive(free.index(slot), count=1)
@@ -196,7 +203,7 @@ if HAS_GLUON:
     @gluon.jit
     def _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
         """Both halves in blocks: one of 128 x 128 for both, or smaller ones within each."""
-        if BLOCK == 128:
+        if BLOCK[0] == 128:
             amax = gl.max(gl.max(gl.maximum(_magnitude(upper), _magnitude(lower)), 1), 0)
             scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
             scale = gl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
@@ -216,28 +223,29 @@ if HAS_GLUON:
     @gluon.jit
     def _store_scales(scale, scale_ptr, start_m, start_n, M, N, BLOCK: gl.constexpr):
         layout: gl.constexpr = scale.type.layout
-        m = start_m // BLOCK + gl.arange(0, scale.shape[0], layout=gl.SliceLayout(1, layout))
-        n = start_n // BLOCK + gl.arange(0, scale.shape[1], layout=gl.SliceLayout(0, layout))
-        across = gl.cdiv(N, BLOCK)
-        inside = (m < gl.cdiv(M, BLOCK))[:, None] & (n < across)[None, :]
+        m = start_m // BLOCK[0] + gl.arange(0, scale.shape[0], layout=gl.SliceLayout(1, layout))
+        n = start_n // BLOCK[1] + gl.arange(0, scale.shape[1], layout=gl.SliceLayout(0, layout))
+        across = gl.cdiv(N, BLOCK[1])
+        inside = (m < gl.cdiv(M, BLOCK[0]))[:, None] & (n < across)[None, :]
         gl.store(scale_ptr + m[:, None] * across + n[None, :], scale, mask=inside)
 
     @gluon.jit(do_not_specialize=["M", "STEPS", "PARTS"])
     def _block_linear_specialized_kernel(
-        a_scale_ptr,  # (cdiv(M, BLOCK), cdiv(K, BLOCK)) fp32
-        b_scale_ptr,  # (cdiv(N, BLOCK), cdiv(K, BLOCK)) fp32
+        a_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(K, BLOCK[1])) fp32
+        b_scale_ptr,  # (cdiv(N, BLOCK_B[0]), cdiv(K, BLOCK_B[1])) fp32
         a_desc,  # of (M, K) int8
         b_desc,  # of (N, K) int8
         bias_ptr,  # (N,) float
         out_desc,  # of (M, N) 16 bit or int8; without TMA_STORE something unused
         out_ptr,  # (PARTS, M, N) float
-        out_scale_ptr,  # (cdiv(M, BLOCK), cdiv(N, BLOCK)) fp32, of an int8 result
+        out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, of an int8 result
         M,
         N,
         K,
         STEPS,  # inner blocks in a part
         PARTS,  # of K, each with a result of its own
-        BLOCK: gl.constexpr,
+        BLOCK: gl.constexpr,  # of a and the result
+        BLOCK_B: gl.constexpr,  # as many columns
         HAS_BIAS: gl.constexpr,
         BLOCK_M: gl.constexpr,
         GROUP_M: gl.constexpr,
@@ -246,8 +254,8 @@ if HAS_GLUON:
         TMA_STORE: gl.constexpr,
     ):
         """out = a @ b.T + bias. Any number of programs; each takes every such tile, of every part, of a line."""
-        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK], a_desc.layout)
-        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, 128, BLOCK], b_desc.layout)
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK[1]], a_desc.layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, 128, BLOCK[1]], b_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -268,11 +276,11 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
                     )),
                     (_consume, (
                         gl.constexpr(1), pointers, shared, sizes,
-                        BLOCK, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
                     )),
                     (_produce, (
                         a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
@@ -286,7 +294,7 @@ if HAS_GLUON:
                 [
                     (_consume, (
                         gl.constexpr(0), pointers, shared, sizes,
-                        BLOCK, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
                     )),
                     (_produce, (
                         a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from qframework.kernels._blocks import BlockSize, block_shape
 from qframework.kernels._gluon import HAS_GLUON
 from qframework.kernels.int8_linear_tiles import chip_of
 
@@ -32,7 +33,7 @@ class Tile(NamedTuple):
         return 2 if self.consumers == 1 else 1
 
 
-# Largest first; the last one also serves everything smaller. By block size: a result in blocks needs whole blocks.
+# Largest first; the last one also serves everything smaller. By columns of a block, the step along K.
 _BY_POINTERS = {
     32: [Tile(128, 128, 8, 5), Tile(64, 128, 8, 5), Tile(64, 64, 4, 5)],
     64: [Tile(128, 128, 8, 4), Tile(64, 128, 8, 4), Tile(64, 64, 4, 4)],
@@ -50,7 +51,7 @@ def choose_tile(
     m: int,
     n: int,
     k: int,
-    block_size: int,
+    block_size: BlockSize,
     capability: tuple[int, int],
     processors: int,
     tma: bool,
@@ -62,34 +63,36 @@ def choose_tile(
         m: rows of ``a (M, K)``.
         n: rows of ``b (N, K)``, columns of the result.
         k: the inner size.
-        block_size: B.
+        block_size: of ``a`` and the result.
         capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
         processors: multiprocessors of the chip.
         tma: whether operands, and a result in blocks, lie in memory as tensor descriptors need it.
         whole: whether the result is in blocks: a tile must hold whole ones, and K stays in one part.
     """
     if tma and capability == (9, 0) and HAS_GLUON:
-        tile = specialized_tile(m, n, k, block_size, processors, whole)
+        tile = specialized_tile(m, n, k, block_shape(block_size)[1], processors, whole)
         if m > 64 and count_tiles(tile, m, n) * parts_of(tile, m, n, k, processors, whole) >= processors // 2:
             return tile
-    tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[block_size]
+    rows, columns = block_shape(block_size)
+    tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[columns]
     if whole:
-        tiles = [tile for tile in tiles if min(tile.block_m, tile.block_n) >= block_size]
-    elif block_size == 32 and capability == (9, 0) and not tma:
+        tiles = [tile for tile in tiles if tile.block_m >= rows and tile.block_n >= columns]
+    elif columns == 32 and capability == (9, 0) and not tma:
         tiles = tiles[1:]  # there the largest one spills
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return chosen if large_memory else chosen._replace(num_stages=2)
 
 
-def specialized_tile(m: int, n: int, k: int, block_size: int, processors: int, whole: bool) -> Tile:
-    """Long blocks keep the tensor cores busy, and two warpgroups read less; shorter ones wait, two programs in turn.
+def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whole: bool) -> Tile:
+    """For blocks of so many columns.
 
-    So it is too where the small tile's programs get a multiprocessor each: the large one leaves half of them idle.
+    Long ones keep the tensor cores busy, and two warpgroups read less; shorter ones wait, two programs in turn. So it
+    is too where the small tile's programs get a multiprocessor each: the large one leaves half of them idle.
     """
-    single = SINGLE[block_size]
+    single = SINGLE[columns]
     programs = count_tiles(single, m, n) * parts_of(single, m, n, k, processors, whole)
-    return single if block_size < 128 or programs <= processors else COOPERATIVE[block_size]
+    return single if columns < 128 or programs <= processors else COOPERATIVE[columns]
 
 
 def count_tiles(tile: Tile, m: int, n: int) -> int:
@@ -115,10 +118,12 @@ class Choice(NamedTuple):
 
 
 @functools.lru_cache(4096)
-def choice_for(device: torch.device, m: int, n: int, k: int, block_size: int, tma: bool, whole: bool) -> Choice:
+def choice_for(
+    device: torch.device, m: int, n: int, k: int, block_size: int | tuple[int, int], tma: bool, whole: bool
+) -> Choice:
     """``choose_tile`` and ``parts_of`` on ``device``."""
     if device.type != "cuda":
-        return Choice(INTERPRETED[block_size], 1)
+        return Choice(INTERPRETED[block_shape(block_size)[1]], 1)
     capability, processors = chip_of(device)
     tile = choose_tile(m, n, k, block_size, capability, processors, tma, whole)
     return Choice(tile, parts_of(tile, m, n, k, processors, whole))
