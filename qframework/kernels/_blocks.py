@@ -39,7 +39,8 @@ from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
 BlockSize = int | Sequence[int]  # B, or rows and columns
-BLOCK_SIZES: tuple[int | tuple[int, int], ...] = (32, 64, 128, (32, 128), (1, 128))
+CanonicalSize = int | tuple[int, int]  # of canonical_size: equal where blocks are
+BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
 _INTERPRETED = tl.constexpr(INTERPRET)
@@ -69,7 +70,7 @@ def block_shape(block_size: BlockSize) -> tuple[int, int]:
     return rows, columns
 
 
-def canonical_size(block_size: BlockSize) -> int | tuple[int, int]:
+def canonical_size(block_size: BlockSize) -> CanonicalSize:
     """The one way to write a block size: a number where blocks are square, else a tuple."""
     if not isinstance(block_size, list | tuple) or len(block_size) != 2:
         return block_size  # type: ignore[return-value]  # a number, or refused
@@ -81,7 +82,7 @@ class BlockSizeTextError(argparse.ArgumentTypeError, QFrameworkError):
     """A block size on a command line that is none; argparse prints its message as it is."""
 
 
-def parse_block_size(text: str) -> int | tuple[int, int]:
+def parse_block_size(text: str) -> CanonicalSize:
     """The block size that a command line names as ``block_size_name`` does: a number, or ROWSxCOLUMNS.
 
     Raises:
@@ -107,7 +108,7 @@ def is_square(block_size: BlockSize) -> bool:
     return rows == columns
 
 
-def operand_size(block_size: BlockSize) -> int | tuple[int, int]:
+def operand_size(block_size: BlockSize) -> CanonicalSize:
     """Block size of what a product of tensors in ``block_size`` takes besides them: weights and transposed tensors.
 
     Along the dimension that is summed up, blocks must be as long in both operands. Square ones are, transposed or not;
