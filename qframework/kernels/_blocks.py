@@ -55,11 +55,12 @@ _SUMS_OF_FOUR = tl.constexpr(
 )
 
 
-def check_block_size(operator: str, block_size: BlockSize) -> None:
-    """Raise UnsupportedError unless ``block_size`` is one of BLOCK_SIZES."""
+def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:
+    """``canonical_size`` of it. Raises UnsupportedError unless it is one of BLOCK_SIZES."""
     if (size := canonical_size(block_size)) not in BLOCK_SIZES:
         accepted = ", ".join(map(str, BLOCK_SIZES))
         raise UnsupportedError(f"{operator}: block_size={size!r} is unsupported; accepted: {accepted}")
+    return size
 
 
 def block_shape(block_size: BlockSize) -> tuple[int, int]:
