@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, canonical_size, check_block_size
 from qframework.kernels.block_activation import check_kind
 from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
 from qframework.training.norm import input_gradient
@@ -18,7 +18,7 @@ class Int8ActivationFunction(torch.autograd.Function):
     """``f(x)`` of blocks; saves them."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, kind: str, block_size: int) -> BlockTensor:
+    def forward(ctx: Any, x: Tensor, kind: str, block_size: BlockSize) -> BlockTensor:
         blocks = as_blocks(x, block_size)
         q, scale = torch.ops.qframework.block_activation(blocks.q, blocks.scale, kind, block_size)
         ctx.save_for_backward(blocks)
@@ -40,7 +40,7 @@ class Int8GatedActivationFunction(torch.autograd.Function):
     """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, block_size: int) -> BlockTensor:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, block_size: BlockSize) -> BlockTensor:
         gates, ups = as_blocks(gate, block_size), as_blocks(up, block_size)
         q, scale = torch.ops.qframework.block_gated_activation(gates.q, gates.scale, ups.q, ups.scale, kind, block_size)
         ctx.save_for_backward(gates, ups)
@@ -64,17 +64,16 @@ class Int8Activation(nn.Module):
 
     Args:
         kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Raises:
         UnsupportedError: another kind or block size.
     """
 
-    def __init__(self, kind: str, block_size: int = 32) -> None:
+    def __init__(self, kind: str, block_size: BlockSize = 32) -> None:
         super().__init__()
         check_kind("Int8Activation", kind)
-        check_block_size("Int8Activation", block_size)
-        self.kind, self.block_size = kind, block_size
+        self.kind, self.block_size = kind, check_block_size("Int8Activation", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
@@ -92,20 +91,24 @@ class Int8GatedMLP(nn.Module):
         up_proj: likewise.
         down_proj: likewise.
         kind: f, one of those of Int8Activation.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Raises:
         UnsupportedError: another kind or block size.
     """
 
     def __init__(
-        self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, kind: str = "silu", block_size: int = 32
+        self,
+        gate_proj: nn.Module,
+        up_proj: nn.Module,
+        down_proj: nn.Module,
+        kind: str = "silu",
+        block_size: BlockSize = 32,
     ) -> None:
         super().__init__()
         check_kind("Int8GatedMLP", kind)
-        check_block_size("Int8GatedMLP", block_size)
         self.gate_proj, self.up_proj, self.down_proj = gate_proj, up_proj, down_proj
-        self.kind, self.block_size = kind, block_size
+        self.kind, self.block_size = kind, check_block_size("Int8GatedMLP", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to what ``down_proj`` makes of it."""
@@ -115,6 +118,6 @@ class Int8GatedMLP(nn.Module):
         return f"{self.kind!r}, block_size={self.block_size}"
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: int = 32) -> Tensor:
+def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = 32) -> Tensor:
     """``f(gate) * up`` of two tensors of one shape, float or in blocks; the result is in blocks. Differentiable."""
-    return Int8GatedActivationFunction.apply(gate, up, kind, block_size)
+    return Int8GatedActivationFunction.apply(gate, up, kind, canonical_size(block_size))

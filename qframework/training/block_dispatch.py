@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import row_count
+from qframework.kernels._blocks import CanonicalSize, row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 from qframework.training.block_tensor import BlockTensor, Handler, as_blocks, blocks_of, float_of, wrap_blocks
 
@@ -165,7 +165,7 @@ def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     return wrap_blocks(func(x.q, dim), *_rest(x))
 
 
-def _rest(x: BlockTensor) -> tuple[Tensor, int, torch.dtype, Tensor | None]:
+def _rest(x: BlockTensor) -> tuple[Tensor, CanonicalSize, torch.dtype, Tensor | None]:
     """What a view of leading dimensions has in common with ``x``."""
     return aten.alias.default(x.scale), x.block_size, x.dtype, x.statistics
 

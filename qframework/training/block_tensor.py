@@ -1,7 +1,7 @@
 """BlockTensor: an INT8 tensor in blocks that autograd and a stranger's model take for the float tensor it stands for.
 
 Outside it has the shape and dtype of a float tensor; inside are ``q`` (int8) and ``scale`` (fp32, one value for each
-B x B block, qframework/kernels/_blocks.py), so that what is saved for the backward pass costs a byte a value. Gradients
+block, qframework/kernels/_blocks.py), so that what is saved for the backward pass costs a byte a value. Gradients
 are BlockTensors too wherever the data flow is INT8. What an ATen operator does with one is in block_dispatch.py.
 
 Functions of this package follow one pattern, which runs in eager mode, under ``torch.compile(fullgraph=True)`` and
@@ -10,7 +10,7 @@ under checkpointing alike::
     @torch._dynamo.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
     class GELU(torch.autograd.Function):
         @staticmethod
-        def forward(ctx, x, block_size):              # tensors, BlockTensors, None, numbers, strings and dtypes only
+        def forward(ctx, x, block_size):              # tensors, BlockTensors, None, numbers, strings, dtypes, tuples
             x = as_blocks(x, block_size)              # a float tensor may come in: quantize it
             ctx.save_for_backward(x)                  # a BlockTensor is saved as it is; never a float copy of it
             ctx.block_size = block_size
@@ -44,20 +44,23 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import check_blocks
+from qframework.kernels._blocks import BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels._common import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
 
 Handler = Callable[..., Any]
+Context = tuple[CanonicalSize, torch.dtype, bool]
+"""Of ``__tensor_flatten__``: block size, dtype outside, and whether there are statistics."""
 
 
 class BlockTensor(Tensor):
-    """INT8 values with one scale for each block of ``block_size`` x ``block_size`` of them (Jetfire, section 4).
+    """INT8 values with one scale for each block of them (Jetfire, section 4).
 
     Args:
         q: ``(..., C)`` int8, contiguous.
-        scale: ``(ceil(R / B), ceil(C / B))`` fp32, R = prod(leading).
-        block_size: 32, 64 or 128.
+        scale: ``(ceil(R / B), ceil(C / B))`` fp32, R = prod(leading), B a block's rows and columns.
+        block_size: 32, 64 or 128, of square blocks, or rows and columns, (32, 128) or (1, 128). The attribute is a
+            number where they are equal, else a tuple, however it was given.
         dtype: what it is outside: float32, float16 or bfloat16. ``dequantize`` gives it, gradients have it.
         statistics: None, or what an addition found out about its rows for the normalization behind it, ``(R, 2)`` fp32.
 
@@ -67,7 +70,7 @@ class BlockTensor(Tensor):
 
     q: Tensor
     scale: Tensor
-    block_size: int
+    block_size: CanonicalSize
     statistics: Tensor | None
 
     @staticmethod
@@ -75,16 +78,16 @@ class BlockTensor(Tensor):
         cls,
         q: Tensor,
         scale: Tensor,
-        block_size: int,
+        block_size: BlockSize,
         dtype: torch.dtype,
         statistics: Tensor | None = None,
     ) -> BlockTensor:
         self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
-        self.q, self.scale, self.block_size, self.statistics = q, scale, block_size, statistics
+        self.q, self.scale, self.block_size, self.statistics = q, scale, canonical_size(block_size), statistics
         return self
 
     def __init__(
-        self, q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype, statistics: Tensor | None = None
+        self, q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype, statistics: Tensor | None = None
     ) -> None:
         check_blocks("BlockTensor", "q", q, scale, block_size)
         check_dtype("BlockTensor", "the outside", self, FLOAT_DTYPES)
@@ -97,14 +100,12 @@ class BlockTensor(Tensor):
 
         return dispatch(func, args, kwargs or {})
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, torch.dtype, bool]]:
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
         inside = ["q", "scale"] if self.statistics is None else ["q", "scale", "statistics"]
         return inside, (self.block_size, self.dtype, self.statistics is not None)
 
     @staticmethod
-    def __tensor_unflatten__(
-        inside: dict[str, Tensor], context: tuple[int, torch.dtype, bool], size: Any, stride: Any
-    ) -> BlockTensor:
+    def __tensor_unflatten__(inside: dict[str, Tensor], context: Context, size: Any, stride: Any) -> BlockTensor:
         block_size, dtype, _ = context
         return wrap_blocks(inside["q"], inside["scale"], block_size, dtype, inside.get("statistics"))
 
@@ -113,7 +114,7 @@ class BlockTensor(Tensor):
         return wrap_blocks(self.q, self.scale, self.block_size, self.dtype)
 
     def __coerce_same_metadata_as_tangent__(
-        self, expected: tuple[int, torch.dtype, bool] | None, expected_type: type | None = None
+        self, expected: Context | None, expected_type: type | None = None
     ) -> Tensor | None:
         """This gradient as the compiled backward pass expects it: a float tensor, or other blocks."""
         if expected_type is Tensor:
@@ -141,13 +142,13 @@ class BlockTensor(Tensor):
 
 
 def wrap_blocks(
-    q: Tensor, scale: Tensor, block_size: int, dtype: torch.dtype, statistics: Tensor | None = None
+    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype, statistics: Tensor | None = None
 ) -> BlockTensor:
     """A BlockTensor without checks: while tracing, its insides may be anything that traces."""
     return BlockTensor.__new__(BlockTensor, q, scale, block_size, dtype, statistics)
 
 
-def blocks_of(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTensor:
+def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:
     """``x`` (any float tensor) quantized, outside autograd: for Functions."""
     q, scale = torch.ops.qframework.block_quantize(x, block_size, seed)
     return wrap_blocks(q, scale, block_size, x.dtype)
@@ -158,7 +159,7 @@ def float_of(x: BlockTensor) -> Tensor:
     return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, x.dtype)
 
 
-def as_blocks(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTensor:
+def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:
     """``x`` if it is a BlockTensor, else ``x`` quantized; outside autograd: for Functions.
 
     Raises:
@@ -166,9 +167,9 @@ def as_blocks(x: Tensor, block_size: int, seed: Tensor | None = None) -> BlockTe
     """
     if not isinstance(x, BlockTensor):
         return blocks_of(x, block_size, seed)
-    if x.block_size != block_size:
+    if x.block_size != canonical_size(block_size):
         raise QFrameworkError(
-            f"a tensor in blocks of {x.block_size} reached a layer with blocks of {block_size}; "
+            f"a tensor in blocks of {x.block_size} reached a layer with blocks of {canonical_size(block_size)}; "
             "give all layers of a model one block_size"
         )
     return x
@@ -186,7 +187,7 @@ class QuantizeBlocks(torch.autograd.Function):
     """A float tensor into blocks; the gradient passes straight through, as a float tensor."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, block_size: int, seed: Tensor | None) -> BlockTensor:
+    def forward(ctx: Any, x: Tensor, block_size: BlockSize, seed: Tensor | None) -> BlockTensor:
         return blocks_of(x, block_size, seed)
 
     @staticmethod
@@ -210,12 +211,12 @@ class DequantizeBlocks(torch.autograd.Function):
         return as_blocks(grad, ctx.block_size, seed), None
 
 
-def quantize_blocks(x: Tensor, block_size: int = 32, seed: Tensor | None = None) -> BlockTensor:
+def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> BlockTensor:
     """``x`` in the block format, differentiable: gradients pass straight through.
 
     Args:
         x: ``(..., C)`` fp32, fp16 or bf16, seen as rows; a BlockTensor is returned as it is.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
         seed: one int64 on ``x``'s device, see ``new_seed``: round stochastically instead of half to even.
 
     Raises:
@@ -225,7 +226,7 @@ def quantize_blocks(x: Tensor, block_size: int = 32, seed: Tensor | None = None)
     if isinstance(x, BlockTensor):
         return as_blocks(x, block_size)
     check_float_input("quantize_blocks", x)
-    return QuantizeBlocks.apply(x, block_size, seed)
+    return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
 
 
 def new_seed(device: torch.device | str) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from qframework.kernels._blocks import BlockSize
 from qframework.training.block_tensor import BlockTensor, new_seed, quantize_blocks
 
 _STATES = ("hidden_states", "x", "src", "input")  # where models pass by name what goes from block to block
@@ -14,7 +15,7 @@ _STATES = ("hidden_states", "x", "src", "input")  # where models pass by name wh
 class EnterBlocks:
     """Forward pre-hook of a block: its hidden states, the first argument, quantized where they are float."""
 
-    def __init__(self, block_size: int) -> None:
+    def __init__(self, block_size: BlockSize) -> None:
         self.block_size = block_size
 
     def __call__(

@@ -16,7 +16,7 @@ from typing import Literal, get_args
 from torch import nn
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, CanonicalSize, block_shape, check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.inductor import register_fallbacks
@@ -53,13 +53,13 @@ class ConversionReport:
     """What convert_to_int8_training did to a model; ``str`` of it is a summary."""
 
     mode: Mode
-    block_size: int
+    block_size: CanonicalSize
     blocks: tuple[str, ...]
     converted: tuple[Converted, ...] = ()
     kept: tuple[Kept, ...] = ()
 
     def __str__(self) -> str:
-        size = f", blocks of {self.block_size} x {self.block_size}" if self.mode == "per_block" else ""
+        size = ", blocks of {} x {}".format(*block_shape(self.block_size)) if self.mode == "per_block" else ""
         lines = [f"INT8 training, {self.mode}{size}: {len(self.converted)} modules in {len(self.blocks)} blocks"]
         for before, after in dict.fromkeys((row.before, row.after) for row in self.converted):
             count = sum((row.before, row.after) == (before, after) for row in self.converted)
@@ -72,7 +72,7 @@ class ConversionReport:
 
 def convert_to_int8_training(
     model: nn.Module,
-    block_size: int = 32,
+    block_size: BlockSize = 32,
     mode: Mode = "per_block",
     *,
     blocks: Sequence[str] | None = None,
@@ -88,7 +88,9 @@ def convert_to_int8_training(
     Args:
         model: with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights stay in
             their dtype: FP32, as the paper keeps its master weights.
-        block_size: 32, 64 or 128; rows and columns that share a scale.
+        block_size: how many tokens and channels share a scale: 32, 64 or 128 of both, or (tokens, channels), (32, 128)
+            or (1, 128). Products are the faster, the more channels; a token with outliers spoils those it shares with.
+            docs/training.md says how to choose.
         mode: ``"per_block"``: Jetfire. For comparison, linears alone, 16-bit between them: ``"per_tensor"``, a scale
             for each operand; ``"per_token"``, SwitchBack: a scale for each row, the weights' gradients in 16 bits.
         blocks: names of the blocks, with ``*`` and ``?``, where they cannot be found by their structure
@@ -107,7 +109,7 @@ def convert_to_int8_training(
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` fits no module.
     """
-    check_block_size("convert_to_int8_training", block_size)
+    block_size = check_block_size("convert_to_int8_training", block_size)
     if mode not in get_args(Mode):
         raise UnsupportedError(f"mode={mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
     if stochastic_gradients and mode != "per_block":
@@ -267,7 +269,7 @@ def _has_matrices(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
-def _apply(model: nn.Module, plan: _Plan, block_size: int) -> ConversionReport:
+def _apply(model: nn.Module, plan: _Plan, block_size: CanonicalSize) -> ConversionReport:
     """Exchange modules wherever they are held: one that is used twice becomes one that is used twice."""
     news: dict[nn.Module, nn.Module] = {}
     converted = []
@@ -309,7 +311,7 @@ def _described(module: nn.Module) -> str:
     return type(module).__name__ + (f" ({output} out)" if isinstance(output, str) else "")
 
 
-def _set_boundaries(model: nn.Module, plan: _Plan, block_size: int) -> None:
+def _set_boundaries(model: nn.Module, plan: _Plan, block_size: BlockSize) -> None:
     """Blocks take floats in, the last block of each container and what is kept in float give floats or get them."""
     for block in plan.blocks.values():
         block.register_forward_pre_hook(EnterBlocks(block_size), with_kwargs=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, new_seed, quantize_blocks, wrap_blocks
 
 
@@ -16,7 +16,7 @@ class Int8DropoutFunction(torch.autograd.Function):
     """``m x / (1 - p)`` of blocks, the mask m made from the seed in both passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, block_size: int) -> BlockTensor:
+    def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> BlockTensor:
         blocks = as_blocks(x, block_size)
         q, scale = torch.ops.qframework.block_dropout(blocks.q, blocks.scale, p, seed, block_size)
         ctx.save_for_backward(seed)
@@ -37,7 +37,7 @@ class Int8Dropout(nn.Dropout):
 
     Args:
         p: how likely a value is dropped while training.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Each call draws a seed from torch's generator of the input's device: ``torch.manual_seed`` repeats it, and
     checkpointing, which puts the generator back, drops the same values twice.
@@ -47,10 +47,9 @@ class Int8Dropout(nn.Dropout):
         ValueError: p outside [0, 1].
     """
 
-    def __init__(self, p: float = 0.5, block_size: int = 32) -> None:
+    def __init__(self, p: float = 0.5, block_size: BlockSize = 32) -> None:
         super().__init__(p)
-        check_block_size("Int8Dropout", block_size)
-        self.block_size = block_size
+        self.block_size = check_block_size("Int8Dropout", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""

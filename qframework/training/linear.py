@@ -6,6 +6,9 @@ Of operands in blocks, and sums over blocks in float32::
     dX = dY  W            W quantized anew, and transposed
     dW = dY^T X           X kept in INT8 since the forward pass; a float dY is read once for both products
 
+Along what a product sums up, blocks must be as long in both operands: W and all that is transposed are in blocks of
+``operand_size(block_size)``. Square ones are that already; others are quantized anew for dW, from what they stand for.
+
 Parameters and state dicts are those of the float layer; masters stay in float and are never quantized in place.
 """
 
@@ -17,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, CanonicalSize, check_block_size, operand_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
 
 Output = Literal["block", "float"]
@@ -38,7 +41,7 @@ class Int8LinearFunction(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        block_size: int,
+        block_size: BlockSize,
         dtype: torch.dtype,
         output: Output,
         conv1d: bool,
@@ -66,20 +69,25 @@ class Int8LinearFunction(torch.autograd.Function):
         if for_weight:
             x = torch.ops.qframework.block_transpose(blocks.q, blocks.scale, ctx.block_size)
             left, right = (x, transposed) if ctx.conv1d else (transposed, x)
-            grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, ctx.block_size, ctx.weight_dtype)
+            size = operand_size(ctx.block_size)
+            grad_weight, _ = torch.ops.qframework.block_linear(*left, *right, None, size, ctx.weight_dtype)
         grad_bias = sum_rows(grad).to(ctx.bias_dtype) if for_bias else None
         return grad_x, grad_weight, grad_bias, None, None, None, None, None
 
 
-def weight_blocks(weight: Tensor, block_size: int, transposed: bool) -> Blocks:
-    """A master weight, or its transpose, in blocks: they are square, so both hold the same numbers."""
+def weight_blocks(weight: Tensor, block_size: BlockSize, transposed: bool) -> Blocks:
+    """A master weight, or its transpose, as an operand beside tensors in ``block_size``.
+
+    Square blocks hold the same numbers both ways; others are of the master weight each.
+    """
+    size = operand_size(block_size)
     if not transposed:
-        return torch.ops.qframework.block_quantize(weight, block_size)
-    return torch.ops.qframework.block_quantize_both(weight, block_size)[2:]
+        return torch.ops.qframework.block_quantize(weight, size)
+    return torch.ops.qframework.block_quantize_both(weight, size)[2:]
 
 
 def both_ways(
-    grad: Tensor, block_size: int, upright: bool, transposed: bool, seed: Tensor | None = None
+    grad: Tensor, block_size: BlockSize, upright: bool, transposed: bool, seed: Tensor | None = None
 ) -> tuple[Blocks, Blocks]:
     """``grad`` in blocks and its transpose, each where it is asked for, else something unused; a float is read once."""
     if not isinstance(grad, BlockTensor):
@@ -122,7 +130,8 @@ class Int8Linear(nn.Linear):
         bias: whether there is one.
         device: of the parameters.
         dtype: of the parameters, FP32 as the paper keeps them.
-        block_size: B, 32, 64 or 128; the larger, the faster and the coarser.
+        block_size: 32, 64, 128, (32, 128) or (1, 128), rows and columns of ``x`` and the result that share a scale. The
+            more columns, the faster; the more values, the coarser.
         output: ``"block"`` gives a BlockTensor, ``"float"`` a float tensor, for what computes in float behind it.
         stochastic_gradients: while training, round gradients that come as floats stochastically, without bias, from a
             seed of torch's generator; one in blocks is taken as it is.
@@ -143,7 +152,7 @@ class Int8Linear(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: int = 32,
+        block_size: BlockSize = 32,
         output: Output = "block",
         stochastic_gradients: bool = False,
     ) -> None:
@@ -152,7 +161,7 @@ class Int8Linear(nn.Linear):
         self.stochastic_gradients = stochastic_gradients
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, block_size: int = 32, output: Output = "block") -> Int8Linear:
+    def from_float(cls, linear: nn.Linear, block_size: BlockSize = 32, output: Output = "block") -> Int8Linear:
         """The same layer with the very same parameters."""
         made = cls(
             linear.in_features,
@@ -204,7 +213,7 @@ class Int8Conv1D(Conv1D):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: int = 32,
+        block_size: BlockSize = 32,
         output: Output = "block",
         stochastic_gradients: bool = False,
     ) -> None:
@@ -213,7 +222,7 @@ class Int8Conv1D(Conv1D):
         self.stochastic_gradients = stochastic_gradients
 
     @classmethod
-    def from_float(cls, conv: Any, block_size: int = 32, output: Output = "block") -> Int8Conv1D:
+    def from_float(cls, conv: Any, block_size: BlockSize = 32, output: Output = "block") -> Int8Conv1D:
         """The same layer with the very same parameters."""
         nx, nf = conv.weight.shape
         return share(cls(nf, nx, "meta", block_size=block_size, output=output), conv)
@@ -225,12 +234,12 @@ class Int8Conv1D(Conv1D):
         return f"{super().extra_repr()}, block_size={self.block_size}, output={self.output!r}"
 
 
-def check_options(layer: str, block_size: int, output: str) -> tuple[int, Any]:
-    """Both, or UnsupportedError."""
-    check_block_size(layer, block_size)
+def check_options(layer: str, block_size: BlockSize, output: str) -> tuple[CanonicalSize, Any]:
+    """Both, the block size in its canonical form, or UnsupportedError."""
+    size = check_block_size(layer, block_size)
     if output not in get_args(Output):
         raise UnsupportedError(f"{layer}: output={output!r} is unknown; accepted: {', '.join(get_args(Output))}")
-    return block_size, output
+    return size, output
 
 
 def share(made: Any, given: nn.Module) -> Any:

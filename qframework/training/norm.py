@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
 
 
@@ -22,7 +22,7 @@ class Int8LayerNormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, block_size: int
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, block_size: BlockSize
     ) -> BlockTensor:
         blocks = as_blocks(x, block_size)
         q, scale, mean, rstd = torch.ops.qframework.block_layer_norm(
@@ -50,7 +50,7 @@ class Int8RMSNormFunction(torch.autograd.Function):
     """RMSNorm of blocks; saves them and one number a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, block_size: int) -> BlockTensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, block_size: BlockSize) -> BlockTensor:
         blocks = as_blocks(x, block_size)
         q, scale, rstd = torch.ops.qframework.block_rms_norm(
             blocks.q, blocks.scale, weight, eps, block_size, blocks.statistics
@@ -90,7 +90,7 @@ class Int8LayerNorm(nn.LayerNorm):
         bias: whether there is a bias beside it.
         device: of the parameters.
         dtype: of the parameters.
-        block_size: 32, 64 or 128.
+        block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     ``x`` is ``(..., C)``, a float tensor or a BlockTensor; the result is a BlockTensor of its shape and dtype.
 
@@ -108,15 +108,14 @@ class Int8LayerNorm(nn.LayerNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: int = 32,
+        block_size: BlockSize = 32,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         _check_shape("Int8LayerNorm", self.normalized_shape)
-        check_block_size("Int8LayerNorm", block_size)
-        self.block_size = block_size
+        self.block_size = check_block_size("Int8LayerNorm", block_size)
 
     @classmethod
-    def from_float(cls, norm: nn.LayerNorm, block_size: int = 32) -> Int8LayerNorm:
+    def from_float(cls, norm: nn.LayerNorm, block_size: BlockSize = 32) -> Int8LayerNorm:
         """The same normalization with the very same parameters."""
         affine, bias = norm.weight is not None, norm.bias is not None
         new = cls(norm.normalized_shape, norm.eps, affine, bias, "meta", block_size=block_size)
@@ -145,15 +144,14 @@ class Int8RMSNorm(nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: int = 32,
+        block_size: BlockSize = 32,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _check_shape("Int8RMSNorm", self.normalized_shape)
-        check_block_size("Int8RMSNorm", block_size)
-        self.block_size = block_size
+        self.block_size = check_block_size("Int8RMSNorm", block_size)
 
     @classmethod
-    def from_float(cls, norm: nn.Module, block_size: int = 32, eps: float | None = None) -> Int8RMSNorm:
+    def from_float(cls, norm: nn.Module, block_size: BlockSize = 32, eps: float | None = None) -> Int8RMSNorm:
         """The same normalization with the very same parameters: of nn.RMSNorm, or of a class like LlamaRMSNorm.
 
         ``eps``: where the module has none under the name ``eps`` or ``variance_epsilon``.

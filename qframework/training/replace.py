@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from qframework.errors import UnsupportedError
+from qframework.kernels._blocks import BlockSize
 from qframework.training.activation import Int8Activation, Int8GatedMLP
 from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear
@@ -29,7 +30,7 @@ _HOOKS = (
 )
 
 
-def replacement(module: nn.Module, name: str, mode: str, block_size: int) -> nn.Module:
+def replacement(module: nn.Module, name: str, mode: str, block_size: BlockSize) -> nn.Module:
     """The INT8 module for ``module``, which lies at ``name`` inside its block.
 
     Args:
@@ -66,7 +67,7 @@ def float_again(new: nn.Module) -> nn.Module:
     return module.train(new.training)
 
 
-def gated_mlp(module: nn.Module, news: Mapping[nn.Module, nn.Module], block_size: int) -> nn.Module:
+def gated_mlp(module: nn.Module, news: Mapping[nn.Module, nn.Module], block_size: BlockSize) -> nn.Module:
     """The INT8 module for a gated MLP whose linears have theirs in ``news``."""
     children = dict(module.named_children())
     kind = activation_kind(children.pop(GATED[-1]))
@@ -75,36 +76,36 @@ def gated_mlp(module: nn.Module, news: Mapping[nn.Module, nn.Module], block_size
     return _standing_for(Int8GatedMLP(gate, up, down, kind, block_size), module)
 
 
-def _linear(module: Any, name: str, block_size: int) -> nn.Module:
+def _linear(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     kind = Int8Linear if isinstance(module, nn.Linear) else Int8Conv1D
     return kind.from_float(module, block_size, "block" if gives_blocks(name) else "float")
 
 
-def _layer_norm(module: Any, name: str, block_size: int) -> nn.Module:
+def _layer_norm(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8LayerNorm.from_float(module, block_size)
 
 
-def _rms_norm(module: Any, name: str, block_size: int) -> nn.Module:
+def _rms_norm(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8RMSNorm.from_float(module, block_size, norm_eps(module))
 
 
-def _activation(module: Any, name: str, block_size: int) -> nn.Module:
+def _activation(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8Activation(str(activation_kind(module)), block_size)
 
 
-def _dropout(module: Any, name: str, block_size: int) -> nn.Module:
+def _dropout(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8Dropout(module.p, block_size)
 
 
-def _layer_scale(module: Any, name: str, block_size: int) -> nn.Module:
+def _layer_scale(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8LayerScale(module.gamma, block_size)
 
 
-def _drop_path(module: Any, name: str, block_size: int) -> nn.Module:
+def _drop_path(module: Any, name: str, block_size: BlockSize) -> nn.Module:
     return Int8DropPath(module.drop_prob, getattr(module, "scale_by_keep", True), block_size)
 
 
-_MAKERS: dict[str, Callable[[Any, str, int], nn.Module]] = {
+_MAKERS: dict[str, Callable[[Any, str, BlockSize], nn.Module]] = {
     "linear": _linear,
     "conv1d": _linear,
     "layer_norm": _layer_norm,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import check_block_size
+from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, quantize_blocks, wrap_blocks
 
 
@@ -61,11 +61,10 @@ class DropSamples(torch.autograd.Function):
 class Int8LayerScale(nn.Module):
     """timm's LayerScale, ``x * gamma``, in and out in blocks; a float input is quantized."""
 
-    def __init__(self, gamma: nn.Parameter, block_size: int = 32) -> None:
+    def __init__(self, gamma: nn.Parameter, block_size: BlockSize = 32) -> None:
         super().__init__()
-        check_block_size("Int8LayerScale", block_size)
         self.gamma = gamma
-        self.block_size = block_size
+        self.block_size = check_block_size("Int8LayerScale", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
@@ -78,12 +77,11 @@ class Int8DropPath(nn.Module):
     A float input is quantized. ``scale_by_keep``: what is kept is divided by the probability of being kept.
     """
 
-    def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: int = 32) -> None:
+    def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
         super().__init__()
-        check_block_size("Int8DropPath", block_size)
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
-        self.block_size = block_size
+        self.block_size = check_block_size("Int8DropPath", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         """``(B, ..., C)`` to the same shape, in blocks."""
