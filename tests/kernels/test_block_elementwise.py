@@ -7,7 +7,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from block_oracle import BLOCK_SIZES, SHAPES, UNIT, assert_blocks, operand, values
+from block_oracle import BLOCK_SIZES, CASES, UNIT, assert_blocks, block_of, operand, values
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import block_add, block_dropout, block_mul, block_quantize, block_sum_rows
@@ -62,8 +62,7 @@ def assert_statistics(statistics, z):
     assert ((got[:, 1] - variance).abs() <= 64 * UNIT * variance + (16 * UNIT * z.abs().amax(1)).square()).all()
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "block_size"), CASES)
 def test_add_and_its_statistics(add, place, shape, block_size):
     x, y = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
     z, z_scale, statistics = add(*x, *y, block_size, True)
@@ -76,21 +75,31 @@ def test_add_and_its_statistics(add, place, shape, block_size):
     assert without[2].shape == (0, 2)
 
 
+@pytest.mark.parametrize("size", [32, (1, 128)])
 @pytest.mark.parametrize("of_whole_rows", [True, False])
-def test_statistics_of_long_rows(place, implementation, monkeypatch, of_whole_rows):
+def test_statistics_of_long_rows(place, implementation, monkeypatch, of_whole_rows, size):
     """More columns than a program reads at a time, and more tiles than one merges at a time."""
     if implementation == "cpu":
         pytest.skip("the CPU reads rows as a whole")
     monkeypatch.setattr(row_statistics, "ROW_VALUES", 256)
     monkeypatch.setattr(row_statistics, "MERGED_TILES", 2)
-    x = 3.0 + torch.randn(40, 1100) + torch.arange(1100) / 100
-    z, z_scale = (each.to(place) for each in block_quantize(x, 32))
+    x = 3.0 + torch.randn(7, 1100) + torch.arange(1100) / 100
+    z, z_scale = (each.to(place) for each in block_quantize(x, size))
     if of_whole_rows:
-        found = row_statistics.row_statistics_triton(z, z_scale, 32)
+        found = row_statistics.row_statistics_triton(z, z_scale, size)
     else:
-        zeros = (each.to(place) for each in block_quantize(torch.zeros_like(x), 32))
-        z, z_scale, found = elementwise._block_add_triton(z, z_scale, *zeros, 32, True)
-    assert_statistics(found, values(z, z_scale, 32))
+        zeros = (each.to(place) for each in block_quantize(torch.zeros_like(x), size))
+        z, z_scale, found = elementwise._block_add_triton(z, z_scale, *zeros, size, True)
+    assert_statistics(found, values(z, z_scale, size))
+
+
+@pytest.mark.parametrize(("shape", "size"), [((40, 300), 32), ((66, 300), 128), ((66, 300), (32, 128))])
+def test_statistics_of_whole_rows(place, implementation, shape, size):
+    """Programs of 32 rows, a whole block or a part of it; the last ones are cut off."""
+    if implementation == "cpu":
+        pytest.skip("the CPU reads rows as a whole")
+    z, z_scale = operand(shape, size, place)
+    assert_statistics(row_statistics.row_statistics_triton(z, z_scale, size), values(z, z_scale, size))
 
 
 def test_statistics_of_rows_far_from_zero(add, place):
@@ -177,8 +186,7 @@ def test_dropout_of_nothing_and_of_everything(dropout, place, p, factor):
     assert torch.equal(values(y, y_scale, 32), values(q, scale, 32) * factor)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("shape", [*SHAPES, (100, 40)])
+@pytest.mark.parametrize(("shape", "block_size"), [*CASES, ((100, 40), 32), ((100, 40), (1, 128))])
 def test_sum_rows(sum_rows, place, shape, block_size):
     x = operand(shape, block_size, place)
     rows = values(*x, block_size).reshape(-1, shape[-1])
@@ -199,19 +207,18 @@ def test_empty(add, mul, dropout, sum_rows, place, shape):
     assert torch.equal(sum_rows(*q, 32), torch.zeros(64, device=place))
 
 
+@pytest.mark.parametrize("size", [32, (1, 128)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinity_are_not_hidden(add, mul, dropout, sum_rows, place, bad):
-    x = torch.ones(40, 70, device=place)
+def test_nan_and_infinity_are_not_hidden(add, mul, dropout, sum_rows, place, bad, size):
+    x = torch.ones(40, 140, device=place)
     x[2, 3] = bad
-    x, good = block_quantize(x, 32), block_quantize(torch.ones(40, 70, device=place), 32)
-    z, z_scale, statistics = add(*x, *good, 32, True)
-    for result in ((z, z_scale), mul(*x, *good, 32), dropout(*x, 0.1, seed_on(place), 32)):
-        got = values(*result, 32)
-        assert not got[:32, :32].isfinite().any()
-        assert got[32:, 32:].isfinite().all()
-    assert not statistics[2].isfinite().any()
-    assert statistics[32:].isfinite().all()
-    assert not sum_rows(*x, 32)[3].isfinite()
+    x, good = block_quantize(x, size), block_quantize(torch.ones(40, 140, device=place), size)
+    z, z_scale, statistics = add(*x, *good, size, True)
+    hit = block_of(2, 3, (40, 140), size)
+    for result in ((z, z_scale), mul(*x, *good, size), dropout(*x, 0.1, seed_on(place), size)):
+        assert torch.equal(values(*result, size).isfinite(), ~hit)
+    assert torch.equal(statistics.isfinite().cpu(), ~hit[:, :1].expand(40, 2))
+    assert torch.equal(sum_rows(*x, size).isfinite().cpu(), ~hit[2])
 
 
 def test_opcheck(device):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from block_oracle import BLOCK_SIZES, OBLONGS, SQUARES, assert_blocks, block_of, sides, values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import UNIT, assert_float_close, assert_int8_close, numpy64
@@ -24,7 +25,6 @@ from qframework.kernels.block_quantize import (
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-BLOCK_SIZES = [32, 64, 128]
 # Whole blocks, a real model's, tails on both sides, one row, one column, fewer than a block, no leading dimension.
 SHAPES = [(64, 128), (197, 192), (2, 7, 123), (1, 300), (300, 1), (3, 5), (40,)]
 # Half a step, and the two roundings of x * (1 / scale).
@@ -72,10 +72,11 @@ def sample(place, shape, dtype=torch.float32):
 def blocks(shape, block_size):
     """Row and column slices of every block, with its place among the scales."""
     rows, columns = math.prod(shape[:-1]), shape[-1]
-    for i in range(math.ceil(rows / block_size)):
-        for j in range(math.ceil(columns / block_size)):
-            down = slice(i * block_size, min((i + 1) * block_size, rows))
-            across = slice(j * block_size, min((j + 1) * block_size, columns))
+    height, width = sides(block_size)
+    for i in range(math.ceil(rows / height)):
+        for j in range(math.ceil(columns / width)):
+            down = slice(i * height, min((i + 1) * height, rows))
+            across = slice(j * width, min((j + 1) * width, columns))
             yield i, j, down, across
 
 
@@ -92,15 +93,18 @@ def spread(scale, shape, block_size) -> np.ndarray:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantize(quantize, place, shape, block_size, dtype):
     x = sample(place, shape, dtype)
-    q, scale = quantize(x, block_size)
-    exact = numpy64(x)
-    rows = exact.reshape(-1, shape[-1])
-    found = {(i, j) for i, j, _, _ in blocks(shape, block_size)}
+    assert_quantized(*quantize(x, block_size), numpy64(x), block_size)
+
+
+def assert_quantized(q, scale, exact, block_size):
+    """Scales are those of the largest values, and values roundings of ``exact``, whatever is no tie to the nearest."""
+    rows = exact.reshape(-1, exact.shape[-1])
+    found = {(i, j) for i, j, _, _ in blocks(exact.shape, block_size)}
     assert scale.numel() == len(found)
-    for i, j, down, across in blocks(shape, block_size):
+    for i, j, down, across in blocks(exact.shape, block_size):
         amax = np.abs(rows[down, across]).max()
         np.testing.assert_allclose(float(scale[i, j]), max(amax / 127, MIN_SCALE), rtol=2 * UNIT[torch.float32])
-    assert_int8_close(q, exact, np.zeros(shape), spread(scale, shape, block_size))
+    assert_int8_close(q, exact, np.zeros(exact.shape), spread(scale, exact.shape, block_size))
     assert q.is_contiguous()
     assert scale.is_contiguous()
 
@@ -117,7 +121,7 @@ def test_dequantize(dequantize, place, block_size, dtype):
     assert_float_close(got, exact, UNIT[torch.float32] * np.abs(exact))
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", SQUARES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_transpose_moves_values_and_scales(quantize, dequantize, transpose, quantize_both, place, shape, block_size):
     x = sample(place, shape)
@@ -132,6 +136,77 @@ def test_transpose_moves_values_and_scales(quantize, dequantize, transpose, quan
         assert torch.equal(got, expected)
 
 
+TURNED = (32, 128)  # blocks of what is transposed, where they are not square
+
+
+@pytest.mark.parametrize("block_size", OBLONGS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_oblong_blocks_are_quantized_anew(quantize, transpose, quantize_both, place, shape, block_size):
+    """By transpose from what the blocks stand for, by quantize_both from the floats themselves."""
+    x = sample(place, shape)
+    q, scale = quantize(x, block_size)
+    stored = values(q, scale, block_size).reshape(-1, shape[-1]).t()
+    assert_blocks(*transpose(q, scale, block_size), stored, UNIT[torch.float32] * stored.abs(), TURNED)
+    both = quantize_both(x, block_size)
+    assert torch.equal(both[0], q)
+    assert torch.equal(both[1], scale)
+    assert_quantized(*both[2:], numpy64(x).reshape(-1, shape[-1]).T, TURNED)
+
+
+@pytest.mark.parametrize("block_size", OBLONGS)
+def test_oblong_blocks_are_transposed_with_a_seed(quantize, quantize_both, place, block_size):
+    """Each value rounded up or down, in either direction, and by one draw of noise: no bias that both share remains."""
+    shape, seed = (150, 200), torch.tensor([5], device=place)
+    x = sample(place, shape)
+    q, scale, turned, turned_scale = quantize_both(x, block_size, seed)
+    alone = quantize(x, block_size, seed)
+    assert torch.equal(q, alone[0])
+    assert torch.equal(scale, alone[1])
+    assert torch.equal(turned_scale, quantize_both(x, block_size)[3])
+    steps = numpy64(x).T / spread(turned_scale, shape[::-1], TURNED)
+    off = numpy64(turned) - steps
+    assert np.abs(off).max() < 1 + 1e-4
+    fraction = steps - np.floor(steps)
+    deviation = np.sqrt((fraction * (1 - fraction)).sum())
+    assert abs(off.sum()) <= 6 * deviation
+    assert np.abs(off).max() > 0.7, "rounded to nearest"
+    assert torch.equal(turned, quantize_both(x, block_size, seed)[2])
+    assert not torch.equal(turned, quantize_both(x, block_size, seed + 1)[2])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("block_size", OBLONGS)
+def test_nan_and_infinity_in_a_transpose(dequantize, transpose, quantize_both, place, block_size, bad):
+    """They spoil a block of the transpose; of block_transpose, as much as they had spoiled before."""
+    shape = (150, 140)
+    x = torch.ones(shape, device=place)
+    x[40, 33] = bad
+    q, scale, turned, turned_scale = quantize_both(x, block_size)
+    spoiled = ~dequantize(q, scale, block_size).isfinite().cpu()
+    assert torch.equal(spoiled, block_of(40, 33, shape, block_size))
+    spoiled_t = ~dequantize(turned, turned_scale, TURNED).isfinite().cpu()
+    assert torch.equal(spoiled_t, block_of(33, 40, shape[::-1], TURNED))
+    again = ~dequantize(*transpose(q, scale, block_size), TURNED).isfinite().cpu()
+    expected = torch.zeros(shape[::-1], dtype=torch.bool)
+    for row, column in spoiled.t().nonzero()[::8].tolist():  # blocks are longer than that
+        expected |= block_of(row, column, shape[::-1], TURNED)
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("block_size", OBLONGS)
+def test_transposes_of_strided_tensors(quantize, transpose, quantize_both, place, block_size):
+    x = sample(place, (6, 30, 40))
+    for view in (x.permute(2, 0, 1), x[:, ::2], x[..., 3:20]):
+        for one, other in zip(
+            quantize_both(view, block_size), quantize_both(view.contiguous(), block_size), strict=True
+        ):
+            assert torch.equal(one, other)
+    q, scale = quantize(sample(place, (150, 140)), block_size)
+    strided = transpose(q.t().contiguous().t(), scale.t().contiguous().t(), block_size)
+    for one, other in zip(strided, transpose(q, scale, block_size), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_blocks_of_zeros(quantize, place):
     q, scale = quantize(torch.zeros(70, 40, device=place), 32)
     assert not q.any()
@@ -139,13 +214,14 @@ def test_blocks_of_zeros(quantize, place):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_nan_and_infinity_stay_in_their_block(quantize, dequantize, place, bad):
-    x = torch.ones(64, 96, device=place)
+@pytest.mark.parametrize("size", [32, (32, 128), (1, 128)])
+def test_nan_and_infinity_stay_in_their_block(quantize, dequantize, place, bad, size):
+    x = torch.ones(64, 160, device=place)
     x[40, 33] = bad
-    back = dequantize(*quantize(x, 32), 32)
-    assert not back[32:, 32:64].isfinite().any()
-    back[32:, 32:64] = 1
-    assert torch.allclose(back, torch.ones_like(back))
+    back = dequantize(*quantize(x, size), size).cpu()
+    hit = block_of(40, 33, (64, 160), size)
+    assert torch.equal(back.isfinite(), ~hit)
+    assert torch.allclose(back[~hit], torch.ones(1))
 
 
 def test_strided(quantize, place):
@@ -175,8 +251,8 @@ def test_stochastic_rounding_is_unbiased(quantize, dequantize, quantize_both, pl
     n = 130
     fractions = torch.linspace(0.05, 0.95, n, device=place)
     x = (fractions + torch.arange(n, device=place) % 100 - 50).expand(n, n).contiguous()
-    for i, j, _, _ in blocks(x.shape, block_size):
-        x[i * block_size, j * block_size] = 127  # scale 1: x is in steps
+    for _, _, down, across in blocks(x.shape, block_size):
+        x[down.start, across.start] = 127  # scale 1: x is in steps
     q, scale = quantize(x, block_size, seeded(place, 3))
     assert (scale == 1).all()
     error = (dequantize(q, scale, block_size) - x).double()
@@ -239,9 +315,10 @@ def test_any_shape_stride_and_magnitude(shape, exponent, dtype, block_size, stri
     for i, j, down, across in blocks(x.shape, block_size):
         part = q.reshape(-1, x.shape[-1])[down, across].abs().max()
         assert scale[i, j] == MIN_SCALE or part >= 126 + (seed is None), "the scale is too large"
-    twice = block_transpose(*block_transpose(q, scale, block_size), block_size)
-    assert torch.equal(twice[0], q.reshape(-1, x.shape[-1]))
-    assert torch.equal(twice[1], scale)
+    if block_size in SQUARES:
+        twice = block_transpose(*block_transpose(q, scale, block_size), block_size)
+        assert torch.equal(twice[0], q.reshape(-1, x.shape[-1]))
+        assert torch.equal(twice[1], scale)
 
 
 def activations_with_outlier_channels(seed: int, rows=512, columns=768):
@@ -286,6 +363,10 @@ def test_opcheck(device):
     q, scale = block_quantize(x, 32)
     torch.library.opcheck(operators.block_dequantize.default, (q, scale, 32, torch.float16))
     torch.library.opcheck(operators.block_transpose.default, (q, scale, 32))
+    oblong = block_quantize(x, (1, 128))
+    torch.library.opcheck(operators.block_quantize_both.default, (x, (1, 128), seed))
+    torch.library.opcheck(operators.block_dequantize.default, (*oblong, (1, 128)))
+    torch.library.opcheck(operators.block_transpose.default, (*oblong, (1, 128)))
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
