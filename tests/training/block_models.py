@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from qframework.kernels._blocks import CanonicalSize
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.block_tensor import as_blocks, as_grad_of, blocks_of, float_of
 
@@ -32,19 +33,20 @@ class Linear(torch.autograd.Function):
 
 
 class BlockLinear(nn.Linear):
-    def __init__(self, columns: int, features: int) -> None:
+    def __init__(self, columns: int, features: int, block_size: CanonicalSize = 32) -> None:
         super().__init__(columns, features, bias=False)
+        self.block_size = block_size
 
     def forward(self, x: Tensor) -> Tensor:
-        return Linear.apply(x, self.weight, 32)
+        return Linear.apply(x, self.weight, self.block_size)
 
 
 class Block(nn.Module):
     """``x + down(gelu(up(x)))``, where the gradients of ``x`` meet."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, block_size: CanonicalSize = 32) -> None:
         super().__init__()
-        self.up, self.down = BlockLinear(width, 70), BlockLinear(70, width)
+        self.up, self.down = BlockLinear(width, 70, block_size), BlockLinear(70, width, block_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(F.gelu(self.up(x)))
@@ -53,12 +55,12 @@ class Block(nn.Module):
 class Residual(nn.Module):
     """Float in and out, blocks between; ``recompute`` is None or checkpoint's ``use_reentrant``."""
 
-    def __init__(self, width: int = 40, depth: int = 2) -> None:
+    def __init__(self, width: int = 40, depth: int = 2, block_size: CanonicalSize = 32) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks, self.block_size = nn.ModuleList(Block(width, block_size) for _ in range(depth)), block_size
 
     def forward(self, x: Tensor, recompute: bool | None = None) -> Tensor:
-        x = quantize_blocks(x, 32)
+        x = quantize_blocks(x, self.block_size)
         for block in self.blocks:
             x = block(x) if recompute is None else checkpoint(block, x, use_reentrant=recompute)
         return x.dequantize()

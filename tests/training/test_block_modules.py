@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import dequantize_blocks_ref, spread_scale
+from qframework.kernels._blocks import BLOCK_SIZES, dequantize_blocks_ref, spread_scale
 from qframework.training import BlockTensor, fallbacks, quantize_blocks, reset_fallbacks
 from qframework.training.activation import Int8Activation, Int8GatedMLP, gated_activation
 from qframework.training.dropout import Int8Dropout
@@ -59,7 +59,7 @@ def assert_rounded(got, exact):
     assert ((float_values(got) - exact).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", MODULES)
 def test_forward_and_backward(name, block_size):
     """Against the float module in float64 on the dequantized operands; the gradient of blocks is blocks."""
@@ -93,17 +93,18 @@ def test_float_in(name):
     assert torch.equal(same.q, y.q)
 
 
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("make", [layer_norm, rms_norm])
-def test_a_norm_takes_the_statistics_of_the_addition(make):
+def test_a_norm_takes_the_statistics_of_the_addition(make, block_size):
     """And gives what it gives without them, to a rounding."""
-    _, module = make()
-    a, b = quantize_blocks(torch.randn(40, C)), quantize_blocks(torch.randn(40, C))
-    z, scale, statistics = torch.ops.qframework.block_add(a.q, a.scale, b.q, b.scale, 32, True)
-    with_them, without = (module(BlockTensor(z, scale, 32, torch.float32, each)) for each in (statistics, None))
+    _, module = make(block_size)
+    a, b = (quantize_blocks(torch.randn(40, C), block_size) for _ in range(2))
+    z, scale, statistics = torch.ops.qframework.block_add(a.q, a.scale, b.q, b.scale, block_size, True)
+    with_them, without = (module(BlockTensor(z, scale, block_size, torch.float32, each)) for each in (statistics, None))
     off = (with_them.q.int() - without.q.int()).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() < 1e-3
-    wrong = module(BlockTensor(z, scale, 32, torch.float32, statistics + 1))
+    wrong = module(BlockTensor(z, scale, block_size, torch.float32, statistics + 1))
     assert not torch.equal(wrong.q, without.q)
 
 
@@ -141,10 +142,12 @@ class GatedMLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def test_gated_mlp():
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_gated_mlp(block_size):
     """Near the float one: what 8 bits cost in five products; the same parameters' names."""
     reference = GatedMLP()
-    module = Int8GatedMLP(*(Int8Linear.from_float(each) for each in reference.children()), "silu")
+    linears = (Int8Linear.from_float(each, block_size) for each in reference.children())
+    module = Int8GatedMLP(*linears, "silu", block_size)
     assert list(module.state_dict()) == list(reference.state_dict())
     x = torch.randn(64, C)
 
@@ -153,7 +156,7 @@ def test_gated_mlp():
         return [each.clone() for each in loss_and_gradients(call, model, x)]
 
     exact = gradients(reference, reference)
-    got = gradients(module, lambda given: module(quantize_blocks(given)).dequantize())
+    got = gradients(module, lambda given: module(quantize_blocks(given, block_size)).dequantize())
     for mine, right in zip(got, exact, strict=True):
         assert float((mine - right).norm() / right.norm()) < 0.06
 
@@ -192,21 +195,25 @@ def test_dropout_repeats_with_the_generator_and_in_the_backward_pass():
 class Block(nn.Module):
     """A residual block of all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, block_size=32) -> None:
         super().__init__()
-        self.norm, self.up, self.activation = Int8LayerNorm(C), Int8Linear(C, 90), Int8Activation("gelu")
-        self.down, self.dropout, self.rms = Int8Linear(90, C), Int8Dropout(0.2), Int8RMSNorm(C, 1e-6)
-        self.mlp = Int8GatedMLP(Int8Linear(C, 80), Int8Linear(C, 80), Int8Linear(80, C))
+        self.block_size, size = block_size, {"block_size": block_size}
+        self.norm, self.up = Int8LayerNorm(C, **size), Int8Linear(C, 90, **size)
+        self.activation, self.down = Int8Activation("gelu", **size), Int8Linear(90, C, **size)
+        self.dropout, self.rms = Int8Dropout(0.2, **size), Int8RMSNorm(C, 1e-6, **size)
+        linears = Int8Linear(C, 80, **size), Int8Linear(C, 80, **size), Int8Linear(80, C, **size)
+        self.mlp = Int8GatedMLP(*linears, **size)
 
     def forward(self, x):
-        x = quantize_blocks(x)
+        x = quantize_blocks(x, self.block_size)
         x = x + self.dropout(self.down(self.activation(self.up(self.norm(x)))))
         return (x + self.mlp(self.rms(x))).dequantize()
 
 
-def test_a_block_stays_in_int8_and_checkpointing_repeats_it():
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_a_block_stays_in_int8_and_checkpointing_repeats_it(block_size):
     """The mask too: the generator is put back before the block is computed again."""
-    model, x = Block(), torch.randn(3, 20, C)
+    model, x = Block(block_size), torch.randn(3, 20, C)
     reset_fallbacks()
 
     def run(call):
@@ -221,8 +228,9 @@ def test_a_block_stays_in_int8_and_checkpointing_repeats_it():
             assert torch.equal(one, other)
 
 
-def test_a_block_compiles_whole(fresh_dynamo):
-    model, x = Block().eval(), torch.randn(3, 20, C)
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_a_block_compiles_whole(fresh_dynamo, block_size):
+    model, x = Block(block_size).eval(), torch.randn(3, 20, C)
     expected = loss_and_gradients(model, model, x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     for one, other in zip(loss_and_gradients(compiled, model, x), expected, strict=True):
@@ -256,5 +264,9 @@ def test_bad_input():
         Int8Dropout(2.0)
     with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
         Int8Activation("gelu")(quantize_blocks(torch.randn(4, 64), 64))
+    modules = (layer_norm, rms_norm, *(lambda size, kind=kind: MODULES[kind](size) for kind in ("gelu", "dropout")))
+    for make in modules:
+        assert "block_size=(1, 128)" in repr(make([1, 128])[1])
+        assert make([32, 32])[1].block_size == 32
     with pytest.raises(QFrameworkError, match=r"weight has shape \(70,\); accepted: \(64,\)"):
         Int8LayerNorm(C)(torch.randn(4, 64))

@@ -14,7 +14,7 @@ from block_models import Residual, loss_and_gradients
 from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import dequantize_blocks_ref, spread_scale
+from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref, spread_scale
 from qframework.training import BlockTensor, fallbacks, new_seed, quantize_blocks, reset_fallbacks
 from qframework.training.block_tensor import as_blocks, as_grad_of
 
@@ -29,7 +29,9 @@ def counted_anew():
     reset_fallbacks()
 
 
-def blocks(*shape: int, block_size: int = 32, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> BlockTensor:
+def blocks(
+    *shape: int, block_size: BlockSize = 32, dtype: torch.dtype = torch.float32, scale: float = 1.0
+) -> BlockTensor:
     return quantize_blocks((torch.randn(shape) * scale).to(dtype), block_size)
 
 
@@ -67,6 +69,31 @@ def test_outside_it_is_a_float_tensor(dtype):
     assert repr(blocks) == f"BlockTensor(shape=(3, 50, 70), block_size=64, dtype={dtype}, device=cpu)"
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [((32, 32), 32), ([64, 64], 64), ([1, 128], (1, 128)), ((32, 128), (32, 128))]
+)
+def test_a_block_size_has_one_form(given, kept):
+    """However it is written, so that tensors of equal blocks meet."""
+    x = torch.randn(5, 130)
+    made = quantize_blocks(x, given)
+    parts = made.q, made.scale, given, torch.float32
+    for y in (
+        made,
+        BlockTensor(*parts),
+        made + made,
+        made.view(5, 1, 130),
+        torch.zeros_like(made),
+        as_blocks(x, given),
+    ):
+        assert type(y.block_size) is type(kept)
+        assert y.block_size == kept
+    assert as_blocks(made, given) is as_blocks(made, kept) is made
+    assert f"block_size={kept}," in repr(made)
+    context = made.__tensor_flatten__()[1]
+    assert context == quantize_blocks(x, kept).__tensor_flatten__()[1]
+    assert hash(context) == hash((kept, torch.float32, False))
+
+
 def test_gradients_pass_straight_through():
     x = torch.randn(4, 40, requires_grad=True)
     weight = torch.randn(4, 40)
@@ -84,9 +111,10 @@ def test_a_gradient_is_what_its_tensor_is():
     assert_rounded(as_grad_of(y, x), x)
 
 
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("size", [(10, 40), (2, 5, 1, 40), (-1, 40), (5, 2, -1), (10, -1)])
-def test_views_of_leading_dimensions_keep_the_blocks(size):
-    x = blocks(2, 5, 40)
+def test_views_of_leading_dimensions_keep_the_blocks(size, block_size):
+    x = blocks(2, 5, 40, block_size=block_size)
     x = x + x  # with statistics
     for view in (x.view(size), x.reshape(size)):
         assert view.shape == torch.empty(2, 5, 40).view(size).shape
@@ -128,8 +156,9 @@ def test_copies_and_conversions():
     assert fallbacks() == {"aten::_to_copy": 1}
 
 
-def test_sums_and_products_stay_in_blocks():
-    x, y = blocks(3, 40, 70), blocks(3, 40, 70, scale=0.1)
+@pytest.mark.parametrize("block_size", [32, (32, 128), (1, 128)])
+def test_sums_and_products_stay_in_blocks(block_size):
+    x, y = blocks(3, 40, 70, block_size=block_size), blocks(3, 40, 70, block_size=block_size, scale=0.1)
     assert_rounded(x + y, float_values(x) + float_values(y))
     assert_rounded(x * y, float_values(x) * float_values(y))
     assert not fallbacks()
@@ -212,11 +241,11 @@ def test_everything_else_computes_in_float_and_is_counted(caplog):
 
 def test_what_no_sum_of_blocks_is_becomes_float():
     x, y = blocks(64, 64), blocks(64, 64)
-    for other in (blocks(64, 64, block_size=64), blocks(1, 64)):
+    for other in (blocks(64, 64, block_size=64), blocks(64, 64, block_size=(1, 128)), blocks(1, 64)):
         assert torch.equal(x + other, x.dequantize() + other.dequantize())
     assert torch.equal(x.sub(y), x.dequantize() - y.dequantize())
     assert torch.equal(x.add(y, alpha=2), x.dequantize() + 2 * y.dequantize())
-    assert fallbacks() == {"aten::add.Tensor": 3, "aten::sub.Tensor": 1}
+    assert fallbacks() == {"aten::add.Tensor": 4, "aten::sub.Tensor": 1}
 
 
 def test_two_dtypes_meet_as_floats_do():
@@ -349,8 +378,9 @@ def test_autocast():
         assert isinstance(F.gelu(x), BlockTensor)
 
 
-def test_copied_pickled_and_saved():
-    x = blocks(4, 40)
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_copied_pickled_and_saved(block_size):
+    x = blocks(4, 40, block_size=block_size)
     x = x + x
     buffer = io.BytesIO()
     torch.save({"x": x}, buffer)
@@ -370,10 +400,15 @@ def test_bad_input():
     x = blocks(4, 40)
     with pytest.raises(UnsupportedError, match="block_size=33 is unsupported; accepted: 32, 64, 128"):
         quantize_blocks(torch.randn(4, 40), 33)
+    for size in ((128, 1), (1, 64), [32], (1, 2, 3), "32", None):
+        with pytest.raises(UnsupportedError, match=r"block_size=.* is unsupported; accepted: .*, \(1, 128\)$"):
+            BlockTensor(x.q, x.scale, size, torch.float32)
     with pytest.raises(UnsupportedError, match=r"quantize_blocks: x has dtype torch.int32; accepted: float32"):
         quantize_blocks(torch.ones(4, 40, dtype=torch.int32))
     with pytest.raises(QFrameworkError, match="a tensor in blocks of 32 reached a layer with blocks of 64"):
         as_blocks(x, 64)
+    with pytest.raises(QFrameworkError, match=r"in blocks of 32 reached a layer with blocks of \(1, 128\)"):
+        as_blocks(x, [1, 128])
     with pytest.raises(
         QFrameworkError, match=r"q's scale has shape \(1, 2\); q \(4, 40\) in blocks of 64 needs \(1, 1\)"
     ):

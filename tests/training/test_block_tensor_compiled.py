@@ -20,9 +20,9 @@ def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("recompute", [None, False], ids=["saved", "checkpointed"])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_whole_graph(backend, recompute, device):
-    model, x = Residual().to(device), torch.randn(2, 5, 40, device=device)
+@pytest.mark.parametrize(("backend", "block_size"), [("aot_eager", 32), ("inductor", 32), ("inductor", (1, 128))])
+def test_whole_graph(backend, block_size, recompute, device):
+    model, x = Residual(block_size=block_size).to(device), torch.randn(2, 5, 40, device=device)
     expected = loss_and_gradients(model, model, x)
     reset_fallbacks()
     compiled = torch.compile(model, fullgraph=True, backend=backend)
@@ -30,8 +30,9 @@ def test_whole_graph(backend, recompute, device):
     assert not fallbacks()
 
 
-def test_any_batch_and_length():
-    model = Residual()
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_any_batch_and_length(block_size):
+    model = Residual(block_size=block_size)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for rows in ((2, 5), (3, 40), (2, 70)):
         x = torch.randn(*rows, 40)
@@ -85,9 +86,10 @@ def test_writing_in_place():
     assert torch.equal(blocks.dequantize(), exact), "an operand of the graph"
 
 
-def test_graphs_pass_blocks_to_each_other():
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_graphs_pass_blocks_to_each_other(block_size):
     """Each block compiled alone: blocks and their gradients cross from graph to graph."""
-    model, x = Residual(), torch.randn(2, 5, 40)
+    model, x = Residual(block_size=block_size), torch.randn(2, 5, 40)
     expected = loss_and_gradients(model, model, x)
     for block in model.blocks:
         block.compile(fullgraph=True, backend="aot_eager")
@@ -132,19 +134,38 @@ def test_stochastic_rounding_draws_anew(device):
     assert (first - x).abs().max() <= 1.001 * step
 
 
-def test_blocks_are_an_input_and_a_result():
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_blocks_are_an_input_and_a_result(block_size):
     @torch.compile(fullgraph=True, backend="aot_eager")
     def double(x):
         assert isinstance(x, BlockTensor)
         return x + x
 
-    x = quantize_blocks(torch.randn(4, 40)).requires_grad_()
+    x = quantize_blocks(torch.randn(4, 40), block_size).requires_grad_()
     y = double(x)
     assert isinstance(y, BlockTensor)
     assert y.statistics is not None
-    grad = quantize_blocks(torch.randn(4, 40))
+    assert y.block_size == block_size
+    grad = quantize_blocks(torch.randn(4, 40), block_size)
     for gradient in (grad, grad + grad):  # the second with statistics, which the graph does not expect
         x.grad = None
         double(x).backward(gradient)
         assert isinstance(x.grad, BlockTensor)
         assert torch.equal(x.grad.dequantize(), (gradient + gradient).dequantize())
+
+
+@pytest.mark.parametrize("given", [(1, 128), 64])
+def test_a_gradient_in_other_blocks_is_quantized_anew(given):
+    """A compiled backward pass expects those of its forward pass."""
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def double(x):
+        return x + x
+
+    expected = 64 if given == (1, 128) else (1, 128)
+    x = quantize_blocks(torch.randn(70, 140), expected).requires_grad_()
+    grad = quantize_blocks(torch.randn(70, 140), given)
+    double(x).backward(grad)
+    again = quantize_blocks(grad.dequantize(), expected)
+    assert x.grad.block_size == expected
+    assert torch.equal(x.grad.dequantize(), (again + again).dequantize())

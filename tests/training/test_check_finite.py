@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from training_models import MODELS, inputs, logits_of, loss_of, vit
 
 from qframework.errors import NonFiniteError
+from qframework.kernels._blocks import CanonicalSize
 from qframework.training import convert_to_int8_training, fallbacks, reset_fallbacks, restore_float
 
 LAYERS = {
@@ -15,13 +16,14 @@ LAYERS = {
     "gpt2": ("transformer.h.0.attn.c_attn", "transformer.h.1.ln_2", "transformer.ln_f"),
     "llama": ("model.layers.1.mlp.down_proj", "model.layers.0.input_layernorm", "lm_head"),
 }
-CASES = [(name, layer) for name, layers in LAYERS.items() for layer in layers]
+CASES = [(name, layer, 32) for name, layers in LAYERS.items() for layer in layers]
+CASES += [("gpt2", layer, (1, 128)) for layer in LAYERS["gpt2"]]
 
 
-@pytest.mark.parametrize(("name", "layer"), CASES)
+@pytest.mark.parametrize(("name", "layer", "block_size"), CASES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_layer_in_which_it_appears_is_named(name: str, layer: str, value: float) -> None:
-    model, x = convert_to_int8_training(MODELS[name](), check_finite=True), inputs(name)
+def test_the_layer_in_which_it_appears_is_named(name: str, layer: str, block_size: CanonicalSize, value: float) -> None:
+    model, x = convert_to_int8_training(MODELS[name](), block_size, check_finite=True), inputs(name)
     loss_of(model, x).backward()
     with torch.no_grad():
         model.get_submodule(layer).weight.view(-1)[3] = value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from training_models import MODELS, gpt2, inputs, llama, logits_of, loss_of, vit
 
 from benchmarks.training_block import Block, saved_bytes
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels._blocks import BLOCK_SIZES, CanonicalSize
 from qframework.training import (
     BlockTensor,
     conversion_report,
@@ -62,8 +64,8 @@ def test_state_dicts_fit_both_ways(name: str) -> None:
 
 
 @each_model
-@pytest.mark.parametrize("block_size", [32, 64, 128])
-def test_close_to_float_and_no_operator_falls_back(name: str, block_size: int) -> None:
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_close_to_float_and_no_operator_falls_back(name: str, block_size: CanonicalSize) -> None:
     """A rounding step is max / 127; of normal values in a block the largest is about 3 to 4.5 times the deviation, so
     one quantization adds 0.01 of the values' norm. A logit has about 12 of them in each of 2 blocks behind it."""
     model, x = MODELS[name]().eval(), inputs(name)
@@ -76,8 +78,9 @@ def test_close_to_float_and_no_operator_falls_back(name: str, block_size: int) -
     assert fallbacks() == {}
 
 
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
 @each_model
-def test_gradients_reach_every_parameter_and_are_those_of_float(name: str) -> None:
+def test_gradients_reach_every_parameter_and_are_those_of_float(name: str, block_size: CanonicalSize) -> None:
     """In direction: each has the quantizations of forward and backward pass behind it, errors that do not line up."""
     # The gradient of a class token alone would hide what reaches the other tokens of its blocks.
     pooled = {"class_token": False, "global_pool": "avg"} if name == "vit" else {}
@@ -85,7 +88,7 @@ def test_gradients_reach_every_parameter_and_are_those_of_float(name: str) -> No
     loss_of(model, x).backward()
     wanted = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
     model.zero_grad()
-    loss_of(convert_to_int8_training(model), x).backward()
+    loss_of(convert_to_int8_training(model, block_size), x).backward()
     for key, parameter in model.named_parameters():
         assert parameter.grad is not None, key
         assert type(parameter.grad) is Tensor, key
@@ -110,6 +113,17 @@ def test_the_stream_between_blocks_is_int8_and_the_rest_float(name: str) -> None
     assert isinstance(seen["normed"], BlockTensor)
     assert seen["between"].statistics is not None  # the addition made what the next normalization needs
     assert type(seen["behind"]) is type(seen["queries"]) is Tensor
+
+
+def test_a_block_size_reaches_every_module_in_one_form() -> None:
+    """However it is written."""
+    for given, kept in (([1, 128], (1, 128)), ((64, 64), 64)):
+        for make in (lambda: vit(init_values=0.1, drop_path_rate=0.1, proj_drop_rate=0.1), llama):
+            model = convert_to_int8_training(make(), given)
+            assert conversion_report(model).block_size == kept
+            sizes = [module.block_size for module in model.modules() if hasattr(module, "block_size")]
+            assert len(sizes) >= len(conversion_report(model).converted)
+            assert all(size == kept and type(size) is type(kept) for size in sizes)
 
 
 def test_what_each_module_becomes() -> None:
@@ -145,6 +159,7 @@ def test_the_report_names_every_module() -> None:
     assert set(kept.values()) == {"inside attention, which computes in 16 bits"}
     shown = str(report)
     assert "INT8 training, per_block, blocks of 32 x 32" in shown
+    assert "blocks of 1 x 128:" in str(conversion_report(convert_to_int8_training(vit(), [1, 128])))
     assert "2 Linear to Int8Linear (float out)" in shown
     loss_of(model, inputs("vit")).backward()
     assert fallbacks() == {}
@@ -165,12 +180,13 @@ def test_the_baselines_exchange_linears_alone(name: str, mode: Any) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_what_is_kept_for_backward_is_a_byte_a_value() -> None:
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_what_is_kept_for_backward_is_a_byte_a_value(block_size: CanonicalSize) -> None:
     """The paper has 1.49 times less than 16 bits; with C channels a token keeps about 21 C bytes instead of 34 C."""
     x = torch.randn(2, 64, 128)
     half = Block(128, 2).bfloat16()
     floats = saved_bytes(lambda: half(x.bfloat16()), list(half.parameters()))
-    model = convert_to_int8_training(nn.Sequential(Block(128, 2)))
+    model = convert_to_int8_training(nn.Sequential(Block(128, 2)), block_size)
     with torch.autocast("cpu", torch.bfloat16):
         blocks = saved_bytes(lambda: model(x), list(model.parameters()))
     assert floats > 1.49 * blocks
@@ -258,9 +274,9 @@ def test_a_whole_block_kept_in_float() -> None:
     assert fallbacks() == {}
 
 
-@pytest.mark.parametrize("block_size", [0, 16, 48, 256])
-def test_other_block_sizes_are_refused(block_size: int) -> None:
-    with pytest.raises(UnsupportedError, match=f"{block_size}.*accepted: 32, 64, 128"):
+@pytest.mark.parametrize("block_size", [0, 16, 48, 256, (128, 32), (1, 64), [1, 128, 128], "1x128"])
+def test_other_block_sizes_are_refused(block_size: Any) -> None:
+    with pytest.raises(UnsupportedError, match=rf"{re.escape(repr(block_size))}.*accepted: 32, 64, 128, \(32, 128\)"):
         convert_to_int8_training(vit(), block_size)
 
 

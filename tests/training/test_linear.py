@@ -9,13 +9,19 @@ from torch.utils.checkpoint import checkpoint
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import dequantize_blocks_ref, quantize_blocks_ref, spread_scale
+from qframework.kernels._blocks import (
+    BLOCK_SIZES,
+    dequantize_blocks_ref,
+    is_square,
+    operand_size,
+    quantize_blocks_ref,
+    spread_scale,
+)
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Conv1D, Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
 
 UNIT = 2.0**-24
-BLOCK_SIZES = (32, 64, 128)
 SHAPES = [((2, 37, 70), 50), ((64, 128), 96), ((1, 5), 3)]
 BASELINES = {
     "per_tensor": PerTensorLinear,
@@ -42,9 +48,28 @@ def operands(shape, n, device="cpu"):
     return x.requires_grad_(), grad
 
 
+def blocks_of(x, block_size):
+    """``(q, scale)`` of a float tensor, or of one in blocks."""
+    if isinstance(x, BlockTensor):
+        return x.q, x.scale
+    return torch.ops.qframework.block_quantize(x.detach(), block_size)
+
+
+def transposed_blocks_of(x, block_size):
+    """The same of its transpose, in blocks of ``operand_size``; floats are quantized once, blocks that change again."""
+    if isinstance(x, BlockTensor):
+        return torch.ops.qframework.block_transpose(x.q, x.scale, block_size)
+    return torch.ops.qframework.block_quantize_both(x.detach(), block_size)[2:]
+
+
 def in_blocks(x, block_size):
     """What ``x`` is once quantized, in FP64."""
-    return dequantize_blocks_ref(*quantize_blocks_ref(x.detach(), block_size), block_size).double()
+    return dequantize_blocks_ref(*blocks_of(x, block_size), block_size).double()
+
+
+def transposed_in_blocks(x, block_size):
+    """What the transpose of ``x``, seen as rows, is once quantized, in FP64."""
+    return dequantize_blocks_ref(*transposed_blocks_of(x, block_size), operand_size(block_size)).double()
 
 
 def rows(x):
@@ -69,6 +94,17 @@ def three_products(x, weight, grad):
     return product(x, weight), product(grad, weight.t()), product(grad.t(), x.t())
 
 
+def three_products_of_blocks(x, weight, grad, block_size):
+    """The same of operands as the layer quantizes them: X as it is kept, dY as it comes, W from the master weight."""
+    size, weight = operand_size(block_size), weight.detach().contiguous()
+    kept = quantize_blocks(x.detach(), block_size)
+    return (
+        product(rows(in_blocks(kept, block_size)), in_blocks(weight, size)),
+        product(rows(in_blocks(grad, block_size)), transposed_in_blocks(weight, size)),
+        product(transposed_in_blocks(grad, block_size), transposed_in_blocks(kept, block_size)),
+    )
+
+
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("shape", "n"), SHAPES)
 @pytest.mark.parametrize(("conv1d", "bias"), [(False, False), (False, True), (True, True)])
@@ -78,10 +114,8 @@ def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
     x, grad = operands(shape, n, device)
     y = layer(x)
     y.backward(grad)
-    weight = in_blocks(given.weight, block_size)
-    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
-        in_blocks(x, block_size), weight.t() if conv1d else weight, in_blocks(grad, block_size)
-    )
+    weight = given.weight.t() if conv1d else given.weight
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(x, weight, grad, block_size)
     added = given.bias.detach().double() if bias else 0.0
     assert_within(y.detach(), exact + added, error + UNIT * (exact.abs() + abs(added)))
     assert_within(x.grad, exact_x, error_x)
@@ -102,15 +136,13 @@ def test_blocks_in_and_out(device, block_size, conv1d):
     grad = quantize_blocks(grad_values, block_size)
     y = layer(x)
     y.backward(grad)
-    weight = in_blocks(given.weight, block_size)
-    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
-        in_blocks(values, block_size), weight.t() if conv1d else weight, in_blocks(grad_values, block_size)
-    )
+    weight = given.weight.t() if conv1d else given.weight
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(values, weight, grad, block_size)
     exact = exact + given.bias.detach().double()
     assert_half_a_step(y, exact, error + UNIT * exact.abs())
     assert_half_a_step(x.grad, exact_x, error_x)
     assert_within(given.weight.grad.t() if conv1d else given.weight.grad, exact_w, error_w)
-    summed = in_blocks(grad_values, block_size)
+    summed = in_blocks(grad, block_size)
     assert_within(given.bias.grad, rows(summed).sum(0), len(rows(summed)) * UNIT * rows(summed).abs().sum(0))
 
 
@@ -132,11 +164,49 @@ def test_how_far_it_is_from_the_float_layer(block_size):
     y = Int8Linear.from_float(given, block_size, "float")(x)
     w = given.weight.detach()
     step_x = spread_scale(quantize_blocks_ref(x.detach(), block_size)[1], x.shape, block_size)
-    step_w = spread_scale(quantize_blocks_ref(w, block_size)[1], w.shape, block_size)
+    step_w = spread_scale(quantize_blocks_ref(w, operand_size(block_size))[1], w.shape, operand_size(block_size))
     allowed = 0.5 * step_x @ w.abs().t() + 0.5 * (x.detach().abs() + 0.5 * step_x) @ step_w.t()
     off = (y - given(x)).detach().abs()
     assert (off <= 1.001 * allowed + 1e-4).all()
     assert off.max() > 1e-4, "nothing was quantized"
+
+
+def rounding(blocks, shape, block_size):
+    """Of every value of what was rounded to these blocks, the largest error and the mean of its square."""
+    step = spread_scale(blocks[1], shape, block_size).double()
+    return step / 2, step.square() / 12
+
+
+def rounding_of_transpose(t, block_size):
+    """The same of the transpose of ``t (R, C)``, which is rounded once more if blocks are not square."""
+    last = rounding(transposed_blocks_of(t, block_size), (t.shape[1], t.shape[0]), operand_size(block_size))
+    if not isinstance(t, BlockTensor):
+        return last
+    most, square = (each.t() for each in rounding(blocks_of(t, block_size), t.shape, block_size))
+    return (most, square) if is_square(block_size) else (most + last[0], square + last[1])
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_how_far_gradients_are_from_those_of_floats(block_size, in_blocks):
+    """No further than the errors of both operands explain; in the mean as far, for roundings are independent."""
+    m, k, n = 150, 140, 130
+    layer = Int8Linear.from_float(nn.Linear(k, n), block_size, "block" if in_blocks else "float")
+    x, grad, weight = torch.randn(m, k, requires_grad=True), torch.randn(m, n), layer.weight.detach()
+    kept, given = quantize_blocks(x.detach(), block_size), quantize_blocks(grad, block_size) if in_blocks else grad
+    layer(x).backward(given)
+    of_grad = rounding(blocks_of(given, block_size), grad.shape, block_size)
+    of_weight = rounding_of_transpose(weight, operand_size(block_size))
+    of_grad_t, of_x_t = rounding_of_transpose(given, block_size), rounding_of_transpose(kept, block_size)
+    for got, a, (most_a, square_a), b, (most_b, square_b) in (
+        (x.grad, grad, of_grad, weight.t(), of_weight),
+        (layer.weight.grad, grad.t(), of_grad_t, x.detach().t(), of_x_t),
+    ):
+        a, b = a.double(), b.double()
+        off = got.double() - a @ b.t()
+        assert (off.abs() <= 1.001 * (most_a @ b.abs().t() + (a.abs() + most_a) @ most_b.t()) + 1e-4).all()
+        expected = square_a @ b.square().t() + a.square() @ square_b.t()
+        assert 0.9 < float(off.square().mean() / expected.mean()) ** 0.5 < 1.1
 
 
 @pytest.mark.parametrize("name", BASELINES)
@@ -169,6 +239,7 @@ def test_baselines(device, name):
 LAYERS = {
     "block": lambda given: Int8Linear.from_float(given, 32, "block"),
     "float": lambda given: Int8Linear.from_float(given, 32, "float"),
+    "block of one row": lambda given: Int8Linear.from_float(given, (1, 128), "block"),
     "per_tensor": PerTensorLinear.from_float,
     "per_token": PerTokenLinear.from_float,
 }
@@ -230,7 +301,7 @@ def saved(layer, x):
     return kept
 
 
-@pytest.mark.parametrize("name", ["block", "float", "per_tensor"])
+@pytest.mark.parametrize("name", ["block", "float", "block of one row", "per_tensor"])
 def test_saves_int8_and_the_master_weight(name):
     layer = LAYERS[name](nn.Linear(40, 33))
     kept = saved(layer, torch.randn(64, 40, requires_grad=True))
@@ -279,16 +350,22 @@ def test_conv1d_takes_the_state_dict_of_transformers():
 
 
 def test_errors():
-    with pytest.raises(UnsupportedError, match="Int8Linear: block_size=48 is unsupported; accepted: 32, 64, 128"):
+    accepted = r"accepted: 32, 64, 128, \(32, 128\), \(1, 128\)$"
+    with pytest.raises(UnsupportedError, match=f"Int8Linear: block_size=48 is unsupported; {accepted}"):
         Int8Linear(4, 4, block_size=48)
+    with pytest.raises(UnsupportedError, match=rf"Int8Linear: block_size=\(128, 1\) is unsupported; {accepted}"):
+        Int8Linear(4, 4, block_size=(128, 1))
     with pytest.raises(UnsupportedError, match="Int8Conv1D: output='int8' is unknown; accepted: block, float"):
         Int8Conv1D(4, 4, output="int8")
     with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
         Int8Linear(4, 4)(quantize_blocks(torch.randn(2, 4), 64))
+    with pytest.raises(QFrameworkError, match=r"blocks of \(32, 128\) reached a layer with blocks of \(1, 128\)"):
+        Int8Linear(4, 4, block_size=[1, 128])(quantize_blocks(torch.randn(2, 4), (32, 128)))
     with pytest.raises(QFrameworkError, match=r"a \(2, 5\) and b \(4, 4\) do not fit"):
         Int8Linear(4, 4)(torch.randn(2, 5))
 
 
 def test_says_what_it_is():
     assert "block_size=64, output='float'" in repr(Int8Linear(4, 5, block_size=64, output="float"))
-    assert "nf=5, nx=4, block_size=32" in repr(Int8Conv1D(5, 4))
+    assert "block_size=(1, 128)" in repr(Int8Linear(4, 5, block_size=[1, 128]))
+    assert "nf=5, nx=4, block_size=32" in repr(Int8Conv1D(5, 4, block_size=(32, 32)))

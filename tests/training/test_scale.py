@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
+from qframework.kernels._blocks import CanonicalSize, block_shape
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 
@@ -15,7 +16,8 @@ SHAPES = [(2, 5, 40), (64, 32), (3, 1, 129)]
 
 def steps(x: BlockTensor) -> Tensor:
     """The scale of each value."""
-    scale = x.scale.repeat_interleave(x.block_size, 0).repeat_interleave(x.block_size, 1)
+    height, width = block_shape(x.block_size)
+    scale = x.scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
     rows = x.numel() // x.shape[-1]
     return scale[:rows, : x.shape[-1]].reshape(x.shape).double()
 
@@ -25,8 +27,8 @@ def real(x: BlockTensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("block_size", [32, 128])
-def test_layer_scale(shape: tuple[int, ...], block_size: int) -> None:
+@pytest.mark.parametrize("block_size", [32, 128, (1, 128)])
+def test_layer_scale(shape: tuple[int, ...], block_size: CanonicalSize) -> None:
     """Output and gradient within half a step of their own scales, the parameter's gradient exact but for FP32 sums."""
     module = Int8LayerScale(nn.Parameter(torch.randn(shape[-1])), block_size)
     x = quantize_blocks(torch.randn(shape), block_size).detach().requires_grad_()
@@ -43,17 +45,19 @@ def test_layer_scale(shape: tuple[int, ...], block_size: int) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 5, 40), (8, 33)])
-@pytest.mark.parametrize("scale_by_keep", [True, False])
-def test_drop_path_drops_whole_samples_and_rounds_nothing(shape: tuple[int, ...], scale_by_keep: bool) -> None:
-    module = Int8DropPath(0.5, scale_by_keep)
-    x = quantize_blocks(torch.randn(shape)).detach().requires_grad_()
+@pytest.mark.parametrize(("scale_by_keep", "block_size"), [(True, 32), (False, 32), (True, (1, 128))])
+def test_drop_path_drops_whole_samples_and_rounds_nothing(
+    shape: tuple[int, ...], scale_by_keep: bool, block_size: CanonicalSize
+) -> None:
+    module = Int8DropPath(0.5, scale_by_keep, block_size)
+    x = quantize_blocks(torch.randn(shape), block_size).detach().requires_grad_()
     y = module(x)
     factor = 2 if scale_by_keep else 1
     kept = real(y).flatten(1).abs().sum(1) > 0
     assert 0 < kept.sum() < len(kept)
     mask = kept.double().view(-1, *(1,) * (len(shape) - 1))
     assert torch.equal(real(y), real(x) * mask * factor)
-    grad = quantize_blocks(torch.randn(shape))
+    grad = quantize_blocks(torch.randn(shape), block_size)
     y.backward(grad)
     assert torch.equal(real(x.grad), real(grad) * mask * factor)
 

@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
+from qframework.kernels._blocks import CanonicalSize
 from qframework.training import convert_to_int8_training, fallbacks, inductor, reset_fallbacks
 from qframework.training.dropout import Int8Dropout
 
 each_model = pytest.mark.parametrize("name", MODELS)
+CASES: list[tuple[str, CanonicalSize]] = [*((name, 32) for name in MODELS), ("gpt2", (1, 128))]
+each_case = pytest.mark.parametrize(("name", "block_size"), CASES)
 
 
 @pytest.fixture(autouse=True)
@@ -38,10 +41,10 @@ def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
     return (difference / sum(float(grad.square().sum()) for grad in second.values())) ** 0.5
 
 
-@each_model
-def test_compiled_without_graph_breaks(name: str, fresh_dynamo: None) -> None:
+@each_case
+def test_compiled_without_graph_breaks(name: str, block_size: CanonicalSize, fresh_dynamo: None) -> None:
     """Float sums in another order may move a value by a rounding step of INT8, a hundredth of the block's largest."""
-    model, x = convert_to_int8_training(MODELS[name]()).eval(), inputs(name)
+    model, x = convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name)
     loss = loss_of(model, x)
     loss.backward()
     wanted = gradients(model)
@@ -55,10 +58,14 @@ def test_compiled_without_graph_breaks(name: str, fresh_dynamo: None) -> None:
 
 
 @pytest.mark.slow
-@each_model
-@pytest.mark.parametrize("training", [True, False])
-def test_compiled_by_inductor_under_autocast(name: str, training: bool, fresh_dynamo: None) -> None:
-    model, x = convert_to_int8_training(MODELS[name]()).train(training), inputs(name)
+@pytest.mark.parametrize(
+    ("name", "block_size", "training"),
+    [*((name, 32, training) for name in MODELS for training in (True, False)), ("gpt2", (1, 128), True)],
+)
+def test_compiled_by_inductor_under_autocast(
+    name: str, block_size: CanonicalSize, training: bool, fresh_dynamo: None
+) -> None:
+    model, x = convert_to_int8_training(MODELS[name](), block_size).train(training), inputs(name)
     compiled = torch.compile(model, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16):
         wanted, loss = loss_of(model, x), loss_of(compiled, x)
@@ -87,16 +94,16 @@ def checkpointed(name: str, model: nn.Module) -> None:
         model.gradient_checkpointing_enable()
 
 
-@each_model
+@each_case
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_checkpointing_gives_the_same_gradients(name: str) -> None:
+def test_checkpointing_gives_the_same_gradients(name: str, block_size: CanonicalSize) -> None:
     """Bit for bit, dropout and stochastic depth included."""
     dropout = {
         "vit": {"proj_drop_rate": 0.2, "drop_path_rate": 0.3},
         "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
         "llama": {},
     }
-    model, x = convert_to_int8_training(MODELS[name](**dropout[name])).train(), inputs(name, batch=4)
+    model, x = convert_to_int8_training(MODELS[name](**dropout[name]), block_size).train(), inputs(name, batch=4)
     torch.manual_seed(5)
     loss = loss_of(model, x)
     loss.backward()
@@ -124,10 +131,10 @@ def test_checkpoints_around_any_part(reentrant: bool) -> None:
     assert distance(gradients(model), wanted) == 0
 
 
-@each_model
-def test_accumulated_gradients_are_the_sum(name: str) -> None:
+@each_case
+def test_accumulated_gradients_are_the_sum(name: str, block_size: CanonicalSize) -> None:
     """Of micro-batches each quantized alone: bit for bit what adding their gradients gives."""
-    model = convert_to_int8_training(MODELS[name]()).eval()
+    model = convert_to_int8_training(MODELS[name](), block_size).eval()
     parts = inputs(name, batch=4).split(2)
     separate = []
     for part in parts:
@@ -140,8 +147,8 @@ def test_accumulated_gradients_are_the_sum(name: str) -> None:
         assert torch.equal(gradient, separate[0][key] + separate[1][key]), key
 
 
-@each_model
-def test_autocast_everywhere_else(name: str) -> None:
+@each_case
+def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
     """Attention sees the dtypes that it does in the float model, the loss differs by BF16's rounding."""
     model, x = MODELS[name]().eval(), inputs(name)
     seen: list[torch.dtype] = []
@@ -155,7 +162,7 @@ def test_autocast_everywhere_else(name: str) -> None:
         patch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         loss_of(model, x)
         in_float, seen[:] = list(seen), []
-        loss = loss_of(convert_to_int8_training(model), x)
+        loss = loss_of(convert_to_int8_training(model, block_size), x)
     assert seen == in_float
     loss.backward()
     assert loss.item() == pytest.approx(loss_of(model, x).item(), rel=0.02)
@@ -189,15 +196,15 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from training_models import MODELS, inputs
-from test_with_torch import steps
+from test_with_torch import CASES, steps
 from qframework.training import convert_to_int8_training, fallbacks
 
 distributed.init_process_group("gloo")
 rank, found = distributed.get_rank(), {}
-for name in ("vit", "gpt2", "llama"):
+for name, block_size in CASES:
     for wrap in ("ddp", "fsdp"):
         torch.manual_seed(0)
-        model = convert_to_int8_training(MODELS[name]()).eval()
+        model = convert_to_int8_training(MODELS[name](), block_size).eval()
         if wrap == "ddp":
             model = DistributedDataParallel(model)
         else:
@@ -209,7 +216,7 @@ for name in ("vit", "gpt2", "llama"):
             fully_shard(model)
         losses = torch.tensor(steps(model, inputs(name, batch=8)[4 * rank : 4 * rank + 4]))
         distributed.all_reduce(losses)
-        found[f"{name} {wrap}"] = (losses / 2).tolist()
+        found[f"{name} {block_size} {wrap}"] = (losses / 2).tolist()
 assert fallbacks() == {}, fallbacks()
 if rank == 0:
     Path(sys.argv[1]).write_text(json.dumps(found))
@@ -244,9 +251,10 @@ def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     found = json.loads(output.read_text())
-    for name in MODELS:
+    for name, block_size in CASES:
         torch.manual_seed(0)
-        alone = steps(convert_to_int8_training(MODELS[name]()).eval(), inputs(name, batch=8))
+        alone = steps(convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name, batch=8))
         assert alone[-1] < 0.98 * alone[0]
-        assert found[f"{name} ddp"] == pytest.approx(alone, rel=0.02)
-        assert found[f"{name} fsdp"] == pytest.approx(found[f"{name} ddp"], rel=2e-3)
+        ddp, fsdp = (found[f"{name} {block_size} {wrap}"] for wrap in ("ddp", "fsdp"))
+        assert ddp == pytest.approx(alone, rel=0.02)
+        assert fsdp == pytest.approx(ddp, rel=2e-3)
