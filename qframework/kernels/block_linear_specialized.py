@@ -85,19 +85,26 @@ if HAS_GLUON:
     def _spread(
         scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr
     ):
-        """Scales of LENGTH rows, HEIGHT to a scale: see spread_scales in block_linear_kernel.py."""
+        """Scales of LENGTH rows, HEIGHT > 1 to a scale: see spread_scales in block_linear_kernel.py."""
         row = gl.arange(0, LENGTH, layout=layout)
-        if HEIGHT == 1:
-            scale = gl.load(scale_ptr + gl.minimum(start + row, SIZE - 1) * across + block)
-        else:
-            first = start // HEIGHT
-            last = (SIZE - 1) // HEIGHT
-            first_scale = gl.load(scale_ptr + gl.minimum(first, last) * across + block)
-            scale = gl.full([LENGTH], first_scale, gl.float32, layout)
-            for i in gl.static_range(1, LENGTH // HEIGHT):
-                other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
-                scale = gl.where(row >= i * HEIGHT, other, scale)
+        first = start // HEIGHT
+        last = (SIZE - 1) // HEIGHT
+        first_scale = gl.load(scale_ptr + gl.minimum(first, last) * across + block)
+        scale = gl.full([LENGTH], first_scale, gl.float32, layout)
+        for i in gl.static_range(1, LENGTH // HEIGHT):
+            other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
+            scale = gl.where(row >= i * HEIGHT, other, scale)
         return scale
+
+    @gluon.jit
+    def _scales_of_rows(scale_ptr, start, SIZE, block, across, layout: gl.constexpr):
+        """Scales of two halves of 64 rows that have one each, in the last inner block where ``block`` is past it."""
+        row = start + gl.arange(0, 64, layout=layout)
+        block = gl.minimum(block, across - 1)
+        # Offsets are added up before they become addresses: kept from step to step, those take registers that spill.
+        upper = gl.load(scale_ptr + (gl.minimum(row, SIZE - 1) * across + block))
+        lower = gl.load(scale_ptr + (gl.minimum(row + 64, SIZE - 1) * across + block))
+        return upper, lower
 
     @gluon.jit
     def _multiply(a, b, turn, own_turn, WHO: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr):
@@ -147,17 +154,26 @@ if HAS_GLUON:
             start_m += FIRST_ROW
             upper = gl.zeros((64, 128), gl.float32, layout)
             lower = gl.zeros((64, 128), gl.float32, layout)
+            if BLOCK[0] == 1:
+                ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, of_rows)
             for step in range(first, last):
                 mbarrier.wait(ready.index(slot), phase)
                 a = a_stages.index(slot)
                 b = b_stages.index(slot).permute((1, 0))
                 # Scales are asked for before the product and used after it: memory answers in the meantime.
                 columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
-                rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
+                if BLOCK[0] == 1:
+                    # A step ahead: they lie in as many lines as there are rows, more than the L1 cache keeps.
+                    rows, rows_below = ahead
+                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, of_rows)
+                else:
+                    rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
                 acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
                 upper = _dequantize(acc, rows, columns, upper)
-                if BLOCK[0] < 128:
+                if BLOCK[0] == 1:
+                    rows = rows_below
+                elif BLOCK[0] < 128:
                     rows = _spread(a_scale_ptr, start_m + 64, M, step, across, 64, BLOCK[0], of_rows)
                 acc = _multiply(a.slice(FIRST_ROW + 64, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
                 own_turn ^= 1
