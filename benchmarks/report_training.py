@@ -20,9 +20,10 @@ from benchmarks.harness import Record
 from benchmarks.report_targets import newest
 from benchmarks.tables import Run, bold_if, machine_table, number, scientific, split, table
 from benchmarks.target_table import Target, rows
-from benchmarks.target_table_training import BLOCK_SIZES, TRAINING_TARGETS, single_size
-from benchmarks.training_parity import SUBJECTS, Comparison
+from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
+from benchmarks.training_parity import SUBJECTS, Comparison, per_block
 from qframework.evaluation.training_files import draw_curves
+from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 
 FOLDER = "training"  # below the folder of results
 NAME = "training-results.md"
@@ -42,10 +43,11 @@ without a `must` are reported only. Where several block sizes are ours, the fast
 ACCURACY_NOTE = """Behind BF16: the mean over seeds of the distance after the last step, on equal seeds, in points of
 top-1 or percent of the loss; negative is ahead.
 """
-SIZES_NOTE = """What a block size buys, as multiples of speed and memory of 16 bit, and what it costs. The error is that
-of a linear's results and gradients, against the FP64 products of its float operands.
+SIZES_NOTE = """What a block size (B x B values, or tokens x channels) buys, as multiples of speed and memory of 16 bit,
+and what it costs. The error is that of a linear's results and gradients, against the FP64 products of its float
+operands.
 """
-PROMISED = tuple(f"per_block_{size}" for size in BLOCK_SIZES)
+PROMISED = tuple(map(per_block, BLOCK_SIZES))
 PER_TENSOR = "per_tensor"
 Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
 """Runs by task and configuration."""
@@ -170,10 +172,10 @@ def _sizes(runs: Sequence[Run], parity: Parity) -> str:
     ]
     lines = [
         [
-            str(size),
+            block_size_name(size),
             *(_mean(target, runs) for target in single_size(size)),
             _linear_error(size, runs),
-            *(_behind(_comparison(task, f"per_block_{size}", parity)) for task in SUBJECTS),
+            *(_behind(_comparison(task, per_block(size), parity)) for task in SUBJECTS),
         ]
         for size in BLOCK_SIZES
     ]
@@ -187,8 +189,9 @@ def _mean(target: Target, runs: Sequence[Run]) -> str:
     return f"{outcome.mean:.2f}" if outcome.is_complete else f"{outcome.mean:.2f} (of what is measured)"
 
 
-def _linear_error(size: int, runs: Sequence[Run]) -> str:
-    records = (record for run in runs for record in run.records if record.provider == f"qframework_blocks_{size}")
+def _linear_error(size: BlockSize, runs: Sequence[Run]) -> str:
+    provider = linear_in_blocks(size)
+    records = (record for run in runs for record in run.records if record.provider == provider)
     errors = [record.error for record in records if record.status == "ok" and record.error is not None]
     return scientific(statistics.fmean(errors)) if errors else "not measured"
 

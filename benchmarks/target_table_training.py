@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks import training_block
@@ -9,8 +10,8 @@ from benchmarks.block_linear import SHAPES
 from benchmarks.block_operators import TOKENS
 from benchmarks.block_operators_cases import OPERATORS
 from benchmarks.target_table import Target
+from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 
-BLOCK_SIZES = (32, 64, 128)
 HIDDEN = training_block.HIDDEN
 PROMISED_AT = 8192  # columns
 STEP = "gpt_block_forward_backward"
@@ -25,11 +26,12 @@ DIRECTIONS = tuple(
 SMALLER = 1.49
 
 
-def _operators(what: str, ours: tuple[int, ...], against: str, ops: tuple[str, ...], must: float | None) -> Target:
+def _operators(what: str, ours: Sequence[BlockSize], against: str, ops: tuple[str, ...], must: float | None) -> Target:
     peers = {"PyTorch FP16": "torch_fp16", "FP16 under Inductor": "inductor_fp16"}
     return Target(
         what=what, against=against, benchmark="block_operators", subjects=(f"{TOKENS},{PROMISED_AT}",), ops=ops,
-        ours=tuple(f"qframework_b{size}" for size in ours), peers=(peers[against],), measure="calls_per_ms", must=must,
+        ours=tuple(f"qframework_b{block_size_name(size)}" for size in ours), peers=(peers[against],),
+        measure="calls_per_ms", must=must,
     )  # fmt: skip
 
 
@@ -38,7 +40,7 @@ def _operator_targets() -> list[Target]:
     what = f"non-linear operators, hidden {PROMISED_AT}"
     return [
         *(
-            _operators(f"{what}, blocks of {size}", (size,), against, DIRECTIONS, must)
+            _operators(f"{what}, blocks of {block_size_name(size)}", (size,), against, DIRECTIONS, must)
             for against, must in (("PyTorch FP16", 1.8), ("FP16 under Inductor", None))
             for size in BLOCK_SIZES
         ),
@@ -53,7 +55,12 @@ LINEAR_PEERS = {
 }
 
 
-LINEARS = tuple(f"qframework_blocks_{size}" for size in BLOCK_SIZES)
+def linear_in_blocks(size: BlockSize) -> str:
+    """The provider of block_linear, forward and backward."""
+    return f"qframework_blocks_{block_size_name(size)}"
+
+
+LINEARS = tuple(map(linear_in_blocks, BLOCK_SIZES))
 
 
 def subjects_of_linear(hidden: int) -> tuple[str, ...]:
@@ -76,7 +83,7 @@ def subject_of_block(hidden: int) -> str:
     return f"{training_block.BATCH},{training_block.TOKENS},{hidden}"
 
 
-COMPILED = tuple(f"qframework_{size}_compiled" for size in BLOCK_SIZES)
+COMPILED = tuple(map(training_block.compiled_in_blocks, BLOCK_SIZES))
 BLOCK_PEERS = {
     "BF16 eager": ("bf16_eager",),
     "BF16 compiled": ("bf16_compiled",),
@@ -96,9 +103,9 @@ def _block_targets() -> list[Target]:
     ]  # fmt: skip
     memory = [
         Target(
-            what=f"GPT block, activation memory, blocks of {size}", against=against, benchmark="training_block",
-            subjects=tuple(map(subject_of_block, HIDDEN)), ops=(STEP,), measure="activation_mb",
-            ours=(f"qframework_{size}_compiled",), peers=BLOCK_PEERS[against], must=round(1 / SMALLER, 3),
+            what=f"GPT block, activation memory, blocks of {block_size_name(size)}", against=against,
+            benchmark="training_block", subjects=tuple(map(subject_of_block, HIDDEN)), ops=(STEP,),
+            measure="activation_mb", ours=(training_block.compiled_in_blocks(size),), peers=BLOCK_PEERS[against], must=round(1 / SMALLER, 3),
         )
         for size in BLOCK_SIZES for against in ("BF16 eager", "BF16 compiled")
     ]  # fmt: skip
@@ -108,14 +115,15 @@ def _block_targets() -> list[Target]:
 TRAINING_TARGETS: tuple[Target, ...] = (*_block_targets(), *_linear_targets(), *_operator_targets())
 
 
-def single_size(size: int) -> list[Target]:
+def single_size(size: BlockSize) -> list[Target]:
     """What one block size gives: of a GPT block, of all linears, of all operators, of activation memory."""
+    name = block_size_name(size)
     found = {(target.what, target.against): target for target in TRAINING_TARGETS}
     block = found[f"GPT block, forward and backward, hidden {HIDDEN[-1]}", "BF16 compiled"]
     linear = found[f"linear, forward and backward, hidden {HIDDEN[0]}", "BF16 under Inductor"]
     return [
-        replace(block, ours=(f"qframework_{size}_compiled",)),
-        replace(linear, ours=(f"qframework_blocks_{size}",), subjects=sum(map(subjects_of_linear, HIDDEN), ())),
-        found[f"non-linear operators, hidden {PROMISED_AT}, blocks of {size}", "PyTorch FP16"],
-        found[f"GPT block, activation memory, blocks of {size}", "BF16 eager"],
+        replace(block, ours=(training_block.compiled_in_blocks(size),)),
+        replace(linear, ours=(linear_in_blocks(size),), subjects=sum(map(subjects_of_linear, HIDDEN), ())),
+        found[f"non-linear operators, hidden {PROMISED_AT}, blocks of {name}", "PyTorch FP16"],
+        found[f"GPT block, activation memory, blocks of {name}", "BF16 eager"],
     ]

@@ -36,6 +36,7 @@ from benchmarks.harness import (
     relative_error,
 )
 from benchmarks.timing import time_provider
+from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.training import BlockTensor
 from qframework.training.convert import convert_to_int8_training
 
@@ -45,6 +46,9 @@ OPS = ("gpt_block_forward", "gpt_block_forward_backward")
 # Relative L2 errors against FP32. INT8: each of the six quantizations of a block adds about 0.01 to values and
 # gradients of a normal distribution, up to twice that at 128 x 128; errors of two blocks add up as random ones do.
 TOLERANCE = {"bf16": 0.02, "int8": 0.1}
+# Under causal attention the n-th value's gradient falls as n^-1/2, here to a fiftieth, and most with one scale for all
+# are less than a step: over T tokens the error is step (T / 12 / sum of 1 / n)^1/2, with a step of 4.5 / 127 about 0.2.
+PER_TENSOR_TOLERANCE = 0.4
 
 
 class Attention(nn.Module):
@@ -97,6 +101,12 @@ class Provider:
     compiled: bool = False
     weights: torch.dtype = torch.float32
     precision: str = "bf16"
+    lenient: float | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """How far it may be from FP32."""
+        return TOLERANCE[self.precision] if self.lenient is None else self.lenient
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The stack as this provider computes it."""
@@ -108,8 +118,13 @@ class Provider:
         return torch.autocast(device, torch.bfloat16) if self.weights == torch.float32 else nullcontext()
 
 
-def _ours(block_size: int, mode: Any = "per_block") -> Callable[[nn.Module], nn.Module]:
+def _ours(block_size: BlockSize = 32, mode: Any = "per_block") -> Callable[[nn.Module], nn.Module]:
     return lambda model: convert_to_int8_training(model, block_size, mode)
+
+
+def compiled_in_blocks(block_size: BlockSize) -> str:
+    """The provider of INT8 in blocks of a size, compiled."""
+    return f"qframework_{block_size_name(block_size)}_compiled"
 
 
 def _torchao(model: nn.Module) -> nn.Module:
@@ -130,10 +145,11 @@ PROVIDERS = {
     "bf16_weights_compiled": Provider(compiled=True, weights=torch.bfloat16),
     "torchao_int8_compiled": Provider(_torchao, compiled=True, weights=torch.bfloat16, precision="int8"),
     "qframework_32": Provider(_ours(32), precision="int8"),
-    "qframework_32_compiled": Provider(_ours(32), compiled=True, precision="int8"),
-    "qframework_64_compiled": Provider(_ours(64), compiled=True, precision="int8"),
-    "qframework_128_compiled": Provider(_ours(128), compiled=True, precision="int8"),
-    "qframework_per_token_compiled": Provider(_ours(32, "per_token"), compiled=True, precision="int8"),
+    **{compiled_in_blocks(size): Provider(_ours(size), compiled=True, precision="int8") for size in BLOCK_SIZES},
+    "qframework_per_token_compiled": Provider(_ours(mode="per_token"), compiled=True, precision="int8"),
+    "qframework_per_tensor_compiled": Provider(
+        _ours(mode="per_tensor"), compiled=True, precision="int8", lenient=PER_TENSOR_TOLERANCE
+    ),
 }
 
 
@@ -227,7 +243,7 @@ class Measurement:
     def _check(self, stack: Stack, rows: list[Record]) -> list[Record]:
         with stack.autocast():
             values = _values(stack.forward, stack.subject.x, stack.subject.grad, stack.first_weight)
-        error = check(values, stack.subject.expected, TOLERANCE[stack.provider.precision])
+        error = check(values, stack.subject.expected, stack.provider.tolerance)
         memory = activation_mb(stack.output, self.plan.device, stack.weights) / self.plan.options.layers
         return [replace(row, error=error, activation_mb=memory) for row in rows]
 

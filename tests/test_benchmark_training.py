@@ -13,6 +13,8 @@ from benchmarks import training_block, training_parity
 from benchmarks.harness import WrongResultError
 from benchmarks.training_parity import Case
 from qframework.errors import QFrameworkError
+from qframework.evaluation.training_loop import RunConfig
+from qframework.kernels._blocks import BLOCK_SIZES
 
 # Parity
 
@@ -23,10 +25,11 @@ def smoke(folder: Path, *more: str) -> int:
 
 
 def test_runs_that_are_there_are_not_made_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    configurations = ["--configurations", "bf16,per_block_32"]
+    configurations = ["--configurations", "bf16,per_block_1x128,per_block_32"]
     assert smoke(tmp_path, *configurations) == 0
     said = capsys.readouterr().out
     assert "gpt,per_block_32,0: loss" in said
+    assert "gpt,per_block_1x128,0: loss" in said
     path = Case("gpt", "per_block_32", 0).path(tmp_path / "results")
     document = json.loads(path.read_text())
     assert document["machine"]["torch"] == torch.__version__
@@ -38,8 +41,18 @@ def test_runs_that_are_there_are_not_made_again(tmp_path: Path, capsys: pytest.C
     assert "gpt,per_tensor,0: loss" in said
     assert path.read_bytes() == before
     table = (tmp_path / "results" / "gpt.md").read_text()
-    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == ["| bf16", "| per_block_32", "| per_tensor"]
+    names = ["| bf16", "| per_block_32", "| per_block_1x128", "| per_tensor"]
+    assert [line.split(" | ")[0] for line in table.splitlines()[2:]] == names
     assert (tmp_path / "results" / "gpt.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_every_block_size_is_a_configuration_and_the_most_wanted_ones_come_first() -> None:
+    sizes = {settings.get("block_size") for settings in training_parity.CONFIGURATIONS.values()}
+    assert sizes == {None, *BLOCK_SIZES}
+    assert set(training_parity.DEFAULT) == set(training_parity.CONFIGURATIONS) - {"fp32"}
+    assert training_parity.DEFAULT[:4] == ("bf16", "per_block_1x128", "per_block_32", "per_block_128")
+    labels = {name: RunConfig(1, 1, 1e-3, **each).label for name, each in training_parity.CONFIGURATIONS.items()}
+    assert all(name == label for name, label in labels.items())
 
 
 def test_a_limit_ends_what_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -102,21 +115,31 @@ def test_the_exit_status_says_that_a_bound_is_missed(tmp_path: Path) -> None:
 
 # Blocks
 
-ARGUMENTS = ["--smoke", "--providers", "bf16_eager,torchao_int8_compiled,qframework_32"]
+ARGUMENTS = ["--smoke", "--providers", "bf16_eager,torchao_int8_compiled,qframework_32,qframework_1x128_compiled"]
 
 
-def test_block_smoke(tmp_path: Path) -> None:
+def test_block_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uncompiled = dataclasses.replace(training_block.PROVIDERS["qframework_1x128_compiled"], compiled=False)
+    monkeypatch.setitem(training_block.PROVIDERS, "qframework_1x128_compiled", uncompiled)
     output = tmp_path / "out.json"
     assert training_block.main([*ARGUMENTS, "--output", str(output)]) == 0
     records = json.loads(output.read_text())["records"]
     found = {(record["provider"], record["op"]): record for record in records}
-    for provider in ("bf16_eager", "qframework_32"):
+    for provider in ("bf16_eager", "qframework_32", "qframework_1x128_compiled"):
         for op in ("gpt_block_forward", "gpt_block_forward_backward"):
             assert found[provider, op]["p50_ms"] > 0
             assert 0 < found[provider, op]["error"] < training_block.TOLERANCE["int8"]
             assert found[provider, op]["activation_mb"] > 0
     if not torch.cuda.is_available():
         assert found["torchao_int8_compiled", "gpt_block_forward"]["status"] == "unsupported"
+
+
+def test_every_way_of_int8_training_is_a_provider() -> None:
+    """One scale a tensor is known to be worse, and no other way may be."""
+    assert {training_block.compiled_in_blocks(size) for size in BLOCK_SIZES} < set(training_block.PROVIDERS)
+    lenient = {name for name, each in training_block.PROVIDERS.items() if each.tolerance > 0.1}
+    assert lenient == {"qframework_per_tensor_compiled"}
+    assert "qframework_per_token_compiled" in training_block.PROVIDERS
 
 
 def test_a_wrong_block_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from benchmarks.target_table_training import (
     subject_of_block,
 )
 from benchmarks.training_parity import SUBJECTS, Case
+from qframework.kernels._blocks import BLOCK_SIZES
 
 MACHINE = {"device": "NVIDIA H100", "commit": "abc123", "date": "2026-01-02T03:04:05"}
 PARTS = {"training_block": training_block, "block_linear": block_linear_cases, "block_operators": block_operators_cases}
@@ -57,7 +58,10 @@ def test_promises() -> None:
     assert len(must) == len(TRAINING_TARGETS)
     assert must["non-linear operators, hidden 8192, blocks of 32", "PyTorch FP16"] == 1.8
     assert must["gelu backward, hidden 8192", "PyTorch FP16"] == 1.8
-    assert must["GPT block, activation memory, blocks of 32", "BF16 compiled"] == pytest.approx(1 / 1.49, abs=5e-4)
+    for size in ("32", "64", "128", "32x128", "1x128"):
+        memory = must[f"GPT block, activation memory, blocks of {size}", "BF16 compiled"]
+        assert memory == pytest.approx(1 / 1.49, abs=5e-4)
+        assert must[f"non-linear operators, hidden 8192, blocks of {size}", "PyTorch FP16"] == 1.8
     assert find("GPT block, forward and backward, hidden 4096", "BF16 compiled").aim == 1.2
     assert {subject.bound for subject in SUBJECTS.values()} == {0.3, 0.01}
     for hidden in (1024, 2048, 4096):
@@ -153,9 +157,10 @@ def test_without_results_nothing_is_measured(tmp_path: Path) -> None:
     text = page(tmp_path)
     promised = [row for row in text.partition("## Block sizes")[0].splitlines() if row.startswith("| ")]
     rows = [row for row in promised if "---" not in row and not row.startswith("| what")]
-    assert len(rows) == len(TRAINING_TARGETS) + 7
+    assert len(rows) == len(TRAINING_TARGETS) + 2 * len(BLOCK_SIZES) + 1
     assert all("not measured" in row for row in rows)
-    assert line(text, "128 |").count("not measured") == 7
+    for size in ("128", "1x128"):
+        assert line(text, f"{size} |").count("not measured") == 7
 
 
 @pytest.mark.parametrize(
@@ -205,7 +210,7 @@ def test_smoke_runs_do_not_count(tmp_path: Path) -> None:
 
 
 def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
-    write_runs(tmp_path / "results", "digits", bf16=98.0, per_block_32=98.0, per_block_128=97.5)
+    write_runs(tmp_path / "results", "digits", bf16=98.0, per_block_32=98.0, per_block_128=97.5, per_block_1x128=97.9)
     shape = list(map(int, subject_of_block(HIDDEN[-1]).split(",")))
     providers = {COMPILED[0]: 2.0, COMPILED[2]: 1.0, BLOCK_PEERS["BF16 compiled"][0]: 1.5}
     base = Record(benchmark="training_block", provider="", op=STEP, shape=shape)
@@ -217,7 +222,8 @@ def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
     linear = Record(benchmark="block_linear", provider="qframework_blocks_128", op=LINEAR, shape=[8192, 1024, 1024])
     write_records(tmp_path / "results", [Record(**{**vars(linear), "p50_ms": 1.0, "tflops": 1.0, "error": 0.016})])
     text = page(tmp_path)
-    small, large = line(text, "32 |"), line(text, "128 |")
+    small, large, rows = line(text, "32 |"), line(text, "128 |"), line(text, "1x128 |")
+    assert rows.endswith(" | not measured | +0.10 | not measured |")
     assert small.startswith("| 32 | 0.75 | ")
     assert small.endswith(" | not measured | +0.00 | not measured |")
     assert large.startswith("| 128 | 1.50 | ")

@@ -21,7 +21,8 @@ TINY = {
 PRECISIONS = {
     "fp32": ["--precision", "fp32"],
     "bf16": ["--precision", "bf16", "--accumulate", "2"],
-    "per_block": ["--precision", "int8", "--block-size", "64", "--check-finite"],
+    "per_block_64": ["--precision", "int8", "--block-size", "64", "--check-finite"],
+    "per_block_1x128": ["--precision", "int8", "--block-size", "1x128"],
     "per_token": ["--precision", "int8", "--mode", "per_token"],
 }
 each_script = pytest.mark.parametrize("script", TINY)
@@ -48,18 +49,19 @@ def test_smoke(script: str, precision: str, tmp_path: Path, capsys: pytest.Captu
     assert "4 steps" in capsys.readouterr().out
     assert len(losses(tmp_path)) == 4
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["label"] == {"per_block": "per_block_64"}.get(precision, precision)
+    assert summary["label"] == precision
     assert summary["finished"] is True
     assert summary["validation"]["loss"] > 0
     assert (tmp_path / "losses.png").read_bytes()[:4] == b"\x89PNG"
 
 
-@each_script
-def test_an_interrupted_run_goes_on_with_the_same_losses(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("script", "size"), [*((script, "32") for script in TINY), ("train_gpt", "1x128")])
+def test_an_interrupted_run_goes_on_with_the_same_losses(script: str, size: str, tmp_path: Path) -> None:
     """In INT8, with dropout in the GPT."""
 
     def run(name: str, *more: str) -> None:
-        assert example(script).main([*TINY[script], "--output", str(tmp_path / name), "--quiet", *more]) == 0
+        options = ["--output", str(tmp_path / name), "--quiet", "--block-size", size]
+        assert example(script).main([*TINY[script], *options, *more]) == 0
 
     run("whole")
     run("parts", "--stop-after", "1")
@@ -82,6 +84,15 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "batch_size=4 for 1 processes with 3 micro-batches" in error("--accumulate", "3")
     assert example("train_gpt").main(["--smoke", "--quiet", "--output", str(tmp_path)]) == 0
     assert "other settings (seed was 0, is 1)" in error("--output", str(tmp_path), "--seed", "1")
+    assert "other settings (block_size was 32, is [1, 128])" in error(
+        "--output", str(tmp_path), "--block-size", "1x128"
+    )
+
+
+def test_an_unknown_block_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        example("train_gpt").main(["--smoke", "--block-size", "1x64"])
+    assert "'1x64' is no block size; accepted: 32, 64, 128, 32x128, 1x128" in capsys.readouterr().err
 
 
 @pytest.mark.slow

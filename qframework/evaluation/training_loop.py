@@ -6,6 +6,7 @@ holds depends on (seed, step) alone. A checkpoint is then the weights, the optim
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,6 +23,7 @@ from qframework.evaluation.distributed import Processes
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.evaluation.training_files import CHECKPOINT, Checkpoint, Curves, load_checkpoint, save_checkpoint
+from qframework.kernels._blocks import BlockSize, block_size_name, check_block_size
 from qframework.training.convert import Mode, convert_to_int8_training
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -42,7 +44,7 @@ class RunConfig:
         seed: of the weights, the batches and dropout.
         precision: ``"fp32"``, ``"bf16"`` (autocast) or ``"int8"`` (bf16 with INT8 blocks).
         mode: of INT8, see convert_to_int8_training.
-        block_size: of INT8 per block.
+        block_size: of INT8 per block, see convert_to_int8_training.
     """
 
     steps: int
@@ -56,9 +58,10 @@ class RunConfig:
     seed: int = 0
     precision: str = "fp32"
     mode: Mode = "per_block"
-    block_size: int = 32
+    block_size: BlockSize = 32
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", check_block_size("RunConfig", self.block_size))
         if self.precision not in PRECISIONS:
             raise UnsupportedError(f"precision {self.precision!r} is unknown; accepted: {', '.join(PRECISIONS)}")
         if self.mode not in get_args(Mode):
@@ -70,10 +73,15 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """``fp32``, ``bf16``, ``per_block_32``, ``per_token``, ..."""
+        """``fp32``, ``bf16``, ``per_block_32``, ``per_block_1x128``, ``per_token``, ..."""
         if self.precision != "int8":
             return self.precision
-        return f"per_block_{self.block_size}" if self.mode == "per_block" else self.mode
+        return f"per_block_{block_size_name(self.block_size)}" if self.mode == "per_block" else self.mode
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its fields as JSON gives them back: lists, no tuples."""
+        return json.loads(json.dumps(asdict(self)))
 
 
 class TrainingTask(Protocol):
@@ -157,7 +165,7 @@ class _Run:
 
     def __init__(self, task: TrainingTask, config: RunConfig, place: Place) -> None:
         self.task, self.config, self.place = task, config, place
-        self.settings = {"task": dict(task.settings), **asdict(config), "betas": list(config.betas)}
+        self.settings = {"task": dict(task.settings), **config.settings}
         self.model = prepared_model(task, config, place)
         self.optimizer = _optimizer(self.model, config)
         self.curves = Curves()

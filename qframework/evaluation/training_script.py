@@ -17,7 +17,7 @@ from qframework.errors import QFrameworkError
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
 from qframework.evaluation.training_files import LOSSES, PLOT, SUMMARY, draw_curves
 from qframework.evaluation.training_loop import PRECISIONS, Outcome, Place, RunConfig, TrainingTask, train
-from qframework.kernels._blocks import BLOCK_SIZES
+from qframework.kernels._blocks import BLOCK_SIZES, block_size_name, parse_block_size
 from qframework.serialization import atomic_write
 from qframework.training.convert import Mode
 
@@ -31,7 +31,14 @@ def training_parser(description: str | None, defaults: RunConfig) -> argparse.Ar
     )
     parser.add_argument("--precision", choices=PRECISIONS, default="int8", help="default: %(default)s")
     parser.add_argument("--mode", choices=get_args(Mode), default="per_block", help="of INT8; default: %(default)s")
-    parser.add_argument("--block-size", type=int, choices=BLOCK_SIZES, default=32, help="default: %(default)s")
+    sizes = ", ".join(map(block_size_name, BLOCK_SIZES))
+    parser.add_argument(
+        "--block-size",
+        type=parse_block_size,
+        default=defaults.block_size,
+        metavar="SIZE",
+        help=f"of INT8 per block: {sizes} (tokens x channels); default: {block_size_name(defaults.block_size)}",
+    )
     parser.add_argument("--steps", type=int, default=defaults.steps, metavar="N", help="default: %(default)s")
     parser.add_argument(
         "--batch-size",
