@@ -17,9 +17,10 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands
+from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands, provider_of
 from benchmarks.harness import Record, Results, argument_parser, comma_separated
 from benchmarks.timing import time_kernel
+from qframework.kernels._blocks import BLOCK_SIZES, block_size_name, parse_block_size
 
 TOKENS = 8192
 SHAPES: tuple[Shape, ...] = tuple((TOKENS, hidden) for hidden in (1024, 2048, 4096, 8192))
@@ -84,7 +85,7 @@ def speedups(records: Sequence[Record]) -> list[str]:
         rivals = {rival: times.get((op, shape, rival)) for rival in ("torch_fp16", "inductor_fp16")}
         ratios = ", ".join(f"{other / took:.2f} {rival}" for rival, other in rivals.items() if other)
         if ratios:
-            lines.append(f"{op:<26} {','.join(map(str, shape)):<12} {provider:<16} {ratios}")
+            lines.append(f"{op:<26} {','.join(map(str, shape)):<12} {provider:<18} {ratios}")
     return lines
 
 
@@ -104,13 +105,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shapes", type=_parse_shapes, help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)')
     parser.add_argument("--operators", type=comma_separated(OPERATORS), default=list(OPERATORS))
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
+    sizes = ", ".join(map(block_size_name, BLOCK_SIZES))
+    parser.add_argument(
+        "--block-size", nargs="+", type=parse_block_size, help=f"of our providers: {sizes} (default: all)"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     # On a CPU, Inductor would compile C++ for minutes to show what is not asked: there the operators are references.
     known = [name for name in PROVIDERS if arguments.device == "cuda" or name != "inductor_fp16"]
+    providers = arguments.providers or known
+    if arguments.block_size:
+        wanted = {provider_of(size) for size in arguments.block_size}
+        providers = [name for name in providers if name in wanted or not name.startswith("qframework")]
     shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke or arguments.device == "cpu" else SHAPES)
     results = Results.start("block_operators", arguments.device, arguments)
-    run(results, arguments.providers or known, arguments.operators, shapes, arguments.device)
+    run(results, providers, arguments.operators, shapes, arguments.device)
     for line in speedups(results.records):
         print(line)
     return results.exit_code

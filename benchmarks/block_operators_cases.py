@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import ROUNDOFF, WrongResultError, relative_error
-from qframework.kernels._blocks import spread_scale
+from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name, spread_scale
 from qframework.kernels.block_dropout import factor_of, keep_mask_ref
 
 Shape = tuple[int, int]
@@ -66,15 +66,17 @@ def _activation(kind: str) -> dict[str, Any]:
     }
 
 
-def _layer_norm(x: Blocks, w: Tensor, b: Tensor, saved: Any, size: int) -> tuple[Tensor, ...]:
+def _layer_norm(x: Blocks, w: Tensor, b: Tensor, saved: Any, size: BlockSize) -> tuple[Tensor, ...]:
     return ops.block_layer_norm(*x, w, b, EPS, size, saved.statistics)
 
 
-def _layer_norm_alone(x: Blocks, w: Tensor, b: Tensor, saved: Any, size: int) -> tuple[Tensor, ...]:
+def _layer_norm_alone(x: Blocks, w: Tensor, b: Tensor, saved: Any, size: BlockSize) -> tuple[Tensor, ...]:
     return ops.block_layer_norm(*x, w, b, EPS, size, None)
 
 
-def _layer_norm_backward(dy: Blocks, x: Blocks, w: Tensor, b: Tensor, saved: Any, size: int) -> tuple[Tensor, ...]:
+def _layer_norm_backward(
+    dy: Blocks, x: Blocks, w: Tensor, b: Tensor, saved: Any, size: BlockSize
+) -> tuple[Tensor, ...]:
     return ops.block_layer_norm_backward(*dy, *x, w, saved.mean, saved.rstd, size)
 
 
@@ -143,7 +145,7 @@ def exact(operator: Operator, name: str, inputs: Sequence[Tensor], given: Sequen
 class _Saved:
     """What a forward pass hands to the backward pass, and the statistics an addition hands to a normalization."""
 
-    def __init__(self, x: Blocks, block_size: int) -> None:
+    def __init__(self, x: Blocks, block_size: BlockSize) -> None:
         q, _ = x
         value = q.float() * spread_scale(x[1], q.shape, block_size)
         variance, self.mean = torch.var_mean(value, -1, correction=0)
@@ -153,7 +155,7 @@ class _Saved:
         self.seed = torch.tensor([SEED], device=q.device)
 
 
-def in_blocks(name: str, direction: str, given: Given, block_size: int) -> Case:
+def in_blocks(name: str, direction: str, given: Given, block_size: BlockSize) -> Case:
     """The operator from blocks to blocks."""
     operator = OPERATORS[name]
     inputs: list[Blocks] = [ops.block_quantize(x, block_size) for x in given.inputs[: operator.inputs]]
@@ -179,14 +181,16 @@ def in_blocks(name: str, direction: str, given: Given, block_size: int) -> Case:
             errors += [_sum_error(result, each) for result, each in sums]
         return max(errors[:count])
 
-    return Case(forward if direction == "forward" else backward, check, f"int8, blocks of {block_size}")
+    return Case(
+        forward if direction == "forward" else backward, check, f"int8, blocks of {block_size_name(block_size)}"
+    )
 
 
-def _values(q: Tensor, scale: Tensor, block_size: int) -> Tensor:
+def _values(q: Tensor, scale: Tensor, block_size: BlockSize) -> Tensor:
     return q.double() * spread_scale(scale, q.shape, block_size).double()
 
 
-def _block_error(q: Tensor, scale: Tensor, right: Tensor, block_size: int, step: float) -> float:
+def _block_error(q: Tensor, scale: Tensor, right: Tensor, block_size: BlockSize, step: float) -> float:
     off = (_values(q, scale, block_size) - right).abs()
     allowed = step * spread_scale(scale, q.shape, block_size).double() + FLOAT32 * right.abs().amax() / 127
     outside = int((~(off <= allowed)).sum())
@@ -252,8 +256,13 @@ def _dropout_error(result: Tensor, x: Tensor) -> float:
     return error
 
 
+def provider_of(block_size: BlockSize) -> str:
+    """Our provider in blocks of that size: ``qframework_b32``, ``qframework_b1x128``."""
+    return f"qframework_b{block_size_name(block_size)}"
+
+
 PROVIDERS: dict[str, Callable[[str, str, Given], Case]] = {
-    **{f"qframework_b{size}": functools.partial(in_blocks, block_size=size) for size in (32, 64, 128)},
+    **{provider_of(size): functools.partial(in_blocks, block_size=size) for size in BLOCK_SIZES},
     "torch_fp16": functools.partial(in_float16, compiled=False),
     "inductor_fp16": functools.partial(in_float16, compiled=True),
 }

@@ -46,6 +46,19 @@ def test_every_check_sees_what_is_wrong(name, provider, direction):
             case.check([spoil(right[0].detach().clone()), *right[1:]])
 
 
+def test_block_sizes_choose_our_providers(tmp_path, capsys):
+    """Others stay: what is compared with."""
+    output = tmp_path / "out.json"
+    arguments = ["--smoke", "--device", "cpu", "--operators", "add", "--output", str(output)]
+    assert block_operators.main([*arguments, "--block-size", "64", "1x128"]) == 0
+    records = json.loads(output.read_text())["records"]
+    assert [record["provider"] for record in records] == ["qframework_b64", "qframework_b1x128", "torch_fp16"]
+    assert [record["dtype"] for record in records] == ["int8, blocks of 64", "int8, blocks of 1x128", "float16"]
+    with pytest.raises(SystemExit):
+        block_operators.main([*arguments, "--block-size", "48"])
+    assert "'48' is no block size; accepted: 32, 64, 128, 32x128, 1x128" in capsys.readouterr().err
+
+
 def zero_a_row(x: torch.Tensor) -> torch.Tensor:
     x[3] = 0
     return x
