@@ -105,7 +105,8 @@ def _block_targets() -> list[Target]:
         Target(
             what=f"GPT block, activation memory, blocks of {block_size_name(size)}", against=against,
             benchmark="training_block", subjects=tuple(map(subject_of_block, HIDDEN)), ops=(STEP,),
-            measure="activation_mb", ours=(training_block.compiled_in_blocks(size),), peers=BLOCK_PEERS[against], must=round(1 / SMALLER, 3),
+            measure="activation_mb", ours=(training_block.compiled_in_blocks(size),), peers=BLOCK_PEERS[against],
+            must=round(1 / SMALLER, 3),
         )
         for size in BLOCK_SIZES for against in ("BF16 eager", "BF16 compiled")
     ]  # fmt: skip
