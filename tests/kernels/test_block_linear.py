@@ -16,7 +16,7 @@ from qframework.kernels.block_linear import block_linear
 from qframework.kernels.block_linear_launch import block_linear_triton
 from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice, Tile
 
-BLOCK_SIZES = (32, 64, 128)
+BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128))
 SHAPES = [
     ((70, 200), 50),  # tails everywhere
     ((1, 1), 1),
@@ -31,9 +31,17 @@ def run(implementation):
     return {"cpu": torch.ops.qframework.block_linear, "triton": block_linear_triton}[implementation]
 
 
+def blocks_of(block_size):
+    """Rows and columns of a's and the result's blocks, then of b's: written out, not asked of the package."""
+    if isinstance(block_size, int):
+        return (block_size, block_size), (block_size, block_size)
+    return tuple(block_size), (32, 128)
+
+
 def make_case(place, shape, n, block_size, spread=4.0):
     """Full-range operands, a row of zeros, and scales that differ by up to ``e^(2 spread)`` from block to block."""
-    generator = torch.Generator().manual_seed(n + block_size)
+    of_a, of_b = blocks_of(block_size)
+    generator = torch.Generator().manual_seed(n + sum(of_a))
     rows, k = int(np.prod(shape[:-1])), shape[-1]
     a = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
     b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
@@ -43,16 +51,16 @@ def make_case(place, shape, n, block_size, spread=4.0):
     if rows > 1:
         a.view(rows, k)[-1] = 0
 
-    def scales(size):
-        blocks = (-(-size // block_size), -(-k // block_size))
+    def scales(size, block):
+        blocks = (-(-size // block[0]), -(-k // block[1]))
         return torch.exp(spread * (2 * torch.rand(blocks, generator=generator) - 1)) / 127
 
     bias = torch.randn(n, generator=generator)
-    return tuple(t.to(place) for t in (a, scales(rows), b, scales(n), bias))
+    return tuple(t.to(place) for t in (a, scales(rows, of_a), b, scales(n, of_b), bias))
 
 
-def spread(scale: torch.Tensor, shape: tuple[int, int], block_size: int) -> np.ndarray:
-    return np.kron(numpy64(scale), np.ones((block_size, block_size)))[: shape[0], : shape[1]]
+def spread(scale: torch.Tensor, shape: tuple[int, int], block: tuple[int, int]) -> np.ndarray:
+    return np.kron(numpy64(scale), np.ones(block))[: shape[0], : shape[1]]
 
 
 def exact_product(a, a_scale, b, b_scale, bias, block_size) -> tuple[np.ndarray, np.ndarray]:
@@ -61,9 +69,10 @@ def exact_product(a, a_scale, b, b_scale, bias, block_size) -> tuple[np.ndarray,
     A block's sum is scaled by a product of scales: three roundings. The sum over n blocks has n more, the bias one; a
     CPU sums up columns one by one, each of whose factors was rounded once.
     """
+    of_a, of_b = blocks_of(block_size)
     rows, k = a.numel() // a.shape[-1], a.shape[-1]
-    left = numpy64(a).reshape(rows, k) * spread(a_scale, (rows, k), block_size)
-    right = numpy64(b) * spread(b_scale, (b.shape[0], k), block_size)
+    left = numpy64(a).reshape(rows, k) * spread(a_scale, (rows, k), of_a)
+    right = numpy64(b) * spread(b_scale, (b.shape[0], k), of_b)
     y, terms = left @ right.T, np.abs(left) @ np.abs(right).T
     if bias is not None:
         y, terms = y + numpy64(bias), terms + np.abs(numpy64(bias))
@@ -111,9 +120,11 @@ def assert_blocks_close(got, scale, exact, error, block_size):
     assert got.dtype == torch.int8
     n = exact.shape[-1]
     exact, error = exact.reshape(-1, n), error.reshape(-1, n)
-    assert scale.shape == (-(-len(exact) // block_size), -(-n // block_size))
+    (height, width), _ = blocks_of(block_size)
+    assert scale.shape == (-(-len(exact) // height), -(-n // width))
+    scale, got = scale.cpu(), got.cpu()
     for i, j in np.ndindex(*scale.shape):
-        rows, columns = slice(i * block_size, (i + 1) * block_size), slice(j * block_size, (j + 1) * block_size)
+        rows, columns = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
         step = float(scale[i, j])
         off = 1.01 * error[rows, columns].max()
         amax = np.abs(exact[rows, columns]).max()
@@ -121,6 +132,32 @@ def assert_blocks_close(got, scale, exact, error, block_size):
         values = numpy64(got.reshape(-1, n))[rows, columns]
         assert np.abs(values * step - exact[rows, columns]).max() <= (0.5 + 127 * 4 * UNIT[torch.float32]) * step + off
         assert np.abs(values).max() == (127 if amax > 0 else 0)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_three_products_of_training(run, place, block_size):
+    """Y, dX and dW, the transposes by the operators that make them; of dW a and the result are in b's blocks too."""
+    generator = torch.Generator().manual_seed(5)
+    of_b = blocks_of(block_size)[1]
+    size = of_b[0] if of_b[0] == of_b[1] else of_b
+    ops = torch.ops.qframework
+    x, dy, w = (torch.randn(shape, generator=generator) for shape in ((150, 144), (150, 40), (40, 144)))
+    x[0] *= 300  # a massive first token
+    x = ops.block_quantize(x, block_size)
+    *dy, dy_t, dy_t_scale = ops.block_quantize_both(dy, block_size)
+    *w, w_t, w_t_scale = ops.block_quantize_both(w, size)
+    products = {
+        "y": (*x, *w, block_size),
+        "dx": (*dy, w_t, w_t_scale, block_size),
+        "dw": (dy_t, dy_t_scale, *ops.block_transpose(*x, block_size), size),
+    }
+    for a, a_scale, b, b_scale, blocks in products.values():
+        operands = tuple(t.to(place) for t in (a, a_scale, b, b_scale))
+        exact, error = exact_product(*operands, None, blocks)
+        got, _ = run(*operands, None, blocks, torch.float32)
+        assert_float_close(got, exact, error)
+        got, scale = run(*operands, None, blocks, torch.int8)
+        assert_blocks_close(got, scale, exact, error, blocks)
 
 
 def test_a_block_is_summed_exactly(run, place):
@@ -142,6 +179,31 @@ def test_padding_is_no_part_of_a_scale(run, place):
     q, scale = run(a, ones[0], b, ones[1], bias, 32, torch.int8)
     torch.testing.assert_close(scale.cpu(), torch.tensor([[5 / 127, 1e-3 / 127]]))
     assert (q == 127).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("height", [1, 32])
+def test_what_is_not_finite_stays_in_its_rows(run, place, height, bad):
+    """Blocks of 128 columns: the rows that share the scale, neither others nor, in int8, others of their tile."""
+    a, a_scale, b, b_scale, bias = make_case(place, (96, 160), 40, (height, 128))
+    a_scale[64 // height, 1] = bad
+    hit = torch.zeros(96, dtype=torch.bool)
+    hit[64 : 64 + height] = True
+    got, _ = run(a, a_scale, b, b_scale, bias, (height, 128), torch.float32)
+    assert not got.cpu()[hit].isfinite().any()
+    assert got.cpu()[~hit].isfinite().all()
+    _, scale = run(a, a_scale, b, b_scale, bias, (height, 128), torch.int8)
+    assert torch.equal(scale.isfinite().all(1).cpu(), ~hit[::height])
+
+
+def test_a_scale_of_b_that_is_not_finite_reaches_its_columns(run, place):
+    """Of b a scale belongs to 32 rows, whatever the rows of a's blocks."""
+    a, a_scale, b, b_scale, bias = make_case(place, (9, 160), 100, (1, 128))
+    b_scale[1, 0] = float("nan")
+    got, _ = run(a, a_scale, b, b_scale, bias, (1, 128), torch.float32)
+    assert got[:, 32:64].isnan().all()
+    assert got[:, :32].isfinite().all()
+    assert got[:, 64:].isfinite().all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -178,11 +240,21 @@ TILES = {
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("block_size", [64, 128, (32, 128), (1, 128)])
 @pytest.mark.parametrize("parts", [1, 2])
 def test_every_tile(monkeypatch, tile, block_size, parts):
     """Tiles smaller and larger than blocks; K in parts, the last of them shorter."""
     check_tile(monkeypatch, TILES[tile], parts, block_size, (150, 5 * 64 + 16), 130, torch.float32)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tma", [False, True])
+@pytest.mark.parametrize("block_size", [(32, 128), (1, 128)])
+@pytest.mark.parametrize("rows", [3, 197])
+def test_whole_blocks_in_tiles_of_fewer_rows(monkeypatch, rows, block_size, tma):
+    """Int8 results of blocks with fewer than 128 rows, in the tile for few rows."""
+    tile = Tile(64, 128, 4, 1, tma=tma, group_m=1)
+    check_tile(monkeypatch, tile, 1, block_size, (rows, 272), 144, torch.int8)
 
 
 SPECIALIZED = {"cooperative": COOPERATIVE, "single": SINGLE}
@@ -192,7 +264,13 @@ SPECIALIZED_CASES = [
     (rows, n, k, parts, out_dtype)
     for rows, n, k, parts in [(130, 144, 32, 1), (1, 16, 48, 1), (600, 400, 1552, 1), (1300, 528, 4096, 1)]
     for out_dtype in (torch.float32, torch.bfloat16, torch.int8)
-] + [(150, 130, 2048, 1, torch.bfloat16), (150, 130, 2048, 3, torch.float32), (600, 1, 1552, 1, torch.float32)]
+] + [
+    (150, 130, 2048, 1, torch.bfloat16),
+    (150, 130, 2048, 3, torch.float32),
+    (600, 1, 1552, 1, torch.float32),
+    (197, 144, 768, 1, torch.float16),
+    (150, 130, 640, 4, torch.float32),  # of blocks of 128 columns, the last part has none
+]
 
 
 @pytest.mark.gpu
@@ -204,7 +282,7 @@ def test_specialized_tiles(monkeypatch, tile, block_size, rows, n, k, parts, out
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compiled for Hopper only")
     monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 2))
-    check_tile(monkeypatch, SPECIALIZED[tile][block_size], parts, block_size, (rows, k), n, out_dtype)
+    check_tile(monkeypatch, SPECIALIZED[tile][blocks_of(block_size)[0][1]], parts, block_size, (rows, k), n, out_dtype)
 
 
 def check_tile(monkeypatch, tile, parts, block_size, shape, n, out_dtype):
@@ -275,12 +353,25 @@ def test_calls_that_differ_have_plans_of_their_own(unlaunched):
         (a, a_scale, b, b_scale, bias, 32, torch.int8),
         (a, a_scale, b, b_scale, None, 32, torch.float16),
         (a, a_scale, b, b_scale, bias.half(), 32, torch.float16),
+        (a, a_scale[:, :1].contiguous(), b, b_scale[:, :1].contiguous(), bias, (32, 128), torch.float16),
         (a, a_scale[:, :1].contiguous(), b, b_scale[:, :1].contiguous(), bias, 64, torch.float16),
         (a.view(2, 2, 64), a_scale, b, b_scale, bias, 32, torch.float16),
     ]
     for count, call in enumerate(calls, 1):
         block_linear_triton(*call)
         assert len(unlaunched) == len(Nothing.made) == count
+
+
+@pytest.mark.parametrize(("one", "same"), [(128, [128, 128]), ((1, 128), [1, 128]), ((32, 128), [32, 128])])
+def test_ways_to_write_a_block_size_share_a_plan(unlaunched, one, same):
+    """The dispatcher turns sizes into lists."""
+    operands = make_case(torch.device("cpu"), (130, 256), 96, one)
+    for block_size in (one, same):
+        block_linear_triton(*operands, block_size, torch.bfloat16)
+    ((key, *_),) = unlaunched
+    assert key == one
+    ((_, constants, *_),) = Nothing.made
+    assert constants[:2] == blocks_of(one)
 
 
 def test_operands_that_begin_elsewhere_have_launches_of_their_own(unlaunched, monkeypatch):
@@ -320,19 +411,21 @@ def test_one_bit_apart_nowhere(run, place):
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.int8])
-def test_opcheck(out_dtype):
-    operands = make_case(torch.device("cpu"), (2, 20, 40), 33, 32)
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_opcheck(block_size, out_dtype):
+    operands = make_case(torch.device("cpu"), (2, 20, 40), 33, block_size)
     # No autograd test: it has no gradient, and says so.
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    opcheck(torch.ops.qframework.block_linear.default, (*operands, 32, out_dtype), test_utils=tests)
+    opcheck(torch.ops.qframework.block_linear.default, (*operands, block_size, out_dtype), test_utils=tests)
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.int8])
-def test_compiles_whole(fresh_dynamo, out_dtype):
-    operands = make_case(torch.device("cpu"), (20, 40), 33, 32)
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_compiles_whole(fresh_dynamo, block_size, out_dtype):
+    operands = make_case(torch.device("cpu"), (20, 40), 33, block_size)
 
     def fn(*operands):
-        return block_linear(*operands, 32, out_dtype)
+        return block_linear(*operands, block_size, out_dtype)
 
     for got, expected in zip(torch.compile(fn, fullgraph=True)(*operands), fn(*operands), strict=True):
         assert torch.equal(got, expected)
@@ -346,7 +439,7 @@ def test_has_no_gradient_of_its_own():
 
 
 ERRORS = {
-    "block_size=48 is unsupported; accepted: 32, 64, 128": (UnsupportedError, {"block_size": 48}),
+    r"block_size=48 is unsupported; accepted: 32, 64, 128, \(32, 128\), \(1, 128\)": (UnsupportedError, {"block_size": 48}),
     "a has dtype torch.int32": (UnsupportedError, {"a": torch.zeros(4, 8, dtype=torch.int32)}),
     "b's scale has dtype torch.float16": (UnsupportedError, {"b_scale": torch.ones(1, 1, dtype=torch.float16)}),
     r"a's scale has shape \(1,\)": (QFrameworkError, {"a_scale": torch.ones(1)}),
@@ -366,3 +459,23 @@ def test_errors(message):
     kind, wrong = ERRORS[message]
     with pytest.raises(kind, match=message):
         block_linear(**(arguments | wrong))
+
+
+MISFITS = {
+    r"a's scale has shape \(2, 2\); a \(40, 200\) in blocks of \(1, 128\) needs \(40, 2\)": ("a_scale", (2, 2), (1, 128)),
+    r"a's scale has shape \(40, 2\); a \(40, 200\) in blocks of \(32, 128\) needs \(2, 2\)": ("a_scale", (40, 2), (32, 128)),
+    r"b's scale has shape \(70, 2\); b \(70, 200\) in blocks of \(32, 128\) needs \(3, 2\)": ("b_scale", (70, 2), (1, 128)),
+    r"b's scale has shape \(1, 2\); b \(70, 200\) in blocks of \(32, 128\) needs \(3, 2\)": ("b_scale", (1, 2), (32, 128)),
+    r"b's scale has shape \(3, 2\); b \(70, 200\) in blocks of 128 needs \(1, 2\)": ("b_scale", (3, 2), 128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", MISFITS)
+def test_scales_of_other_blocks(message):
+    """The message names the blocks of the operand: those of b are not those of a."""
+    name, shape, block_size = MISFITS[message]
+    names = ("a", "a_scale", "b", "b_scale", "bias")
+    arguments = dict(zip(names, make_case(torch.device("cpu"), (40, 200), 70, block_size), strict=True))
+    block_linear(**arguments, block_size=block_size)
+    with pytest.raises(QFrameworkError, match=message):
+        block_linear(**(arguments | {name: torch.ones(shape)}), block_size=block_size)

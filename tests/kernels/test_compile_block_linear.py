@@ -10,6 +10,7 @@ from test_compile_targets import CHIPS, compile_for, stack_bytes
 
 from qframework.kernels import block_linear_specialized as specialized
 from qframework.kernels import block_linear_tiles
+from qframework.kernels._blocks import BLOCK_SIZES, block_shape
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
 from qframework.kernels.block_linear_kernel import _block_linear_kernel
 from qframework.kernels.block_linear_launch import specialized_constants, specialized_options, tile_constants
@@ -19,7 +20,6 @@ from qframework.kernels.int8_linear_specialized import layout
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "i8": torch.int8}
-BLOCK_SIZES = (32, 64, 128)
 MAX_STACK = 32  # bytes a thread may spill: eight registers, once, after the loop over K
 AVAILABLE = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}  # KB of shared memory; 99 elsewhere
 POINTERS = {"a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "bias_ptr": "*fp32", "out_scale_ptr": "*fp32"}
@@ -29,8 +29,9 @@ def compile_anywhere(chip, tile, block_size, out, k):
     types = POINTERS | {"a_ptr": "*i8", "b_ptr": "*i8", "out_ptr": f"*{out}"}
     types |= dict.fromkeys(("M", "N", "K", "DEPTH"), "i32")
     if tile.tma:
-        types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {block_size}]>"
-        types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {block_size}]>"
+        columns = block_shape(block_size)[1]
+        types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {columns}]>"
+        types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {columns}]>"
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     return compile_for(chip, _block_linear_kernel, types, tile_constants(tile, k, block_size, True), **options)
 
@@ -51,20 +52,22 @@ def test_block_linear(monkeypatch, chip, block_size, out, m, tmp_path):
     assert compiled.metadata.shared <= AVAILABLE.get(chip, 99) * 1024, tile
 
 
+@pytest.mark.parametrize("out", ["bf16", "i8"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_hopper_without_descriptors(block_size, tmp_path):
+def test_hopper_without_descriptors(block_size, out, tmp_path):
     """An inner size that is no multiple of 16."""
-    tile = choose_tile(8192, 4096, 1000, block_size, (9, 0), 132, False, False)
+    tile = choose_tile(8192, 4096, 1000, block_size, (9, 0), 132, False, out == "i8")
     assert not tile.tma
     assert not tile.consumers
-    assert stack_bytes(compile_anywhere("sm_90", tile, block_size, "bf16", 1000), tmp_path) <= MAX_STACK
+    assert stack_bytes(compile_anywhere("sm_90", tile, block_size, out, 1000), tmp_path) <= MAX_STACK
 
 
 def compile_specialized(tile, block_size, out, **known):
     by_tma = out != "fp32"
     types = POINTERS | {"out_ptr": f"*{out}"} | dict.fromkeys(("M", "N", "K", "STEPS", "PARTS"), "i32")
-    types["a_desc"] = described("i8", tile.block_m, block_size)
-    types["b_desc"] = described("i8", tile.block_n, block_size)
+    columns = block_shape(block_size)[1]
+    types["a_desc"] = described("i8", tile.block_m, columns)
+    types["b_desc"] = described("i8", tile.block_n, columns)
     types["out_desc"] = described(out, specialized.ROWS, tile.block_n) if by_tma else types["b_desc"]
     constants = specialized_constants(tile, block_size, True, by_tma) | known
     return compile_for("sm_90", specialized.kernel, types, constants, **specialized_options(tile))
@@ -79,10 +82,11 @@ def described(kind, rows, columns):
 @pytest.mark.parametrize("tiles", [COOPERATIVE, SINGLE], ids=["cooperative", "single"])
 def test_specialized(tiles, block_size, out, tmp_path):
     """Two halves a warpgroup, each product of 32 columns begun without a wait in between; registers are kept."""
-    tile = tiles[block_size]
+    columns = block_shape(block_size)[1]
+    tile = tiles[columns]
     compiled = compile_specialized(tile, block_size, out)
     ptx = compiled.asm["ptx"]
-    assert len(re.findall(r"wgmma\.mma_async\S*s32\.s8\.s8", ptx)) == tile.consumers * 2 * block_size // 32
+    assert len(re.findall(r"wgmma\.mma_async\S*s32\.s8\.s8", ptx)) == tile.consumers * 2 * columns // 32
     assert ptx.count("wgmma.wait_group.sync.aligned 0") == tile.consumers * 2
     assert "setmaxnreg" in ptx
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
@@ -91,9 +95,10 @@ def test_specialized(tiles, block_size, out, tmp_path):
 
 
 @pytest.mark.parametrize("out", ["fp32", "bf16"])
-def test_one_column(out, tmp_path):
+@pytest.mark.parametrize("block_size", [128, (1, 128)])
+def test_one_column(block_size, out, tmp_path):
     """Triton compiles an argument that is 1 in."""
-    compiled = compile_specialized(COOPERATIVE[128], 128, out, N=1)
+    compiled = compile_specialized(COOPERATIVE[128], block_size, out, N=1)
     assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
@@ -105,6 +110,35 @@ def test_two_instructions_an_element(tiles, tmp_path):
     elements = 2 * 64 * 128 // 128 * tile.consumers  # both halves, of a thread
     assert ptx.count("cvt.rn.f32.s32") == elements
     assert ptx.count("fma.rn.f32") == elements
+
+
+@pytest.mark.parametrize(("block_size", "products"), [(128, 1), ((32, 128), 8), ((1, 128), 16)])
+def test_scales_are_multiplied_once_for_many_elements(block_size, products):
+    """A thread of a warpgroup has 4 rows and 4 groups of columns, of 128 x 128 elements: not a product for each."""
+    ptx = compile_specialized(SINGLE[128], block_size, "fp32").asm["ptx"]
+    assert len(re.findall(r"\bmul\.(rn\.)?f32", ptx)) == products
+
+
+def test_rows_are_quantized_within_a_warp():
+    """The largest magnitude of 4 rows of a thread, from 4 threads each: two shuffles a row, no shared memory."""
+    int8, float32 = (compile_specialized(SINGLE[128], (1, 128), out).asm["ptx"] for out in ("i8", "fp32"))
+    assert len(re.findall(r"\bshfl\.sync\.bfly", int8)) == 2 * 4
+    assert int8.count("ld.shared") == float32.count("ld.shared")
+
+
+@pytest.mark.skipif(not specialized.HAS_GLUON, reason="no Gluon")
+def test_what_is_chosen_for_few_rows_in_a_block():
+    """The columns of a block decide as they do for squares; int8 results need tiles of whole blocks alone."""
+    for block_size in ((32, 128), (1, 128)):
+        for case in [(8192, 1024, 1024), (8192, 4096, 16384), (1024, 1024, 16384), (197, 3072, 768)]:
+            assert choose_tile(*case, block_size, (9, 0), 132, True, False) == choose_tile(
+                *case, 128, (9, 0), 132, True, False
+            )
+        assert choose_tile(8192, 4096, 1024, block_size, (9, 0), 132, True, True) == COOPERATIVE[128]
+        assert choose_tile(2048, 1024, 1024, block_size, (9, 0), 132, True, True) == SINGLE[128]
+        few = choose_tile(197, 768, 768, block_size, (9, 0), 132, True, True)
+        assert (few.consumers, few.block_m, few.block_n) == (0, 64, 128)
+    assert choose_tile(197, 768, 768, 128, (9, 0), 132, True, True).block_m == 128
 
 
 @pytest.mark.skipif(not specialized.HAS_GLUON, reason="no Gluon")
