@@ -8,7 +8,7 @@ from dataclasses import replace
 from benchmarks import training_block
 from benchmarks.block_linear import SHAPES
 from benchmarks.block_operators import TOKENS
-from benchmarks.block_operators_cases import OPERATORS
+from benchmarks.block_operators_cases import OPERATORS, provider_of
 from benchmarks.target_table import Target
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 
@@ -30,8 +30,7 @@ def _operators(what: str, ours: Sequence[BlockSize], against: str, ops: tuple[st
     peers = {"PyTorch FP16": "torch_fp16", "FP16 under Inductor": "inductor_fp16"}
     return Target(
         what=what, against=against, benchmark="block_operators", subjects=(f"{TOKENS},{PROMISED_AT}",), ops=ops,
-        ours=tuple(f"qframework_b{block_size_name(size)}" for size in ours), peers=(peers[against],),
-        measure="calls_per_ms", must=must,
+        ours=tuple(map(provider_of, ours)), peers=(peers[against],), measure="calls_per_ms", must=must,
     )  # fmt: skip
 
 
