@@ -11,7 +11,7 @@ tile of 128 columns missing from one of 4096, a row is 18 percent off.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from benchmarks.harness import ROUNDOFF, UnavailableError, rows_within
 from benchmarks.int8_linear_cases import Shape, checked_rows
 from qframework.kernels import block_linear_launch, block_quantize
+from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
 from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
@@ -114,14 +115,14 @@ def float_layer(given: Operands, dtype: torch.dtype = torch.float32) -> nn.Linea
 # qframework ---------------------------------------------------------------------------------------------------------
 
 
-def _blocks(given: Operands, block_size: int) -> Case:
+def _blocks(given: Operands, block_size: BlockSize) -> Case:
     """INT8 blocks in and out, as inside a converted model."""
     layer = Int8Linear.from_float(float_layer(given), block_size)
     x, grad = quantize_blocks(given.x, block_size), quantize_blocks(given.grad, block_size)
     return training_case(layer, x, grad, INT8_TOLERANCE, "int8 blocks")
 
 
-def _floats_around_blocks(given: Operands, block_size: int) -> Case:
+def _floats_around_blocks(given: Operands, block_size: BlockSize) -> Case:
     """bfloat16 in and out: operands quantized on the way, as at the ends of the INT8 data flow."""
     layer = Int8Linear.from_float(float_layer(given), block_size, "float")
     return training_case(layer, given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 blocks within")
@@ -132,17 +133,17 @@ def _baseline(given: Operands, kind: Any) -> Case:
     return training_case(layer, given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 within")
 
 
-def _kernel(given: Operands, block_size: int, out_dtype: torch.dtype = torch.bfloat16, tiles: Any = None) -> Case:
+def _kernel(given: Operands, block_size: BlockSize, out_dtype: torch.dtype = torch.bfloat16, tiles: Any = None) -> Case:
     """The forward product alone; ``tiles``: with this kernel rather than the one that is chosen."""
     if given.x.device.type != "cuda":
         raise UnavailableError("needs a GPU: on a CPU there is no kernel of its own")
     if tiles is not None and torch.cuda.get_device_capability() != (9, 0):
         raise UnavailableError("needs a GPU of compute capability 9.0")
-    quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, block_size))
+    quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, operand_size(block_size)))
     latest: list[tuple[Tensor, Tensor]] = []
     operands = (*quantized, None)
     if tiles is not None:
-        plan = block_linear_launch.Plan(operands, block_size, out_dtype, Choice(tiles[block_size], 1))
+        plan = block_linear_launch.Plan(operands, block_size, out_dtype, Choice(tiles[block_shape(block_size)[1]], 1))
 
     def chosen() -> None:
         latest[:] = [block_linear_launch.block_linear_triton(*operands, block_size, out_dtype)]
@@ -205,18 +206,25 @@ def _compiled(layer: nn.Module) -> Any:
     return torch.compile(layer, dynamic=False)
 
 
+def _for_sizes(
+    name: str, case: Any, sizes: Sequence[BlockSize] = BLOCK_SIZES, **fixed: Any
+) -> dict[str, Callable[[Operands], Case]]:
+    """A provider for each size of blocks, whose name takes the place of ``{}``."""
+    return {name.format(block_size_name(size)): functools.partial(case, block_size=size, **fixed) for size in sizes}
+
+
+_FAST: tuple[BlockSize, ...] = (128, (1, 128))
+_FORCED: tuple[BlockSize, ...] = (32, 64, *_FAST)
+
 PROVIDERS: dict[str, Callable[[Operands], Case]] = {
-    **{f"qframework_blocks_{size}": functools.partial(_blocks, block_size=size) for size in (32, 64, 128)},
-    "qframework_floats_128": functools.partial(_floats_around_blocks, block_size=128),
+    **_for_sizes("qframework_blocks_{}", _blocks),
+    **_for_sizes("qframework_floats_{}", _floats_around_blocks, _FAST),
     "qframework_per_tensor": functools.partial(_baseline, kind=PerTensorLinear),
     "qframework_per_token": functools.partial(_baseline, kind=PerTokenLinear),
-    **{f"block_linear_{size}": functools.partial(_kernel, block_size=size) for size in (32, 64, 128)},
-    "block_linear_128_int8": functools.partial(_kernel, block_size=128, out_dtype=torch.int8),
-    **{
-        f"block_linear_{size}_{name}": functools.partial(_kernel, block_size=size, tiles=tiles)
-        for size in (32, 64, 128)
-        for name, tiles in (("cooperative", COOPERATIVE), ("single", SINGLE))
-    },
+    **_for_sizes("block_linear_{}", _kernel),
+    **_for_sizes("block_linear_{}_int8", _kernel, _FAST, out_dtype=torch.int8),
+    **_for_sizes("block_linear_{}_cooperative", _kernel, _FORCED, tiles=COOPERATIVE),
+    **_for_sizes("block_linear_{}_single", _kernel, _FORCED, tiles=SINGLE),
     "torch_bf16": _torch_bf16,
     "torch_bf16_autocast": functools.partial(_torch_bf16, master=True),
     "inductor_bf16": functools.partial(_torch_bf16, compiled=True),

@@ -27,7 +27,16 @@ def test_a_missing_tile_is_wrong(name):
         check_result(given, name, right, block_linear_cases.FP8_TOLERANCE)
 
 
-@pytest.mark.parametrize("provider", ["qframework_blocks_32", "qframework_per_token", "torch_bf16"])
+@pytest.mark.parametrize(
+    "provider",
+    [
+        "qframework_blocks_32",
+        "qframework_blocks_1x128",
+        "qframework_floats_1x128",
+        "qframework_per_token",
+        "torch_bf16",
+    ],
+)
 def test_three_products_are_checked_and_written(provider, tmp_path):
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--device", "cpu", "--providers", provider, "--output", str(output)]
@@ -38,6 +47,23 @@ def test_three_products_are_checked_and_written(provider, tmp_path):
         m, n, k = record["shape"]
         assert record["status"] == "ok"
         assert record["tflops"] == pytest.approx(6 * m * n * k / record["p50_ms"] / 1e9, rel=2e-3)
+
+
+@pytest.mark.parametrize("kind", ["qframework_blocks_{}", "block_linear_{}"])
+def test_every_block_size_is_measured(kind):
+    for size in ("32", "64", "128", "32x128", "1x128"):
+        assert kind.format(size) in PROVIDERS
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in PROVIDERS if name.startswith("block_linear")])
+def test_kernels_are_right(name):
+    """Each choice of kernel for each size of blocks, at whole tiles and beyond."""
+    if torch.cuda.get_device_capability() != (9, 0) and name.endswith(("cooperative", "single")):
+        pytest.skip("compiled for Hopper only")
+    for shape in (SHAPE, (1000, 400, 1040)):
+        case = block_linear_cases.setup(shape, name, "cuda")
+        assert case.check(operands(shape, "cuda")) < block_linear_cases.INT8_TOLERANCE
 
 
 def test_a_wrong_result_is_never_timed(monkeypatch):
