@@ -1,0 +1,215 @@
+"""What a block size costs in a single step, on any machine: the error of a GPT's gradient, and what an outlier does.
+
+    python -m benchmarks.training_gradients --output benchmarks/results/training/gradients/DATE-cpu.json
+
+A GPT learns in FP32 for a while. Then its weights stay, and every configuration computes the mean gradient of the same
+batches: how far is it from FP32's? Errors that average out between batches shrink with their number, those of one sign
+stay. Language models also have a first token that is far larger than all others in a few channels ("massive
+activations"): it is put in through its position's embedding, FP32 gets some steps to live with it, and the loss in
+INT8 shows whether other tokens suffer from the scale they share with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.harness import argument_parser
+from benchmarks.machine import describe_machine
+from benchmarks.training_parity import CONFIGURATIONS
+from qframework.evaluation.progress import progress_bar
+from qframework.evaluation.training_tasks import TextTask
+from qframework.serialization import atomic_write
+from qframework.training import convert_to_int8_training
+
+SCHEMA = 1
+LEARNING_RATE = 1e-3
+MASSIVE_CHANNELS = 2  # of the first token's embedding, the middle of each half
+COMPARED = [name for name, options in CONFIGURATIONS.items() if options["precision"] == "int8"]
+Batch = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A configuration beside FP32 with the same weights on the same batches."""
+
+    configuration: str
+    massive: float  # what was added to the first token's embedding; 0 for the model as it learned
+    times_median: float  # the first token's largest value at the first block, over the median token's
+    loss: float
+    loss_fp32: float
+    gradient_error: float | None = None  # |mean gradient - FP32's| / |FP32's|; None where only the loss was measured
+
+    @property
+    def percent(self) -> float:
+        """The loss above FP32's."""
+        return 100 * (self.loss / self.loss_fp32 - 1)
+
+
+def shown(items: Sequence[Any], description: str) -> Iterator[Any]:
+    """The items, with a progress bar."""
+    with progress_bar(description, len(items)) as advance:
+        for item in items:
+            yield item
+            advance()
+
+
+def learn(task: TextTask, model: nn.Module, steps: int, batch: int, first: int = 0) -> nn.Module:
+    """Some steps of AdamW in FP32."""
+    optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
+    for step in shown(range(first, first + steps), "FP32"):
+        optimizer.zero_grad()
+        task.loss(model, *task.batch(0, step, batch)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model
+
+
+def int8(model: nn.Module, configuration: str) -> nn.Module:
+    """A copy in INT8."""
+    options = {name: value for name, value in CONFIGURATIONS[configuration].items() if name != "precision"}
+    converted = copy.deepcopy(model)
+    convert_to_int8_training(converted, **options)
+    return converted
+
+
+def mean_gradient(task: TextTask, model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, float]:
+    """Over the batches, of all parameters in one vector; and the mean loss."""
+    model.zero_grad()
+    total = 0.0
+    for inputs, targets in batches:
+        loss = task.loss(model, inputs, targets) / len(batches)
+        loss.backward()
+        total += loss.item()
+    return torch.cat(
+        [parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None]
+    ), total
+
+
+@torch.no_grad()
+def mean_loss(task: TextTask, model: nn.Module, batches: Sequence[Batch]) -> float:
+    """Over the batches."""
+    return sum(task.loss(model, *batch).item() for batch in batches) / len(batches)
+
+
+def compare_gradients(task: TextTask, model: nn.Module, batches: Sequence[Batch], names: Sequence[str]) -> list[Row]:
+    """One row for each configuration."""
+    right, loss_fp32 = mean_gradient(task, model, batches)
+    rows = []
+    for name in shown(names, "gradients"):
+        gradient, loss = mean_gradient(task, int8(model, name), batches)
+        error = float((gradient - right).norm() / right.norm())
+        rows.append(Row(name, 0.0, times_median(model, batches[0]), loss, loss_fp32, error))
+    return rows
+
+
+def compare_massive(
+    task: TextTask, model: nn.Module, batches: Sequence[Batch], names: Sequence[str], massive: float
+) -> list[Row]:
+    """One row for each configuration, of a model that has learned to live with a first token of that size."""
+    loss_fp32, times = mean_loss(task, model, batches), times_median(model, batches[0])
+    losses = {name: mean_loss(task, int8(model, name), batches) for name in shown(names, f"massive {massive:g}")}
+    return [Row(name, massive, times, loss, loss_fp32) for name, loss in losses.items()]
+
+
+def with_massive_token(task: TextTask, model: Any, massive: float) -> nn.Module:
+    """A copy whose first position adds ``massive`` to a few channels."""
+    changed = copy.deepcopy(model)
+    part = task.width // MASSIVE_CHANNELS
+    with torch.no_grad():
+        changed.transformer.wpe.weight[0, part // 2 :: part] += massive
+    return changed
+
+
+@torch.no_grad()
+def times_median(model: Any, batch: Batch) -> float:
+    """The first token's largest value at the first block, over that of the median token."""
+    tokens = batch[0]
+    embedded = model.transformer.wte(tokens) + model.transformer.wpe.weight[: tokens.shape[1]]
+    largest = embedded.abs().amax(-1)
+    return float(largest[:, 0].mean() / largest[:, 1:].median())
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown: one line for each configuration."""
+    cases = sorted({row.massive for row in rows})
+    found = {(row.configuration, row.massive): row for row in rows}
+    times = {massive: next(row.times_median for row in rows if row.massive == massive) for massive in cases}
+    header = [
+        "",
+        "error of the gradient",
+        *(f"loss, first token {times[massive]:.3g} times the median" for massive in cases),
+    ]
+    lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
+    for name in dict.fromkeys(row.configuration for row in rows):
+        error = found[name, 0.0].gradient_error
+        losses = [f"{found[name, massive].percent:+.2f} %" for massive in cases]
+        lines.append(f"| {' | '.join([name, '' if error is None else f'{error:.4f}', *losses])} |")
+    return "\n".join(lines) + "\n"
+
+
+def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
+    """The document and its rows."""
+    document = json.loads(path.read_text())
+    return document, [Row(**row) for row in document["rows"]]
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argument_parser("training_gradients", __doc__, output=False)
+    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument("--steps", type=int, default=800, help="that FP32 learns before (default: %(default)s)")
+    parser.add_argument("--settle", type=int, default=60, help="steps with a massive token (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=16, help="of 4 windows, compared (default: %(default)s)")
+    parser.add_argument("--massive", type=float, nargs="*", default=[12.0, 50.0], help="added to the first token")
+    options = parser.parse_args(argv)
+    if options.smoke:
+        options.steps = options.settle = options.batches = 2
+        options.massive = options.massive[-1:]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Learn, compare, print, write."""
+    options = parse_arguments(argv)
+    smoke = TextTask(width=32, depth=1, heads=2, context=16, limit=300_000)
+    task, batch = (smoke if options.smoke else TextTask(depth=4)), 4
+    torch.manual_seed(0)
+    model = learn(task, task.build(0), options.steps, batch)
+    batches = [task.batch(1, step, batch) for step in range(options.batches)]
+    rows = compare_gradients(task, model, batches, COMPARED)
+    for massive in options.massive:
+        settled = learn(task, with_massive_token(task, model, massive), options.settle, batch, options.steps)
+        rows += compare_massive(task, settled, batches, COMPARED, massive)
+    print(table(rows))
+    if options.output:
+        document = {
+            "schema": SCHEMA,
+            "benchmark": "training_gradients",
+            "smoke": options.smoke,
+            "machine": describe_machine("cpu"),
+            "settings": {
+                **task.settings,
+                "steps": options.steps,
+                "settle": options.settle,
+                "tokens": options.batches * batch * task.context,
+            },
+            "rows": [asdict(row) for row in rows],
+        }
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_write(options.output) as file:
+            file.write((json.dumps(document, indent=1) + "\n").encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
