@@ -16,6 +16,7 @@ from torch import Tensor
 
 from qframework.kernels._block_operators import (
     FEW_VALUES,
+    VALUES_PER_THREAD,
     Blocks,
     check_alike,
     empty_blocks,
@@ -27,6 +28,7 @@ from qframework.kernels._block_operators import (
 )
 from qframework.kernels._blocks import (
     BlockSize,
+    block_shape,
     dequantize_blocks_ref,
     load_blocks,
     quantize_blocks_ref,
@@ -135,6 +137,11 @@ def _block_gated_activation_backward_kernel(
     store_tile(dgate_ptr, dgate_scale_ptr, dgate, dgate_scale, row, column, R, C, BLOCK, EVEN)
 
 
+def backward_values(block_size: BlockSize) -> int:
+    """Values in a thread of the backward pass: its rows share a scale, unless each has one and more save nothing."""
+    return FEW_VALUES if block_shape(block_size)[0] == 1 else VALUES_PER_THREAD
+
+
 def _block_gated_activation_triton(
     gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
 ) -> Blocks:
@@ -160,7 +167,7 @@ def _block_gated_activation_backward_triton(
     sizes = rows_and_columns(dy)
     results = *empty_blocks(gate, block_size), *empty_blocks(up, block_size)
     if dy.numel() > 0:
-        tile = tile_of(*sizes, block_size)
+        tile = tile_of(*sizes, block_size, backward_values(block_size))
         operands = (each.contiguous() for each in (dy, dy_scale, gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_backward_kernel, tiles_of(dy, tile))(
             *operands, *results, *sizes, KIND=kind, **tile

@@ -123,11 +123,10 @@ def _block_quantize_kernel(
     q, scale = _quantize(x, noise, STOCHASTIC, BLOCK)
     store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
     if BOTH:
-        if BLOCK[0] == BLOCK[1]:
-            q, scale = tl.trans(q), tl.trans(scale)
-        else:
-            q, scale = _quantize(tl.trans(x), tl.trans(noise), STOCHASTIC, BLOCK_T)
-        store_tile(qt_ptr, scale_t_ptr, q, scale, column, row, C, R, BLOCK_T)
+        if BLOCK[0] != BLOCK[1]:
+            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before the tile is: threads hold neighbours in a row
+            q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
+        store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
 
 @triton.jit
@@ -176,11 +175,10 @@ def _block_transpose_kernel(
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
-    if BLOCK[0] == BLOCK[1]:
-        q, scale = tl.trans(q), tl.trans(scale)
-    else:
-        q, scale = quantize_tile(tl.trans(times_blocks(int8_to_float(q), scale, BLOCK)), BLOCK_T)
-    store_tile(qt_ptr, scale_t_ptr, q, scale, column, row, C, R, BLOCK_T)
+    if BLOCK[0] != BLOCK[1]:
+        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before the tile is: threads hold neighbours in a row
+        q, scale = quantize_tile(times_blocks(int8_to_float(q), scale, BLOCK), TURNED)
+    store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
 
 def tile_of(

@@ -6,10 +6,12 @@ import importlib
 import re
 
 import pytest
+from block_oracle import BLOCK_SIZES
 from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
 
 from qframework.kernels._block_operators import FEW_VALUES, VALUES_PER_THREAD, rows_of_tile, tile_of
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.block_gated_activation import backward_values
 from qframework.kernels.block_statistics import whole_rows
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -61,8 +63,10 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     module, attribute, flags = KERNELS[name]
     kernel = getattr(importlib.import_module(f"qframework.kernels.{module}"), attribute)
     walks = "stretch_origin" in kernel.src
-    few = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
-    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size, few)
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    if "gated_activation_backward" in attribute:
+        values = backward_values(block_size)
+    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size, values)
     if name == "statistics":
         tile = whole_rows(COLUMNS, columns, block_size)
     settings = tile | flags
@@ -74,26 +78,44 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     return compiled
 
 
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_every_chip(chip, name, tmp_path):
-    check(chip, name, 32, tmp_path)
+def test_every_chip(chip, name, block_size, tmp_path):
+    if block_size == 32 or name not in ("merge", "add_up"):  # which know nothing of blocks
+        check(chip, name, block_size, tmp_path)
 
 
-@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("block_size", [size for size in BLOCK_SIZES if size not in (32, (1, 128))])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_block_size(name, block_size, tmp_path):
     check("sm_90", name, block_size, tmp_path)
 
 
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("columns", [COLUMNS, COLUMNS + 16])
 @pytest.mark.parametrize("name", ["gelu", "swiglu_backward", "layer_norm", "layer_norm_sums"])
-def test_values_are_read_sixteen_at_a_time(name, columns, tmp_path):
+def test_values_are_read_sixteen_at_a_time(name, columns, block_size, tmp_path):
     """Whole vectors of 16 bytes: a mask or a layout that cuts them would cost several times the instructions."""
-    ptx = check("sm_90", name, 32, tmp_path, columns).asm["ptx"]
+    ptx = check("sm_90", name, block_size, tmp_path, columns).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "ld.global.b8" not in ptx
     assert "st.global.b8" not in ptx
+
+
+@pytest.mark.parametrize("name", ["gelu", "mul", "dropout", "layer_norm"])
+def test_a_row_of_a_block_lies_in_eight_threads(name, tmp_path):
+    """Three shuffles for the 16 values of it that a thread has, and nothing of it in shared memory."""
+    compiled = check("sm_90", name, (1, 128), tmp_path)
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    assert compiled.asm["ptx"].count("shfl.sync") == 3 * values // 16
+
+
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+@pytest.mark.parametrize("name", ["add", "mul", "dropout", "rms_norm", "layer_norm"])
+def test_scales_take_no_division(name, block_size, tmp_path):
+    """A division has a branch, which keeps every row of a thread in registers until all are divided."""
+    assert "div.rn" not in check("sm_90", name, block_size, tmp_path).asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from block_oracle import BLOCK_SIZES
 from test_compile_targets import CHIPS, compile_for, stack_bytes
 
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
@@ -20,20 +21,42 @@ TYPES |= dict.fromkeys(("R", "C", "stride_xm"), "i32")
 # The kernel and its flags.
 KERNELS = {
     "quantize": (_block_quantize_kernel, {"STOCHASTIC": False, "BOTH": False}),
+    "both": (_block_quantize_kernel, {"STOCHASTIC": False, "BOTH": True}),
     "both_stochastic": (_block_quantize_kernel, {"STOCHASTIC": True, "BOTH": True}),
     "dequantize": (_block_dequantize_kernel, {}),
     "transpose": (_block_transpose_kernel, {}),
 }
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 128])
+def compiled_for(chip, name, block_size):
+    kernel, flags = KERNELS[name]
+    _, tile = tile_of((50432, 768), block_size, transposed=flags.get("BOTH", name == "transpose"))
+    tile.setdefault("BLOCK_T", tile["BLOCK"])
+    warps = tile["num_warps"] * (2 if flags.get("STOCHASTIC") else 1)
+    constants = {name: value for name, value in (flags | tile).items() if name in kernel.arg_names}
+    dtype = "fp32" if block_size == 64 else "bf16"
+    return compile_for(chip, kernel, TYPES | {"x_ptr": f"*{dtype}"}, constants, num_warps=warps)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_blocks(chip, name, block_size, tmp_path):
-    kernel, flags = KERNELS[name]
-    _, constants = tile_of((50432, 768), block_size)
-    warps = constants.pop("num_warps") * (2 if flags.get("STOCHASTIC") else 1)
-    dtype = "fp32" if block_size == 64 else "bf16"
-    compiled = compile_for(chip, kernel, TYPES | {"x_ptr": f"*{dtype}"}, flags | constants, num_warps=warps)
+    compiled = compiled_for(chip, name, block_size)
     assert stack_bytes(compiled, tmp_path) == 0
     assert compiled.metadata.shared <= 48 * 1024
+
+
+def test_a_row_of_a_block_lies_in_eight_threads():
+    """Its largest magnitude takes three shuffles for each of the four rows of a thread, and no shared memory."""
+    compiled = compiled_for("sm_90", "quantize", (1, 128))
+    assert compiled.asm["ptx"].count("shfl.sync") == 3 * 4
+    assert compiled.metadata.shared == 4 * 64  # scales on their way to where they are stored
+
+
+@pytest.mark.parametrize("name", ["quantize", "both", "transpose"])
+def test_scales_take_no_division(name):
+    """Quotients by fused operations: a division has a branch, which keeps all rows of a thread in registers."""
+    ptx = compiled_for("sm_90", name, (1, 128)).asm["ptx"]
+    assert "div." not in ptx
+    assert "rcp.approx.ftz.f32" in ptx
