@@ -93,9 +93,11 @@ def test_statistics_of_long_rows(place, implementation, monkeypatch, of_whole_ro
     assert_statistics(found, values(z, z_scale, size))
 
 
-@pytest.mark.parametrize(("shape", "size"), [((40, 300), 32), ((66, 300), 128), ((66, 300), (32, 128))])
+@pytest.mark.parametrize(
+    ("shape", "size"), [((40, 300), 32), ((66, 300), 128), ((66, 300), (32, 128)), ((40, 300), (1, 128))]
+)
 def test_statistics_of_whole_rows(place, implementation, shape, size):
-    """Programs of 32 rows, a whole block or a part of it; the last ones are cut off."""
+    """Programs of 32 rows: a whole block, a part of it, or a block each; the last ones are cut off."""
     if implementation == "cpu":
         pytest.skip("the CPU reads rows as a whole")
     z, z_scale = operand(shape, size, place)
