@@ -94,13 +94,14 @@ def three_products(x, weight, grad):
     return product(x, weight), product(grad, weight.t()), product(grad.t(), x.t())
 
 
-def three_products_of_blocks(x, weight, grad, block_size):
+def three_products_of_blocks(x, weight, grad, block_size, conv1d):
     """The same of operands as the layer quantizes them: X as it is kept, dY as it comes, W from the master weight."""
-    size, weight = operand_size(block_size), weight.detach().contiguous()
-    kept = quantize_blocks(x.detach(), block_size)
+    size, kept = operand_size(block_size), quantize_blocks(x.detach(), block_size)
+    upright, transposed = in_blocks(weight, size), transposed_in_blocks(weight, size)
+    for_y, for_x = (transposed, upright) if conv1d else (upright, transposed)
     return (
-        product(rows(in_blocks(kept, block_size)), in_blocks(weight, size)),
-        product(rows(in_blocks(grad, block_size)), transposed_in_blocks(weight, size)),
+        product(rows(in_blocks(kept, block_size)), for_y),
+        product(rows(in_blocks(grad, block_size)), for_x),
         product(transposed_in_blocks(grad, block_size), transposed_in_blocks(kept, block_size)),
     )
 
@@ -114,8 +115,9 @@ def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
     x, grad = operands(shape, n, device)
     y = layer(x)
     y.backward(grad)
-    weight = given.weight.t() if conv1d else given.weight
-    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(x, weight, grad, block_size)
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(
+        x, given.weight, grad, block_size, conv1d
+    )
     added = given.bias.detach().double() if bias else 0.0
     assert_within(y.detach(), exact + added, error + UNIT * (exact.abs() + abs(added)))
     assert_within(x.grad, exact_x, error_x)
@@ -136,8 +138,9 @@ def test_blocks_in_and_out(device, block_size, conv1d):
     grad = quantize_blocks(grad_values, block_size)
     y = layer(x)
     y.backward(grad)
-    weight = given.weight.t() if conv1d else given.weight
-    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(values, weight, grad, block_size)
+    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products_of_blocks(
+        values, given.weight, grad, block_size, conv1d
+    )
     exact = exact + given.bias.detach().double()
     assert_half_a_step(y, exact, error + UNIT * exact.abs())
     assert_half_a_step(x.grad, exact_x, error_x)
