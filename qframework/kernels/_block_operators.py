@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import BlockSize, block_shape, check_blocks, int8_to_float, row_count, scale_shape
+from qframework.kernels._block_arithmetic import int8_to_float
+from qframework.kernels._blocks import BlockSize, block_shape, check_blocks, row_count, scale_shape
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, cuda_implementation, power_of_2
 from qframework.kernels._triton import tl, triton

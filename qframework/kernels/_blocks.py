@@ -33,6 +33,7 @@ from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels._block_arithmetic import int8_to_float, inverse, over_127
 from qframework.kernels._common import check_dtype, check_same_device, round_to_int8
 from qframework.kernels._launch import cdiv
 from qframework.kernels._triton import INTERPRET, tl, triton
@@ -44,15 +45,6 @@ BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
 _INTERPRETED = tl.constexpr(INTERPRET)
-_FOUR_BYTES_TO_FLOAT = tl.constexpr(
-    "{ .reg .b32 biased, high; xor.b32 biased, $4, 0x80808080; mov.b32 high, 0x4B000000;"
-    " prmt.b32 $0, biased, high, 0x7440; prmt.b32 $1, biased, high, 0x7441;"
-    " prmt.b32 $2, biased, high, 0x7442; prmt.b32 $3, biased, high, 0x7443; }"
-)
-_SUMS_OF_FOUR = tl.constexpr(
-    "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
-    " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
-)
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:
@@ -183,119 +175,6 @@ def dequantize_blocks_ref(
     return numerics.dequantize(q, spread_scale(scale, q.shape, block_size), dtype).contiguous()
 
 
-@tl.core.builtin
-def _on_cuda(_semantic=None):
-    """Whether the kernel is compiled for an NVIDIA GPU."""
-    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
-
-
-@triton.jit
-def int8_to_float(q):
-    """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
-
-    A byte becomes the lowest of a float's mantissa, and an addition takes the rest away. PTX inserts it in one
-    instruction, which no compiler finds by itself; the interpreter and AMD get the same without it.
-    """
-    if _INTERPRETED:
-        value = q.to(tl.float32)
-    elif _on_cuda():
-        biased = tl.inline_asm_elementwise(
-            _FOUR_BYTES_TO_FLOAT, "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4
-        )
-        value = biased - 8388736.0  # 2**23 + 128
-    else:
-        value = q.to(tl.float32)
-    return value
-
-
-@triton.jit
-def sums_of_four(q):
-    """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
-
-    On NVIDIA an instruction adds four neighbours into the first of them, the others are constant zeros.
-    """
-    if _INTERPRETED:
-        value = q.to(tl.int32)
-        square = value * value
-    elif _on_cuda():
-        value, square = tl.inline_asm_elementwise(
-            _SUMS_OF_FOUR,
-            "=r,=r,=r,=r,=r,=r,=r,=r,r",
-            [q],
-            dtype=(tl.int32, tl.int32),
-            is_pure=True,
-            pack=4,
-        )
-    else:
-        value = q.to(tl.int32)
-        square = value * value
-    return value, square
-
-
-@triton.jit
-def reciprocal(x):
-    """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction on NVIDIA, as division is not."""
-    if _INTERPRETED:
-        r = 1.0 / x
-    elif _on_cuda():
-        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        root = tl.rsqrt(x)
-        r = root * root
-    return r
-
-
-@triton.jit
-def log2(x):
-    """Logarithm of x of at least 0 to within 2^-22 and 2^-22 of itself: one instruction on NVIDIA."""
-    if _INTERPRETED:
-        y = tl.log2(x)
-    elif _on_cuda():
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        y = tl.log2(x)
-    return y
-
-
-@triton.jit
-def tanh(x):
-    """On NVIDIA one instruction, off by at most 2^-11 of itself; elsewhere to float32's precision of 1."""
-    if _INTERPRETED:
-        t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    elif _on_cuda():
-        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        t = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
-    return t
-
-
-@triton.jit
-def _over_127(x):
-    """``x / 127`` as a division rounds it, bit for bit where x is normal; infinity becomes NaN.
-
-    A product and what it leaves over, both fused; a division takes three times as many instructions, and a branch.
-    """
-    if _INTERPRETED:  # which fuses nothing
-        y = tl.math.div_rn(x, 127.0)
-    else:
-        y = x * (1.0 / 127.0)
-        y = tl.fma(tl.fma(-y, 127.0, x), 1.0 / 127.0, y)
-    return y
-
-
-@triton.jit
-def _inverse(scale):
-    """``1 / scale``, to half a unit of its last place and hardly more, as a division is; infinity becomes NaN."""
-    if _INTERPRETED:
-        y = tl.math.div_rn(1.0, scale)
-    elif _on_cuda():
-        y = reciprocal(scale)
-        y = tl.fma(tl.fma(-y, scale, 1.0), y, y)
-    else:
-        y = tl.math.div_rn(1.0, scale)
-    return y
-
-
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
@@ -316,7 +195,7 @@ def block_amax(x, BLOCK: tl.constexpr):
 @triton.jit
 def tile_scale(x, BLOCK: tl.constexpr):
     """Scale of every block of an fp32 tile; a comparison, because Triton's maximum drops NaN."""
-    scale = _over_127(block_amax(x, BLOCK))
+    scale = over_127(block_amax(x, BLOCK))
     return tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
 
 
@@ -349,7 +228,7 @@ def quantize_tile(x, BLOCK: tl.constexpr):
     Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
     """
     scale = tile_scale(x, BLOCK)
-    return pushed_to_int8(times_blocks(x, _inverse(scale), BLOCK) + _PUSH), scale
+    return pushed_to_int8(times_blocks(x, inverse(scale), BLOCK) + _PUSH), scale
 
 
 @triton.jit
@@ -357,14 +236,14 @@ def quantize_scaled_tile(x, factor, BLOCK: tl.constexpr):
     """``quantize_tile`` of x times the factor, at least 0, of each of its blocks, which no value is multiplied by."""
     scale = block_amax(x, BLOCK) * factor * (1.0 / 127.0)
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
-    return pushed_to_int8(times_blocks(x, factor * _inverse(scale), BLOCK) + _PUSH), scale
+    return pushed_to_int8(times_blocks(x, factor * inverse(scale), BLOCK) + _PUSH), scale
 
 
 @triton.jit
 def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
     """Like ``quantize_tile``, rounding x / scale + noise down; ``noise`` (M, N) is uniform in (0, 1)."""
     scale = tile_scale(x, BLOCK)
-    steps = tl.math.floor(times_blocks(x, _inverse(scale), BLOCK) + noise)
+    steps = tl.math.floor(times_blocks(x, inverse(scale), BLOCK) + noise)
     return round_to_int8(steps), scale
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
+from qframework.kernels._block_arithmetic import log2, reciprocal, tanh
 from qframework.kernels._block_operators import (
     FEW_VALUES,
     Blocks,
@@ -35,13 +36,10 @@ from qframework.kernels._blocks import (
     BlockSize,
     dequantize_blocks_ref,
     load_blocks,
-    log2,
     quantize_blocks_ref,
     quantize_scaled_tile,
-    reciprocal,
     spread_blocks,
     store_tile,
-    tanh,
     times_blocks,
 )
 from qframework.kernels._launch import launch

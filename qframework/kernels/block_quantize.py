@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
+from qframework.kernels._block_arithmetic import int8_to_float
 from qframework.kernels._blocks import (
     BlockSize,
     block_shape,
     check_block_size,
     check_blocks,
     dequantize_blocks_ref,
-    int8_to_float,
     is_square,
     load_scales,
     load_steps,

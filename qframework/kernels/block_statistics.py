@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from qframework.kernels._block_arithmetic import sums_of_four
 from qframework.kernels._block_operators import VALUES_PER_THREAD, rows_and_columns
 from qframework.kernels._blocks import (
     BlockSize,
@@ -27,7 +28,6 @@ from qframework.kernels._blocks import (
     dequantize_blocks_ref,
     load_scales,
     load_steps,
-    sums_of_four,
 )
 from qframework.kernels._launch import cdiv, launch, power_of_2
 from qframework.kernels._triton import tl, triton
