@@ -115,7 +115,7 @@ def over_127(x):
         y = tl.math.div_rn(x, 127.0)
     else:
         y = x * (1.0 / 127.0)
-        y = tl.fma(tl.fma(-y, 127.0, x), 1.0 / 127.0, y)
+        y = tl.fma(tl.fma(y, -127.0, x), 1.0 / 127.0, y)
     return y
 
 
