@@ -270,7 +270,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = load_runs(arguments.results)
         accuracy = report_accuracy.render(report_accuracy.load(arguments.results / report_accuracy.FOLDER))
         training = arguments.results / report_training.FOLDER
-        trained = load_runs(training), report_training.load_parity(training)
+        trained = report_training.Results(
+            load_runs(training), report_training.load_parity(training), report_training.load_step(training)
+        )
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
@@ -279,12 +281,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments.check:
         write(runs, arguments.page)
         accuracy_page.write_text(accuracy)
-        report_training.write(*trained, training_page)
-        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}; {training_page}: {len(trained[0])} runs")
+        report_training.write(trained, training_page)
+        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}; {training_page}: {len(trained.runs)} runs")
         return 0
     stale = stale_files(runs, arguments.page)
     stale += [accuracy_page] * (not accuracy_page.exists() or accuracy_page.read_text() != accuracy)
-    stale += report_training.stale_files(*trained, training_page)
+    stale += report_training.stale_files(trained, training_page)
     for path in stale:
         print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
     return int(bool(stale))

@@ -1,7 +1,7 @@
 """``docs/training-results.md`` from ``benchmarks/results/training/``; written and checked by benchmarks.report.
 
 Files of block_operators, block_linear and training_block lie in that folder, the runs of training_parity in one folder
-for each task below it.
+for each task below it, those of training_gradients in one of their own.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks import training_parity
+from benchmarks import training_gradients, training_parity
 from benchmarks.harness import Record
 from benchmarks.report_targets import newest
 from benchmarks.tables import Run, bold_if, machine_table, number, scientific, split, table
@@ -33,8 +33,9 @@ Written by `python -m benchmarks.report` from the files in `benchmarks/results/t
 [INT8 training](training.md) says how to use it.
 
 `benchmarks.block_operators`, `benchmarks.block_linear` and `benchmarks.training_block` measure speed and memory,
-`benchmarks.training_parity` what it costs in accuracy. A result is compared with an FP64 or FP32 oracle before it is
-timed, and a wrong one gets no time. CUDA events, the L2 cache flushed before operators and linears.
+`benchmarks.training_parity` what it costs in accuracy, `benchmarks.training_gradients` what in a single step. A result
+is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. CUDA events, the L2 cache
+flushed before operators and linears.
 """
 TARGETS_NOTE = """Of speeds, ours over the peer's: the geometric mean over operators or shapes. Of memory, what is kept
 from forward to backward, ours over the peer's. PASS: every run of the file holds what must be, all of it measured. Rows
@@ -47,10 +48,30 @@ SIZES_NOTE = """What a block size (B x B values, or tokens x channels) buys, as 
 and what it costs. The error is that of a linear's results and gradients, against the FP64 products of its float
 operands.
 """
+STEP_NOTE = """A GPT that has learned in FP32, with the same weights on the same batches: how far the mean gradient is
+from FP32's, and by how much the loss is above FP32's. In the last columns its first token is as large in two channels
+as those of language models are, and FP32 has had some steps to live with it.
+"""
+GRADIENTS = "gradients"  # below the folder of training results
 PROMISED = tuple(map(per_block, BLOCK_SIZES))
 PER_TENSOR = "per_tensor"
 Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
 """Runs by task and configuration."""
+
+
+class Results(NamedTuple):
+    """All that the page shows; ``step``: the newest document of training_gradients."""
+
+    runs: Sequence[Run]
+    parity: Parity
+    step: dict[str, Any] | None
+
+
+def load_step(folder: Path) -> dict[str, Any] | None:
+    """What training_gradients wrote last, smoke runs apart; None where there is nothing."""
+    documents = [json.loads(path.read_text()) for path in (folder / GRADIENTS).glob("*.json")]
+    real = [document for document in documents if not document["smoke"]]
+    return max(real, key=lambda document: str(document["machine"]["date"]), default=None)
 
 
 def load_parity(folder: Path) -> Parity:
@@ -63,10 +84,13 @@ def _is_smoke(documents: Sequence[dict[str, Any]]) -> bool:
     return any(document.get("smoke") for document in documents)
 
 
-def render(runs: Sequence[Run], parity: Parity) -> str:
+def render(results: Results) -> str:
     """The whole page as Markdown."""
+    runs, parity, step = results
     return "\n".join(
-        [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity), _slower(runs)]
+        [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity)]
+        + ([] if step is None else [_step(step)])
+        + [_slower(runs)]
         + [_task(task, parity[task]) for task in parity]
         + [_section(run) for run in runs]
     )
@@ -200,6 +224,13 @@ def _behind(found: Comparison | None) -> str:
     return "not measured" if found is None or found.behind is None else f"{found.behind:+.2f}"
 
 
+def _step(document: dict[str, Any]) -> str:
+    settings, rows = document["settings"], [training_gradients.Row(**row) for row in document["rows"]]
+    shape = f"width {settings['width']}, depth {settings['depth']}, {settings['tokens']:,} tokens"
+    text = training_gradients.table(rows)
+    return f"## A single step\n\n{STEP_NOTE}\n{text}\n{shape}, {_where([document])}.\n"
+
+
 # Speed ----------------------------------------------------------------------------------------------------------------
 
 
@@ -264,29 +295,29 @@ def _reasons(run: Run) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def stale_files(runs: Sequence[Run], parity: Parity, page: Path) -> list[Path]:
+def stale_files(results: Results, page: Path) -> list[Path]:
     """The page and plots that are missing, differ from what the results give, or belong to none."""
     assets = page.parent / "assets"
-    stale = [] if page.exists() and page.read_text() == render(runs, parity) else [page]
-    for task, found in parity.items():
+    stale = [] if page.exists() and page.read_text() == render(results) else [page]
+    for task, found in results.parity.items():
         path = assets / plot_name(task)
         if not (path.exists() and mark(task, found).encode() in path.read_bytes()):
             stale.append(path)
-    return stale + _orphans(parity, assets)
+    return stale + _orphans(results.parity, assets)
 
 
 def _orphans(parity: Parity, assets: Path) -> list[Path]:
     return sorted(set(assets.glob(plot_name("*"))) - {assets / plot_name(task) for task in parity})
 
 
-def write(runs: Sequence[Run], parity: Parity, page: Path) -> None:
+def write(results: Results, page: Path) -> None:
     """Write the page, draw the plots that are not up to date, remove those of tasks that are gone."""
     assets = page.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    stale = stale_files(runs, parity, page)
-    for task, found in parity.items():
+    stale = stale_files(results, page)
+    for task, found in results.parity.items():
         if assets / plot_name(task) in stale:
             training_parity.draw(task, found, assets / plot_name(task), mark(task, found))
-    for orphan in _orphans(parity, assets):
+    for orphan in _orphans(results.parity, assets):
         orphan.unlink()
-    page.write_text(render(runs, parity))
+    page.write_text(render(results))

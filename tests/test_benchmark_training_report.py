@@ -20,6 +20,7 @@ from benchmarks.target_table_training import (
     TRAINING_TARGETS,
     subject_of_block,
 )
+from benchmarks.training_gradients import Row
 from benchmarks.training_parity import SUBJECTS, Case
 from qframework.kernels._blocks import BLOCK_SIZES
 
@@ -141,6 +142,16 @@ def arguments(tmp_path: Path, *more: str) -> list[str]:
     (tmp_path / "docs").mkdir(exist_ok=True)
     places = ["--results", str(tmp_path / "results"), "--page", str(tmp_path / "docs" / "performance.md")]
     return [*places, *more]
+
+
+def write_step(folder: Path, date: str, error: float, smoke: bool = False) -> None:
+    """A document of training_gradients with one row for each case."""
+    rows = [Row("per_block_32", 0.0, 1.5, 2.0, 2.0, error), Row("per_block_32", 50.0, 300.0, 3.0, 2.0)]
+    settings = {"width": 256, "depth": 4, "tokens": 8192}
+    head = {"smoke": smoke, "settings": settings, "machine": {**MACHINE, "date": date}}
+    path = folder / "training" / "gradients" / f"{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "rows": [vars(row) for row in rows]}))
 
 
 def page(tmp_path: Path) -> str:
@@ -274,3 +285,14 @@ def test_runs_of_several_kinds_are_refused(tmp_path: Path, capsys: pytest.Captur
     path.write_text(path.read_text().replace('"steps": 20', '"steps": 30'))
     assert report.main(arguments(tmp_path)) == 2
     assert "holds runs of 2 kinds" in capsys.readouterr().err
+
+
+def test_the_newest_single_step_is_shown(tmp_path: Path) -> None:
+    assert "A single step" not in page(tmp_path)
+    write_step(tmp_path / "results", "2026-01-01", 0.01)
+    write_step(tmp_path / "results", "2026-01-02", 0.02)
+    write_step(tmp_path / "results", "2026-01-03", 0.03, smoke=True)
+    assert report.main(arguments(tmp_path, "--check")) == 1
+    text = page(tmp_path)
+    assert "| per_block_32 | 0.0200 | +0.00 % | +50.00 % |" in text
+    assert "width 256, depth 4, 8,192 tokens, 2026-01-02" in text
