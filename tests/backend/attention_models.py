@@ -93,6 +93,11 @@ def randomize(model: nn.Module) -> nn.Module:
     return model.eval()
 
 
+def product(q, k):
+    """The logits, not scaled."""
+    return q @ k.transpose(-2, -1)
+
+
 def qkv(batch: int = 2, heads: int = 2, tokens: int = 17, dim: int = 16) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, batch, heads, tokens, dim, generator=generator)
