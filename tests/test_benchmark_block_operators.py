@@ -7,10 +7,12 @@ import json
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from benchmarks import block_operators, block_operators_cases
 from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Case, operands
 from benchmarks.harness import Record, WrongResultError
+from qframework.kernels import block_dequantize, block_quantize
 
 SHAPE = (70, 96)
 EAGER = [name for name in PROVIDERS if name != "inductor_fp16"]
@@ -70,6 +72,25 @@ def shift_rows(x: torch.Tensor) -> torch.Tensor:
 
 def halve(x: torch.Tensor) -> torch.Tensor:
     return (x / 2).to(x.dtype)
+
+
+@pytest.mark.parametrize("size", [32, (1, 128)])
+@pytest.mark.parametrize("name", ["gelu", "silu", "swiglu"])
+def test_what_the_hardware_s_tanh_is_off_by_is_not_wrong(name, size):
+    """2^-11 of itself, as PTX promises; where all other values of a row are small, that is more than a step of it."""
+    given = operands((256, 1024), "cpu")
+    case = block_operators_cases.in_blocks(name, "forward", given, size)
+
+    def computed(off):
+        """``f(x) = x / 2 (1 + tanh)`` with a tanh that is larger by such a share of itself."""
+        x, up = (block_dequantize(*block_quantize(each, size), size).double() for each in given.inputs)
+        y = F.gelu(x) if name == "gelu" else F.silu(x)
+        y = y + off * (y - x / 2)
+        return block_quantize((y * up if name == "swiglu" else y).float(), size)
+
+    case.check(computed(2.0**-11))
+    with pytest.raises(WrongResultError):
+        case.check(computed(2.0**-8))
 
 
 def test_wrong_gradients_of_parameters_are_seen():
