@@ -45,12 +45,13 @@ def int8_to_float(q):
 
 
 @triton.jit
-def sums_of_four(q):
+def sums_of_four(q, FOURS: tl.constexpr):
     """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
 
-    On NVIDIA an instruction adds four neighbours into the first of them, the others are constant zeros.
+    FOURS: whether the values of a thread are neighbours in a row, four at least. On NVIDIA an instruction then adds
+    four of them into the first, the others are constant zeros; of other layouts it would add up different rows.
     """
-    if _INTERPRETED:
+    if _INTERPRETED or not FOURS:
         value = q.to(tl.int32)
         square = value * value
     elif _on_cuda():

@@ -39,6 +39,7 @@ from qframework.kernels._launch import launch
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_statistics import (
     empty_partial,
+    in_fours,
     merge_statistics,
     row_statistics_cpu,
     store_partial,
@@ -78,6 +79,7 @@ def _block_elementwise_kernel(
     C,
     PRODUCT: tl.constexpr,
     STATISTICS: tl.constexpr,
+    FOURS: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
@@ -90,7 +92,7 @@ def _block_elementwise_kernel(
     z, z_scale = quantize_tile(x * y if PRODUCT else x + y, BLOCK)
     store_tile(z_ptr, z_scale_ptr, z, z_scale, row, column, R, C, BLOCK, EVEN)
     if STATISTICS:
-        mean, apart = tile_statistics(z, z_scale, column, C, BLOCK, EVEN)
+        mean, apart = tile_statistics(z, z_scale, column, C, BLOCK, EVEN, FOURS)
         store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
 
 
@@ -116,7 +118,7 @@ def _launch(
 ) -> Blocks:
     sizes = rows_and_columns(x)
     z, z_scale = empty_blocks(x, tile["BLOCK"])
-    operands = (each.contiguous() for each in (x, x_scale, y, y_scale))
+    operands = [each.contiguous() for each in (x, x_scale, y, y_scale)]
     launch(_block_elementwise_kernel, tiles_of(x, tile))(
         *operands,
         z,
@@ -125,6 +127,7 @@ def _launch(
         *sizes,
         PRODUCT=PRODUCT,
         STATISTICS=partial is not None,
+        FOURS=partial is not None and in_fours(operands[0], operands[2]),
         **tile,
     )
     return z, z_scale

@@ -43,16 +43,16 @@ def row_statistics_ref(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr, FOURS: tl.constexpr):
     """Mean, and sum of squared distances from it, of each row of an int8 tile (M, N), 0 outside.
 
     ``scale`` is that of the tile's blocks, M a multiple or a divisor of theirs; the tile begins at ``column``, which is
-    inside the tensor. EVEN: so is all of it.
+    inside the tensor. EVEN: so is all of it. FOURS: see ``in_fours``.
     """
     M: tl.constexpr = q.shape[0]
     N: tl.constexpr = q.shape[1]
     DOWN: tl.constexpr = scale.shape[0]
-    values, squares = sums_of_four(q)
+    values, squares = sums_of_four(q, FOURS)
     WIDTH: tl.constexpr = BLOCK[1]
     whole = tl.sum(tl.reshape(values, (DOWN, M // DOWN, N // WIDTH, WIDTH)), 3)
     squares = tl.sum(tl.reshape(squares, (DOWN, M // DOWN, N // WIDTH, WIDTH)), 3)
@@ -92,17 +92,18 @@ def _block_statistics_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    FOURS: tl.constexpr,
 ):
     """Statistics of TILE_M whole rows a program, of a tensor that no Add made them for. Grid (cdiv(R, TILE_M),)."""
     row = tl.program_id(0) * TILE_M
     SCALES_M: tl.constexpr = TILE_M if BLOCK[0] == 1 else BLOCK[0]
     q = load_steps(x_ptr, row, 0, R, C, TILE_M, TILE_N, EVEN)
     scale = load_scales(x_scale_ptr, row, 0, R, C, SCALES_M, TILE_N, BLOCK, EVEN)
-    mean, apart = tile_statistics(q, scale, 0, C, BLOCK, EVEN)
+    mean, apart = tile_statistics(q, scale, 0, C, BLOCK, EVEN, FOURS)
     for column in range(TILE_N, C, TILE_N):
         q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
         scale = load_scales(x_scale_ptr, row, column, R, C, SCALES_M, TILE_N, BLOCK, EVEN)
-        mean_p, apart_p = tile_statistics(q, scale, column, C, BLOCK, EVEN)
+        mean_p, apart_p = tile_statistics(q, scale, column, C, BLOCK, EVEN, FOURS)
         share = tl.minimum(C - column, TILE_N) / tl.minimum(column + TILE_N, C)
         off = mean_p - mean
         mean += off * share
@@ -169,6 +170,14 @@ def merge_statistics(partial: Tensor, columns: int, tile: dict[str, Any]) -> Ten
     return statistics
 
 
+def in_fours(*operands: Tensor) -> bool:
+    """Whether Triton loads these int8 tensors 16 neighbours of a row at a time, as ``sums_of_four`` needs.
+
+    It does where it knows that every row begins at a multiple of 16, and else one by one: in a thread lie other rows.
+    """
+    return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 for x in operands)
+
+
 def whole_rows(rows: int, columns: int, block_size: BlockSize) -> dict[str, Any]:
     """Constants of a kernel that reads whole rows: few of them at a time, or parts of very long ones in turn."""
     block = block_shape(block_size)
@@ -185,8 +194,9 @@ def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> 
     statistics = x.new_empty((rows, 2), dtype=torch.float32)
     if rows > 0:
         tile = whole_rows(rows, columns, block_size)
+        x = x.contiguous()
         launch(_block_statistics_kernel, (cdiv(rows, tile["TILE_M"]),))(
-            x.contiguous(), x_scale.contiguous(), statistics, rows, columns, **tile
+            x, x_scale.contiguous(), statistics, rows, columns, FOURS=in_fours(x), **tile
         )
     return statistics
 

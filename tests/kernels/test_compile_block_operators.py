@@ -6,13 +6,15 @@ import importlib
 import re
 
 import pytest
+import torch
 from block_oracle import BLOCK_SIZES
 from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
 
+from qframework.kernels import block_quantize
 from qframework.kernels._block_operators import FEW_VALUES, VALUES_PER_THREAD, rows_of_tile, tile_of
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
 from qframework.kernels.block_gated_activation import backward_values
-from qframework.kernels.block_statistics import whole_rows
+from qframework.kernels.block_statistics import in_fours, whole_rows
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
@@ -29,9 +31,9 @@ KERNELS = {
     "swiglu": ("block_gated_activation", "_block_gated_activation_kernel", {"KIND": "silu"}),
     "swiglu_backward": ("block_gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "silu"}),
     "geglu_backward": ("block_gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "gelu"}),
-    "add": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": False, "STATISTICS": True}),
-    "mul": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": True, "STATISTICS": False}),
-    "statistics": ("block_statistics", "_block_statistics_kernel", {}),
+    "add": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": False, "STATISTICS": True, "FOURS": True}),
+    "mul": ("block_elementwise", "_block_elementwise_kernel", {"PRODUCT": True, "STATISTICS": False, "FOURS": False}),
+    "statistics": ("block_statistics", "_block_statistics_kernel", {"FOURS": True}),
     "merge": ("block_statistics", "_merge_statistics_kernel", {"ROWS": 32, "TILES": 32, "num_warps": 4}),
     "dropout": ("block_dropout", "_block_dropout_kernel", {}),
     "layer_norm": ("block_norm", "_block_norm_kernel", NORM | {"RMS": False, "HAS_BIAS": True}),
@@ -121,6 +123,48 @@ def test_scales_take_no_division(name, block_size, tmp_path):
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])
 def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
     assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", check("sm_90", name, 32, tmp_path).asm["ptx"])
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("columns", [16, 48, 272, COLUMNS])
+@pytest.mark.parametrize("name", ["add", "statistics"])
+def test_sums_of_four_are_of_neighbours(name, columns, block_size, tmp_path):
+    """The instruction adds up what lies side by side in a thread: it must do so in the tensor as well."""
+    ir = check("sm_90", name, block_size, tmp_path, columns).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*)$", ir, re.MULTILINE))
+    summed = re.findall(r"dp4a.*: tensor<\w+, (#\w+)> ->", ir)
+    assert summed
+    for layout in summed:
+        assert "sizePerThread = [1, 16]" in layouts[layout]
+        assert "order = [1, 0]" in layouts[layout]
+
+
+@pytest.mark.parametrize("name", ["add", "statistics"])
+def test_rows_that_begin_anywhere_are_summed_value_by_value(name, monkeypatch, tmp_path):
+    module, kernel, flags = KERNELS[name]
+    monkeypatch.setitem(KERNELS, name, (module, kernel, flags | {"FOURS": False}))
+    assert "dp4a" not in check("sm_90", name, 32, tmp_path, 300).asm["ptx"]
+
+
+@pytest.mark.parametrize(("columns", "fours"), [(300, False), (272, True)])
+def test_launchers_say_whether_fours_are_neighbours(monkeypatch, columns, fours):
+    statistics, elementwise = (
+        importlib.import_module(f"qframework.kernels.{name}") for name in ("block_statistics", "block_elementwise")
+    )
+    said = []
+    for module in (statistics, elementwise):
+        monkeypatch.setattr(module, "launch", lambda *_: lambda *_, **constants: said.append(constants.get("FOURS")))
+    x, scale = block_quantize(torch.randn(40, columns), 32)
+    statistics.row_statistics_triton(x, scale, 32)
+    elementwise._block_add_triton(x, scale, x, scale, 32, True)
+    assert said == [fours, fours, None]  # the last merges
+
+
+def test_fours_are_where_rows_begin_at_multiples_of_16():
+    x = torch.zeros(1 + 8 * 300, dtype=torch.int8)
+    assert in_fours(x[:-1].view(-1, 48), x[: 4 * 16].view(4, 16))
+    assert not in_fours(x[:-1].view(8, 300))
+    assert not in_fours(x[: 4 * 16].view(4, 16), x[1 : 1 + 4 * 16].view(4, 16))
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
