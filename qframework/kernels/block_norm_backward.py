@@ -251,6 +251,7 @@ def _backward(
     row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
     tile = tile_of(rows, columns, block_size)
     length = max(length, tile["TILE_M"])
+    tile["EVEN"] = tile["EVEN"] and rows % length == 0  # else tiles of the last stretch lie outside
     grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
     launch(_norm_backward_kernel, grid)(
         *operands, row_sums, dx, dx_scale, rows, columns, **flags, STRETCH=length, **tile

@@ -222,6 +222,20 @@ def test_long_stretches_of_rows(layer_norm_backward, place, monkeypatch, block_s
         assert torch.allclose(one, other, rtol=1e-4, atol=64 * UNIT * float(one.abs().max()))
 
 
+@pytest.mark.parametrize(("rows", "even"), [(512, True), (480, False)])
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_tiles_outside_are_masked(monkeypatch, block_size, rows, even):
+    """Stretches of 256 rows: whole tiles of the last one lie behind a tensor of whole tiles."""
+    launched = []
+    monkeypatch.setattr(backward_module, "launch", lambda *_: lambda *_, **constants: launched.append(constants))
+    monkeypatch.setattr(backward_module, "add_up", lambda *matrices: matrices)
+    monkeypatch.setattr(sums_module, "PROGRAMS", 1)
+    x, vector = operand((rows, 256), block_size, torch.device("cpu")), torch.ones(rows)
+    backward_module._block_layer_norm_backward_triton(*x, *x, None, vector, vector, block_size)
+    assert [constants["STRETCH"] for constants in launched] == [256, 256]
+    assert launched[1]["EVEN"] == even
+
+
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
 def test_empty(layer_norm, layer_norm_backward, rms_norm, place, shape):
     x = block_quantize(torch.empty(shape, device=place), 32)
