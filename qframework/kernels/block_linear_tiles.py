@@ -77,7 +77,7 @@ def choose_tile(
     tiles = (_BY_TMA if tma and capability[0] == 9 else _BY_POINTERS)[columns]
     if whole:
         tiles = [tile for tile in tiles if tile.block_m >= rows and tile.block_n >= columns]
-    elif (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] == 8):
+    elif (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] in (8, 12)):
         tiles = tiles[1:]  # there the largest one spills
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
