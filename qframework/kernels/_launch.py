@@ -9,6 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from qframework.kernels._common import LIBRARY
+from qframework.kernels._overlap import overlap
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,8 +61,10 @@ class Launch:
         if self._run is not None:
             self._run(*arguments, *self._constants)
             return
-        compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options)
+        constants, options = overlap(self._kernel)
+        compiled = self._kernel[self._grid](*arguments, *self._constants, **constants, **options, **self._options)
         if self._alike and compiled is not None:  # the interpreter compiles nothing
+            self._constants += tuple(constants.values())
             self._run = finished(compiled)[self._grid]
 
     def warm_up(self, *arguments: Any) -> Any:
@@ -69,7 +72,10 @@ class Launch:
 
         Returns the compiled kernel, or under ``triton.AsyncCompileMode`` Triton's promise of it.
         """
-        return self._kernel.warmup(*arguments, *self._constants, grid=self._grid, **self._options)
+        constants, options = overlap(self._kernel)
+        return self._kernel.warmup(
+            *arguments, *self._constants, grid=self._grid, **constants, **options, **self._options
+        )
 
 
 def finished(kernel: Any) -> Any:
@@ -87,7 +93,7 @@ def power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[str, ...]]] = {}
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # kernels and their constants, in order
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -105,12 +111,14 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         key = (id(kernel), device, *constants.items(), *map(specialization, arguments))
         found = _compiled.get(key)
         if found is None:
-            compiled = kernel[grid](*arguments, **constants)
+            more, options = overlap(kernel)
+            compiled = kernel[grid](*arguments, **constants, **more, **options)
             if compiled is not None:  # the interpreter compiles nothing
-                _compiled[key] = finished(compiled), tuple(kernel.arg_names[len(arguments) :])
+                values = constants | more
+                _compiled[key] = finished(compiled), tuple(values[name] for name in kernel.arg_names[len(arguments) :])
             return
-        compiled, names = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *[constants[name] for name in names])
+        compiled, rest = found
+        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
 
     return run
 

@@ -6,6 +6,7 @@ Formula and layout: see :mod:`~qframework.kernels.quantized_attention`, which la
 from __future__ import annotations
 
 from qframework.kernels._common import round_half_even, round_to_int8
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.kernels.attention_quantize import group_scale, row_amax, to_integers
 from qframework.kernels.value_quantize import round_to_e4m3
@@ -133,8 +134,10 @@ def _quantized_attention_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Grid (cdiv(N, BLOCK_M) * H * B,); a program computes BLOCK_M rows of one head, all keys."""
+    wait_for_previous_kernel(OVERLAP)
     LOG2E: tl.constexpr = 1.4426950408889634
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
     K_TOKEN_SCALE: tl.constexpr = K_GROUPS > 1 or K_SPAN < BLOCK_N

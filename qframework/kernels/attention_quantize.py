@@ -22,6 +22,7 @@ from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, round_half_even
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -159,8 +160,10 @@ def _attention_quantize_kernel(
     DIVISOR: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,  # channels, or half of them for INT4
+    OVERLAP: tl.constexpr = False,
 ):
     """Grid (cdiv(N, TILE) * H * B,); a program quantizes TILE tokens of one head."""
+    wait_for_previous_kernel(OVERLAP)
     QMAX: tl.constexpr = 127 if BITS == 8 else 7
     tiles = tl.cdiv(N, TILE)
     pid = tl.program_id(0).to(tl.int64)

@@ -43,6 +43,7 @@ from qframework.kernels._blocks import (
     times_blocks,
 )
 from qframework.kernels._launch import launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 
 KINDS = ("gelu", "gelu_tanh", "silu", "relu")
@@ -170,8 +171,10 @@ def _block_activation_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """y = f(x). A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     q, scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     value, factor = activation(q, scale, KIND, BLOCK)
@@ -194,8 +197,10 @@ def _block_activation_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """dx = dy * f'(x). A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     x, x_scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)

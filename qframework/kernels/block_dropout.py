@@ -40,6 +40,7 @@ from qframework.kernels._blocks import (
 )
 from qframework.kernels._common import check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 
 _LEVELS = 65536  # of 16 random bits
@@ -107,8 +108,10 @@ def _block_dropout_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """y = m x / (1 - p). A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N, 10) >= threshold  # rounds as in the reference

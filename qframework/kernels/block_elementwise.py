@@ -36,6 +36,7 @@ from qframework.kernels._blocks import (
     store_tile,
 )
 from qframework.kernels._launch import launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_statistics import (
     empty_partial,
@@ -84,8 +85,10 @@ def _block_elementwise_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """z = x + y or x * y. A program computes one tile, and where STATISTICS those of its rows."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)

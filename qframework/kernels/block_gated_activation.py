@@ -36,6 +36,7 @@ from qframework.kernels._blocks import (
     store_tile,
 )
 from qframework.kernels._launch import launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_activation import (
     activation,
@@ -88,8 +89,10 @@ def _block_gated_activation_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """y = f(gate) * up. A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     up, up_scale = load_blocks(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
@@ -117,12 +120,14 @@ def _block_gated_activation_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """dgate = dy * up * f'(gate) and dup = dy * f(gate). A program computes one tile of each.
 
     One after the other: the second reads its operands from the cache again, and each waits for its scales in as few
     registers as a kernel of its own.
     """
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)

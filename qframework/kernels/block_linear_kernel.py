@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from qframework.kernels._blocks import quantize_tile, store_tile
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.int8_linear_kernel import place
 
@@ -28,8 +29,10 @@ def _block_linear_kernel(
     BLOCK_N: tl.constexpr,
     GROUP_M: tl.constexpr,
     TMA: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out = a @ b.T + bias. Grid (tiles, parts): a program computes one tile, or one part of K of it."""
+    wait_for_previous_kernel(OVERLAP)
     start_m, start_n = place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
     part = tl.program_id(1)
     across = tl.cdiv(K, BLOCK[1])

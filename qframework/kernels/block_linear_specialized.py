@@ -22,6 +22,7 @@ from typing import Any
 from qframework.kernels._blocks import quantize_tile
 from qframework.kernels._common import round_to_int8
 from qframework.kernels._gluon import HAS_GLUON
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels.int8_linear_kernel import place
 from qframework.numerics import MIN_SCALE
 
@@ -268,6 +269,7 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
+        OVERLAP: gl.constexpr = False,
     ):
         """out = a @ b.T + bias. Any number of programs; each takes every such tile, of every part, of a line."""
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK[1]], a_desc.layout)
@@ -284,6 +286,7 @@ if HAS_GLUON:
         for i in gl.static_range(2):
             mbarrier.init(turn.index(i), count=1)
         fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
         pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr)
         shared = (out_desc, a_stages, b_stages, out_stages, ready, free, turn)
         sizes = (M, N, K, STEPS, PARTS)

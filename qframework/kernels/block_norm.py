@@ -39,6 +39,7 @@ from qframework.kernels._blocks import (
 )
 from qframework.kernels._common import check_dtype, check_same_device
 from qframework.kernels._launch import launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_statistics import row_statistics_ref, row_statistics_triton
 
@@ -111,8 +112,10 @@ def _block_norm_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """y and, from the first tile of a row, its mean and rstd. A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N, LAST_FIRST=True)
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)

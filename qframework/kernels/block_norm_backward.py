@@ -40,6 +40,7 @@ from qframework.kernels._blocks import (
     store_tile,
 )
 from qframework.kernels._launch import cdiv, launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.block_sum_rows import add_up, store_sums, stretch_origin, stretches
 
@@ -122,8 +123,10 @@ def _norm_sums_kernel(
     TILE_N: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """All sums of STRETCH rows and the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
+    wait_for_previous_kernel(OVERLAP)
     first, column = stretch_origin(C, STRETCH, TILE_N)
     weight = _load_weight(weight_ptr, column, C, TILE_N, HAS_WEIGHT)
     dweight = tl.zeros((LANES, TILE_N), tl.float32)
@@ -181,8 +184,10 @@ def _norm_backward_kernel(
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """dx. A program computes one tile; grid (tiles of all stretches,)."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = _last_read_first(R, C, STRETCH, TILE_M, TILE_N)
     dy = load_tile(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)

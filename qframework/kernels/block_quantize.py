@@ -51,6 +51,7 @@ from qframework.kernels._common import (
     rows_of,
 )
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
@@ -112,8 +113,10 @@ def _block_quantize_kernel(
     BLOCK_T: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Blocks, and where BOTH also their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
@@ -148,8 +151,10 @@ def _block_dequantize_kernel(
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """x = q * scale, rounded once. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     x = load_tile(q_ptr, scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     r = row + tl.arange(0, TILE_M)
@@ -170,8 +175,10 @@ def _block_transpose_kernel(
     BLOCK_T: tl.constexpr,
     TILE_M: tl.constexpr,
     TILE_N: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Values and scales transposed. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)

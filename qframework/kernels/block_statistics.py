@@ -30,6 +30,7 @@ from qframework.kernels._blocks import (
     load_steps,
 )
 from qframework.kernels._launch import cdiv, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 
 MERGED_ROWS, MERGED_TILES = 32, 32  # of one program of the second kernel: what it reads at a time
@@ -93,8 +94,10 @@ def _block_statistics_kernel(
     TILE_N: tl.constexpr,
     EVEN: tl.constexpr,
     FOURS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Statistics of TILE_M whole rows a program, of a tensor that no Add made them for. Grid (cdiv(R, TILE_M),)."""
+    wait_for_previous_kernel(OVERLAP)
     row = tl.program_id(0) * TILE_M
     SCALES_M: tl.constexpr = TILE_M if BLOCK[0] == 1 else BLOCK[0]
     q = load_steps(x_ptr, row, 0, R, C, TILE_M, TILE_N, EVEN)
@@ -122,8 +125,10 @@ def _merge_statistics_kernel(
     TILE_N: tl.constexpr,  # columns of a tile
     ROWS: tl.constexpr,
     TILES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Statistics of ROWS whole rows a program. Grid (cdiv(R, ROWS),)."""
+    wait_for_previous_kernel(OVERLAP)
     P = tl.cdiv(C, TILE_N)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     mean = tl.zeros((ROWS,), tl.float32)

@@ -22,6 +22,7 @@ from qframework.kernels._block_operators import (
 )
 from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref
 from qframework.kernels._launch import cdiv, launch
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 
 PROGRAMS = 4096  # of one warp each, enough to fill a chip: stretches of rows are made shorter until there are as many
@@ -47,8 +48,10 @@ def _block_sum_rows_kernel(
     TILE_N: tl.constexpr,
     LANES: tl.constexpr,
     STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Sums over STRETCH rows of the columns of one tile. Grid (S * cdiv(C, TILE_N),)."""
+    wait_for_previous_kernel(OVERLAP)
     first, column = stretch_origin(C, STRETCH, TILE_N)
     total = tl.zeros((LANES, TILE_N), tl.float32)
     for start in tl.range(0, STRETCH, TILE_M, num_stages=STAGES):
@@ -84,8 +87,10 @@ def _add_up_kernel(
     N,
     L,
     SUMMED: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Sums over the first dimension of up to three matrices. Grid (cdiv(LA, SUMMED) + up to 2 * cdiv(L, SUMMED),)."""
+    wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0)
     of_a, of_b = tl.cdiv(LA, SUMMED), tl.cdiv(L, SUMMED)
     if pid < of_a:

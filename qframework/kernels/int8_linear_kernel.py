@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.int8_linear_epilogue import finish, load_columns, load_rows
 
@@ -40,6 +41,7 @@ def _int8_linear_kernel(
     SUBTILES: tl.constexpr,
     TMA: tl.constexpr,
     TMA_STORE: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """out = epilogue(a @ b.T), tile by tile of out.
 
@@ -47,6 +49,7 @@ def _int8_linear_kernel(
     as well, but along a line of groups. "persistent": any number of programs, each takes every such tile of that line;
     its loops over tiles and over K are one pipeline, so it loads its next tile while it finishes this one.
     """
+    wait_for_previous_kernel(OVERLAP)
     if WALK == "grid":
         tile_of_out(
             tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N,

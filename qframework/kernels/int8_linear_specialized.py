@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels._gluon import HAS_GLUON
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels.int8_linear_epilogue import finish, load_columns, load_rows
 from qframework.kernels.int8_linear_kernel import place
 
@@ -240,6 +241,7 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         PINGPONG: gl.constexpr,  # else cooperative
         SINGLE: gl.constexpr,  # a grid of two dimensions, a program for every tile; else any number of programs
+        OVERLAP: gl.constexpr = False,
     ):
         """out = epilogue(a @ b.T)."""
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
@@ -255,6 +257,7 @@ if HAS_GLUON:
         mbarrier.init(ready.index(0), count=1)
         mbarrier.init(ready.index(1), count=1)
         fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
         first, _, _ = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
         start_m, start_n = _place(first, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
         _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, 0, 0, BLOCK_M, BLOCK_N, BLOCK_K)

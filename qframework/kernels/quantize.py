@@ -32,6 +32,7 @@ from qframework.kernels._common import (
     rows_of,
 )
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels._overlap import overlap, wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -63,8 +64,10 @@ def _quantize_kernel(
     P,
     stride_xm,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """q = round(x / scale). Grid (M, cdiv(C, BLOCK_C)); a program quantizes one stretch of one row."""
+    wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     scale = tl.load(scale_ptr + m % P)
@@ -81,8 +84,10 @@ def _dynamic_quantize_kernel(
     stride_xm,
     MIN_SCALE: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """scale = max|x| / 127 and q = round(x / scale) for one row. Grid (M,); rows longer than BLOCK_C are read twice."""
+    wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_C)
     amax = tl.zeros((BLOCK_C,), tl.float32)
@@ -139,7 +144,8 @@ def warm_up_dynamic_quantize(device: torch.device, x: Tensor, granularity: Activ
     if granularity == "per_tensor" or x.numel() == 0:
         return None
     _, _, grid, arguments, constants = _dynamic_launch(x)
-    return _dynamic_quantize_kernel.warmup(*arguments, grid=grid, **constants)
+    more, options = overlap(_dynamic_quantize_kernel)
+    return _dynamic_quantize_kernel.warmup(*arguments, grid=grid, **constants, **more, **options)
 
 
 def _dynamic_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int], tuple[Any, ...], dict[str, Any]]:

@@ -26,6 +26,7 @@ from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_quantize import attention_quantize_ref, group_scale, row_amax, to_integers
@@ -91,8 +92,10 @@ def _rope_quantize_kernel(
     TILE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Grid (cdiv(N, TILE) * H * B,); a program rotates TILE tokens of one head and sums or quantizes them."""
+    wait_for_previous_kernel(OVERLAP)
     tiles = tl.cdiv(N, TILE)
     pid = tl.program_id(0).to(tl.int64)
     tile, h, b = (pid % tiles).to(tl.int32), (pid // tiles) % H, pid // (tiles * H)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from qframework.kernels._attention_common import AttentionShape
 from qframework.kernels._launch import cdiv, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import QUERY_BLOCK
 
@@ -55,8 +56,10 @@ def _block_statistics_kernel(
     VARLEN: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Grid (M * H * B,); a program reads one block of tokens of one head."""
+    wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     block, h, b = pid % M, (pid // M) % H, pid // (M * H)
     base = x_ptr + b * stride_xb + h * stride_xh

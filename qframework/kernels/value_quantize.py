@@ -20,6 +20,7 @@ from qframework.errors import UnsupportedError
 from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, round_half_even
 from qframework.kernels._launch import cuda_implementation, launch, power_of_2
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import INTERPRET, tl, triton
 from qframework.kernels.token_statistics import BlockStatistics, _block_statistics_triton, block_statistics_ref
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -94,8 +95,10 @@ def _value_quantize_kernel(
     VARLEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
 ):
     """Grid (P // BLOCK_N * H * B,); a program transposes and quantizes BLOCK_N tokens of one head."""
+    wait_for_previous_kernel(OVERLAP)
     blocks = P // BLOCK_N
     pid = tl.program_id(0).to(tl.int64)
     block, h, b = (pid % blocks).to(tl.int32), (pid // blocks) % H, pid // (blocks * H)

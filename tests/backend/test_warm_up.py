@@ -25,7 +25,7 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import fake_value
-from qframework.kernels import int8_linear_launch
+from qframework.kernels import _launch, int8_linear_launch
 from qframework.kernels import int8_linear_specialized as specialized
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
 from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
@@ -113,7 +113,20 @@ def compiled(hopper, monkeypatch) -> list[str]:
         names.append(src.name)
         return Compiled()
 
+    def launch(kernel, grid):
+        """As on a GPU; tensors of the CPU are taken for the interpreter's."""
+
+        def run(*arguments, **constants):
+            with monkeypatch.context() as here:
+                here.setattr(torch.Tensor, "is_cuda", True, raising=False)
+                here.setattr(torch.cuda, "current_device", lambda: 0)
+                here.setattr(_launch, "_compiled", {})
+                _launch.launch(kernel, grid)(*arguments, **constants)
+
+        return run
+
     monkeypatch.setattr("triton.compiler.compile", compile)
+    monkeypatch.setattr(quantize_module, "launch", launch)
     return names
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_compile_targets import CHIPS, stack_bytes
+from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_bytes
 
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
 from qframework.kernels.attention_tiles import choose_attention_tile
@@ -114,8 +114,9 @@ def launches(monkeypatch):
 def compile_launch(chip: str, launch: Launch):
     """Compile as Triton would specialize the launch: integers of 1 constant, those that 16 divides aligned."""
     kernel, constants, signature, aligned = launch.kernel, {}, {}, []
+    arguments = launch.arguments | {"OVERLAP": chip in OVERLAPPING}
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value = launch.arguments[name]
+        value = arguments[name]
         if parameter.is_constexpr or (isinstance(value, int) and value == 1):
             signature[name], constants[(position,)] = "constexpr", value
         elif isinstance(value, torch.Tensor):
@@ -127,7 +128,9 @@ def compile_launch(chip: str, launch: Launch):
                 aligned.append(position)
     attributes = {(position,): [["tt.divisibility", 16]] for position in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
+    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
+    check_waits_first(chip, compiled)
+    return compiled
 
 
 def assembly(compiled) -> str:

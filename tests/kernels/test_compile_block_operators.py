@@ -56,7 +56,7 @@ def types_of(kernel, constants) -> dict[str, str]:
             last = name.removesuffix("_ptr").split("_")[-1]
             kind = "*fp32" if last in (*FLOATS, "dweight", "dbias") else "*i8"
             types[name] = "*i64" if last == "seed" else kind
-        elif name not in constants:
+        elif name not in constants and name != "OVERLAP":
             types[name] = "fp32" if name in ("eps", "factor") else "i32"
     return types
 

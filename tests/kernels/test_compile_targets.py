@@ -53,8 +53,13 @@ EPILOGUES = {
 LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
 
 
+OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # chips on which a kernel begins while the one before it still runs
+MEMORY = r"(?:ld|st|red|atom)\.(?:volatile\.)?global|cp\.async"
+
+
 def compile_for(chip, kernel, types, constants, **options):
     """Compile a kernel with pointers and strides aligned to 16, as the launchers pass them."""
+    constants = constants | {"OVERLAP": chip in OVERLAPPING}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
     aligned = [n for n in names if n in types and (n.endswith("_ptr") or n in ("K", "C") or n.startswith("stride"))]
@@ -64,7 +69,17 @@ def compile_for(chip, kernel, types, constants, **options):
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    return triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)
+    check_waits_first(chip, compiled)
+    return compiled
+
+
+def check_waits_first(chip, compiled):
+    """Where it may begin before the kernel before it is done, nothing touches memory until that is done."""
+    ptx = compiled.asm.get("ptx", "")
+    assert ("griddepcontrol.wait" in ptx) == (chip in OVERLAPPING)
+    if chip in OVERLAPPING:
+        assert ptx.index("griddepcontrol.wait") < re.search(MEMORY, ptx).start()
 
 
 def stack_bytes(compiled, tmp_path: Path) -> int:

@@ -35,6 +35,8 @@ def test_the_operands_device_is_the_current_one(monkeypatch, index):
 class Kernel:
     """Counts what goes through Triton and what goes past it."""
 
+    arg_names = ("n", "FLAG", "BLOCK")
+
     def __init__(self):
         self.through, self.past = [], []
 
