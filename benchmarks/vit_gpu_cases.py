@@ -72,6 +72,7 @@ def _qframework(graphs: bool = False, **options: Any) -> Callable[[nn.Module], F
     return functools.partial(torch.compile, backend="qframework", dynamic=False, options=options or None)
 
 
+_OVERLAP = {"triton.enable_pdl": True}  # Inductor's kernels too begin while the one before them still runs
 _int8 = functools.partial(Provider, precision="int8")
 _static = functools.partial(quantize_qframework, preset="static_int8")
 _dynamic = functools.partial(quantize_qframework, preset="dynamic_int8")
@@ -104,6 +105,11 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_dynamic_graphs": _int8(quantize=_dynamic, compile=_qframework(graphs=True)),
     "qframework_dynamic_attention_off_graphs": _int8(
         quantize=_dynamic, compile=_qframework(graphs=True, attention="off")
+    ),
+    "qframework_static_overlap": _int8(quantize=_static, compile=_qframework(**_OVERLAP), optional=True),
+    "qframework_static_graphs_overlap": _int8(quantize=_static, compile=_qframework(True, **_OVERLAP), optional=True),
+    "qframework_static_attention_off_graphs_overlap": _int8(
+        quantize=_static, compile=_qframework(True, attention="off", **_OVERLAP), optional=True
     ),
     "qframework_dynamic_float": _int8(compile=_qframework(linear="int8_dynamic"), optional=True),
 }
