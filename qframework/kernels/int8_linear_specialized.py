@@ -90,18 +90,17 @@ if HAS_GLUON:
     ):
         """The loading warp. The first stages of the first tile have been asked for."""
         first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
-        slot = gl.where(K > BLOCK_K, 2, 1)
-        begin = slot * BLOCK_K
+        asked_for = gl.where(K > BLOCK_K, 2, 1)
+        slot = asked_for
         phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
         for tile in range(first, end, by):
             start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
-            for start in range(begin, K, BLOCK_K):
+            for start in range(gl.where(tile == first, asked_for * BLOCK_K, 0), K, BLOCK_K):
                 mbarrier.wait(free.index(slot), phase)
                 _load(
                     a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot, BLOCK_M, BLOCK_N, BLOCK_K
                 )
                 slot, phase = next_stage(slot, phase, STAGES)
-            begin = 0
 
     @gluon.jit
     def _consume(
