@@ -94,23 +94,16 @@ PROVIDERS: dict[str, Provider] = {
     "torchao_fp8_rowwise_max_autotune": _fp8_rowwise(compile=_max_autotune, alone=True, optional=True),
     "torchao_fp8_tensorwise_max_autotune": _fp8_tensorwise(compile=_max_autotune, alone=True, optional=True),
     "qframework_static": _int8(quantize=_static, compile=_qframework()),
-    "qframework_static_attention_off": _int8(quantize=_static, compile=_qframework(attention="off")),
+    "qframework_static_sage": _int8(quantize=_static, compile=_qframework(attention="sage")),
     "qframework_static_int8_attention": _int8(quantize=quantize_with_attention, compile=_qframework()),
     "qframework_static_graphs": _int8(quantize=_static, compile=_qframework(graphs=True)),
-    "qframework_static_attention_off_graphs": _int8(
-        quantize=_static, compile=_qframework(graphs=True, attention="off")
-    ),
+    "qframework_static_sage_graphs": _int8(quantize=_static, compile=_qframework(graphs=True, attention="sage")),
     "qframework_dynamic": _int8(quantize=_dynamic, compile=_qframework()),
-    "qframework_dynamic_attention_off": _int8(quantize=_dynamic, compile=_qframework(attention="off")),
+    "qframework_dynamic_sage": _int8(quantize=_dynamic, compile=_qframework(attention="sage")),
     "qframework_dynamic_graphs": _int8(quantize=_dynamic, compile=_qframework(graphs=True)),
-    "qframework_dynamic_attention_off_graphs": _int8(
-        quantize=_dynamic, compile=_qframework(graphs=True, attention="off")
-    ),
+    "qframework_dynamic_sage_graphs": _int8(quantize=_dynamic, compile=_qframework(graphs=True, attention="sage")),
     "qframework_static_overlap": _int8(quantize=_static, compile=_qframework(**_OVERLAP), optional=True),
     "qframework_static_graphs_overlap": _int8(quantize=_static, compile=_qframework(True, **_OVERLAP), optional=True),
-    "qframework_static_attention_off_graphs_overlap": _int8(
-        quantize=_static, compile=_qframework(True, attention="off", **_OVERLAP), optional=True
-    ),
     "qframework_dynamic_float": _int8(compile=_qframework(linear="int8_dynamic"), optional=True),
 }
 

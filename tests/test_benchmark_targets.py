@@ -15,7 +15,7 @@ from benchmarks.int8_linear import LARGE_SHAPES, default_providers
 from benchmarks.int8_linear import PROVIDERS as LINEARS
 from benchmarks.report_targets import newest
 from benchmarks.tables import combined
-from benchmarks.target_table import TARGETS, Target, evaluate, rows
+from benchmarks.target_table import BEFORE, TARGETS, Target, evaluate, rows
 from benchmarks.vit_cpu import PROVIDERS as CPU_PROVIDERS
 from benchmarks.vit_gpu_cases import PROVIDERS
 
@@ -151,6 +151,7 @@ def test_every_name_in_the_table_is_a_provider():
         "int8_linear": set(LINEARS), "vit_gpu": set(PROVIDERS), "vit_first_call": set(PROVIDERS),
         "vit_cpu": set(CPU_PROVIDERS),
     }  # fmt: skip
+    known["vit_gpu"] |= {f"qframework_{mode}{form}" for mode in ("static", "dynamic") for form in BEFORE}
     for target in TARGETS:
         assert {*target.ours, *target.peers, *target.also} <= known[target.benchmark]
         assert all(name.startswith("qframework") for name in target.ours)

@@ -94,9 +94,10 @@ def qframework_backend(
         example_inputs: its inputs, parameters and buffers among them.
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration.
-            ``{"attention": "auto"}``, the default, quantizes float attention on CUDA where no gradient is needed; the
-            name of a variant does so everywhere, with the gradients of exact attention; ``"off"`` leaves it alone. A
-            mapping from layer names to these, as ``calibrate_attention`` returns it, decides for each layer.
+            ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed, and ``"auto"``,
+            the default, does so unless PyTorch's own is faster; the name of a variant does so everywhere, with the
+            gradients of exact attention; ``"off"`` leaves it alone. A mapping from layer names to these, as
+            ``calibrate_attention`` returns it, decides for each layer.
             Every other key is an Inductor configuration.
 
     Returns:

@@ -34,7 +34,9 @@ from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.kernels._common import MIN_CAPABILITY
 
 _SAGE = torch.ops.qframework.sage_attention.default
+_BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
 NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
+FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip; 'sage' or the name of a variant quantizes it"
 
 
 # nn.TransformerEncoderLayer in inference is one node, whose attention is inside.
@@ -47,9 +49,9 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
 
     Args:
         gm: the captured graph.
-        option: ``"auto"`` (on CUDA, where no gradient is needed), the name of a variant (everywhere) or ``"off"``; or
-            one of these for each layer, ``"off"`` for those that it does not name. The second attention of a layer
-            ``name`` is ``name#1``, or else as the first.
+        option: ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (there, unless PyTorch's is faster), the
+            name of a variant (everywhere) or ``"off"``; or one of these for each layer, ``"off"`` for those that it
+            does not name. The second attention of a layer ``name`` is ``name#1``, or else as the first.
     """
     name_shapes(gm)
     reports = []
@@ -100,15 +102,16 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
             return None
         if reason := _reason_to_leave(call, option):
             return LayerReport(name, False, kind, reason, kind="attention")
-        replace_attention(gm, call, lambda writer: writer.write(option))
+        variant = "auto" if option in _BY_DEVICE else option
+        replace_attention(gm, call, lambda writer: writer.write(variant))
     except (Refused, QFrameworkError) as refusal:
         return LayerReport(name, False, kind, str(refusal), fallback=_is_wanted(node, option), kind="attention")
-    return LayerReport(name, True, _describe(option), "", kind="attention")
+    return LayerReport(name, True, _describe(variant), "", kind="attention")
 
 
 def _is_wanted(node: Node, option: str) -> bool:
     """Whether the attention of a node was to be quantized."""
-    return option != "off" and not (option == "auto" and _reason_against_auto([_fake_of(node)]))
+    return option != "off" and not (option in _BY_DEVICE and _reason_against_auto([_fake_of(node)]))
 
 
 def _fake_of(node: Node) -> Tensor:
@@ -120,7 +123,27 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
     """Why attention that could be lowered is to stay as it is; no fallback, nobody asked for more."""
     if option == "off":
         return "attention is switched off"
-    return _reason_against_auto(_fakes(call)) if option == "auto" else None
+    if option not in _BY_DEVICE:
+        return None
+    if reason := _reason_against_auto(_fakes(call)):
+        return reason
+    return FASTER_EXACT if option == "auto" and _pytorch_is_faster(call) else None
+
+
+def _pytorch_is_faster(call: AttentionCall) -> bool:
+    """Whether PyTorch has a 16-bit kernel for this that no accurate variant beats (docs/performance.md, on Hopper).
+
+    With a mask, with larger heads, in FP32 or spelled out it has none that is as good.
+    """
+    query = _fake_of(call.query)
+    has_kernel = operation(call.end) == "scaled_dot_product_attention" and not call.summands
+    small = query.dtype.itemsize == 2 and query.shape[-1] <= 128
+    return has_kernel and small and _multiplies_16_bit_as_fast(query.device)
+
+
+def _multiplies_16_bit_as_fast(device: torch.device) -> bool:
+    """Chips on which PyTorch's attention keeps the tensor cores busy, and INT8 in Triton does not."""
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _reason_against_auto(operands: Sequence[Tensor]) -> str | None:

@@ -59,7 +59,7 @@ def _checked_value(key: str, value: Any) -> str | dict[str, str]:
     if value not in KNOWN_OPTIONS[key]:
         accepted = ", ".join(map(repr, KNOWN_OPTIONS[key]))
         raise UnsupportedError(f"backend 'qframework': option {key!r} has value {value!r}; accepted: {accepted}")
-    return "auto" if value == "sage" else value
+    return value
 
 
 def _is_variant(value: Any) -> bool:

@@ -352,8 +352,9 @@ class TestOptions:
         assert parse_options(None, {"attention": name}).attention == name
         assert self.run(name).calls[0]["variant"] == name
 
-    def test_default_and_alias(self):
-        assert parse_options().attention == parse_options(None, {"attention": "sage"}).attention == "auto"
+    def test_default(self):
+        assert parse_options().attention == "auto"
+        assert parse_options(None, {"attention": "sage"}).attention == "sage"
         assert parse_options(None, {"attention": VARIANT}).attention == VARIANT
 
     @pytest.mark.parametrize("value", ["sage3", "8-per_row-fp16-fp32", None, 1])
@@ -363,8 +364,9 @@ class TestOptions:
         ):
             parse_options(None, {"attention": value})
 
-    def test_auto_leaves_the_cpu_alone(self):
-        capture = self.run("auto")
+    @pytest.mark.parametrize("option", ["auto", "sage"])
+    def test_the_cpu_is_left_alone(self, option):
+        capture = self.run(option)
         assert not capture.calls
         (report,) = capture.attention
         assert (report.lowered, report.fallback) == (False, False)
@@ -375,6 +377,64 @@ class TestOptions:
         assert not capture.calls
         (report,) = capture.attention
         assert (report.fallback, report.reason) == (False, "attention is switched off")
+
+
+def causal(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def masked(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, q.new_zeros(q.shape[-2], k.shape[-2]))
+
+
+def spelled_out(q, k, v):
+    return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
+
+
+class TestWherePyTorchIsFaster:
+    """On a chip whose tensor cores PyTorch's 16-bit attention keeps busy."""
+
+    @pytest.fixture(autouse=True)
+    def on_hopper(self, monkeypatch):
+        monkeypatch.setattr(lower_attention, "_why_not_auto", lambda device: None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    def run(self, fn, option, dtype=torch.half, channels=64):
+        q, k, v = (torch.randn(1, 2, 5, channels, dtype=dtype) for _ in range(3))
+        with torch.no_grad():
+            return compiled(fn, q, k, v, attention=option)[1]
+
+    @pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+    @pytest.mark.parametrize("fn", [F.scaled_dot_product_attention, causal])
+    def test_auto_leaves_it(self, fn, dtype):
+        capture = self.run(lambda *operands: fn(*operands), "auto", dtype)
+        assert not capture.calls
+        (report,) = capture.attention
+        assert (report.lowered, report.fallback) == (False, False)
+        assert "'sage'" in report.reason
+
+    @pytest.mark.parametrize("option", ["sage", "sage_b"])
+    def test_unless_it_is_asked_for(self, option):
+        capture = self.run(causal, option)
+        assert [call["variant"] for call in capture.calls] == ["auto" if option == "sage" else option]
+        assert capture.attention[0].lowered
+
+    @pytest.mark.parametrize(
+        ("fn", "dtype", "channels"),
+        [
+            (masked, torch.half, 64),
+            (spelled_out, torch.half, 64),
+            (causal, torch.float32, 64),
+            (causal, torch.half, 160),
+        ],
+        ids=["masked", "spelled out", "float32", "large head"],
+    )
+    def test_or_pytorch_has_no_such_kernel(self, fn, dtype, channels):
+        assert self.run(fn, "auto", dtype, channels).calls
+
+    def test_other_chips(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+        assert self.run(causal, "auto").calls
 
 
 class Attention(nn.Module):

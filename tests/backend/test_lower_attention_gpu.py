@@ -1,4 +1,4 @@
-"""Attention lowering on a GPU: "auto" by default, CUDA graphs, and the memory that SAM's bias no longer takes."""
+"""Attention lowering on a GPU: what "auto" does, CUDA graphs, and the memory that SAM's bias no longer takes."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def build(name, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
-def test_auto_is_the_default(name, dtype):
+def test_as_accurate_as_on_the_cpu(name, dtype):
     """As far from float32 as the same variant on the CPU: at worst two independent roundings are 3 dB apart."""
     exact, model, x = build(name, dtype)
-    run = torch.compile(model, backend="qframework", fullgraph=True)
+    run = torch.compile(model, backend="qframework", fullgraph=True, options={"attention": "sage"})
     report = qframework.explain(run, x)
     assert report.attention_lowered == report.attention_total > 0, str(report)
     with torch.no_grad():
@@ -39,6 +39,15 @@ def test_auto_is_the_default(name, dtype):
         torch._dynamo.reset()
         on_cpu = torch.compile(model.cpu(), backend="qframework", options={"attention": variant})(x.cpu())
         assert sqnr_db(exact, on_gpu) > sqnr_db(exact.cpu(), on_cpu.float()) - 3
+
+
+def test_auto_is_the_default():
+    """And leaves attention to PyTorch where that is faster."""
+    _, model, x = build("vit_tiny_patch16_224", torch.float16)
+    report = qframework.explain(torch.compile(model, backend="qframework", fullgraph=True), x)
+    exact = torch.cuda.get_device_capability()[0] in (9, 10)
+    assert report.attention_total > 0
+    assert report.attention_lowered == (0 if exact else report.attention_total), str(report)
 
 
 def test_training_stays_exact_by_default():
