@@ -43,18 +43,20 @@ _SPECIALIZED = [
     COOPERATIVE._replace(num_stages=3),  # where the residual takes a stage's room
 ]
 LARGE = [*_SPECIALIZED, _BIG, _BIG._replace(subtiles=2)]
-SMALL = [  # the winners of sweeps over many times as many
+SMALL = [  # the winners of a sweep over many times as many
     PINGPONG,
     PINGPONG._replace(group_m=8),
     PINGPONG._replace(block_n=64, num_stages=7),  # what fits beside a 16-bit result
     PINGPONG._replace(block_n=64, block_k=256, num_stages=3),
     COOPERATIVE._replace(num_stages=3),
-    Tile(64, 128, 128, 4, 4, tma=True, tma_store=True),
+    _BIG._replace(programs=0, subtiles=2),
+    *(Tile(64, 128, 128, 4, 4, programs=n, tma=True, tma_store=True) for n in (0, 2)),
     Tile(128, 64, 128, 4, 4, tma=True, tma_store=True),
     *(Tile(64, 64, 128, 4, stages, tma=True, tma_store=True) for stages in (4, 6)),
     *(Tile(64, 64, 256, 4, stages, tma=True, tma_store=True) for stages in (3, 6)),
     *(Tile(64, 32, 256, 4, stages, tma=True, tma_store=True) for stages in (4, 6)),
     Tile(64, 32, 256, 4, 3),
+    *(Tile(64, n, 128, 4, 4) for n in (32, 128)),
 ]
 
 

@@ -95,9 +95,9 @@ def qframework_backend(
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed, and ``"auto"``,
-            the default, does so unless PyTorch's own is faster; the name of a variant does so everywhere, with the
-            gradients of exact attention; ``"off"`` leaves it alone. A mapping from layer names to these, as
-            ``calibrate_attention`` returns it, decides for each layer.
+            the default, does so unless PyTorch's own is faster, as on Hopper; the name of a variant does so
+            everywhere, with the gradients of exact attention; ``"off"`` leaves it alone. A mapping from layer names to
+            these, as ``calibrate_attention`` returns it, decides for each layer.
             Every other key is an Inductor configuration.
 
     Returns:

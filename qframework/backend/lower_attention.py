@@ -35,7 +35,7 @@ from qframework.kernels._common import MIN_CAPABILITY
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
-NEEDS_GRADIENTS = "its gradients are needed, which 'auto' leaves exact; use torch.no_grad(), or name a variant"
+NEEDS_GRADIENTS = "its gradients are needed, which {!r} leaves exact; use torch.no_grad(), or name a variant"
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip; 'sage' or the name of a variant quantizes it"
 
 
@@ -51,7 +51,8 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
         gm: the captured graph.
         option: ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (there, unless PyTorch's is faster), the
             name of a variant (everywhere) or ``"off"``; or one of these for each layer, ``"off"`` for those that it
-            does not name. The second attention of a layer ``name`` is ``name#1``, or else as the first.
+            does not name and ``"auto"`` as ``"sage"``. The second attention of a layer ``name`` is ``name#1``, or else
+            as the first.
     """
     name_shapes(gm)
     reports = []
@@ -87,7 +88,8 @@ def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
     """The option of the ``index``-th attention of a layer."""
     if isinstance(option, str):
         return option
-    return option.get(f"{name}#{index}" if index else name) or option.get(name, "off")
+    found = option.get(f"{name}#{index}" if index else name) or option.get(name, "off")
+    return "sage" if found == "auto" else found  # the choice of this layer has been made
 
 
 def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], seen: Counter[str]) -> LayerReport | None:
@@ -111,7 +113,10 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
 
 def _is_wanted(node: Node, option: str) -> bool:
     """Whether the attention of a node was to be quantized."""
-    return option != "off" and not (option in _BY_DEVICE and _reason_against_auto([_fake_of(node)]))
+    fake = _fake_of(node)
+    if option == "auto" and fake.dtype.itemsize == 2 and _pytorch_keeps_up(fake.device):
+        return False
+    return option != "off" and not (option in _BY_DEVICE and _reason_against(option, [fake]))
 
 
 def _fake_of(node: Node) -> Tensor:
@@ -125,40 +130,45 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
         return "attention is switched off"
     if option not in _BY_DEVICE:
         return None
-    if reason := _reason_against_auto(_fakes(call)):
+    if reason := _reason_against(option, _fakes(call)):
         return reason
     return FASTER_EXACT if option == "auto" and _pytorch_is_faster(call) else None
 
 
 def _pytorch_is_faster(call: AttentionCall) -> bool:
-    """Whether PyTorch has a 16-bit kernel for this that no accurate variant beats (docs/performance.md, on Hopper).
+    """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper no accurate variant beat.
 
-    With a mask, with larger heads, in FP32 or spelled out it has none that is as good.
+    Measured in float16 from 197 to 16,384 tokens (docs/performance.md): from 4,096 on cuDNN's only, flash attention
+    up to there. Without 4 dimensions, with another width of V or a mask, and in FP32, PyTorch takes slower kernels.
     """
-    query = _fake_of(call.query)
-    has_kernel = operation(call.end) == "scaled_dot_product_attention" and not call.summands
-    small = query.dtype.itemsize == 2 and query.shape[-1] <= 128
-    return has_kernel and small and _multiplies_16_bit_as_fast(query.device)
+    query, value = _fake_of(call.query), _fake_of(call.value)
+    if operation(call.end) != "scaled_dot_product_attention" or call.summands or query.ndim != 4:
+        return False
+    channels = query.shape[-1]
+    fused = query.dtype.itemsize == 2 and channels <= 128 and channels % 8 == 0 and value.shape[-1] == channels
+    short = max(call.shape[-2:]) <= 1024
+    return fused and (short or torch.backends.cuda.cudnn_sdp_enabled()) and _pytorch_keeps_up(query.device)
 
 
-def _multiplies_16_bit_as_fast(device: torch.device) -> bool:
-    """Chips on which PyTorch's attention keeps the tensor cores busy, and INT8 in Triton does not."""
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)
+def _pytorch_keeps_up(device: torch.device) -> bool:
+    """On Hopper: its tensor cores multiply INT8 twice as fast as 16 bit, which PyTorch's attention makes up for."""
+    cuda = device.type == "cuda" and torch.version.hip is None
+    return cuda and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def _reason_against_auto(operands: Sequence[Tensor]) -> str | None:
+def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
     """Quantized attention is recomputed for its gradient, and its forward pass is not what the gradient belongs to."""
-    if (reason := _why_not_auto(operands[0].device)) is not None:
+    if (reason := _why_not(option, operands[0].device)) is not None:
         return reason
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    return NEEDS_GRADIENTS if needed else None
+    return NEEDS_GRADIENTS.format(option) if needed else None
 
 
-def _why_not_auto(device: torch.device) -> str | None:
+def _why_not(option: str, device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"'auto' quantizes attention on CUDA, this is {device.type}; name a variant to have it here"
+        return f"{option!r} quantizes attention on CUDA, this is {device.type}; name a variant to have it here"
     if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return f"'auto' needs compute capability {MIN_CAPABILITY}, {device} is older"
+        return f"{option!r} needs compute capability {MIN_CAPABILITY}, {device} is older"
     return None
 
 

@@ -55,17 +55,17 @@ class Launch:
         self._constants = constants
         self._alike = alike
         self._options = options  # num_warps, num_stages
-        self._run: Callable[..., None] | None = None
+        self._direct: tuple[Callable[..., None], tuple[Any, ...]] | None = None  # what to call, its last arguments
 
     def __call__(self, *arguments: Any) -> None:
-        if self._run is not None:
-            self._run(*arguments, *self._constants)
+        if self._direct is not None:
+            run, rest = self._direct
+            run(*arguments, *rest)
             return
         constants, options = overlap(self._kernel)
         compiled = self._kernel[self._grid](*arguments, *self._constants, **constants, **options, **self._options)
         if self._alike and compiled is not None:  # the interpreter compiles nothing
-            self._constants += tuple(constants.values())
-            self._run = finished(compiled)[self._grid]
+            self._direct = finished(compiled)[self._grid], (*self._constants, *constants.values())
 
     def warm_up(self, *arguments: Any) -> Any:
         """Have Triton compile what a call with arguments like these needs, and run nothing: "meta" tensors will do.

@@ -370,7 +370,7 @@ class TestOptions:
         assert not capture.calls
         (report,) = capture.attention
         assert (report.lowered, report.fallback) == (False, False)
-        assert "quantizes attention on CUDA, this is cpu" in report.reason
+        assert f"'{option}' quantizes attention on CUDA, this is cpu" in report.reason
 
     def test_off(self):
         capture = self.run("off")
@@ -391,16 +391,21 @@ def spelled_out(q, k, v):
     return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
 
+def with_dropout(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1)
+
+
 class TestWherePyTorchIsFaster:
     """On a chip whose tensor cores PyTorch's 16-bit attention keeps busy."""
 
     @pytest.fixture(autouse=True)
     def on_hopper(self, monkeypatch):
-        monkeypatch.setattr(lower_attention, "_why_not_auto", lambda device: None)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
+        monkeypatch.setattr(lower_attention, "_pytorch_keeps_up", lambda device: True)
 
-    def run(self, fn, option, dtype=torch.half, channels=64):
-        q, k, v = (torch.randn(1, 2, 5, channels, dtype=dtype) for _ in range(3))
+    def run(self, fn, option, dtype=torch.half, shape=(1, 2, 5, 64), width=None):
+        q, k = (torch.randn(shape, dtype=dtype) for _ in range(2))
+        v = torch.randn(*shape[:-1], width or shape[-1], dtype=dtype)
         with torch.no_grad():
             return compiled(fn, q, k, v, attention=option)[1]
 
@@ -419,22 +424,46 @@ class TestWherePyTorchIsFaster:
         assert [call["variant"] for call in capture.calls] == ["auto" if option == "sage" else option]
         assert capture.attention[0].lowered
 
-    @pytest.mark.parametrize(
-        ("fn", "dtype", "channels"),
-        [
-            (masked, torch.half, 64),
-            (spelled_out, torch.half, 64),
-            (causal, torch.float32, 64),
-            (causal, torch.half, 160),
-        ],
-        ids=["masked", "spelled out", "float32", "large head"],
-    )
-    def test_or_pytorch_has_no_such_kernel(self, fn, dtype, channels):
-        assert self.run(fn, "auto", dtype, channels).calls
+    def test_or_chosen_for_a_layer(self):
+        capture = self.run(causal, {"scaled_dot_product_attention": "auto"})
+        assert [call["variant"] for call in capture.calls] == ["auto"]
 
-    def test_other_chips(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-        assert self.run(causal, "auto").calls
+    @pytest.mark.parametrize(
+        ("fn", "given"),
+        [
+            (masked, {}),
+            (spelled_out, {}),
+            (causal, {"dtype": torch.float32}),
+            (causal, {"shape": (1, 2, 5, 160)}),
+            (causal, {"shape": (1, 2, 5, 60)}),
+            (causal, {"shape": (2, 5, 64)}),
+            (causal, {"width": 128}),
+        ],
+        ids=["masked", "spelled out", "float32", "large head", "odd head", "3 dimensions", "wide values"],
+    )
+    def test_or_pytorch_has_no_such_kernel(self, fn, given):
+        assert self.run(fn, "auto", **given).calls
+
+    @pytest.mark.parametrize("tokens", [1024, 2048])
+    def test_flash_attention_alone_keeps_up_where_it_is_short(self, monkeypatch, tokens):
+        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        assert bool(self.run(causal, "auto", shape=(1, 1, tokens, 16)).calls) == (tokens > 1024)
+
+    def test_what_cannot_be_lowered_was_not_wanted(self):
+        for option, wanted in (("auto", False), ("sage", True)):
+            (report,) = self.run(with_dropout, option).attention
+            assert (report.lowered, report.fallback) == (False, wanted)
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "faster"),
+    [((9, 0), None, True), ((8, 9), None, False), ((10, 0), None, False), ((9, 0), "7.0", False)],
+)
+def test_pytorch_keeps_up_on_hopper(monkeypatch, capability, hip, faster):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert lower_attention._pytorch_keeps_up(torch.device("cuda")) == faster
+    assert not lower_attention._pytorch_keeps_up(torch.device("cpu"))
 
 
 class Attention(nn.Module):
@@ -454,7 +483,7 @@ class Attention(nn.Module):
 class TestGradients:
     @pytest.fixture
     def as_on_cuda(self, monkeypatch):
-        monkeypatch.setattr(lower_attention, "_why_not_auto", lambda device: None)
+        monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
 
     def test_auto_keeps_training_exact(self, as_on_cuda, caplog):
         capture = Capture("auto")

@@ -69,6 +69,19 @@ def test_both_ways_to_launch(chip, target):
     assert kernel.past == [(x, 16, 64, can)]
 
 
+def test_first_launches_beside_each_other(chip):
+    """Two threads may both find nothing compiled, and go through Triton."""
+    chip(CAN)
+    kernel = Kernel("x", "BLOCK", "OVERLAP")
+    by_plan = Launch(kernel, (1, 1, 1), (64,), alike=True)
+    by_plan(1)
+    by_plan._direct = None  # as the other thread found it
+    by_plan(2)
+    by_plan(3)
+    assert len(kernel.through) == 2
+    assert kernel.past == [(3, 64, True)]
+
+
 def test_launches_that_may_differ(chip):
     chip(CAN)
     kernel = Kernel("x", "OVERLAP")
