@@ -63,7 +63,7 @@ class Launch:
             run(*arguments, *rest)
             return
         constants, options = overlap(self._kernel)
-        compiled = self._kernel[self._grid](*arguments, *self._constants, **constants, **options, **self._options)
+        compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options, **constants, **options)
         if self._alike and compiled is not None:  # the interpreter compiles nothing
             self._direct = finished(compiled)[self._grid], (*self._constants, *constants.values())
 
@@ -72,10 +72,20 @@ class Launch:
 
         Returns the compiled kernel, or under ``triton.AsyncCompileMode`` Triton's promise of it.
         """
-        constants, options = overlap(self._kernel)
-        return self._kernel.warmup(
-            *arguments, *self._constants, grid=self._grid, **constants, **options, **self._options
-        )
+        return warm_up(self._kernel, self._grid)(*arguments, *self._constants, **self._options)
+
+
+def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
+    """``kernel[grid]``, compiled as ``launch`` and ``Launch`` have it compiled, and not run.
+
+    Triton tells kernels apart by the order of their options too: it is the same in all three.
+    """
+
+    def compile(*arguments: Any, **constants: Any) -> Any:
+        more, options = overlap(kernel)
+        return kernel.warmup(*arguments, grid=grid, **constants, **more, **options)
+
+    return compile
 
 
 def finished(kernel: Any) -> Any:

@@ -31,8 +31,8 @@ from qframework.kernels._common import (
     row_scale,
     rows_of,
 )
-from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
-from qframework.kernels._overlap import overlap, wait_for_previous_kernel
+from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2, warm_up
+from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -144,8 +144,7 @@ def warm_up_dynamic_quantize(device: torch.device, x: Tensor, granularity: Activ
     if granularity == "per_tensor" or x.numel() == 0:
         return None
     _, _, grid, arguments, constants = _dynamic_launch(x)
-    more, options = overlap(_dynamic_quantize_kernel)
-    return _dynamic_quantize_kernel.warmup(*arguments, grid=grid, **constants, **more, **options)
+    return warm_up(_dynamic_quantize_kernel, grid)(*arguments, **constants)
 
 
 def _dynamic_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int], tuple[Any, ...], dict[str, Any]]:

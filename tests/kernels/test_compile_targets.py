@@ -54,7 +54,7 @@ LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
 
 
 OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # chips on which a kernel begins while the one before it still runs
-MEMORY = r"(?:ld|st|red|atom)\.(?:volatile\.)?global|cp\.async"
+MEMORY = r"\b(?:ld|st|red|atom|prefetch)(?:\.\w+)*\.global|cp\.async"
 
 
 def compile_for(chip, kernel, types, constants, **options):
