@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn import functional as F
 
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
@@ -91,6 +92,20 @@ def randomize(model: nn.Module) -> nn.Module:
             else:
                 parameter.copy_(noise * 0.2 + (0 if "bias" in name else 1))
     return model.eval()
+
+
+class Attention(nn.Module):
+    """Multi-head attention with a learned bias."""
+
+    def __init__(self, dim=32, heads=2, tokens=17):
+        super().__init__()
+        self.qkv, self.proj, self.heads = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim), heads
+        self.bias = nn.Parameter(torch.randn(heads, tokens, tokens))
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, self.bias)
+        return self.proj(out.transpose(1, 2).flatten(2))
 
 
 def product(q, k):

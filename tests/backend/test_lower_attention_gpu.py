@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_models import randomize
-from test_lower_attention import Attention
+from attention_models import Attention, randomize
 from test_timm_models import MODELS
 
 import qframework
