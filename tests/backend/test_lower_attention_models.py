@@ -51,10 +51,10 @@ def test_every_attention_becomes_one_call(name, dialect, fused):
     capture = Capture()
     with torch.no_grad():
         run = torch.compile(exported(model, x) if dialect == "aten" else model, backend=capture, fullgraph=True)
-        y, plain = run(x), model(x)
+        assert sqnr_db(model(x), run(x)) > 30
         for batch in (3, 5):
-            other = x[:1].repeat(batch, 1, 1, 1)
-            torch.testing.assert_close(run(other), run(x)[:1].repeat(batch, 1), rtol=1e-3, atol=1e-3)
+            other = torch.randn(batch, *x.shape[1:])
+            assert sqnr_db(model(other), run(other)) > 30
     blocks = [n for n, m in model.named_modules() if n.endswith("attn") and n]
     assert [report.name for report in capture.attention] == blocks
     assert all(report.lowered for report in capture.attention), capture.attention
@@ -62,7 +62,6 @@ def test_every_attention_becomes_one_call(name, dialect, fused):
     assert "softmax" not in capture.names()
     assert "scaled_dot_product" not in capture.names()
     assert len(capture.graphs) <= 2
-    assert sqnr_db(plain, y) > 30
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - SPELLED_OUT))
