@@ -10,16 +10,24 @@ import torch
 
 from qframework.kernels._common import LIBRARY
 from qframework.kernels._overlap import overlap
+from qframework.kernels._replay import recording, replayed
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
+cuda_implementations: dict[str, Callable[..., Any]] = {}  # by operator
+
+
 def cuda_implementation(operator: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Register the decorated function as the operator's CUDA implementation, to run on its first argument's device."""
+    """Register the decorated function as the operator's CUDA implementation, to run on its first argument's device.
+
+    Its calls are replayed: see _replay.py.
+    """
 
     def register(implementation: Callable[P, R]) -> Callable[P, R]:
-        torch.library.impl(LIBRARY, operator, "CUDA")(on_its_device(implementation))
+        cuda_implementations[operator] = run = replayed(implementation)
+        torch.library.impl(LIBRARY, operator, "CUDA")(on_its_device(run))
         return implementation
 
     return register
@@ -61,11 +69,16 @@ class Launch:
         if self._direct is not None:
             run, rest = self._direct
             run(*arguments, *rest)
-            return
-        constants, options = overlap(self._kernel)
-        compiled = self._kernel[self._grid](*arguments, *self._constants, **self._options, **constants, **options)
-        if self._alike and compiled is not None:  # the interpreter compiles nothing
-            self._direct = finished(compiled)[self._grid], (*self._constants, *constants.values())
+        else:
+            constants, options = overlap(self._kernel)
+            all_options = {**self._options, **constants, **options}
+            compiled = self._kernel[self._grid](*arguments, *self._constants, **all_options)
+            run, rest = functools.partial(self._kernel[self._grid], **all_options), self._constants
+            if self._alike and compiled is not None:  # the interpreter compiles nothing
+                run, rest = finished(compiled)[self._grid], (*self._constants, *constants.values())
+                self._direct = run, rest
+        if (recorded := recording()) is not None:
+            recorded.launch(run, (*arguments, *rest))
 
     def warm_up(self, *arguments: Any) -> Any:
         """Have Triton compile what a call with arguments like these needs, and run nothing: "meta" tensors will do.
@@ -114,21 +127,31 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """
 
     def run(*arguments: Any, **constants: Any) -> None:
+        again, rest = start(arguments, constants)
+        if (recorded := recording()) is not None:
+            recorded.launch(again, (*arguments, *rest))
+
+    def start(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Callable[..., None], tuple[Any, ...]]:
+        """Launch; what would launch it again, called with ``arguments`` and the others that are returned."""
         if not (isinstance(arguments[0], torch.Tensor) and arguments[0].is_cuda):  # interpreted
             kernel[grid](*arguments, **constants)
-            return
+            return functools.partial(kernel[grid], **constants), ()
         device = torch.cuda.current_device()
         key = (id(kernel), device, *constants.items(), *map(specialization, arguments))
         found = _compiled.get(key)
         if found is None:
             more, options = overlap(kernel)
             compiled = kernel[grid](*arguments, **constants, **more, **options)
-            if compiled is not None:  # the interpreter compiles nothing
-                values = constants | more
-                _compiled[key] = finished(compiled), tuple(values[name] for name in kernel.arg_names[len(arguments) :])
-            return
+            if compiled is None:  # the interpreter compiles nothing
+                return functools.partial(kernel[grid], **constants, **more, **options), ()
+            values = constants | more
+            found = finished(compiled), tuple(values[name] for name in kernel.arg_names[len(arguments) :])
+            _compiled[key] = found
+            return found[0][(*grid, 1, 1)[:3]], found[1]
         compiled, rest = found
-        compiled[(*grid, 1, 1)[:3]](*arguments, *rest)
+        again = compiled[(*grid, 1, 1)[:3]]
+        again(*arguments, *rest)
+        return again, rest
 
     return run
 

@@ -9,6 +9,7 @@ import torch
 
 from qframework.kernels import _launch
 from qframework.kernels._launch import Launch, launch, on_its_device
+from qframework.kernels._replay import replayed
 
 
 @pytest.mark.parametrize("index", [0, 1])
@@ -105,6 +106,26 @@ def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
     assert len(kernel.through) == 1
     ((grid, (tensor, *rest)),) = kernel.past
     assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
+
+
+@pytest.mark.parametrize("by_plan", [False, True], ids=["launch", "Launch"])
+def test_replays_go_past_triton(on_cuda, by_plan):
+    kernel = Recording()
+    planned = Launch(kernel, (4, 1, 1), (64, True), alike=True, num_warps=4)
+    written = launch(kernel, (4,))
+
+    def implementation(x, n):
+        out = torch.empty(3)
+        planned(x, n) if by_plan else written(x, n, BLOCK=64, FLAG=True, num_warps=4)
+        return out
+
+    run = replayed(implementation)
+    tensors = [torch.zeros(8) for _ in range(5)]
+    results = [run(x, 32) for x in tensors]
+    assert len(kernel.through) == 1
+    assert [(grid, rest) for grid, (_, *rest) in kernel.past] == [((4, 1, 1), [32, 64, True])] * 4
+    assert all(arguments[0] is x for (_, arguments), x in zip(kernel.past, tensors[1:], strict=True))
+    assert len({x.data_ptr() for x in results}) == 5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,118 @@
+"""Time that the host spends on one call of an operator: what a small batch without CUDA graphs waits for.
+
+Many calls are issued one after the other, at sizes so small that the GPU keeps up, and nothing waits for results.
+``qframework`` is the operator as it is registered; ``qframework_as_written`` its implementation in Python, with every
+check and choice at every call, which a replay leaves out (qframework/kernels/_replay.py). The peers are what PyTorch
+calls in 16 bit for the same work. Without a GPU the CPU's implementations run, whose times say nothing of this.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from benchmarks.harness import Record, Results, UnavailableError, argument_parser, comma_separated
+from benchmarks.timing import Timing
+from qframework.kernels._launch import cuda_implementations
+
+CALLS, SAMPLES, SMOKE_SAMPLES = 100, 50, 2
+BLOCK_SIZE = [1, 128]
+PEER = "torch_fp16"
+PROVIDERS = ("qframework", "qframework_as_written", PEER)
+
+
+def operators(device: str) -> dict[str, tuple[tuple[Any, ...], Callable[[], Any]]]:
+    """By name: the operator's arguments, and what PyTorch does in 16 bit instead."""
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
+
+    floats = functools.partial(torch.rand, device=device)
+    half = functools.partial(torch.randn, dtype=torch.float16, device=device)
+    tokens, weight, bias = half(1, 197, 768), half(768, 768), half(768)
+    q, k, v = (half(1, 12, 197, 64) for _ in range(3))
+    x, y, w = half(128, 1024), half(128, 1024), half(1024, 1024)
+    blocks = ints(128, 1024), floats(128, 8)
+    return {
+        "int8_linear": (
+            (ints(1, 197, 768), floats(1), ints(768, 768), floats(768), bias, "none", tokens, None, torch.float16),
+            lambda: F.linear(tokens, weight, bias),
+        ),
+        "dynamic_quantize": ((tokens, "per_token"), lambda: F.layer_norm(tokens, (768,))),
+        "sage_attention": ((q, k, v), lambda: F.scaled_dot_product_attention(q, k, v)),
+        "block_linear": (
+            (*blocks, ints(1024, 1024), floats(32, 8), None, BLOCK_SIZE, torch.int8),
+            lambda: F.linear(x, w),
+        ),
+        "block_add": ((*blocks, *blocks, BLOCK_SIZE, True), lambda: x + y),
+        "block_activation": ((*blocks, "gelu", BLOCK_SIZE), lambda: F.gelu(x)),
+    }
+
+
+def provider(name: str, operator: str, device: str) -> Callable[[], Any]:
+    """The call that is timed."""
+    arguments, peer = operators(device)[operator]
+    if name == PEER:
+        return peer
+    if name == "qframework":
+        return functools.partial(getattr(torch.ops.qframework, operator).default, *arguments)
+    if device == "cpu":
+        raise UnavailableError("the implementation for GPUs needs one")
+    written = cuda_implementations[operator]
+    return functools.partial(getattr(written, "__wrapped__", written), *arguments)
+
+
+def measure(operator: str, name: str, device: str, samples: int) -> Record:
+    fn = provider(name, operator, device)
+    timing = time_host(fn, device, samples)
+    return replace(identify(operator, name), **timing.fields())
+
+
+def identify(operator: str, name: str) -> Record:
+    shape = list(operators("meta")[operator][0][0].shape)
+    return Record(benchmark="host_calls", op=operator, shape=shape, provider=name)
+
+
+def time_host(fn: Callable[[], Any], device: str, samples: int) -> Timing:
+    """Wall clock of a call among ``CALLS`` that are issued without waiting, several times."""
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    for _ in range(3):  # compiles, is recorded, is replayed
+        fn()
+    times = []
+    for _ in range(samples):
+        synchronize()
+        start = time.perf_counter()
+        for _ in range(CALLS):
+            fn()
+        times.append((time.perf_counter() - start) / CALLS * 1e3)
+    synchronize()
+    return Timing(tuple(times))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure every provider of every operator; returns the exit status."""
+    parser = argument_parser("host_calls", __doc__)
+    names = list(operators("meta"))
+    parser.add_argument("--operators", type=comma_separated(names), default=names, help=f"of {', '.join(names)}")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    arguments: argparse.Namespace = parser.parse_args(argv)
+    results = Results.start("host_calls", arguments.device, arguments)
+    samples = SMOKE_SAMPLES if arguments.smoke or arguments.device == "cpu" else SAMPLES
+    with torch.inference_mode():
+        for operator in arguments.operators:
+            for name in PROVIDERS:
+                timed = functools.partial(measure, operator, name, arguments.device, samples)
+                results.attempt(identify(operator, name), timed)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

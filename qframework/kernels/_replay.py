@@ -1,0 +1,354 @@
+"""Calls of operators, replayed: from the third of a kind on, nothing is checked, chosen or worked out again.
+
+What an implementation does on a GPU follows from its operands' shapes, strides, dtypes, devices and alignment and from
+its other arguments: it allocates, launches kernels and calls torch. A recording of one call holds just that, in order.
+Another call of the same kind does the same with its own tensors, which takes the host a fraction of the time that
+checks, plans and views take.
+
+A call is recorded as it runs, by a dispatch mode that sees every operation of torch and by ``launch``, which reports
+every kernel. Whatever a recording does not understand (a tensor from elsewhere, a value read back to the host) makes
+that kind of call run as written, every time.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+P = ParamSpec("P")
+R = TypeVar("R")
+State = list[Any]
+"""What a replay works on: the tensors by their places, then constants. One that has only these is a template."""
+Replay = Callable[[list[Tensor]], Any]
+
+_ALLOCATIONS = {
+    torch.ops.aten.empty.memory_format,
+    torch.ops.aten.empty_strided.default,
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.new_empty.default,
+    torch.ops.aten.new_empty_strided.default,
+}
+_MAX_KINDS = 8192  # of one operator; beyond, shapes hardly repeat: begin anew rather than grow for ever
+_active = threading.local()
+
+
+class NotReplayableError(Exception):
+    """A call does something that a recording cannot repeat."""
+
+
+class _Place(NamedTuple):
+    """Stands for a tensor: the operands first, then results in the order of their making."""
+
+    at: int
+
+
+class _Descriptor(NamedTuple):
+    """Stands for a tensor descriptor: everything about it but the tensor."""
+
+    kind: type
+    fields: dict[str, Any]
+    at: int
+
+    def of(self, x: Tensor) -> Any:
+        """The descriptor of ``x``: what was checked about one like it is not checked again."""
+        made: Any = object.__new__(self.kind)
+        made.__dict__.update(self.fields)
+        made.base = x
+        return made
+
+
+class _Step(NamedTuple):
+    """A kernel's launch or an operation of torch, which reads tensors in ``needs`` and makes those in ``makes``."""
+
+    build: Callable[[State], Callable[[State], None]]
+    needs: frozenset[int]
+    makes: frozenset[int]
+    lasting: bool  # writes memory that was there before
+
+
+class Recording(TorchDispatchMode):
+    """What one call does, while it runs inside: ``with Recording(operands) as recording``."""
+
+    def __init__(self, operands: list[Tensor]) -> None:
+        super().__init__()
+        self._tensors = list(operands)
+        self._kept: list[Tensor] = []  # until the end, so that no other gets the id of one of them
+        self._index = {id(x): i for i, x in reversed(list(enumerate(operands)))}
+        self._roots = list(range(len(operands)))  # of views, what they are views of; of others, themselves
+        self._steps: list[_Step] = []
+        self._refused: str | None = None
+
+    def __enter__(self) -> Recording:
+        _active.recording = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.recording = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _active.recording = None  # operators of ours that are called from within have recordings of their own
+        try:
+            result = func(*args, **(kwargs or {}))
+        finally:
+            _active.recording = self
+        self._attempt(self._operation, func, args, kwargs or {}, result)
+        return result
+
+    def launch(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """A kernel was launched: ``run(*arguments)`` is to launch it again."""
+        self._attempt(self._launch, run, arguments)
+
+    def refuse(self, reason: str) -> None:
+        """The call does what ``launch`` and operations of torch do not tell."""
+        self._refused = self._refused or reason
+
+    def finish(self, result: Any) -> Replay:
+        """What repeats the call with other operands. Raises NotReplayableError where nothing can."""
+        if self._refused is None:
+            result = self._places(result)
+        if self._refused is not None:
+            raise NotReplayableError(self._refused)
+        wanted = set(_indices(result))
+        steps = []
+        for step in reversed(self._steps):
+            if step.lasting or step.makes & wanted:
+                steps.append(step)
+                wanted |= step.needs
+        template: State = [None] * len(self._tensors)
+        return _replay(template, [step.build(template) for step in reversed(steps)], result)
+
+    def _attempt(self, record: Callable[..., None], *arguments: Any) -> None:
+        if self._refused is None:
+            try:
+                record(*arguments)
+            except NotReplayableError as error:
+                self._refused = str(error)
+
+    def _operation(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        if torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags:
+            raise NotReplayableError(f"{func} reads values")
+        results = result if isinstance(result, tuple | list) else (result,)
+        if not all(isinstance(x, Tensor) for x in results):
+            raise NotReplayableError(f"{func} gives more than tensors")
+        if func is torch.ops.aten.detach.default:  # what Python's factory functions call last: the same tensor
+            self._index[id(result)] = self._place(args[0]).at
+            self._kept.append(result)
+            return
+        if func in _ALLOCATIONS:
+            place = self._add(result)
+            self._steps.append(_Step(_allocation(result, place), frozenset(), frozenset([place]), False))
+            return
+        given, named = self._places(args), self._places(kwargs)
+        if _views(func) and isinstance(given[0], _Place) and self._view(result, self._roots[given[0].at]):
+            return
+        places = [self._add(x) for x in results]
+        run = _operation(func, given, named, places, isinstance(result, tuple | list))
+        needs = frozenset(_indices((given, named)))
+        self._steps.append(_Step(run, needs, frozenset(places), func._schema.is_mutable))
+
+    def _view(self, x: Any, root: int) -> bool:
+        """Record a view of a tensor; False where ``x`` is none, or more than one, or one of another dtype."""
+        whole = self._tensors[root]
+        if not isinstance(x, Tensor) or x.dtype != whole.dtype or not _same_memory(x, whole):
+            return False
+        place = self._add(x, root)
+        offset = x.storage_offset() - whole.storage_offset()
+        run = _strided(root, place, x.shape, x.stride(), offset)
+        self._steps.append(_Step(run, frozenset([root]), frozenset([place]), False))
+        return True
+
+    def _launch(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        given = [self._argument(x) for x in arguments]
+        needs = frozenset(x.at for x in given if isinstance(x, _Place | _Descriptor))
+        self._steps.append(_Step(_launching(run, given), needs, frozenset(), True))
+
+    def _argument(self, x: Any) -> Any:
+        """A kernel's argument; of a view that begins where its tensor does, the tensor: kernels take addresses."""
+        if isinstance(x, Tensor):
+            index = self._place(x).at
+            root = self._roots[index]
+            return _Place(root if self._tensors[root].data_ptr() == x.data_ptr() else index)
+        base = getattr(x, "base", None)
+        if not isinstance(base, Tensor):
+            return x
+        fields = {name: value for name, value in vars(x).items() if name != "base"}
+        return _Descriptor(type(x), fields, self._argument(base).at)
+
+    def _add(self, x: Tensor, root: int | None = None) -> int:
+        place = len(self._tensors)
+        self._tensors.append(x)
+        self._index[id(x)] = place
+        self._roots.append(place if root is None else root)
+        return place
+
+    def _place(self, x: Tensor) -> _Place:
+        index = self._index.get(id(x))
+        if index is None:
+            raise NotReplayableError(f"a tensor of shape {tuple(x.shape)} comes from elsewhere")
+        return _Place(index)
+
+    def _places(self, value: Any) -> Any:
+        """``value`` with places for its tensors."""
+        if isinstance(value, Tensor):
+            return self._place(value)
+        if isinstance(value, list | tuple):
+            return tuple(self._places(x) for x in value)
+        if isinstance(value, dict):
+            return {name: self._places(x) for name, x in value.items()}
+        return value
+
+
+def _views(func: Any) -> bool:
+    """Whether an operation's result may lie in the memory of its first argument."""
+    first = func._schema.arguments[:1]
+    return bool(first) and first[0].alias_info is not None and not first[0].alias_info.is_write
+
+
+def _same_memory(x: Tensor, y: Tensor) -> bool:
+    return x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+
+
+def _indices(value: Any) -> list[int]:
+    """Of all places in ``value``."""
+    if isinstance(value, _Place):
+        return [value.at]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [index for x in value for index in _indices(x)] if isinstance(value, list | tuple) else []
+
+
+def _filled(value: Any, state: State) -> Any:
+    """The inverse of ``Recording._places``, with other tensors."""
+    if type(value) is _Place:
+        return state[value.at]
+    if type(value) is tuple:
+        return tuple([_filled(x, state) for x in value])
+    if type(value) is dict:
+        return {name: _filled(x, state) for name, x in value.items()}
+    return value
+
+
+def _allocation(x: Tensor, place: int) -> Callable[[State], Callable[[State], None]]:
+    make = functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+    def run(state: State) -> None:
+        state[place] = make()
+
+    return lambda template: run
+
+
+def _strided(
+    root: int, place: int, size: torch.Size, stride: tuple[int, ...], offset: Any
+) -> Callable[[State], Callable[[State], None]]:
+    def run(state: State) -> None:
+        whole = state[root]
+        state[place] = whole.as_strided(size, stride, whole.storage_offset() + offset)
+
+    return lambda template: run
+
+
+def _operation(
+    func: Any, args: Any, kwargs: dict[str, Any], places: list[int], several: bool
+) -> Callable[[State], Callable[[State], None]]:
+    def run(state: State) -> None:
+        result = func(*_filled(args, state), **_filled(kwargs, state))
+        for place, x in zip(places, result if several else (result,), strict=True):
+            state[place] = x
+
+    return lambda template: run
+
+
+def _launching(launch: Callable[..., None], arguments: list[Any]) -> Callable[[State], Callable[[State], None]]:
+    def build(template: State) -> Callable[[State], None]:
+        places, descriptors = [], []
+        for x in arguments:
+            if isinstance(x, _Place):
+                places.append(x.at)
+                continue
+            places.append(len(template))
+            template.append(None if isinstance(x, _Descriptor) else x)
+            if isinstance(x, _Descriptor):
+                descriptors.append((places[-1], x))
+        pick = operator.itemgetter(*places) if len(places) > 1 else lambda state: [state[i] for i in places]
+
+        def run(state: State) -> None:
+            for place, descriptor in descriptors:
+                state[place] = descriptor.of(state[descriptor.at])
+            launch(*pick(state))
+
+        return run
+
+    return build
+
+
+def _replay(template: State, steps: list[Callable[[State], None]], result: Any) -> Replay:
+    def run(operands: list[Tensor]) -> Any:
+        state = template.copy()
+        state[: len(operands)] = operands
+        for step in steps:
+            step(state)
+        return _filled(result, state)
+
+    return run
+
+
+def recording() -> Recording | None:
+    """The recording of the call that this thread is in, if it is being recorded."""
+    return getattr(_active, "recording", None)
+
+
+def replayed(implementation: Callable[P, R]) -> Callable[P, R]:
+    """``implementation``, recorded at the second call of a kind and repeated from the third on."""
+    if torch.version.hip:  # Triton compiles in there whether memory is small, which no key here tells
+        return implementation
+    replays: dict[Any, Replay | str] = {}  # or why there is none; "": seen once
+
+    @functools.wraps(implementation)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if recording() is not None:  # a part of what is being recorded
+            return implementation(*args, **kwargs)
+        key, operands = _kind((*args, *kwargs.values()), tuple(kwargs))
+        found = replays.get(key)
+        if callable(found):
+            return found(operands)
+        if found != "":
+            if len(replays) >= _MAX_KINDS:
+                replays.clear()
+            replays.setdefault(key, "")
+            return implementation(*args, **kwargs)
+        with Recording(operands) as recorded:
+            result = implementation(*args, **kwargs)
+        try:
+            replays[key] = recorded.finish(result)
+        except NotReplayableError as error:
+            replays[key] = str(error)
+        return result
+
+    run.replays = replays  # type: ignore[attr-defined]
+    return run
+
+
+def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Tensor]]:
+    """All that may decide what a call does, and its tensors."""
+    key: list[Any] = [names]
+    operands, pointers = [], []
+    for value in values:
+        if isinstance(value, Tensor):
+            pointer = value.data_ptr()
+            key += (value.shape, value.stride(), value.dtype, value.device, pointer % 16)
+            operands.append(value)
+            pointers.append(pointer)
+        else:
+            key.append(tuple(value) if isinstance(value, list) else value)
+    if len(set(pointers)) < len(pointers):  # which of them are one
+        key.append(tuple(map(pointers.index, pointers)))
+    return tuple(key), operands

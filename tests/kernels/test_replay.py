@@ -1,0 +1,339 @@
+"""Calls of operators that are recorded once and repeated: the same results, nothing kept, nothing repeated wrongly."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qframework.kernels import _launch, _replay, quantize
+from qframework.kernels._launch import launch
+from qframework.kernels._replay import replayed
+
+# Without a GPU: kernels that are functions ---------------------------------------------------------------------------
+
+
+class AddTo:
+    """A kernel ``out = x + n``, which counts its launches; interpreted, so never compiled."""
+
+    arg_names = ("x", "out", "n")
+
+    def __init__(self):
+        self.launches = 0
+
+    def __getitem__(self, grid):
+        def run(x, out, n, **constants):
+            self.launches += 1
+            out.copy_(x.view(out.shape) + n)
+
+        return run
+
+
+@pytest.fixture
+def kernel():
+    return AddTo()
+
+
+@pytest.fixture
+def counted(kernel):
+    """``out = x + n`` in a kernel, with how often the implementation itself ran."""
+
+    def implementation(x, n=1):
+        implementation.runs += 1
+        out = torch.empty(x.shape)
+        launch(kernel, (1,))(x, out, n)
+        return out
+
+    implementation.runs = 0
+    return implementation
+
+
+def test_the_third_call_of_a_kind_is_a_replay(counted, kernel):
+    run = replayed(counted)
+    results = [run(torch.full((4,), float(i)), 2) for i in range(5)]
+    assert [float(result[0]) for result in results] == [2, 3, 4, 5, 6]
+    assert len({result.data_ptr() for result in results}) == 5
+    assert (counted.runs, kernel.launches) == (2, 5)
+
+
+def kinds():
+    x = torch.zeros(8)
+    yield (x, 2)
+    yield (x.view(2, 4), 2)
+    yield (torch.zeros(16)[::2], 2)
+    yield (x.double(), 2)
+    yield (torch.zeros(9)[1:], 2)  # begins at a multiple of 4 bytes only
+    yield (x, 3)
+    yield (x, [2])
+    yield (x, torch.zeros(8))  # another tensor
+    yield (x, x)  # the same
+
+
+def test_another_kind_is_another_recording():
+    seen = []
+    run = replayed(lambda *args: seen.append(args))
+    for index, arguments in enumerate(kinds()):
+        for _ in range(4):
+            run(*arguments)
+        assert len(seen) == 2 * (index + 1)
+    assert len(run.replays) == index + 1
+
+
+def test_names_of_arguments_are_part_of_the_kind():
+    run = replayed(lambda x, a=0, b=0: x + a - b)
+    x = torch.zeros(2)
+    assert [float(run(x, **{name: 1})[0]) for name in ("a", "a", "a", "b", "b", "b")] == [1, 1, 1, -1, -1, -1]
+
+
+def test_operations_of_torch_and_views_are_repeated(kernel):
+    def implementation(x, y):
+        rows = x[:, 1:].transpose(0, 1)  # a view that begins elsewhere
+        out = torch.empty(3, 2)
+        launch(kernel, (1,))(rows.contiguous(), out, 1)
+        out.mul_(y.sum())
+        return out.view(6), [out[1:], None, 7]
+
+    run = replayed(implementation)
+    for i in range(4):
+        whole = torch.randn(3, 4)
+        x, y = whole[i % 2 : 2 + i % 2], torch.randn(5)  # x lies elsewhere in its storage each time
+        (flat, (part, nothing, seven)), (expected, (rest, *_)) = run(x, y), implementation(x, y)
+        assert torch.equal(flat, expected)
+        assert torch.equal(part, rest)
+        assert part.data_ptr() == flat.data_ptr() + 8  # views of one tensor still
+        assert (nothing, seven) == (None, 7)
+    assert callable(*run.replays.values())
+
+
+def test_a_view_of_an_operand_that_begins_elsewhere_reaches_the_kernel(kernel):
+    def implementation(x):
+        out = torch.empty(4)
+        launch(kernel, (1,))(x[1], out, 0)
+        return out
+
+    run = replayed(implementation)
+    for i in range(4):
+        x = torch.randn(3, 4)
+        assert torch.equal(run(x), x[1]), i
+
+
+def test_random_numbers_are_drawn_each_time():
+    run = replayed(lambda x: torch.rand(8) + x)
+    drawn = [run(torch.zeros(8)) for _ in range(5)]
+    assert callable(*run.replays.values())
+    assert not torch.equal(drawn[3], drawn[4])
+
+
+def test_memory_of_in_place_operations_lasts():
+    def implementation(x, total):
+        total.add_(x)
+        return torch.empty(0)
+
+    run, total = replayed(implementation), torch.zeros(())
+    for _ in range(5):
+        run(torch.ones(()), total)
+    assert float(total) == 5
+
+
+def test_what_a_replay_does_not_need_is_not_made():
+    run = replayed(lambda x: (x.exp(), x + 1)[1])
+    for i in range(3):
+        assert float(run(torch.full((), float(i)))) == i + 1
+    x, exponentials = torch.zeros(()), []
+
+    class Exponentials(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            exponentials.append(func is torch.ops.aten.exp.default)
+            return func(*args, **(kwargs or {}))
+
+    with Exponentials():
+        run(x)
+    assert exponentials == [False]
+
+
+ELSEWHERE = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "reason"),
+    [
+        (lambda x: x + float(x[0]), "reads values"),
+        (lambda x: x + ELSEWHERE, "comes from elsewhere"),
+        (lambda x: x[x > 0], "reads values"),
+    ],
+    ids=["item", "elsewhere", "nonzero"],
+)
+def test_what_cannot_be_repeated_runs_as_written(implementation, reason):
+    run = replayed(implementation)
+    for i in range(5):
+        x = torch.arange(4.0) - i
+        assert torch.equal(run(x), implementation(x))
+    (why,) = run.replays.values()
+    assert reason in why
+
+
+def test_errors_leave_nothing_behind(counted):
+    def implementation(x, n):
+        if implementation.fails:
+            raise ValueError("not now")
+        return counted(x, n)
+
+    run = replayed(implementation)
+    implementation.fails = True
+    for _ in range(3):
+        with pytest.raises(ValueError, match="not now"):
+            run(torch.zeros(2), 1)
+    assert _replay.recording() is None
+    implementation.fails = False
+    for i in range(4):
+        assert float(run(torch.full((2,), float(i)), 1)[0]) == i + 1
+
+
+def test_a_replay_keeps_no_tensor(counted):
+    run = replayed(counted)
+    tensors = [torch.zeros(2) for _ in range(4)]
+    tensors += [run(x, 1) for x in tensors]
+    references = [weakref.ref(x) for x in tensors]
+    del tensors
+    gc.collect()
+    assert not [reference for reference in references if reference() is not None]
+
+
+def test_an_operator_within_has_a_recording_of_its_own(counted):
+    inner = replayed(counted)
+    with torch.library._scoped_library("qframework_test_replay", "FRAGMENT") as library:
+        library.define("inner(Tensor x) -> Tensor")
+        library.impl("inner", lambda x: inner(x, 1), "CompositeExplicitAutograd")
+        outer = replayed(lambda x: torch.ops.qframework_test_replay.inner(x) * 2)
+        for i in range(6):
+            assert float(outer(torch.full((2,), float(i)))[0]) == 2 * (i + 1)
+    assert callable(*inner.replays.values())
+    assert callable(*outer.replays.values())
+    assert counted.runs == 2
+
+
+def test_another_thread_is_not_recorded(kernel):
+    def implementation(x):
+        out = torch.empty(2)
+
+        def elsewhere():
+            launch(kernel, (1,))(torch.zeros(2), torch.empty(2), 1)
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        launch(kernel, (1,))(x, out, 1)
+        return out
+
+    run = replayed(implementation)
+    for i in range(4):
+        assert float(run(torch.full((2,), float(i)))[0]) == i + 1
+    assert kernel.launches == 2 * 2 + 2
+
+
+def test_recordings_do_not_grow_for_ever(monkeypatch):
+    monkeypatch.setattr(_replay, "_MAX_KINDS", 3)
+    run = replayed(lambda x: x + 1)
+    for n in range(1, 9):
+        for _ in range(3):
+            assert run(torch.zeros(n)).shape == (n,)
+    assert len(run.replays) <= 3
+
+
+# Every operator ------------------------------------------------------------------------------------------------------
+
+SIZE = [32, 32]
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.randint(-127, 128, shape, dtype=torch.int8)
+
+
+def blocks(rows: int = 40, columns: int = 64) -> tuple[Tensor, Tensor]:
+    return ints(rows, columns), torch.rand(-(-rows // 32), -(-columns // 32)) + 0.1
+
+
+def heads(*shape: int) -> Tensor:
+    return torch.randn(*(shape or (1, 2, 40, 32))).half()
+
+
+def rotation() -> tuple[Tensor, Tensor]:
+    angles = torch.rand(40, 32)
+    return angles.cos(), angles.sin()
+
+
+def scale(*shape: int) -> Tensor:
+    return torch.rand(shape or (1,)) + 0.1
+
+
+# Arguments of each operator, new ones at every call.
+CALLS = {
+    "attention_quantize": lambda: (heads(), None, 1.5, "per_token", "query"),
+    "value_quantize": lambda: (heads(), "int8", 127.0),
+    "quantized_attention": lambda: (
+        *(ints(1, 2, 40, 32), scale(1, 2, 40) / 50, ints(1, 2, 40, 32), scale(1, 2, 40) / 50, heads()),
+        *([None] * 6),
+        *(False, 1.0, "8-per_token-fp16-fp32", None, False, torch.float16),
+    ),
+    "sage_attention": lambda: (heads(), heads(), heads()),
+    "sage_attention_varlen": lambda: (
+        *(heads(40, 2, 32), heads(40, 2, 32), heads(40, 2, 32)),
+        *(torch.tensor([0, 15, 40], dtype=torch.int32), torch.tensor([0, 15, 40], dtype=torch.int32), 25, 25),
+    ),
+    "block_activation": lambda: (*blocks(), "gelu", SIZE),
+    "block_activation_backward": lambda: (*blocks(), *blocks(), "gelu", SIZE),
+    "block_dropout": lambda: (*blocks(), 0.5, torch.randint(0, 2**31, ()), SIZE),
+    "block_add": lambda: (*blocks(), *blocks(), SIZE, True),
+    "block_mul": lambda: (*blocks(), *blocks(), SIZE),
+    "block_gated_activation": lambda: (*blocks(), *blocks(), "silu", SIZE),
+    "block_gated_activation_backward": lambda: (*blocks(), *blocks(), *blocks(), "silu", SIZE),
+    "block_linear": lambda: (*blocks(), *blocks(48, 64), torch.randn(48), SIZE, torch.int8),
+    "block_layer_norm": lambda: (*blocks(), torch.randn(64), torch.randn(64), 1e-5, SIZE),
+    "block_rms_norm": lambda: (*blocks(), torch.randn(64), 1e-5, SIZE),
+    "block_sum_rows": lambda: (*blocks(), SIZE),
+    "block_layer_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), torch.randn(40), scale(40), SIZE),
+    "block_rms_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), scale(40), SIZE),
+    "block_quantize": lambda: (torch.randn(40, 64), SIZE, torch.randint(0, 2**31, ())),
+    "block_quantize_both": lambda: (torch.randn(40, 64), SIZE),
+    "block_dequantize": lambda: (*blocks(), SIZE, torch.float16),
+    "block_transpose": lambda: (*blocks(), SIZE),
+    "int8_linear": lambda: (
+        *(ints(2, 20, 64), scale(2, 20, 1) / 100, ints(48, 64), scale(48), torch.randn(48).half()),
+        *("gelu", torch.randn(2, 20, 48).half(), None, torch.float16),
+    ),
+    "mixed_attention": lambda: (*[ints(1, 2, 40, 32) for _ in range(3)], *[scale() / 50 for _ in range(3)]),
+    "quantize": lambda: (torch.randn(3, 50), scale()),
+    "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
+    "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
+    "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
+    "rope_mean": lambda: (heads(), *rotation()),
+}
+
+
+def test_every_operator_is_called():
+    assert set(CALLS) == set(_launch.cuda_implementations)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("name", CALLS)
+def test_replays_of_an_operator_are_its_calls(name, monkeypatch):
+    """Bit for bit, with other values in other places; a fresh recording, so that no other test's replay is used."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    monkeypatch.setattr(sys.modules[quantize.__module__], "check_positive_scale", lambda *_: None)  # on CPUs it looks
+    implementation = _launch.cuda_implementations[name].__wrapped__
+    run = replayed(implementation)
+    torch.manual_seed(0)
+    for _ in range(4):
+        arguments = [x.to(device) if isinstance(x, Tensor) else x for x in CALLS[name]()]
+        got, expected = run(*arguments), implementation(*arguments)
+        pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
+        for mine, theirs in pairs:
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+            assert mine.stride() == theirs.stride()
+    assert callable(*run.replays.values()), run.replays
