@@ -1,11 +1,13 @@
 """Let go of the float model that PT2E keeps alive.
 
 PT2E looks up a model's device through a memo, which holds every prepared model, float weights and all, for as long as
-the process lives. A converted model would take the memory of both.
+the process lives. A converted model would take the memory of both. Graphs and modules hold each other besides, so that
+only Python's garbage collector finds what the memo let go of, and by then it is old: Dynamo collects young objects alone.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 
 # Memos of torch and torchao, where they are loaded: module, function.
@@ -16,8 +18,10 @@ _MEMOS = (
 
 
 def release_prepared_models() -> None:
-    """Empty the memos; what is still in use is looked up once more."""
-    for module, function in _MEMOS:
-        memo = getattr(sys.modules.get(module), function, None)
-        if clear := getattr(memo, "cache_clear", None):
-            clear()
+    """Empty the memos, and collect what they held; what is still in use is looked up once more."""
+    memos = [getattr(sys.modules.get(module), function, None) for module, function in _MEMOS]
+    full = [memo for memo in memos if hasattr(memo, "cache_info") and memo.cache_info().currsize]
+    for memo in full:
+        memo.cache_clear()
+    if full:  # a few tenths of a second, once for each model
+        gc.collect()
