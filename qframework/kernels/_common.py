@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +14,36 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
-LIBRARY = torch.library.Library("qframework", "DEF")
 MIN_CAPABILITY = (8, 0)
+
+
+class OperatorLibrary(torch.library.Library):
+    """Operators that compute what they promise inside ``torch.autocast`` as well.
+
+    Of what an implementation calls, autocast would turn products in float32 into 16-bit ones.
+    """
+
+    def define(self, schema: str, *args: Any, **kwargs: Any) -> str:
+        defined: str = super().define(schema, *args, **kwargs)
+        name = schema.partition("(")[0].strip()
+        packet, _, overload = name.partition(".")
+        for kind in ("CPU", "CUDA"):
+            self.impl(name, _without_autocast(packet, overload or "default", kind.lower()), f"Autocast{kind}")
+        return defined
+
+
+def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., Any]:
+    """What runs instead of an operator inside autocast: the operator outside of it."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        operator = getattr(getattr(torch.ops.qframework, packet), overload)
+        with torch.autocast(device, enabled=False):
+            return operator(*args, **kwargs)
+
+    return run
+
+
+LIBRARY = OperatorLibrary("qframework", "DEF")
 
 
 @functools.cache

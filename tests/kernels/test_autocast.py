@@ -1,0 +1,52 @@
+"""Inside torch.autocast, operators compute what they compute outside: they choose their precision themselves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_replay import CALLS
+from torch import Tensor
+
+import qframework.training  # noqa: F401  defines operators too
+from qframework.kernels._common import LIBRARY
+
+
+def operator(name):
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.qframework, packet), overload or "default")
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_bit_for_bit_the_same(name):
+    torch.manual_seed(0)
+    arguments = CALLS[name]()
+    outside = operator(name)(*arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        inside = operator(name)(*arguments)
+    pairs = zip(inside, outside, strict=True) if isinstance(outside, tuple | list) else [(inside, outside)]
+    for mine, theirs in pairs:
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+def test_autocast_goes_on_after_them():
+    x = torch.randn(4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.ops.qframework.dynamic_quantize(x, "per_token")
+        assert (x @ x.t()).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["AutocastCPU", "AutocastCUDA"])
+def test_every_operator_is_registered(kind):
+    names = {name for name in torch._C._dispatch_get_registrations_for_dispatch_key(kind) if name.startswith("qframe")}
+    assert names == set(LIBRARY._op_defs) | {"qframework::dynamic_quantize.alone"}
+
+
+def test_compiled_whole_under_autocast():
+    def model(x: Tensor, w: Tensor) -> Tensor:
+        q, scale = torch.ops.qframework.dynamic_quantize(x @ w.t(), "per_token")
+        return torch.ops.qframework.dequantize(q, scale, torch.float32)
+
+    x, w = torch.randn(5, 8), torch.randn(6, 8)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        expected = model(x, w)
+        torch.testing.assert_close(torch.compile(model, fullgraph=True, backend="aot_eager")(x, w), expected)
