@@ -2,13 +2,15 @@
 
 PT2E looks up a model's device through a memo, which holds every prepared model, float weights and all, for as long as
 the process lives. A converted model would take the memory of both. Graphs and modules hold each other besides, so that
-only Python's garbage collector finds what the memo let go of, and by then it is old: Dynamo collects young objects alone.
+only Python's garbage collector finds what the memo let go of, and by then it is old: Dynamo collects young objects
+alone.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
 
 # Memos of torch and torchao, where they are loaded: module, function.
 _MEMOS = (
@@ -19,7 +21,7 @@ _MEMOS = (
 
 def release_prepared_models() -> None:
     """Empty the memos, and collect what they held; what is still in use is looked up once more."""
-    memos = [getattr(sys.modules.get(module), function, None) for module, function in _MEMOS]
+    memos: list[Any] = [getattr(sys.modules.get(module), function, None) for module, function in _MEMOS]
     full = [memo for memo in memos if hasattr(memo, "cache_info") and memo.cache_info().currsize]
     for memo in full:
         memo.cache_clear()
