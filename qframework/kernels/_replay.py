@@ -107,10 +107,6 @@ class Recording(TorchDispatchMode):
         """A kernel was launched: ``run(*arguments)`` is to launch it again."""
         self._attempt(self._launch, run, arguments)
 
-    def refuse(self, reason: str) -> None:
-        """The call does what ``launch`` and operations of torch do not tell."""
-        self._refused = self._refused or reason
-
     def finish(self, result: Any) -> Replay:
         """What repeats the call with other operands. Raises NotReplayableError where nothing can."""
         if self._refused is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_replay import CALLS
+from operator_calls import CALLS
 from torch import Tensor
 
 import qframework.training  # noqa: F401  defines operators too

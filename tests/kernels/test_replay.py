@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from operator_calls import CALLS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -247,73 +248,6 @@ def test_recordings_do_not_grow_for_ever(monkeypatch):
 
 
 # Every operator ------------------------------------------------------------------------------------------------------
-
-SIZE = [32, 32]
-
-
-def ints(*shape: int) -> Tensor:
-    return torch.randint(-127, 128, shape, dtype=torch.int8)
-
-
-def blocks(rows: int = 40, columns: int = 64) -> tuple[Tensor, Tensor]:
-    return ints(rows, columns), torch.rand(-(-rows // 32), -(-columns // 32)) + 0.1
-
-
-def heads(*shape: int) -> Tensor:
-    return torch.randn(*(shape or (1, 2, 40, 32))).half()
-
-
-def rotation() -> tuple[Tensor, Tensor]:
-    angles = torch.rand(40, 32)
-    return angles.cos(), angles.sin()
-
-
-def scale(*shape: int) -> Tensor:
-    return torch.rand(shape or (1,)) + 0.1
-
-
-# Arguments of each operator, new ones at every call.
-CALLS = {
-    "attention_quantize": lambda: (heads(), None, 1.5, "per_token", "query"),
-    "value_quantize": lambda: (heads(), "int8", 127.0),
-    "quantized_attention": lambda: (
-        *(ints(1, 2, 40, 32), scale(1, 2, 40) / 50, ints(1, 2, 40, 32), scale(1, 2, 40) / 50, heads()),
-        *([None] * 6),
-        *(False, 1.0, "8-per_token-fp16-fp32", None, False, torch.float16),
-    ),
-    "sage_attention": lambda: (heads(), heads(), heads()),
-    "sage_attention_varlen": lambda: (
-        *(heads(40, 2, 32), heads(40, 2, 32), heads(40, 2, 32)),
-        *(torch.tensor([0, 15, 40], dtype=torch.int32), torch.tensor([0, 15, 40], dtype=torch.int32), 25, 25),
-    ),
-    "block_activation": lambda: (*blocks(), "gelu", SIZE),
-    "block_activation_backward": lambda: (*blocks(), *blocks(), "gelu", SIZE),
-    "block_dropout": lambda: (*blocks(), 0.5, torch.randint(0, 2**31, ()), SIZE),
-    "block_add": lambda: (*blocks(), *blocks(), SIZE, True),
-    "block_mul": lambda: (*blocks(), *blocks(), SIZE),
-    "block_gated_activation": lambda: (*blocks(), *blocks(), "silu", SIZE),
-    "block_gated_activation_backward": lambda: (*blocks(), *blocks(), *blocks(), "silu", SIZE),
-    "block_linear": lambda: (*blocks(), *blocks(48, 64), torch.randn(48), SIZE, torch.int8),
-    "block_layer_norm": lambda: (*blocks(), torch.randn(64), torch.randn(64), 1e-5, SIZE),
-    "block_rms_norm": lambda: (*blocks(), torch.randn(64), 1e-5, SIZE),
-    "block_sum_rows": lambda: (*blocks(), SIZE),
-    "block_layer_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), torch.randn(40), scale(40), SIZE),
-    "block_rms_norm_backward": lambda: (*blocks(), *blocks(), torch.randn(64), scale(40), SIZE),
-    "block_quantize": lambda: (torch.randn(40, 64), SIZE, torch.randint(0, 2**31, ())),
-    "block_quantize_both": lambda: (torch.randn(40, 64), SIZE),
-    "block_dequantize": lambda: (*blocks(), SIZE, torch.float16),
-    "block_transpose": lambda: (*blocks(), SIZE),
-    "int8_linear": lambda: (
-        *(ints(2, 20, 64), scale(2, 20, 1) / 100, ints(48, 64), scale(48), torch.randn(48).half()),
-        *("gelu", torch.randn(2, 20, 48).half(), None, torch.float16),
-    ),
-    "mixed_attention": lambda: (*[ints(1, 2, 40, 32) for _ in range(3)], *[scale() / 50 for _ in range(3)]),
-    "quantize": lambda: (torch.randn(3, 50), scale()),
-    "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
-    "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
-    "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
-    "rope_mean": lambda: (heads(), *rotation()),
-}
 
 
 def test_every_operator_is_called():
