@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 # How often a layer that was to be quantized was left in float, by reason. Each (layer, reason) is logged once.
 fallbacks: Counter[str] = Counter()
 _warned: set[str] = set()
+# Inductor checks strides and alignment at every call, of every argument of every repeated block: host time, for what
+# Dynamo's guards hold of the inputs and tests of our operators.
+_WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 
 def lower(
@@ -125,8 +128,9 @@ def qframework_backend(
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
         if lowered and not settings.inductor:  # whole: what Inductor was told something about
             outline_blocks(gm)
+        patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
         compiled: Any = compile_fx(
-            gm, list(example_inputs), config_patches=settings.inductor or None, decompositions=decompositions
+            gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
         )
     return weights.follow(_below_autograd(compiled) if lowered and on_cpu else compiled)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from models import Block, converted, example
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 import qframework
 from qframework import numerics
@@ -101,7 +104,19 @@ def test_inductor_options_reach_inductor(monkeypatch):
     options = {"linear": "int8_dynamic", "epilogue_fusion": False}
     with torch.no_grad():
         torch.compile(model, backend="qframework", options=options)(torch.randn(2, 4))
-    assert seen == {"epilogue_fusion": False}
+    assert seen["epilogue_fusion"] is False
+
+
+@pytest.mark.parametrize("options", [{}, {"size_asserts": True, "alignment_asserts": True}], ids=["default", "on"])
+def test_strides_are_checked_at_every_call_on_request(options):
+    """Asked for, Inductor also confirms what our operators told it of their results."""
+    x = example()
+    gm = converted(Block(), x)
+    with torch.no_grad():
+        y, (code,) = run_and_get_code(torch.compile(gm, backend="qframework", options=options or None), x)
+        assert numerics.sqnr_db(gm(x), y) > 60
+    assert "int8_linear" in code
+    assert bool(re.search(r"^ +assert_\w+\(", code, re.MULTILINE)) is bool(options)
 
 
 class TestExplain:
