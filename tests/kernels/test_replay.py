@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +250,12 @@ def test_recordings_do_not_grow_for_ever(monkeypatch):
 
 
 # Every operator ------------------------------------------------------------------------------------------------------
+
+
+def test_no_kernel_is_launched_unseen():
+    """What goes past ``launch`` and ``Launch`` would be missing from every replay."""
+    sources = [path for path in Path(_launch.__file__).parent.glob("*.py") if path.name != "_launch.py"]
+    assert [path.name for path in sources if re.search(r"kernel\w*\[", path.read_text())] == []
 
 
 def test_every_operator_is_called():
