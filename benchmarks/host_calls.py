@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import Record, Results, UnavailableError, argument_parser, comma_separated
+from benchmarks.harness import Record, Results, UnavailableError, WrongResultError, argument_parser, comma_separated
 from benchmarks.timing import Timing
 from qframework.kernels._launch import cuda_implementations
 
@@ -66,14 +66,29 @@ def provider(name: str, operator: str, device: str) -> Callable[[], Any]:
         return functools.partial(getattr(torch.ops.qframework, operator).default, *arguments)
     if device == "cpu":
         raise UnavailableError("the implementation for GPUs needs one")
-    written = cuda_implementations[operator]
-    return functools.partial(getattr(written, "__wrapped__", written), *arguments)
+    return functools.partial(as_written(operator), *arguments)
 
 
 def measure(operator: str, name: str, device: str, samples: int) -> Record:
     fn = provider(name, operator, device)
+    if name == "qframework" and device == "cuda":
+        check_replay(operator, fn.args, fn)  # type: ignore[attr-defined]
     timing = time_host(fn, device, samples)
     return replace(identify(operator, name), **timing.fields())
+
+
+def check_replay(operator: str, arguments: tuple[Any, ...], fn: Callable[[], Any]) -> None:
+    """Raise WrongResultError unless the fourth call, a replay, gives what the implementation gives, bit for bit."""
+    for _ in range(3):
+        fn()
+    pairs = (tuple(torch.utils._pytree.tree_leaves(x)) for x in (fn(), as_written(operator)(*arguments)))
+    if not all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True)):
+        raise WrongResultError(f"a replay of {operator} differs from its implementation")
+
+
+def as_written(operator: str) -> Callable[..., Any]:
+    written = cuda_implementations[operator]
+    return getattr(written, "__wrapped__", written)
 
 
 def identify(operator: str, name: str) -> Record:

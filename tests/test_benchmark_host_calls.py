@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from benchmarks import host_calls
+from benchmarks.harness import WrongResultError
 from qframework.kernels._launch import cuda_implementations
 
 
@@ -36,3 +38,11 @@ def test_a_call_is_the_time_of_many_divided_by_their_number(monkeypatch):
 def test_as_written_is_what_is_behind_the_replays():
     call = host_calls.provider("qframework_as_written", "int8_linear", "meta")
     assert call.func is cuda_implementations["int8_linear"].__wrapped__
+
+
+def test_a_wrong_replay_is_not_timed(monkeypatch):
+    monkeypatch.setitem(host_calls.cuda_implementations, "dynamic_quantize", lambda x, granularity: (x, x.sum()))
+    x = torch.arange(4.0)
+    host_calls.check_replay("dynamic_quantize", (x, "per_token"), lambda: (x.clone(), x.sum()))
+    with pytest.raises(WrongResultError, match="a replay of dynamic_quantize"):
+        host_calls.check_replay("dynamic_quantize", (x, "per_token"), lambda: (x + 1, x.sum()))
