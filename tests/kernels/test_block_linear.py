@@ -122,14 +122,14 @@ def assert_blocks_close(got, scale, exact, error, block_size):
     exact, error = exact.reshape(-1, n), error.reshape(-1, n)
     (height, width), _ = blocks_of(block_size)
     assert scale.shape == (-(-len(exact) // height), -(-n // width))
-    scale, got = scale.cpu(), got.cpu()
+    scale, got = numpy64(scale), numpy64(got.reshape(-1, n))
     for i, j in np.ndindex(*scale.shape):
         rows, columns = slice(i * height, (i + 1) * height), slice(j * width, (j + 1) * width)
         step = float(scale[i, j])
         off = 1.01 * error[rows, columns].max()
         amax = np.abs(exact[rows, columns]).max()
         assert abs(step - max(amax / 127, 2.0**-60)) <= (off + 2 * UNIT[torch.float32] * amax) / 127
-        values = numpy64(got.reshape(-1, n))[rows, columns]
+        values = got[rows, columns]
         assert np.abs(values * step - exact[rows, columns]).max() <= (0.5 + 127 * 4 * UNIT[torch.float32]) * step + off
         assert np.abs(values).max() == (127 if amax > 0 else 0)
 
