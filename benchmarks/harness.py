@@ -286,6 +286,13 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
     return check
 
 
+def require_quantized(error: float, least: float) -> float:
+    """``error``, unless it is below what INT8 costs: a library that quantizes nothing is no peer for INT8."""
+    if error < least:
+        raise WrongResultError(f"relative error is {error:.3g}, INT8's at least {least:.3g}: not quantized", error)
+    return error
+
+
 def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tensor]) -> Check:
     """Every element is at most ``bound(reference)`` away from the FP64 ``oracle``."""
 

@@ -66,6 +66,15 @@ def test_kernels_are_right(name):
         assert case.check(operands(shape, "cuda")) < block_linear_cases.INT8_TOLERANCE
 
 
+def test_what_quantizes_nothing_is_no_peer_for_int8(monkeypatch):
+    """As torchao's tensor subclass, which PyTorch 2.11 multiplies in 16 bit."""
+    right = PROVIDERS["torch_bf16"]
+    monkeypatch.setitem(PROVIDERS, "torchao_int8", lambda given: dataclasses.replace(right(given), dtype="int8"))
+    record = block_linear.check(SHAPE, "torchao_int8", "cpu")
+    assert record.status == "wrong"
+    assert "not quantized" in record.reason
+
+
 def test_a_wrong_result_is_never_timed(monkeypatch):
     right = PROVIDERS["torch_bf16"]
     calls = []

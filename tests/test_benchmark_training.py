@@ -167,6 +167,15 @@ def test_every_result_is_checked() -> None:
             training_block.check(spoiled, values, 0.1)
 
 
+def test_what_quantizes_nothing_is_no_peer_for_int8(monkeypatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(training_block.PROVIDERS, "qframework_32", training_block.Provider(precision="int8"))
+    output = tmp_path / "out.json"
+    training_block.main(["--smoke", "--providers", "qframework_32", "--output", str(output)])
+    records = json.loads(output.read_text())["records"]
+    assert [record["status"] for record in records] == ["wrong", "wrong"]
+    assert "not quantized" in records[0]["reason"]
+
+
 def test_saved_bytes_counts_each_memory_once_and_no_weights() -> None:
     weight, x = torch.randn(4, 4, requires_grad=True), torch.randn(8, 4, requires_grad=True)
     assert training_block.saved_bytes(lambda: (x @ weight, x * x), [weight]) == 8 * 4 * 4

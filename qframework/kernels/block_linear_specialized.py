@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels._blocks import quantize_tile
-from qframework.kernels._common import round_to_int8
+from qframework.kernels._blocks import _PUSH as PUSH
+from qframework.kernels._blocks import pushed_to_int8, quantize_tile
 from qframework.kernels._gluon import HAS_GLUON
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels.int8_linear_kernel import place
@@ -184,10 +184,11 @@ if HAS_GLUON:
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
-            if HAS_BIAS:
-                bias = gl.load(bias_ptr + n, mask=n < N, other=0.0).to(gl.float32)[None, :]
-                upper += bias
-                lower += bias
+            # Loaded where there is none too, from no column: else ptxas spills registers in the loop over K.
+            biased = N if HAS_BIAS else 0
+            bias = gl.load(bias_ptr + n, mask=n < biased, other=0.0).to(gl.float32)[None, :]
+            upper += bias
+            lower += bias
             if out_desc.dtype == gl.int8 and TMA_STORE:
                 upper = gl.where((m < M)[:, None] & (n < N)[None, :], upper, 0.0)
                 lower = gl.where((m + 64 < M)[:, None] & (n < N)[None, :], lower, 0.0)
@@ -227,8 +228,8 @@ if HAS_GLUON:
             inverse = gl.div_rn(1.0, scale)
             if (start_m < M) & (start_n < N):
                 gl.store(out_scale_ptr + (start_m // 128) * gl.cdiv(N, 128) + start_n // 128, scale)
-            _store_half(round_to_int8(upper * inverse), out_desc, stage, start_m, start_n)
-            _store_half(round_to_int8(lower * inverse), out_desc, stage, start_m + 64, start_n)
+            _store_half(pushed_to_int8(upper * inverse + PUSH), out_desc, stage, start_m, start_n)
+            _store_half(pushed_to_int8(lower * inverse + PUSH), out_desc, stage, start_m + 64, start_n)
         else:
             q, scale = quantize_tile(upper, BLOCK)
             _store_scales(scale, out_scale_ptr, start_m, start_n, M, N, BLOCK)

@@ -62,14 +62,14 @@ def test_hopper_without_descriptors(block_size, out, tmp_path):
     assert stack_bytes(compile_anywhere("sm_90", tile, block_size, out, 1000), tmp_path) <= MAX_STACK
 
 
-def compile_specialized(tile, block_size, out, **known):
+def compile_specialized(tile, block_size, out, bias=True, **known):
     by_tma = out != "fp32"
     types = POINTERS | {"out_ptr": f"*{out}"} | dict.fromkeys(("M", "N", "K", "STEPS", "PARTS"), "i32")
     columns = block_shape(block_size)[1]
     types["a_desc"] = described("i8", tile.block_m, columns)
     types["b_desc"] = described("i8", tile.block_n, columns)
     types["out_desc"] = described(out, specialized.ROWS, tile.block_n) if by_tma else types["b_desc"]
-    constants = specialized_constants(tile, block_size, True, by_tma) | known
+    constants = specialized_constants(tile, block_size, bias, by_tma) | known
     return compile_for("sm_90", specialized.kernel, types, constants, **specialized_options(tile))
 
 
@@ -77,14 +77,15 @@ def described(kind, rows, columns):
     return f"tensordesc<{kind}[{rows}, {columns}],{layout(rows, columns, DTYPES[kind])!r}>"
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("out", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("tiles", [COOPERATIVE, SINGLE], ids=["cooperative", "single"])
-def test_specialized(tiles, block_size, out, tmp_path):
+def test_specialized(tiles, block_size, out, bias, tmp_path):
     """Two halves a warpgroup, each product of 32 columns begun without a wait in between; registers are kept."""
     columns = block_shape(block_size)[1]
     tile = tiles[columns]
-    compiled = compile_specialized(tile, block_size, out)
+    compiled = compile_specialized(tile, block_size, out, bias)
     ptx = compiled.asm["ptx"]
     assert len(re.findall(r"wgmma\.mma_async\S*s32\.s8\.s8", ptx)) == tile.consumers * 2 * columns // 32
     assert ptx.count("wgmma.wait_group.sync.aligned 0") == tile.consumers * 2
