@@ -263,10 +263,9 @@ def _section(run: Run) -> str:
     parts = [f"## {run.title}\n", machine_table(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
     parts.append(f"Milliseconds, the median; the fastest in bold.\n\n{_pivot(run, _time)}")
     if any(record.activation_mb for record in run.records):
-        once = replace(run, records=[record for record in run.records if record.op != "gpt_block_forward"])
-        parts.append(
-            f"MB that a block keeps from forward to backward.\n\n{_pivot(once, lambda r: r.activation_mb or 0)}"
-        )
+        once = [record for record in run.records if record.activation_mb and record.op != "gpt_block_forward"]
+        text = _pivot(replace(run, records=once), lambda record: record.activation_mb or 0)
+        parts.append(f"MB that a block keeps from forward to backward.\n\n{text}")
     if reasons := _reasons(run):
         parts.append(reasons)
     return "\n".join(part for part in parts if part)

@@ -83,6 +83,7 @@ def subject_of_block(hidden: int) -> str:
 
 
 COMPILED = tuple(map(training_block.compiled_in_blocks, BLOCK_SIZES))
+GRAPHS = "qframework_1x128_compiled_graphs"
 BLOCK_PEERS = {
     "BF16 eager": ("bf16_eager",),
     "BF16 compiled": ("bf16_compiled",),
@@ -100,6 +101,13 @@ def _block_targets() -> list[Target]:
         )
         for hidden in HIDDEN for against, peers in BLOCK_PEERS.items()
     ]  # fmt: skip
+    graphs = [
+        Target(
+            what=f"GPT block under CUDA graphs, hidden {hidden}", against="BF16 compiled", benchmark="training_block",
+            subjects=(subject_of_block(hidden),), ops=(STEP,), ours=(GRAPHS,), peers=("bf16_compiled_graphs",),
+        )
+        for hidden in HIDDEN
+    ]  # fmt: skip
     memory = [
         Target(
             what=f"GPT block, activation memory, blocks of {block_size_name(size)}", against=against,
@@ -109,7 +117,7 @@ def _block_targets() -> list[Target]:
         )
         for size in BLOCK_SIZES for against in ("BF16 eager", "BF16 compiled")
     ]  # fmt: skip
-    return speeds + memory
+    return speeds + graphs + memory
 
 
 TRAINING_TARGETS: tuple[Target, ...] = (*_block_targets(), *_linear_targets(), *_operator_targets())

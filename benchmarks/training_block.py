@@ -101,6 +101,7 @@ class Provider:
 
     convert: Callable[[nn.Module], nn.Module] = lambda model: model
     compiled: bool = False
+    graphs: bool = False  # compiled, and replayed as CUDA graphs: what it takes without the host
     weights: torch.dtype = torch.float32
     precision: str = "bf16"
     lenient: float | None = None
@@ -113,7 +114,8 @@ class Provider:
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
         """The stack as this provider computes it."""
         module = self.convert(model.to(self.weights))
-        return torch.compile(module, fullgraph=True, dynamic=False) if self.compiled else module
+        mode = "reduce-overhead" if self.graphs else None
+        return torch.compile(module, fullgraph=True, dynamic=False, mode=mode) if self.compiled else module
 
     def autocast(self, device: str) -> AbstractContextManager[Any]:
         """For FP32 weights."""
@@ -144,10 +146,12 @@ def _torchao(model: nn.Module) -> nn.Module:
 PROVIDERS = {
     "bf16_eager": Provider(),
     "bf16_compiled": Provider(compiled=True),
+    "bf16_compiled_graphs": Provider(compiled=True, graphs=True),
     "bf16_weights_compiled": Provider(compiled=True, weights=torch.bfloat16),
     "torchao_int8_compiled": Provider(_torchao, compiled=True, weights=torch.bfloat16, precision="int8"),
     "qframework_32": Provider(_ours(32), precision="int8"),
     **{compiled_in_blocks(size): Provider(_ours(size), compiled=True, precision="int8") for size in BLOCK_SIZES},
+    "qframework_1x128_compiled_graphs": Provider(_ours((1, 128)), compiled=True, graphs=True, precision="int8"),
     "qframework_per_token_compiled": Provider(_ours(mode="per_token"), compiled=True, precision="int8"),
     "qframework_per_tensor_compiled": Provider(
         _ours(mode="per_tensor"), compiled=True, precision="int8", lenient=PER_TENSOR_TOLERANCE
@@ -248,7 +252,9 @@ class Measurement:
         error = check(values, stack.subject.expected, stack.provider.tolerance)
         if error is not None and stack.provider.precision == "int8":
             require_quantized(error, INT8_LEAST)
-        memory = activation_mb(stack.output, self.plan.device, stack.weights) / self.plan.options.layers
+        memory = None  # graphs keep memory of their own from call to call
+        if not stack.provider.graphs:
+            memory = activation_mb(stack.output, self.plan.device, stack.weights) / self.plan.options.layers
         return [replace(row, error=error, activation_mb=memory) for row in rows]
 
     def _time(self, stack: Stack, rows: list[Record]) -> list[Record]:
