@@ -19,7 +19,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._blocks import BlockSize, CanonicalSize, block_shape, check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
 from qframework.training.check_finite import remove_checks, watch
-from qframework.training.inductor import register_fallbacks
+from qframework.training.compilation import keep_graphs_whole, register_fallbacks
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.replace import FLOAT_MODULE, float_again, gated_mlp, replacement
 from qframework.training.roles import GATED, in_attention, is_block, is_gated_mlp, role_of, units
@@ -121,6 +121,7 @@ def convert_to_int8_training(
     _check_names(model, "keep_float", keep_float)
     plan.raise_on_obstacles()
     register_fallbacks()
+    keep_graphs_whole()
     report = _apply(model, plan, block_size)
     model.__dict__[_REPORT] = report
     if check_finite:

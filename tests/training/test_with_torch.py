@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
 from qframework.kernels._blocks import CanonicalSize
-from qframework.training import convert_to_int8_training, fallbacks, inductor, reset_fallbacks
+from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks, reset_fallbacks
 from qframework.training.dropout import Int8Dropout
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -79,11 +79,11 @@ def test_inductor_knows_the_operators_of_pytorch_before_2_15(monkeypatch: pytest
     """Else a compilation there takes hours: test_compiled_by_inductor_under_autocast would not end."""
     from torch._inductor.lowering import lowerings
 
-    monkeypatch.setattr(inductor, "_FIXED", (9999, 0))
-    inductor.register_fallbacks.__wrapped__()
+    monkeypatch.setattr(compilation, "_FIXED", (9999, 0))
+    compilation.register_fallbacks.__wrapped__()
     for name in ("block_quantize", "block_linear", "block_layer_norm_backward", "block_sum_rows", "check_finite"):
         assert getattr(torch.ops.qframework, name).default in lowerings, name
-    inductor.register_fallbacks.__wrapped__()  # once more
+    compilation.register_fallbacks.__wrapped__()  # once more
 
 
 def checkpointed(name: str, model: nn.Module) -> None:
@@ -235,6 +235,45 @@ def steps(model: nn.Module, x: Tensor) -> list[float]:
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """In which Dynamo may cut graphs, until a model is converted."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "block by block"])
+@each_case
+def test_compiled_in_ddp_with_many_buckets(
+    name: str,
+    block_size: CanonicalSize,
+    whole: bool,
+    one_process: None,
+    fresh_dynamo: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Dynamo would cut the graph where a bucket is full, and hand on the insides of a BlockTensor."""
+    monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2000)
+    model, x = convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name)
+    loss = loss_of(model, x)
+    loss.backward()
+    wanted = gradients(model)
+    model.zero_grad()
+    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
+    if whole:
+        wrapped = torch.compile(wrapped, backend="aot_eager")
+    else:
+        for block in conversion_report(model).blocks:
+            model.get_submodule(block).compile(backend="aot_eager")
+    again = loss_of(wrapped, x)
+    again.backward()
+    assert again.item() == pytest.approx(loss.item(), rel=1e-3)
+    assert distance(gradients(model), wanted) < 0.02
+    assert fallbacks() == {}
 
 
 @pytest.mark.slow
