@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import ROUNDOFF, UnavailableError, require_quantized, rows_within
 from benchmarks.int8_linear_cases import Shape, checked_rows
+from benchmarks.torchao_training import quantize_for_training
 from qframework.kernels import block_linear_launch, block_quantize
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
 from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice
@@ -176,13 +177,7 @@ def _torch_bf16(given: Operands, compiled: bool = False, master: bool = False) -
 def _torchao_int8(given: Operands) -> Case:
     """torchao's mixed-precision INT8 training: a scale a row, all three products in INT8; compiled, as it asks for."""
     _require_gpu(given, "torchao's INT8 training")
-    try:
-        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-        from torchao.quantization import quantize_
-    except ImportError as error:
-        raise UnavailableError(str(error)) from error
-    layers = nn.Sequential(float_layer(given, torch.bfloat16))
-    quantize_(layers, Int8MixedPrecisionTrainingConfig(module_swap=True))  # without, torchao 0.18 multiplies in 16 bit
+    layers = quantize_for_training(nn.Sequential(float_layer(given, torch.bfloat16)))
     return training_case(_compiled(layers), given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 within")
 
 

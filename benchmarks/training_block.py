@@ -37,6 +37,7 @@ from benchmarks.harness import (
     require_quantized,
 )
 from benchmarks.timing import time_provider
+from benchmarks.torchao_training import quantize_for_training
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.training import BlockTensor
 from qframework.training.convert import convert_to_int8_training
@@ -132,15 +133,9 @@ def compiled_in_blocks(block_size: BlockSize) -> str:
 
 
 def _torchao(model: nn.Module) -> nn.Module:
-    try:
-        from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-        from torchao.quantization import quantize_
-    except ImportError as error:
-        raise UnavailableError(f"torchao has no INT8 training: {error}") from error
     if not torch.cuda.is_available():
         raise UnavailableError("torchao's INT8 training needs a GPU")
-    quantize_(model, Int8MixedPrecisionTrainingConfig(module_swap=True))  # without, torchao 0.18 multiplies in 16 bit
-    return model
+    return quantize_for_training(model)
 
 
 PROVIDERS = {
