@@ -203,11 +203,11 @@ class Plan:
     device: str
 
     def identities(self, hidden: int) -> list[Record]:
-        """Of the two rows at one width."""
+        """Of the rows at one width; graphs of a forward pass alone wait for a backward pass that does not come."""
         shape, dtype = [self.options.batch, self.options.tokens, hidden], PROVIDERS[self.provider].precision
         return [
             Record(benchmark="training_block", provider=self.provider, op=op, shape=shape, dtype=dtype, batch=shape[0])
-            for op in OPS
+            for op in (OPS[1:] if PROVIDERS[self.provider].graphs else OPS)
         ]
 
 
@@ -227,7 +227,7 @@ class Measurement:
                 yield from self._attempt(self.checked[hidden], self._time)
 
     def _attempt(self, rows: list[Record], measure: Callable[[Stack, list[Record]], list[Record]]) -> list[Record]:
-        """What ``measure`` makes of both rows, or both with the reason that it does not."""
+        """What ``measure`` makes of the rows, or they with the reason that it does not."""
         found: list[Record] = []
 
         def attempt() -> Record:
@@ -256,7 +256,8 @@ class Measurement:
         rep_ms, runs = (5.0, 2) if self.plan.options.smoke else (500.0, 10)
         flops = forward_flops(stack.subject.x, self.plan.options.layers) / 1e12
         found = []
-        for row, fn, products in zip(rows, (stack.output, stack.step), (1.0, 3.0), strict=True):
+        for row in rows:
+            fn, products = (stack.output, 1.0) if row.op == OPS[0] else (stack.step, 3.0)
             timing = time_provider(fn, self.plan.device, rep_ms=rep_ms, min_runs=runs)
             found.append(replace(row, **timing.fields(), tflops=products * flops / timing.median_s))
         return found
