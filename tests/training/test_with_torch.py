@@ -6,12 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
@@ -246,33 +248,57 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("whole", [True, False], ids=["model", "block by block"])
+def in_ddp(name: str, model: nn.Module) -> nn.Module:
+    return torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.002), backend="aot_eager")
+
+
+def in_ddp_block_by_block(name: str, model: nn.Module) -> nn.Module:
+    for block in conversion_report(model).blocks:
+        model.get_submodule(block).compile(backend="aot_eager")
+    return DistributedDataParallel(model, bucket_cap_mb=0.002)
+
+
+def in_ddp_checkpointed(name: str, model: nn.Module) -> nn.Module:
+    checkpointed(name, model)
+    return in_ddp(name, model)
+
+
+def sharded(name: str, model: nn.Module) -> nn.Module:
+    for block in conversion_report(model).blocks:
+        fully_shard(model.get_submodule(block))
+    return torch.compile(fully_shard(model), backend="aot_eager")
+
+
+def sharded_block_by_block(name: str, model: nn.Module) -> nn.Module:
+    for block in conversion_report(model).blocks:
+        model.get_submodule(block).compile(backend="aot_eager")
+        fully_shard(model.get_submodule(block))
+    return fully_shard(model)
+
+
+@pytest.mark.parametrize("wrap", [in_ddp, in_ddp_block_by_block, in_ddp_checkpointed, sharded, sharded_block_by_block])
 @each_case
-def test_compiled_in_ddp_with_many_buckets(
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_compiled_and_distributed(
     name: str,
     block_size: CanonicalSize,
-    whole: bool,
+    wrap: Callable[[str, nn.Module], nn.Module],
     one_process: None,
     fresh_dynamo: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Dynamo would cut the graph where a bucket is full, and hand on the insides of a BlockTensor."""
+    """With many buckets: Dynamo would cut the graph where one is full, and hand on the insides of a BlockTensor."""
     monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2000)
     model, x = convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name)
     loss = loss_of(model, x)
     loss.backward()
     wanted = gradients(model)
     model.zero_grad()
-    wrapped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.002)
-    if whole:
-        wrapped = torch.compile(wrapped, backend="aot_eager")
-    else:
-        for block in conversion_report(model).blocks:
-            model.get_submodule(block).compile(backend="aot_eager")
-    again = loss_of(wrapped, x)
+    again = loss_of(wrap(name, model), x)
     again.backward()
+    found = {key: getattr(gradient, "full_tensor", gradient.clone)() for key, gradient in gradients(model).items()}
     assert again.item() == pytest.approx(loss.item(), rel=1e-3)
-    assert distance(gradients(model), wanted) < 0.02
+    assert distance(found, wanted) < 0.02
     assert fallbacks() == {}
 
 
