@@ -70,7 +70,8 @@ def compile_specialized(tile, block_size, out, bias=True, **known):
     types["b_desc"] = described("i8", tile.block_n, columns)
     types["out_desc"] = described(out, specialized.ROWS, tile.block_n) if by_tma else types["b_desc"]
     constants = specialized_constants(tile, block_size, bias, by_tma) | known
-    return compile_for("sm_90", specialized.kernel, types, constants, **specialized_options(tile))
+    multiples = {"N", "K"} - known.keys()
+    return compile_for("sm_90", specialized.kernel, types, constants, multiples, **specialized_options(tile))
 
 
 def described(kind, rows, columns):

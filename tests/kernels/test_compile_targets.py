@@ -57,17 +57,17 @@ OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # chips on which a kernel begins wh
 MEMORY = r"\b(?:ld|st|red|atom|prefetch)(?:\.\w+)*\.global|cp\.async"
 
 
-def compile_for(chip, kernel, types, constants, **options):
-    """Compile a kernel with pointers, strides and numbers of columns that are multiples of 16, as most are."""
+def compile_for(chip, kernel, types, constants, multiples=("K", "C"), **options):
+    """Compile a kernel with pointers, strides and those sizes multiples of 16 that nearly always are."""
     constants = constants | {"OVERLAP": chip in OVERLAPPING}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    multiples = [n for n in names if n.endswith("_ptr") or n in ("N", "K", "C") or n.startswith("stride")]
+    aligned = [n for n in names if n.endswith("_ptr") or n in multiples or n.startswith("stride")]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature,
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in multiples if name in types},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types},
     )
     compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)
     check_waits_first(chip, compiled)
