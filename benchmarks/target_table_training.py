@@ -83,7 +83,6 @@ def subject_of_block(hidden: int) -> str:
 
 
 COMPILED = tuple(map(training_block.compiled_in_blocks, BLOCK_SIZES))
-GRAPHS = "qframework_1x128_compiled_graphs"
 BLOCK_PEERS = {
     "BF16 eager": ("bf16_eager",),
     "BF16 compiled": ("bf16_compiled",),
@@ -104,7 +103,8 @@ def _block_targets() -> list[Target]:
     graphs = [
         Target(
             what=f"GPT block under CUDA graphs, hidden {hidden}", against="BF16 compiled", benchmark="training_block",
-            subjects=(subject_of_block(hidden),), ops=(STEP,), ours=(GRAPHS,), peers=("bf16_compiled_graphs",),
+            subjects=(subject_of_block(hidden),), ops=(STEP,), ours=(training_block.GRAPHS,),
+            peers=("bf16_compiled_graphs",),
         )
         for hidden in HIDDEN
     ]  # fmt: skip

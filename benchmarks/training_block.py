@@ -138,6 +138,8 @@ def _torchao(model: nn.Module) -> nn.Module:
     return quantize_for_training(model)
 
 
+GRAPHS_SIZE: BlockSize = (1, 128)  # the one that is timed under CUDA graphs too
+GRAPHS = f"{compiled_in_blocks(GRAPHS_SIZE)}_graphs"
 PROVIDERS = {
     "bf16_eager": Provider(),
     "bf16_compiled": Provider(compiled=True),
@@ -146,7 +148,7 @@ PROVIDERS = {
     "torchao_int8_compiled": Provider(_torchao, compiled=True, weights=torch.bfloat16, precision="int8"),
     "qframework_32": Provider(_ours(32), precision="int8"),
     **{compiled_in_blocks(size): Provider(_ours(size), compiled=True, precision="int8") for size in BLOCK_SIZES},
-    "qframework_1x128_compiled_graphs": Provider(_ours((1, 128)), compiled=True, graphs=True, precision="int8"),
+    GRAPHS: Provider(_ours(GRAPHS_SIZE), compiled=True, graphs=True, precision="int8"),
     "qframework_per_token_compiled": Provider(_ours(mode="per_token"), compiled=True, precision="int8"),
     "qframework_per_tensor_compiled": Provider(
         _ours(mode="per_tensor"), compiled=True, precision="int8", lenient=PER_TENSOR_TOLERANCE

@@ -243,6 +243,19 @@ def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
     assert "| 1.500 | aim reached | qframework_128_compiled | bf16_compiled | training_block, `abc123` |" in best
 
 
+def test_memory_that_was_not_measured_is_not_the_least(tmp_path: Path) -> None:
+    """Under CUDA graphs there is none to compare."""
+    shape = list(map(int, subject_of_block(HIDDEN[-1]).split(",")))
+    base = Record(
+        benchmark="training_block", provider=training_block.GRAPHS, op=STEP, shape=shape, p50_ms=1.0, tflops=1.0
+    )
+    peer = Record(**{**vars(base), "provider": "bf16_compiled", "activation_mb": 200.0})
+    write_records(tmp_path / "results", [base, peer])
+    memory = page(tmp_path).partition("MB that a block keeps")[2]
+    assert "**200**" in memory
+    assert training_block.GRAPHS not in memory
+
+
 def test_peers_that_are_faster_are_listed(tmp_path: Path) -> None:
     target = find("gelu forward, hidden 8192", "PyTorch FP16")
     write_records(tmp_path / "results", records(target, 4.0, 1.0))

@@ -83,7 +83,8 @@ def convert_to_int8_training(
     """Exchange the modules of ``model``'s transformer blocks for INT8 ones, in place; returns ``model``.
 
     Convert before DistributedDataParallel, ``fully_shard`` and torch.compile; attention and what is outside the blocks
-    compute in 16 bits under torch.autocast. conversion_report says what was done, restore_float undoes it.
+    compute in 16 bits under torch.autocast. conversion_report says what was done, restore_float undoes it. Per block,
+    Dynamo's DDPOptimizer is off from then on, in the whole process: it cannot cut graphs between INT8 tensors.
 
     Args:
         model: with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights stay in
@@ -121,7 +122,8 @@ def convert_to_int8_training(
     _check_names(model, "keep_float", keep_float)
     plan.raise_on_obstacles()
     register_fallbacks()
-    keep_graphs_whole()
+    if mode == "per_block":
+        keep_graphs_whole()
     report = _apply(model, plan, block_size)
     model.__dict__[_REPORT] = report
     if check_finite:

@@ -248,6 +248,15 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
+def test_only_blocks_keep_dynamo_from_cutting_graphs() -> None:
+    """Other modes pass floats between linears."""
+    with torch._dynamo.config.patch(optimize_ddp=True):
+        convert_to_int8_training(MODELS["vit"](), mode="per_token")
+        assert torch._dynamo.config.optimize_ddp is True
+        convert_to_int8_training(MODELS["vit"]())
+        assert torch._dynamo.config.optimize_ddp is False
+
+
 def in_ddp(name: str, model: nn.Module) -> nn.Module:
     return torch.compile(DistributedDataParallel(model, bucket_cap_mb=0.002), backend="aot_eager")
 
