@@ -135,7 +135,11 @@ class Place:
 
 @dataclass
 class Outcome:
-    """What a run gave. ``examples_per_second`` counts the steps made now, all processes together."""
+    """What a run gave.
+
+    ``examples_per_second`` is of the steps made now, all processes together; of more than 20, without the first 20,
+    in which models are compiled and kernels tuned.
+    """
 
     model: nn.Module
     curves: Curves
@@ -177,7 +181,8 @@ class _Run:
         """Make all steps that are left."""
         config, place = self.config, self.place
         first, last = self.step, min(config.steps, place.stop_after or config.steps)
-        seconds = 0.0
+        warm = first + _FLUSH_EVERY
+        timed_from, seconds = first, 0.0
         show = place.show_progress and place.processes.is_first
         with progress_bar(f"Training, {config.label}", config.steps, show) as advance:
             for _ in range(first):
@@ -185,15 +190,17 @@ class _Run:
             while self.step < last:
                 start = time.perf_counter()
                 self._make_step()
-                if len(self.pending) == _FLUSH_EVERY or self.step == last:
+                if len(self.pending) == _FLUSH_EVERY or self.step in (warm, last):
                     self._read_losses()
                 seconds += time.perf_counter() - start
+                if self.step == warm < last:
+                    timed_from, seconds = warm, 0.0
                 if self._due(place.evaluate_every):
                     self._evaluate()
                 if self._due(place.checkpoint_every) or self.step == last:
                     self._save()
                 advance()
-        rate = (last - first) * config.batch_size / seconds if seconds else 0.0
+        rate = (last - timed_from) * config.batch_size / seconds if seconds else 0.0
         return Outcome(self.model, self.curves, rate, self.step == config.steps)
 
     def _due(self, every: int) -> bool:

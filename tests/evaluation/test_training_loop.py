@@ -56,6 +56,23 @@ def test_losses_fall_and_depend_on_the_seed_alone() -> None:
     assert train(Regression(), replace(CONFIG, seed=1)).curves.losses != train(Regression(), CONFIG).curves.losses
 
 
+@pytest.mark.parametrize(("steps", "rate"), [(25, 8.0), (20, 20 * 8 / 119)])
+def test_the_speed_leaves_out_the_steps_that_compile(monkeypatch: pytest.MonkeyPatch, steps: int, rate: float) -> None:
+    """The first takes 100 seconds, the others one; a run of 20 has no others to go by."""
+    clock = 0.0
+
+    class Slow(Regression):
+        def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+            nonlocal clock
+            clock += 1.0 if step else 100.0
+            return super().batch(seed, step, size)
+
+    monkeypatch.setattr(training_loop.time, "perf_counter", lambda: clock)
+    outcome = train(Slow(), replace(CONFIG, steps=steps), Place(checkpoint_every=7))
+    assert outcome.examples_per_second == pytest.approx(rate)
+    assert len(outcome.curves.losses) == steps
+
+
 @pytest.mark.parametrize("stop", [1, 5, 11])
 def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
     """Losses, validation and weights, bit for bit."""
