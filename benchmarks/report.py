@@ -270,9 +270,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         runs = load_runs(arguments.results)
         accuracy = report_accuracy.render(report_accuracy.load(arguments.results / report_accuracy.FOLDER))
         training = arguments.results / report_training.FOLDER
-        trained = report_training.Results(
-            load_runs(training), report_training.load_parity(training), report_training.load_step(training)
-        )
+        trained = report_training.load(training, load_runs(training))
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,7 +1,7 @@
 """``docs/training-results.md`` from ``benchmarks/results/training/``; written and checked by benchmarks.report.
 
 Files of block_operators, block_linear and training_block lie in that folder, the runs of training_parity in one folder
-for each task below it, those of training_gradients in one of their own.
+for each task below it, those of training_gradients and of training_processes in folders of their own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import training_gradients, training_parity
+from benchmarks import training_gradients, training_parity, training_processes
 from benchmarks.harness import Record
 from benchmarks.report_targets import newest
 from benchmarks.tables import Run, bold_if, machine_table, number, scientific, split, table
@@ -33,9 +33,9 @@ Written by `python -m benchmarks.report` from the files in `benchmarks/results/t
 [INT8 training](training.md) says how to use it.
 
 `benchmarks.block_operators`, `benchmarks.block_linear` and `benchmarks.training_block` measure speed and memory,
-`benchmarks.training_parity` what it costs in accuracy, `benchmarks.training_gradients` what in a single step. A result
-is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. CUDA events, the L2 cache
-flushed before operators and linears.
+`benchmarks.training_parity` what it costs in accuracy, `benchmarks.training_gradients` what in a single step,
+`benchmarks.training_processes` what several GPUs bring. A result is compared with an FP64 or FP32 oracle before it is
+timed, and a wrong one gets no time. CUDA events, the L2 cache flushed before operators and linears.
 """
 TARGETS_NOTE = """Of speeds, ours over the peer's: the geometric mean over operators or shapes. Of memory, what is kept
 from forward to backward, ours over the peer's. PASS: every run of the file holds what must be, all of it measured. Rows
@@ -53,7 +53,11 @@ from FP32's, and by how much the loss is above FP32's. In the last columns its f
 as those of language models are, and FP32 has had some steps to live with it; `per_token` and `per_tensor` never see it:
 they pass floats between linears.
 """
-GRADIENTS = "gradients"  # below the folder of training results
+PROCESSES_NOTE = """`examples/train_gpt.py` alone and under `torchrun`, a GPU for each process, which share every
+batch. The seed is the same, so losses differ by rounding only. Examples a second are of training steps, without the
+first 20, in which models are compiled.
+"""
+GRADIENTS, PROCESSES = "gradients", "processes"  # below the folder of training results
 PROMISED = tuple(map(per_block, BLOCK_SIZES))
 PER_TENSOR = "per_tensor"
 Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
@@ -61,16 +65,22 @@ Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
 
 
 class Results(NamedTuple):
-    """All that the page shows; ``step``: the newest document of training_gradients."""
+    """All that the page shows; ``step``, ``processes``: the newest of training_gradients and training_processes."""
 
     runs: Sequence[Run]
     parity: Parity
     step: dict[str, Any] | None
+    processes: dict[str, Any] | None
 
 
-def load_step(folder: Path) -> dict[str, Any] | None:
-    """What training_gradients wrote last, smoke runs apart; None where there is nothing."""
-    documents = [json.loads(path.read_text()) for path in (folder / GRADIENTS).glob("*.json")]
+def load(folder: Path, runs: Sequence[Run]) -> Results:
+    """``runs``, the files in ``folder`` itself, with what lies in the folders below it."""
+    return Results(runs, load_parity(folder), _load_newest(folder / GRADIENTS), _load_newest(folder / PROCESSES))
+
+
+def _load_newest(folder: Path) -> dict[str, Any] | None:
+    """The newest document in a folder, smoke runs apart; None where there is none."""
+    documents = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     real = [document for document in documents if not document["smoke"]]
     return max(real, key=lambda document: str(document["machine"]["date"]), default=None)
 
@@ -87,10 +97,11 @@ def _is_smoke(documents: Sequence[dict[str, Any]]) -> bool:
 
 def render(results: Results) -> str:
     """The whole page as Markdown."""
-    runs, parity, step = results
+    runs, parity, step, processes = results
     return "\n".join(
         [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity)]
         + ([] if step is None else [_step(step)])
+        + ([] if processes is None else [_processes(processes)])
         + [_slower(runs)]
         + [_task(task, parity[task]) for task in parity]
         + [_section(run) for run in runs]
@@ -230,6 +241,14 @@ def _step(document: dict[str, Any]) -> str:
     shape = f"width {settings['width']}, depth {settings['depth']}, {settings['tokens']:,} tokens"
     text = training_gradients.table(rows)
     return f"## A single step\n\n{STEP_NOTE}\n{text}\n{shape}, {_where([document])}.\n"
+
+
+def _processes(document: dict[str, Any]) -> str:
+    rows = [training_processes.Run(**row) for row in document["runs"]]
+    settings = ", ".join(f"{key} {value}" for key, value in document["settings"].items())
+    text = training_processes.table(rows)
+    parts = ["## Several processes\n", PROCESSES_NOTE, text, f"{settings}, {_where([document])}.\n"]
+    return "\n".join([*parts, machine_table(document["machine"], {})])
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------

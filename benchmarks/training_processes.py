@@ -1,6 +1,6 @@
 """A GPT trained by one process and by several that share every batch: the same losses, and how much faster.
 
-    python -m benchmarks.training_processes --device cuda --compile --output benchmarks/results/training/processes/DATE-h200.json
+    python -m benchmarks.training_processes --device cuda --compile --output DATE-h200.json
 
 Runs ``examples/train_gpt.py`` as a user does, alone and under ``torchrun``, on CUDA one GPU for each process. The seed
 is the same, and with it every batch: the gradients differ by rounding only, so the loss after the last step may be as

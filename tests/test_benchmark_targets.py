@@ -167,7 +167,7 @@ def test_the_command_measures_every_name_in_the_table():
         ("vit_first_call", "batch 256"): set(targets.vit_gpu.FIRST_CALL_PROVIDERS),
     }
     for target in TARGETS:
-        if target.device:
+        if target.devices:
             batch = re.findall(r"batch \d+$", target.subjects[0])
             providers = measured[target.benchmark, "".join(batch)]
             assert set(target.peers) <= providers
@@ -190,6 +190,15 @@ def test_promises():
     assert must["vit_base_patch16_224, batch 256, static, peak memory", "FP16"] == 0.75
     assert {len(target.subjects) for target in TARGETS if ">= 12608" in target.what} == {len(LARGE_SHAPES)} == {20}
     assert len(must) == len(TARGETS)
+
+
+@pytest.mark.parametrize(
+    ("device", "hopper"),
+    [("NVIDIA H100 80GB HBM3", True), ("NVIDIA H200", True), ("NVIDIA B200", False), ("AMD EPYC", False)],
+)
+def test_promises_are_for_hopper_or_any_device(device, hopper):
+    assert {target.is_for(device) for target in TARGETS if "CPU" not in target.what} == {hopper}
+    assert all(target.is_for(device) for target in TARGETS if "CPU" in target.what)
 
 
 # The page and the command

@@ -22,6 +22,7 @@ from benchmarks.target_table_training import (
 )
 from benchmarks.training_gradients import Row
 from benchmarks.training_parity import SUBJECTS, Case
+from benchmarks.training_processes import Run
 from qframework.kernels._blocks import BLOCK_SIZES
 
 MACHINE = {"device": "NVIDIA H100", "commit": "abc123", "date": "2026-01-02T03:04:05"}
@@ -298,6 +299,26 @@ def test_runs_of_several_kinds_are_refused(tmp_path: Path, capsys: pytest.Captur
     path.write_text(path.read_text().replace('"steps": 20', '"steps": 30'))
     assert report.main(arguments(tmp_path)) == 2
     assert "holds runs of 2 kinds" in capsys.readouterr().err
+
+
+def write_processes(folder: Path, date: str, loss: float, smoke: bool = False) -> None:
+    """A document of training_processes: two processes beside one whose loss is 2."""
+    runs = [Run("bf16", 1, 100.0, 2.0, [3.0, 2.5]), Run("bf16", 2, 150.0, loss, [3.0, 2.5])]
+    head = {"smoke": smoke, "settings": {"width": 64, "compiled": True}, "machine": {**MACHINE, "date": date}}
+    path = folder / "training" / "processes" / f"{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "runs": [vars(run) for run in runs]}))
+
+
+def test_the_newest_run_of_several_processes_is_shown(tmp_path: Path) -> None:
+    assert "Several processes" not in page(tmp_path)
+    write_processes(tmp_path / "results", "2026-01-01", 2.0)
+    write_processes(tmp_path / "results", "2026-01-02", 2.1)
+    write_processes(tmp_path / "results", "2026-01-03", 2.0, smoke=True)
+    assert report.main(arguments(tmp_path, "--check")) == 1
+    text = page(tmp_path)
+    assert line(text, "bf16 | 2 |") == "| bf16 | 2 | 150.0 | 1.50 | 2.1000 | 5.000 | 0.000 | too far |"
+    assert "width 64, compiled True, 2026-01-02, `abc123`." in text
 
 
 def test_the_newest_single_step_is_shown(tmp_path: Path) -> None:
