@@ -284,8 +284,9 @@ if HAS_GLUON:
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=CONSUMERS)
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
+        if CONSUMERS == 2:  # begun and unused, they would lie where Triton has the shared memory of reductions
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr)

@@ -1,7 +1,7 @@
 """Operators between blocks give the same bits every time, at sizes that take milliseconds, and beside other processes.
 
-A kernel that reads what is not there yet, or whose registers do not survive that another process gets the GPU in
-between, is right nearly always: a test that calls it once at a small size sees nothing.
+A kernel that reads what is not there yet, or keeps something where the chip has its own, is right nearly always: a test
+that calls it once at a small size sees nothing.
 """
 
 from __future__ import annotations
