@@ -10,10 +10,10 @@ far from a single process's as INT8 may be from BF16's. Exit status 1 where a ru
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +31,7 @@ from qframework.kernels._blocks import block_size_name
 from qframework.serialization import atomic_write
 
 SCHEMA = 1
+PATIENCE = 30.0  # seconds, for processes to end
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"
 DEFAULT = ("bf16", per_block((1, 128)))
 # Wide enough that on a fast GPU the products count, not the host; slow enough that losses fall without a jump, after
@@ -81,8 +82,10 @@ def train(configuration: str, processes: int, options: argparse.Namespace, folde
     try:
         said, _ = process.communicate(timeout=options.limit)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGTERM)  # torchrun hands it on
-        process.communicate()
+        process.terminate()  # torchrun ends its processes
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=PATIENCE)
+        process.kill()
         return Run(configuration, processes, failed=f"not done after {options.limit:g} s")
     if process.returncode:
         print(said, file=sys.stderr)
