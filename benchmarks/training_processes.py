@@ -70,11 +70,7 @@ def train(configuration: str, processes: int, options: argparse.Namespace, folde
     threads = max((os.cpu_count() or 1) // processes, 1)
     process = subprocess.Popen(
         [sys.executable, *launcher, str(SCRIPT), *script_arguments(configuration, options), "--output", str(folder)],
-        env={
-            **os.environ,
-            "OMP_NUM_THREADS": str(threads),
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path]),
-        },
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -24,8 +24,8 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (alone.processes, both.processes) == (1, 2)
     assert len(alone.losses) == len(both.losses) == document["settings"]["steps"]
     assert min(alone.examples_per_second, both.examples_per_second) > 0
-    assert both.apart(alone) < training_processes.BOUND
-    assert both.furthest(alone) < training_processes.BOUND
+    assert both.apart(alone) < 0.05  # percent; a token's scales are its own, so that only sums are rounded otherwise
+    assert both.furthest(alone) < 0.05
 
 
 def test_what_is_asked_of_the_script() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -310,23 +311,32 @@ def write_processes(folder: Path, date: str, loss: float, smoke: bool = False) -
     path.write_text(json.dumps({**head, "runs": [vars(run) for run in runs]}))
 
 
-def test_the_newest_run_of_several_processes_is_shown(tmp_path: Path) -> None:
-    assert "Several processes" not in page(tmp_path)
-    write_processes(tmp_path / "results", "2026-01-01", 2.0)
-    write_processes(tmp_path / "results", "2026-01-02", 2.1)
-    write_processes(tmp_path / "results", "2026-01-03", 2.0, smoke=True)
+@pytest.mark.parametrize(
+    ("write", "values", "title", "row", "settings"),
+    [
+        (
+            write_step,
+            (0.01, 0.02, 0.03),
+            "A single step",
+            "| per_block_32 | 0.0200 | +0.00 % | +50.00 % |",
+            "width 256, depth 4, 8,192 tokens, 2026-01-02",
+        ),
+        (
+            write_processes,
+            (2.0, 2.1, 2.0),
+            "Several processes",
+            "| bf16 | 2 | 150.0 | 1.50 | 2.1000 | 5.000 | 0.000 | too far |",
+            "width 64, compiled True, 2026-01-02, `abc123`.",
+        ),
+    ],
+)
+def test_the_newest_document_is_shown(
+    tmp_path: Path, write: Callable[..., None], values: tuple[float, ...], title: str, row: str, settings: str
+) -> None:
+    assert title not in page(tmp_path)
+    for day, value in enumerate(values, 1):
+        write(tmp_path / "results", f"2026-01-0{day}", value, smoke=day == 3)
     assert report.main(arguments(tmp_path, "--check")) == 1
     text = page(tmp_path)
-    assert line(text, "bf16 | 2 |") == "| bf16 | 2 | 150.0 | 1.50 | 2.1000 | 5.000 | 0.000 | too far |"
-    assert "width 64, compiled True, 2026-01-02, `abc123`." in text
-
-
-def test_the_newest_single_step_is_shown(tmp_path: Path) -> None:
-    assert "A single step" not in page(tmp_path)
-    write_step(tmp_path / "results", "2026-01-01", 0.01)
-    write_step(tmp_path / "results", "2026-01-02", 0.02)
-    write_step(tmp_path / "results", "2026-01-03", 0.03, smoke=True)
-    assert report.main(arguments(tmp_path, "--check")) == 1
-    text = page(tmp_path)
-    assert "| per_block_32 | 0.0200 | +0.00 % | +50.00 % |" in text
-    assert "width 256, depth 4, 8,192 tokens, 2026-01-02" in text
+    assert row in text
+    assert settings in text

@@ -88,15 +88,23 @@ def overwritten_barriers(ptx: str) -> set[int]:
 
     PTX forbids it. Triton's allocator does it where a barrier is begun and then not used.
     """
-    added = {name: int(bytes) for name, bytes in re.findall(r"add\.[su]\d+ \t?(%\w+), %\w+, (\d+);", ptx)}
+    added = {name: int(offset) for name, offset in re.findall(r"add\.[su]\d+ \t?(%\w+), %\w+, (\d+);", ptx)}
 
     def places(instruction: str) -> set[int]:
         found = re.findall(instruction + r"[^\[;]*\[\s*(%?\w+)\s*(?:\+\s*(\d+))?\s*\]", ptx)
-        return {added.get(base, 0) + int(bytes or 0) for base, bytes in found}
+        return {added.get(base, 0) + int(offset or 0) for base, offset in found}
 
     barriers = places(r"mbarrier\.init") - places(r"mbarrier\.inval")
     stores = places(r"st\.shared") | places("stmatrix")
     return {place for place in stores if any(barrier <= place < barrier + 8 for barrier in barriers)}
+
+
+def test_stores_on_barriers_are_found():
+    begun = "add.s32 \t%r2, %r1, 64;\n@%p1 mbarrier.init.shared::cta.b64 [%r2], 1;\n"
+    for store in ("st.shared.b32 \t[%r9+68], %r3;", "@%p2 st.shared.b32 [ %r2 + 4 ], %r3;"):
+        assert overwritten_barriers(begun + store) == {68}
+        assert not overwritten_barriers(f"{begun}mbarrier.inval.shared::cta.b64 [%r2];\n{store}")
+    assert not overwritten_barriers(begun + "st.shared.b32 \t[%r9+72], %r3;\nld.shared.b32 \t%r3, [%r9+64];")
 
 
 def stack_bytes(compiled, tmp_path: Path) -> int:
