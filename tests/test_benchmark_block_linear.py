@@ -28,6 +28,23 @@ def test_a_missing_tile_is_wrong(name):
         check_result(given, name, right, block_linear_cases.FP8_TOLERANCE)
 
 
+def test_gradients_in_e5m2_times_weights_in_e4m3_are_accepted_and_no_coarser_ones():
+    """What torchao's FP8 training multiplies, a scale a tensor."""
+    given = operands((1024, 1024, 1024), "cpu")
+
+    def rounded(x, dtype):
+        scale = torch.finfo(dtype).max / x.abs().max()
+        return (x * scale).to(dtype).float() / scale
+
+    grad = rounded(given.grad.float(), torch.float8_e5m2)
+    weights = {dtype: rounded(given.weight, dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+    tolerance = block_linear_cases.FP8_TOLERANCE
+    error = check_result(given, "dx", grad @ weights[torch.float8_e4m3fn], tolerance)
+    assert error == pytest.approx(0.061, rel=0.05)
+    with pytest.raises(WrongResultError):
+        check_result(given, "dx", grad @ weights[torch.float8_e5m2], tolerance)
+
+
 @pytest.mark.parametrize(
     "provider",
     [
