@@ -222,6 +222,8 @@ def _mean(target: Target, runs: Sequence[Run]) -> str:
     outcome, _ = newest(target, runs)
     if outcome is None:
         return "not measured"
+    if outcome.wrong:
+        return "wrong"
     return f"{outcome.mean:.2f}" if outcome.is_complete else f"{outcome.mean:.2f} (of what is measured)"
 
 

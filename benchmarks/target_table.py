@@ -86,6 +86,7 @@ class Outcome:
     measured: int  # cases with a ratio in every run
     open: tuple[str, ...]  # peers that have no value and may still get one: not measured, or stopped
     without: tuple[str, ...]  # peers that have no value since they do not run or are wrong
+    wrong: tuple[str, ...] = ()  # of ours, at a case where none of ours is right
 
     @property
     def worst(self) -> float:
@@ -97,12 +98,15 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        return self.measured == len(self.target.cases) and not self.open
+        """Whether nothing that is still to be measured can change the verdict."""
+        return bool(self.wrong) or (self.measured == len(self.target.cases) and not self.open)
 
     @property
     def verdict(self) -> str:
         """PASS where every run holds the promise, with all its subjects and peers; else what is missing."""
         target = self.target
+        if self.wrong:
+            return f"wrong: {', '.join(self.wrong)}"
         if target.must is None:
             return self._about_the_aim
         if not target.reached(self.worst, target.must):
@@ -126,7 +130,9 @@ class Outcome:
 
     @property
     def range(self) -> str:
-        """The mean, and the spread where there are several runs."""
+        """The mean, and the spread where there are several runs; empty where none has a ratio."""
+        if not self.ratios:
+            return ""
         if len(self.ratios) == 1:
             return f"{self.mean:.3f}"
         return f"{self.mean:.3f} ({min(self.ratios):.3f} to {max(self.ratios):.3f} in {len(self.ratios)} runs)"
@@ -137,12 +143,13 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
-    """The outcome of ``target`` in one file's records; None where no subject has both ours and a peer."""
+    """The outcome of ``target`` in one file's records; None where no subject has both ours, be it wrong, and a peer."""
     mine = [record for record in records if record.benchmark == target.benchmark]
     runs = sorted({record.run or 1 for record in mine})
     compared = [_compare(target, [record for record in mine if (record.run or 1) == run]) for run in runs]
     compared = [pairs for pairs in compared if pairs]
-    if not compared:
+    wrong = _wrong(target, mine)
+    if not compared and not wrong:
         return None
     pairs = [pair for run in compared for pair in run.values()]
     absent = {name: _why_absent(name, target, mine) for name in target.peers}
@@ -151,10 +158,21 @@ def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
         tuple(geometric_mean([target.value(a) / target.value(b) for a, b in run.values()]) for run in compared),
         tuple(dict.fromkeys(ours.provider for ours, _ in pairs)),
         tuple(dict.fromkeys(peer.provider for _, peer in pairs)),
-        min(len(run) for run in compared),
+        min((len(run) for run in compared), default=0),
         tuple(name for name, why in absent.items() if why == "open"),
         tuple(f"{name} ({why})" for name, why in absent.items() if why not in ("", "open")),
+        wrong,
     )
+
+
+def _wrong(target: Target, records: Sequence[Record]) -> tuple[str, ...]:
+    """Ours whose result is wrong, at cases where no other of ours is right."""
+    names: list[str] = []
+    for case in target.cases:
+        ours = [record for record in records if record.provider in target.ours and target.case(record) == case]
+        if target.best(ours) is None:
+            names += [record.provider for record in ours if record.status == "wrong"]
+    return tuple(dict.fromkeys(names))
 
 
 def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tuple[Record, Record]]:

@@ -107,8 +107,17 @@ def test_a_peer_that_does_not_run_is_named_and_no_obstacle(status):
     assert f"peer, without other ({status})" in rows([(SPEED, outcome, "file")])
 
 
-def test_a_wrong_result_of_ours_counts_for_nothing():
-    assert evaluate(SPEED, [*RIVALS, *both("qframework_x", 9e9, 9e9, status="wrong")]) is None
+def test_a_wrong_result_of_ours_is_the_verdict():
+    wrong = both("qframework_x", 9e9, 9e9, status="wrong")
+    outcome = evaluate(SPEED, [*RIVALS, *wrong])
+    assert (outcome.ratios, outcome.verdict, outcome.is_complete) == ((), "wrong: qframework_x", True)
+    assert "|  | wrong: qframework_x |" in rows([(SPEED, outcome, "file")])
+    assert evaluate(SPEED, [*RIVALS, wrong[0], *both("qframework_x", 300, 600)[1:]]).verdict == "wrong: qframework_x"
+    right = both("qframework_y", 300, 600)
+    assert evaluate(SPEED, [*RIVALS, *wrong, *right]).verdict == "PASS, aim reached"
+
+
+def test_nothing_is_said_of_what_was_not_compared():
     assert evaluate(SPEED, RIVALS) is None
     assert evaluate(SPEED, both("qframework_x", 1, 1)) is None
 
@@ -251,6 +260,17 @@ def test_a_complete_file_is_shown_before_a_newer_one(tmp_path):
     runs = report.load_runs(tmp_path)
     assert newest(target, runs)[1] == "complete, `abc123`"
     assert newest(target, [run for run in runs if run.stem == "newer"])[0].verdict.startswith("open")
+
+
+def test_a_newer_wrong_file_is_shown_before_a_complete_one(tmp_path):
+    target = next(target for target in TARGETS if target.what == TITLE)
+    write(tmp_path, "right", latency(0.5, 1.0))
+    graphs, *others = latency(0.5, 1.0)
+    write(tmp_path, "wrong", [dataclasses.replace(graphs, status="wrong"), *others], date="2026-02-02")
+    outcome, where = newest(target, report.load_runs(tmp_path))
+    assert (outcome.verdict, where) == ("wrong: qframework_static_graphs", "wrong, `abc123`")
+    write(tmp_path, "mended", latency(0.6, 1.0), date="2026-03-03")
+    assert newest(target, report.load_runs(tmp_path))[1] == "mended, `abc123`"
 
 
 def test_runs_are_combined_into_one_record():

@@ -231,11 +231,13 @@ def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
         Record(**{**vars(base), "provider": name, "p50_ms": ms, "tflops": 1 / ms, "activation_mb": 100 * ms})
         for name, ms in providers.items()
     ]
+    block.append(Record(**{**vars(base), "provider": COMPILED[1], "status": "wrong", "reason": "dX is inf"}))
     write_records(tmp_path / "results", block)
     linear = Record(benchmark="block_linear", provider="qframework_blocks_128", op=LINEAR, shape=[8192, 1024, 1024])
     write_records(tmp_path / "results", [Record(**{**vars(linear), "p50_ms": 1.0, "tflops": 1.0, "error": 0.016})])
     text = page(tmp_path)
     small, large, rows = line(text, "32 |"), line(text, "128 |"), line(text, "1x128 |")
+    assert line(text, "64 |").startswith("| 64 | wrong | ")
     assert rows.endswith(" | not measured | +0.10 | not measured |")
     assert small.startswith("| 32 | 0.75 | ")
     assert small.endswith(" | not measured | +0.00 | not measured |")
