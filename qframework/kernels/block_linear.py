@@ -78,15 +78,6 @@ def _block_linear_fake(a, a_scale, b, b_scale, bias, block_size, out_dtype):
     return out, a.new_empty(scale_shape(out.shape, block_size), dtype=torch.float32)
 
 
-def _no_backward(ctx, *grads):
-    raise QFrameworkError(
-        "block_linear itself has no gradient: its operands are integers; qframework.training.Int8Linear has one"
-    )
-
-
-torch.library.register_autograd("qframework::block_linear", _no_backward, lib=LIBRARY)
-
-
 def block_linear(
     a: Tensor,
     a_scale: Tensor,
@@ -119,6 +110,12 @@ def block_linear(
 
     Raises:
         UnsupportedError: a dtype, block size or device no kernel can do.
-        QFrameworkError: shapes or devices that do not fit together.
+        QFrameworkError: shapes or devices that do not fit together; a bias that a gradient is wanted of.
     """
+    # Not as the operator's formula for autograd: that costs as much at every call as the operator itself.
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        raise QFrameworkError(
+            "block_linear: bias requires a gradient, and integer operands have none; accepted: bias.detach(); "
+            "qframework.training.Int8Linear has one"
+        )
     return torch.ops.qframework.block_linear(a, a_scale, b, b_scale, bias, block_size, out_dtype)
