@@ -5,7 +5,7 @@ Formula (Jetfire, appendix A), in float32 between the formats::
     y = Q(m x / (1 - p))        dx = Q(m dy / (1 - p)), the same operator with the same seed
 
 The mask m depends on the seed, the row and the column, and on nothing else: not on the block size, the tile or the
-device; CPU and GPU make the same one bit for bit. Eight columns share one call of Philox4x32-10, counter ``(column //
+device; CPU and GPU make the same one bit for bit. Eight columns share one call of Philox4x32-7, counter ``(column //
 8, row, 0, 0)`` and key ``seed``: 16 bits of its 128 for each, the low half of a word first. A value is dropped where
 its bits are below ``round(65536 p)``: p is met to within 2^-17, and the factor is that of the p which is met, so that
 the mean stays exact. Layout: blocks as in qframework/kernels/_blocks.py; 2 bytes of traffic a value.
@@ -29,11 +29,12 @@ from qframework.kernels._block_operators import (
     tiles_of,
 )
 from qframework.kernels._blocks import (
+    PHILOX_ROUNDS,
     BlockSize,
     dequantize_blocks_ref,
-    load_tile,
+    load_blocks,
     quantize_blocks_ref,
-    quantize_tile,
+    quantize_scaled_tile,
     row_count,
     store_tile,
     tile_bits,
@@ -46,7 +47,6 @@ from qframework.kernels._triton import tl, triton
 _LEVELS = 65536  # of 16 random bits
 _SHARED = 8  # columns that share a call of Philox
 _WORD = 0xFFFFFFFF
-_ROUNDS = 10
 
 
 def threshold_of(p: float) -> int:
@@ -61,7 +61,7 @@ def factor_of(p: float) -> float:
 
 
 def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-10 of counters ``(c0, c1, 0, 0)``, whole int64 below 2^32, which broadcast: four words like that.
+    """Philox4x32-7 of counters ``(c0, c1, 0, 0)``, whole int64 below 2^32, which broadcast: four words like that.
 
     Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Products of 64 bits may wrap: as bits they are
     right, and only bits are read.
@@ -69,7 +69,7 @@ def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Te
     key0, key1 = int(seed) & _WORD, (int(seed) >> 32) & _WORD
     c0, c1 = torch.broadcast_tensors(c0, c1)
     c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    for _ in range(_ROUNDS):
+    for _ in range(PHILOX_ROUNDS):
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ key0, second & _WORD
         c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ key1, first & _WORD
@@ -113,9 +113,9 @@ def _block_dropout_kernel(
     """y = m x / (1 - p). A program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
-    x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N, 10) >= threshold  # rounds as in the reference
-    y, y_scale = quantize_tile(tl.where(kept, x * factor, 0.0), BLOCK)
+    q, scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N) >= threshold
+    y, y_scale = quantize_scaled_tile(tl.where(kept, q, 0.0), scale * factor, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
 
 
