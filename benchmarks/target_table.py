@@ -145,10 +145,10 @@ def geometric_mean(values: Sequence[float]) -> float:
 def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
     """The outcome of ``target`` in one file's records; None where no subject has both ours, be it wrong, and a peer."""
     mine = [record for record in records if record.benchmark == target.benchmark]
-    runs = sorted({record.run or 1 for record in mine})
-    compared = [_compare(target, [record for record in mine if (record.run or 1) == run]) for run in runs]
-    compared = [pairs for pairs in compared if pairs]
-    wrong = _wrong(target, mine)
+    numbers = sorted({record.run or 1 for record in mine})
+    runs = [[record for record in mine if (record.run or 1) == number] for number in numbers]
+    compared = [pairs for pairs in (_compare(target, run) for run in runs) if pairs]
+    wrong = tuple(dict.fromkeys(name for run in runs for name in _wrong(target, run)))
     if not compared and not wrong:
         return None
     pairs = [pair for run in compared for pair in run.values()]
@@ -165,14 +165,14 @@ def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
     )
 
 
-def _wrong(target: Target, records: Sequence[Record]) -> tuple[str, ...]:
+def _wrong(target: Target, run: Sequence[Record]) -> list[str]:
     """Ours whose result is wrong, at cases where no other of ours is right."""
     names: list[str] = []
     for case in target.cases:
-        ours = [record for record in records if record.provider in target.ours and target.case(record) == case]
+        ours = [record for record in run if record.provider in target.ours and target.case(record) == case]
         if target.best(ours) is None:
             names += [record.provider for record in ours if record.status == "wrong"]
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tuple[Record, Record]]:

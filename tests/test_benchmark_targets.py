@@ -114,6 +114,8 @@ def test_a_wrong_result_of_ours_is_the_verdict():
     assert "|  | wrong: qframework_x |" in rows([(SPEED, outcome, "file")])
     assert evaluate(SPEED, [*RIVALS, wrong[0], *both("qframework_x", 300, 600)[1:]]).verdict == "wrong: qframework_x"
     right = both("qframework_y", 300, 600)
+    second = [dataclasses.replace(record, run=2) for record in [*RIVALS, *right]]
+    assert evaluate(SPEED, [*RIVALS, *wrong, *second]).verdict == "wrong: qframework_x"
     assert evaluate(SPEED, [*RIVALS, *wrong, *right]).verdict == "PASS, aim reached"
 
 

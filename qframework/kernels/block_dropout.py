@@ -90,7 +90,8 @@ def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_
     """Reference of ``qframework::block_dropout``."""
     kept = keep_mask_ref(seed, x.shape, p)
     value = dequantize_blocks_ref(x, x_scale, block_size)
-    return quantize_blocks_ref(torch.where(kept, value * factor_of(p), 0.0), block_size)
+    # What is not finite shows, dropped or not.
+    return quantize_blocks_ref(torch.where(kept, value * factor_of(p), value * 0.0), block_size)
 
 
 @triton.jit
@@ -160,7 +161,8 @@ def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size
         block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
 
     Returns:
-        The same format: int8 like ``x``, contiguous, and its scale; off by half a step of its block.
+        The same format: int8 like ``x``, contiguous, and its scale; off by half a step of its block. A block whose
+        scale is not finite keeps one that is not, whatever is dropped.
 
     Raises:
         UnsupportedError: block size, dtype, or a GPU below sm_80.

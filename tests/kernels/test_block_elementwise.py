@@ -160,6 +160,14 @@ def test_dropout(dropout, place, p, block_size):
     assert not y.cpu()[~kept].any()
 
 
+@pytest.mark.parametrize("p", [0.5, 1.0])
+def test_dropout_hides_nothing_that_is_not_finite(dropout, place, p):
+    q, scale = operand((64, 96), 32, place)
+    scale[0, :2] = torch.tensor([torch.nan, torch.inf])
+    finite = torch.isfinite(dropout(q, scale, p, seed_on(place), 32)[1])
+    assert finite.tolist() == [[False, False, True], [True, True, True]]
+
+
 def test_the_gradient_drops_what_the_forward_pass_dropped(dropout, place):
     ones = block_quantize(torch.ones(70, 200, device=place), 32)
     gradient = block_quantize(torch.full((70, 200), -3.0, device=place), 32)
