@@ -76,6 +76,20 @@ def check_same_device(operator: str, reference: Tensor, **others: Tensor | None)
             )
 
 
+def refuse_gradients(operator: str, instead: str, **operands: Tensor | None) -> None:
+    """Raise QFrameworkError where a gradient is wanted of an operand of an operator that gives none.
+
+    For functions, not implementations: registered as the operator's formula for autograd, a refusal would cost the host
+    7 us at every call, as much as the operator's own Python.
+    """
+    for name, tensor in operands.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise QFrameworkError(
+                f"{operator}: {name} requires a gradient, and the operator gives none; accepted: {name}.detach(), or "
+                f"{instead}, which has one"
+            )
+
+
 def check_float_input(operator: str, x: Tensor) -> None:
     """Raise UnsupportedError unless ``x`` is fp32, fp16 or bf16 with at least one dimension."""
     check_dtype(operator, "x", x, FLOAT_DTYPES)

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.errors import QFrameworkError
 from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref, operand_size, quantize_blocks_ref, scale_shape
-from qframework.kernels._common import LIBRARY
+from qframework.kernels._common import LIBRARY, refuse_gradients
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.block_linear_arguments import check_arguments
 from qframework.kernels.block_linear_launch import block_linear_triton
@@ -112,10 +111,5 @@ def block_linear(
         UnsupportedError: a dtype, block size or device no kernel can do.
         QFrameworkError: shapes or devices that do not fit together; a bias that a gradient is wanted of.
     """
-    # Not as the operator's formula for autograd: that costs as much at every call as the operator itself.
-    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
-        raise QFrameworkError(
-            "block_linear: bias requires a gradient, and integer operands have none; accepted: bias.detach(); "
-            "qframework.training.Int8Linear has one"
-        )
+    refuse_gradients("block_linear", "qframework.training.linear.Int8Linear", bias=bias)
     return torch.ops.qframework.block_linear(a, a_scale, b, b_scale, bias, block_size, out_dtype)

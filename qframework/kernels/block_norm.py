@@ -37,7 +37,7 @@ from qframework.kernels._blocks import (
     row_count,
     store_tile,
 )
-from qframework.kernels._common import check_dtype, check_same_device
+from qframework.kernels._common import check_dtype, check_same_device, refuse_gradients
 from qframework.kernels._launch import launch
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
@@ -318,8 +318,10 @@ def block_layer_norm(
 
     Raises:
         UnsupportedError: block size, dtype, or a GPU below sm_80.
-        QFrameworkError: a scale, weight, bias or statistics of another shape or on another device.
+        QFrameworkError: a scale, weight, bias or statistics of another shape or on another device; a weight or bias
+            that a gradient is wanted of.
     """
+    refuse_gradients("block_layer_norm", "qframework.training.norm.Int8LayerNorm", weight=weight, bias=bias)
     return torch.ops.qframework.block_layer_norm(x, x_scale, weight, bias, eps, block_size, statistics)
 
 
@@ -332,4 +334,5 @@ def block_rms_norm(
     statistics: Tensor | None = None,
 ) -> RMSNormResult:
     """RMSNorm over the last dimension, from blocks to blocks: ``(y, its scale, rstd)``. See ``block_layer_norm``."""
+    refuse_gradients("block_rms_norm", "qframework.training.norm.Int8RMSNorm", weight=weight)
     return torch.ops.qframework.block_rms_norm(x, x_scale, weight, eps, block_size, statistics)

@@ -259,6 +259,16 @@ def test_opcheck(device):
     torch.library.opcheck(ops.block_rms_norm_backward.default, (*dy, *x, None, rstd, 32))
 
 
+def test_gradients_are_refused_where_there_are_none():
+    x, weight, bias = operand((40, 70), 32, "cpu"), torch.ones(70), torch.zeros(70, requires_grad=True)
+    with pytest.raises(QFrameworkError, match=r"bias requires a gradient.*training\.norm\.Int8LayerNorm, which has"):
+        block_layer_norm(*x, weight, bias, EPS, 32)
+    with pytest.raises(QFrameworkError, match=r"weight requires a gradient.*training\.norm\.Int8RMSNorm, which has"):
+        block_rms_norm(*x, weight.requires_grad_(), EPS, 32)
+    with torch.no_grad():
+        assert not block_layer_norm(*x, weight, bias, EPS, 32)[1].requires_grad
+
+
 def test_bad_input():
     x = operand((40, 70), 32, "cpu")
     with pytest.raises(QFrameworkError, match=r"block_layer_norm: weight has shape \(7,\); accepted: \(70,\)"):
