@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import ROUNDOFF, UnavailableError, require_quantized, rows_within
 from benchmarks.int8_linear_cases import Shape, checked_rows
-from benchmarks.torchao_training import quantize_for_training
+from benchmarks.torchao_training import quantize_for_fp8_training, quantize_for_training
 from qframework.kernels import block_linear_launch, block_quantize
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
 from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice
@@ -184,13 +184,9 @@ def _torchao_int8(given: Operands) -> Case:
 
 
 def _torchao_fp8(given: Operands) -> Case:
-    """torchao's FP8 training: cuBLAS with a scale a tensor; compiled."""
+    """torchao's FP8 training; compiled."""
     _require_gpu(given, "FP8 training")
-    try:
-        from torchao.float8 import convert_to_float8_training
-    except ImportError as error:
-        raise UnavailableError(str(error)) from error
-    layers = convert_to_float8_training(nn.Sequential(float_layer(given, torch.bfloat16)))
+    layers = quantize_for_fp8_training(nn.Sequential(float_layer(given, torch.bfloat16)))
     return training_case(_compiled(layers), given.x, given.grad, FP8_TOLERANCE, "bfloat16, float8 within")
 
 

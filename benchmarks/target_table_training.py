@@ -51,6 +51,7 @@ LINEAR_PEERS = {
     "BF16 eager": ("torch_bf16", "torch_bf16_autocast"),
     "BF16 under Inductor": ("inductor_bf16",),
     "torchao INT8": ("torchao_int8",),
+    "torchao FP8": ("torchao_fp8",),
 }
 
 
@@ -88,6 +89,7 @@ BLOCK_PEERS = {
     "BF16 compiled": ("bf16_compiled",),
     "BF16 compiled, weights BF16": ("bf16_weights_compiled",),
     "torchao INT8": ("torchao_int8_compiled",),
+    "torchao FP8": ("torchao_fp8_compiled",),
 }
 
 

@@ -1,4 +1,4 @@
-"""torchao's INT8 mixed-precision training, which the benchmarks of training compare with."""
+"""torchao's training in INT8 and FP8, which the benchmarks of training compare with."""
 
 from __future__ import annotations
 
@@ -26,3 +26,15 @@ def quantize_for_training(model: nn.Module) -> nn.Module:
         weight.implements_torch_function(F.linear)(weight._ATEN_OP_TABLE[weight][F.linear])
     quantize_(model, Int8MixedPrecisionTrainingConfig())
     return model
+
+
+def quantize_for_fp8_training(model: nn.Module) -> nn.Module:
+    """Have torchao multiply in FP8 by cuBLAS, a scale a tensor, gradients in E5M2 and all else in E4M3; in place.
+
+    Raises UnavailableError where torchao has none.
+    """
+    try:
+        from torchao.float8 import convert_to_float8_training
+    except ImportError as error:
+        raise UnavailableError(f"torchao has no FP8 training: {error}") from error
+    return convert_to_float8_training(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_every_way_of_int8_training_is_a_provider() -> None:
     """One scale a tensor is known to be worse, and no other way may be."""
     assert {training_block.compiled_in_blocks(size) for size in BLOCK_SIZES} < set(training_block.PROVIDERS)
     lenient = {name for name, each in training_block.PROVIDERS.items() if each.tolerance > 0.1}
-    assert lenient == {"qframework_per_tensor_compiled"}
+    assert lenient == {"qframework_per_tensor_compiled", "torchao_fp8_compiled"}
     assert "qframework_per_token_compiled" in training_block.PROVIDERS
 
 
@@ -174,6 +175,23 @@ def test_what_quantizes_nothing_is_no_peer_for_int8(monkeypatch, tmp_path: Path)
     records = json.loads(output.read_text())["records"]
     assert [record["status"] for record in records] == ["wrong", "wrong"]
     assert "not quantized" in records[0]["reason"]
+
+
+def test_what_fp8_is_off_by_is_accepted() -> None:
+    """torchao's, emulated: gradients in E5M2."""
+    float8 = pytest.importorskip("torchao.float8")
+    config = float8.Float8LinearConfig(emulate=True)
+    provider = dataclasses.replace(
+        training_block.PROVIDERS["torchao_fp8_compiled"],
+        convert=lambda model: float8.convert_to_float8_training(model, config=config),
+        compiled=False,
+    )
+    options = argparse.Namespace(batch=2, tokens=64, layers=2, dropout=0.0)
+    subject = training_block.Subject.build(128, options, "cpu")
+    forward = provider.prepare(subject.model)
+    values = training_block._values(forward, subject.x, subject.grad, subject.model[0].attn.qkv.weight)
+    error = training_block.check(values, subject.expected, provider.tolerance)
+    assert error > provider.tolerance / 2  # one as wide as twice that would see nothing
 
 
 def test_saved_bytes_counts_each_memory_once_and_no_weights() -> None:

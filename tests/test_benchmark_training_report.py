@@ -68,8 +68,9 @@ def test_promises() -> None:
     assert find("GPT block, forward and backward, hidden 4096", "BF16 compiled").aim == 1.2
     assert {subject.bound for subject in SUBJECTS.values()} == {0.3, 0.01}
     for hidden in (1024, 2048, 4096):
-        assert ("GPT block, forward and backward, hidden 1024", "torchao INT8") in must
-        assert (f"linear, forward and backward, hidden {hidden}", "torchao INT8") in must
+        for peer in ("torchao INT8", "torchao FP8"):
+            assert (f"GPT block, forward and backward, hidden {hidden}", peer) in must
+            assert (f"linear, forward and backward, hidden {hidden}", peer) in must
     assert {"gelu forward", "layer_norm backward", "dropout backward", "add_statistics forward"} <= set(DIRECTIONS)
 
 
