@@ -26,9 +26,10 @@ from torch import Tensor
 from benchmarks.int8_linear import SMALL_M
 from benchmarks.machine import describe_machine
 from benchmarks.timing import time_in_graph, time_kernel
+from qframework.kernels._common import chip_of
 from qframework.kernels.int8_linear import apply_activation
 from qframework.kernels.int8_linear_launch import Operands, Plan, run_plan
-from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Epilogue, Tile, chip_of
+from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Epilogue, Tile
 
 # Widths of ViT-B, ViT-L and SAM-H, and their rows: batch 1, 8, 64 and 256 of 197 tokens; 1 and 8 images of 4,096.
 WIDTHS = {768: (197, 1576, 12608, 50432), 1024: (197, 1576, 12608, 50432), 1280: (4096, 32768)}

@@ -17,6 +17,12 @@ _SUMS_OF_FOUR = tl.constexpr(
     "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
     " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
 )
+# A sum's top bit says whether the 15 bits below it have been at least the threshold; PRMT makes a byte of ones of it.
+_KEPT_OF_FOUR = tl.constexpr(
+    "{ .reg .b32 first, second; or.b32 first, $2, 0x80008000; or.b32 second, $3, 0x80008000;"
+    " sub.u32 first, first, $4; sub.u32 second, second, $4;"
+    " prmt.b32 first, first, second, 0xFDB9; and.b32 $0, $1, first; }"
+)
 
 
 @tl.core.builtin
@@ -70,6 +76,35 @@ def sums_of_four(q, FOURS: tl.constexpr):
 
 
 @triton.jit
+def kept_steps(q, bits, threshold):
+    """An int8 tile where the low 15 bits of ``bits``, uint16 like it, are at least ``threshold``, and 0 elsewhere.
+
+    ``threshold`` is a scalar, 0 to 2**15. On NVIDIA six instructions for four values, none of which becomes a number.
+    """
+    if _INTERPRETED:
+        kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
+    elif _on_cuda():
+        twice = tl.full((), threshold, tl.uint32) * 0x10001
+        kept = tl.inline_asm_elementwise(
+            _KEPT_OF_FOUR, "=r,r,r,r,r,r,r,r", [q, bits, twice], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
+    return kept
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask L2 for the 32 bytes around each of them; on NVIDIA alone."""
+    if _INTERPRETED:
+        pass
+    elif _on_cuda():
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction on NVIDIA, as division is not."""
     if _INTERPRETED:
@@ -83,15 +118,17 @@ def reciprocal(x):
 
 
 @triton.jit
-def log2(x):
-    """Logarithm of x of at least 0 to within 2^-22 and 2^-22 of itself: one instruction on NVIDIA."""
+def saturated_product(x, y):
+    """``x * y`` between 0 and 1, NaN as 0: one instruction on NVIDIA."""
     if _INTERPRETED:
-        y = tl.log2(x)
+        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
     elif _on_cuda():
-        y = tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+        z = tl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
     else:
-        y = tl.log2(x)
-    return y
+        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
+    return z
 
 
 @triton.jit

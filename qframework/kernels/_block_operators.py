@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._block_arithmetic import int8_to_float
+from qframework.kernels._block_arithmetic import int8_to_float, prefetch
 from qframework.kernels._blocks import BlockSize, block_shape, check_blocks, row_count, scale_shape
-from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, chip_of
 from qframework.kernels._launch import cdiv, cuda_implementation, power_of_2
 from qframework.kernels._triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
@@ -21,8 +21,11 @@ Blocks = tuple[Tensor, Tensor]
 TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by its rows
 ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
 GRID_LIMIT = 65535  # of the second and third dimension
+SECTOR = tl.constexpr(32)  # bytes that memory is read by
 VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
 FEW_VALUES = 32  # for kernels whose registers would keep other programs from the multiprocessor
+RUNNING_VALUES = 32768  # of all programs that a multiprocessor runs at a time: 32 warps of few, 16 of many in a thread
+REGISTERS = 64  # of a thread with few values, at most: those of 32 warps
 
 
 def register_block_operator(
@@ -93,7 +96,21 @@ def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES
     width = max(block[1], min(TILE_COLUMNS[height], power_of_2(columns)))
     warps = max(height * width // (32 * values), 1)
     even = rows % height == 0 and columns % width == 0 and rows <= GRID_LIMIT * height
-    return {"BLOCK": block, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
+    tile = {"BLOCK": block, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
+    if values <= FEW_VALUES and block[0] > 1 and torch.version.hip is None:
+        tile["maxnreg"] = REGISTERS
+    return tile
+
+
+def rows_ahead(like: Tensor, tile: dict[str, Any]) -> int:
+    """How many rows further down the tile begins that a program asks L2 for: ``ask_for_tile``.
+
+    It is that of the program that will follow on the same multiprocessor: as many on as run at a time.
+    """
+    if like.device.type != "cuda":
+        return tile["TILE_M"]
+    running = chip_of(like.device)[1] * RUNNING_VALUES // (tile["TILE_M"] * tile["TILE_N"])
+    return cdiv(running, cdiv(like.shape[-1], tile["TILE_N"])) * tile["TILE_M"]
 
 
 def rows_of_tile(columns: int, block_size: BlockSize) -> dict[str, Any]:
@@ -141,6 +158,19 @@ def tile_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.const
         across = tl.num_programs(0) - 1 - across
         down = tl.num_programs(2) * tl.num_programs(1) - 1 - down
     return down * TILE_M, across * TILE_N
+
+
+@triton.jit
+def ask_for_tile(q_ptr, row, column, R, C, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Have L2 fetch an int8 tile, an instruction for 32 values; rows and columns outside become the nearest ones.
+
+    Where rows share a scale: a program's warps then wait for one another, and so for memory at the same time. Where
+    they do not, it gains nothing.
+    """
+    if BLOCK[0] > 1:
+        r = tl.minimum(tl.maximum(row + tl.arange(0, TILE_M), 0), R - 1)
+        c = tl.minimum(column + SECTOR * tl.arange(0, TILE_N // SECTOR), C - 1)
+        prefetch(q_ptr + r.to(tl.int64)[:, None] * C + c[None, :])
 
 
 @triton.jit

@@ -60,6 +60,14 @@ def check_device(device: torch.device) -> None:
         )
 
 
+@functools.cache
+def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability, (0, 0) for an AMD GPU, and number of multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
+    return capability, properties.multi_processor_count
+
+
 def check_dtype(operator: str, argument: str, tensor: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
     """Raise UnsupportedError unless ``tensor`` has one of the accepted dtypes."""
     if tensor.dtype not in accepted:

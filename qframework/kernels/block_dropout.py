@@ -7,8 +7,8 @@ Formula (Jetfire, appendix A), in float32 between the formats::
 The mask m depends on the seed, the row and the column, and on nothing else: not on the block size, the tile or the
 device; CPU and GPU make the same one bit for bit. Eight columns share one call of Philox4x32-7, counter ``(column //
 8, row, 0, 0)`` and key ``seed``: 16 bits of its 128 for each, the low half of a word first. A value is dropped where
-its bits are below ``round(65536 p)``: p is met to within 2^-17, and the factor is that of the p which is met, so that
-the mean stays exact. Layout: blocks as in qframework/kernels/_blocks.py; 2 bytes of traffic a value.
+the low 15 of them are below ``round(32768 p)``: p is met to within 2^-16, and the factor is that of the p which is met,
+so that the mean stays exact. Layout: blocks as in qframework/kernels/_blocks.py; 2 bytes of traffic a value.
 Reference: ``block_dropout_ref``.
 """
 
@@ -18,7 +18,10 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
+from qframework.kernels._block_arithmetic import int8_to_float, kept_steps
 from qframework.kernels._block_operators import (
+    FEW_VALUES,
+    VALUES_PER_THREAD,
     Blocks,
     check_alike,
     empty_blocks,
@@ -31,8 +34,10 @@ from qframework.kernels._block_operators import (
 from qframework.kernels._blocks import (
     PHILOX_ROUNDS,
     BlockSize,
+    block_shape,
     dequantize_blocks_ref,
-    load_blocks,
+    load_scales,
+    load_steps,
     quantize_blocks_ref,
     quantize_scaled_tile,
     row_count,
@@ -44,18 +49,18 @@ from qframework.kernels._launch import cdiv, launch
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
 
-_LEVELS = 65536  # of 16 random bits
+_LEVELS = 32768  # of 15 random bits
 _SHARED = 8  # columns that share a call of Philox
 _WORD = 0xFFFFFFFF
 
 
 def threshold_of(p: float) -> int:
-    """Random 16-bit numbers below this are dropped."""
+    """Random 15-bit numbers below this are dropped."""
     return round(p * _LEVELS)
 
 
 def factor_of(p: float) -> float:
-    """What values that stay are multiplied with: 1 / (1 - p) for the p that 16 bits can meet; 0 where none stays."""
+    """What values that stay are multiplied with: 1 / (1 - p) for the p that 15 bits can meet; 0 where none stays."""
     kept = _LEVELS - threshold_of(p)
     return _LEVELS / kept if kept else 0.0
 
@@ -82,7 +87,7 @@ def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -
     rows, columns = row_count(shape), shape[-1]
     groups = torch.arange(cdiv(columns, _SHARED), device=seed.device)
     words = philox_ref(seed, groups[None, :], torch.arange(rows, device=seed.device)[:, None])
-    bits = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    bits = torch.stack([half for word in words for half in (word & 0x7FFF, word >> 16 & 0x7FFF)], dim=-1)
     return (bits.flatten(1)[:, :columns] >= threshold_of(p)).reshape(shape)
 
 
@@ -114,17 +119,23 @@ def _block_dropout_kernel(
     """y = m x / (1 - p). A program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
-    q, scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    kept = tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N) >= threshold
-    y, y_scale = quantize_scaled_tile(tl.where(kept, q, 0.0), scale * factor, BLOCK)
+    q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    kept = kept_steps(q, tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N), threshold)
+    y, y_scale = quantize_scaled_tile(int8_to_float(kept), scale * factor, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
+
+
+def values_in_a_thread(block_size: BlockSize) -> int:
+    """As many as let two programs of a block of 128 x 128 run at a time."""
+    return FEW_VALUES if block_shape(block_size)[0] == 128 else VALUES_PER_THREAD
 
 
 def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
     sizes = rows_and_columns(x)
     y, y_scale = empty_blocks(x, block_size)
     if x.numel() > 0:
-        tile = tile_of(*sizes, block_size)
+        tile = tile_of(*sizes, block_size, values_in_a_thread(block_size))
         launch(_block_dropout_kernel, tiles_of(x, tile))(
             x.contiguous(), x_scale.contiguous(), seed, y, y_scale, *sizes, threshold_of(p), factor_of(p), **tile
         )
@@ -156,7 +167,7 @@ def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        p: how likely a value is dropped, in [0, 1]; met to within 2^-17.
+        p: how likely a value is dropped, in [0, 1]; met to within 2^-16.
         seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another one.
         block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
 

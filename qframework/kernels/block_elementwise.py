@@ -18,9 +18,11 @@ from torch import Tensor
 from qframework.kernels._block_operators import (
     FEW_VALUES,
     Blocks,
+    ask_for_tile,
     check_alike,
     empty_blocks,
     register_block_operator,
+    rows_ahead,
     rows_and_columns,
     tile_of,
     tile_origin,
@@ -78,6 +80,7 @@ def _block_elementwise_kernel(
     partial_ptr,  # (2, P, R) fp32, written where STATISTICS
     R,
     C,
+    ahead,  # rows, see ``rows_ahead``
     PRODUCT: tl.constexpr,
     STATISTICS: tl.constexpr,
     FOURS: tl.constexpr,
@@ -92,6 +95,8 @@ def _block_elementwise_kernel(
     row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    ask_for_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    ask_for_tile(y_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     z, z_scale = quantize_tile(x * y if PRODUCT else x + y, BLOCK)
     store_tile(z_ptr, z_scale_ptr, z, z_scale, row, column, R, C, BLOCK, EVEN)
     if STATISTICS:
@@ -128,6 +133,7 @@ def _launch(
         z_scale,
         z_scale if partial is None else partial,
         *sizes,
+        rows_ahead(x, tile),
         PRODUCT=PRODUCT,
         STATISTICS=partial is not None,
         FOURS=partial is not None and in_fours(operands[0], operands[2]),

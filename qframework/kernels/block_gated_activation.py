@@ -18,9 +18,11 @@ from qframework.kernels._block_operators import (
     FEW_VALUES,
     VALUES_PER_THREAD,
     Blocks,
+    ask_for_tile,
     check_alike,
     empty_blocks,
     register_block_operator,
+    rows_ahead,
     rows_and_columns,
     tile_of,
     tile_origin,
@@ -84,6 +86,7 @@ def _block_gated_activation_kernel(
     y_scale_ptr,
     R,
     C,
+    ahead,  # rows, see ``rows_ahead``
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -96,6 +99,8 @@ def _block_gated_activation_kernel(
     row, column = tile_origin(TILE_M, TILE_N)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     up, up_scale = load_blocks(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    ask_for_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    ask_for_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = activation(gate, gate_scale, KIND, BLOCK)
     y, y_scale = quantize_scaled_tile(value * up, factor * up_scale, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
@@ -115,6 +120,7 @@ def _block_gated_activation_backward_kernel(
     dup_scale_ptr,
     R,
     C,
+    ahead,  # rows, see ``rows_ahead``
     KIND: tl.constexpr,
     BLOCK: tl.constexpr,
     TILE_M: tl.constexpr,
@@ -131,6 +137,9 @@ def _block_gated_activation_backward_kernel(
     row, column = tile_origin(TILE_M, TILE_N)
     dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    ask_for_tile(dy_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    ask_for_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    ask_for_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = activation(gate, gate_scale, KIND, BLOCK)
     dup, dup_scale = quantize_scaled_tile(dy * value, dy_scale * factor, BLOCK)
     store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK, EVEN)
@@ -155,7 +164,9 @@ def _block_gated_activation_triton(
     if gate.numel() > 0:
         tile = tile_of(*sizes, block_size, FEW_VALUES)
         operands = (each.contiguous() for each in (gate, gate_scale, up, up_scale))
-        launch(_block_gated_activation_kernel, tiles_of(gate, tile))(*operands, y, y_scale, *sizes, KIND=kind, **tile)
+        launch(_block_gated_activation_kernel, tiles_of(gate, tile))(
+            *operands, y, y_scale, *sizes, rows_ahead(gate, tile), KIND=kind, **tile
+        )
     return y, y_scale
 
 
@@ -175,7 +186,7 @@ def _block_gated_activation_backward_triton(
         tile = tile_of(*sizes, block_size, backward_values(block_size))
         operands = (each.contiguous() for each in (dy, dy_scale, gate, gate_scale, up, up_scale))
         launch(_block_gated_activation_backward_kernel, tiles_of(dy, tile))(
-            *operands, *results, *sizes, KIND=kind, **tile
+            *operands, *results, *sizes, rows_ahead(dy, tile), KIND=kind, **tile
         )
     return results
 

@@ -9,14 +9,13 @@ from torch import Tensor
 
 from qframework.kernels import block_linear_specialized as specialized
 from qframework.kernels._blocks import BlockSize, block_shape, canonical_size, operand_size, scale_shape
-from qframework.kernels._common import check_device
+from qframework.kernels._common import check_device, chip_of
 from qframework.kernels._launch import Launch, cdiv
 from qframework.kernels._triton import TensorDescriptor
 from qframework.kernels.block_linear_arguments import check_arguments
 from qframework.kernels.block_linear_kernel import _block_linear_kernel
 from qframework.kernels.block_linear_tiles import Choice, Tile, choice_for, count_tiles
 from qframework.kernels.int8_linear_specialized import describe
-from qframework.kernels.int8_linear_tiles import chip_of
 
 # a (M, K), a_scale, b (N, K), b_scale, bias
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]

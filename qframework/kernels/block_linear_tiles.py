@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from qframework.kernels._blocks import BlockSize, block_shape
+from qframework.kernels._common import chip_of
 from qframework.kernels._gluon import HAS_GLUON
-from qframework.kernels.int8_linear_tiles import chip_of
 
 
 class Tile(NamedTuple):

@@ -18,11 +18,13 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 from qframework.kernels._block_operators import (
+    ask_for_tile,
     check_alike,
     check_vector,
     empty_blocks,
     inside_tile,
     register_block_operator,
+    rows_ahead,
     rows_and_columns,
     tile_of,
     tile_origin,
@@ -104,6 +106,7 @@ def _block_norm_kernel(
     rstd_ptr,  # (R,) fp32
     R,
     C,
+    ahead,  # rows, see ``rows_ahead``
     eps,
     RMS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
@@ -120,6 +123,7 @@ def _block_norm_kernel(
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    ask_for_tile(x_ptr, row - ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     mean = tl.load(statistics_ptr + 2 * r.to(tl.int64), mask=r < R, other=0.0)
     variance = tl.load(statistics_ptr + 2 * r.to(tl.int64) + 1, mask=r < R, other=0.0)
     if RMS:
@@ -195,6 +199,7 @@ def _launch(
         unread if bias is None else bias.contiguous(),
         *results,
         *sizes,
+        rows_ahead(x, tile),
         float(eps),
         RMS=RMS,
         HAS_WEIGHT=weight is not None,

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from qframework.kernels import int8_linear_specialized as specialized
-from qframework.kernels._common import check_device, row_scale
+from qframework.kernels._common import check_device, chip_of, row_scale
 from qframework.kernels._launch import Launch, cdiv
 from qframework.kernels._triton import TensorDescriptor
 from qframework.kernels.int8_linear_arguments import check_arguments, flat_out_scale, is_per_channel, result_dtype
 from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
-from qframework.kernels.int8_linear_tiles import Epilogue, Tile, chip_of, tile_for
+from qframework.kernels.int8_linear_tiles import Epilogue, Tile, tile_for
 
 # a, a_scale, b, b_scale, bias, residual, out_scale
 Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]

@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from qframework.kernels._common import chip_of
 from qframework.kernels._gluon import HAS_GLUON
 
 # What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
@@ -140,11 +141,3 @@ def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, t
         return INTERPRETED
     capability, processors = chip_of(device)
     return choose_tile(m, n, k, capability, processors, epilogue, tma, wide)
-
-
-@functools.cache
-def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability, (0, 0) for an AMD GPU, and number of multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return capability, properties.multi_processor_count

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from block_oracle import BLOCK_SIZES
 from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
 
-from qframework.kernels import block_quantize
+from qframework.kernels import _block_operators, block_quantize
 from qframework.kernels._block_operators import FEW_VALUES, VALUES_PER_THREAD, rows_of_tile, tile_of
+from qframework.kernels._blocks import block_shape
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
+from qframework.kernels.block_dropout import values_in_a_thread
 from qframework.kernels.block_gated_activation import backward_values
 from qframework.kernels.block_statistics import in_fours, whole_rows
 
@@ -68,13 +71,17 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
     if "gated_activation_backward" in attribute:
         values = backward_values(block_size)
+    if name == "dropout":
+        values = values_in_a_thread(block_size)
     tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size, values)
     if name == "statistics":
         tile = whole_rows(COLUMNS, columns, block_size)
     settings = tile | flags
     constants = {key: value for key, value in settings.items() if key in kernel.arg_names}
-    warps = settings["num_warps"]
-    compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, num_warps=warps)
+    options = {key: settings[key] for key in ("num_warps", "maxnreg") if key in settings}
+    if chip.startswith("gfx"):
+        options.pop("maxnreg", None)  # as in ``tile_of``
+    compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, **options)
     assert stack_bytes(compiled, tmp_path) <= (0 if chip == "sm_90" and not walks else MAX_STACK)
     assert compiled.metadata.shared <= 16 * 1024
     return compiled
@@ -103,6 +110,27 @@ def test_values_are_read_sixteen_at_a_time(name, columns, block_size, tmp_path):
     assert "ld.global.v4.b32" in ptx
     assert "ld.global.b8" not in ptx
     assert "st.global.b8" not in ptx
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("name", "operands"), [("gelu", 1), ("gelu_backward", 2), ("add", 2), ("layer_norm", 1)])
+def test_the_next_tile_is_asked_for_where_rows_share_a_scale(name, operands, block_size, tmp_path):
+    """32 bytes an instruction; a thread has as many sectors of each operand as it has 32 values."""
+    ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    shared = block_shape(block_size)[0] > 1
+    assert ptx.count("prefetch.global.L2") == (operands * values // 32 if shared else 0)
+
+
+@pytest.mark.parametrize(
+    ("columns", "block_size", "tiles"), [(8192, 32, 17), (8192, 128, 5), (1024, 32, 132), (50, 32, 2112)]
+)
+def test_the_tile_asked_for_is_that_of_the_program_that_follows(monkeypatch, columns, block_size, tiles):
+    """132 multiprocessors run 32,768 values each, in rows of tiles; the tile of 50 columns is 64 wide."""
+    monkeypatch.setattr(_block_operators, "chip_of", lambda _: ((9, 0), 132))
+    like = SimpleNamespace(shape=(1 << 20, columns), device=torch.device("cuda", 0))
+    tile = tile_of(*like.shape, block_size, FEW_VALUES)
+    assert _block_operators.rows_ahead(like, tile) == tiles * tile["TILE_M"]
 
 
 @pytest.mark.parametrize("name", ["gelu", "mul", "dropout", "layer_norm"])
