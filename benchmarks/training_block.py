@@ -47,8 +47,9 @@ BATCH, TOKENS, LAYERS, HEAD = 8, 2048, 2, 128
 OPS = ("gpt_block_forward", "gpt_block_forward_backward")
 # Relative L2 errors against FP32. INT8: each of the six quantizations of a block adds about 0.01 to values and
 # gradients of a normal distribution, up to twice that at 128 x 128; errors of two blocks add up as random ones do.
-# FP8: 0.061 of a product with a gradient (FP8_TOLERANCE in block_linear_cases.py), and eight products in two blocks.
-TOLERANCE = {"bf16": 0.02, "int8": 0.1, "fp8": 0.17}
+# FP8: 0.061 of a product with a gradient (FP8_TOLERANCE in block_linear_cases.py). Eight products in two blocks would
+# make 0.17 of it, were no part of each gradient carried past them by the residuals.
+TOLERANCE = {"bf16": 0.02, "int8": 0.1, "fp8": 0.15}
 # Under causal attention the n-th value's gradient falls as n^-1/2, here to a fiftieth, and most with one scale for all
 # are less than a step: over T tokens the error is step (T / 12 / sum of 1 / n)^1/2, with a step of 4.5 / 127 about 0.2.
 PER_TENSOR_TOLERANCE = 0.4
