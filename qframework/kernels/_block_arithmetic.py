@@ -17,7 +17,7 @@ _SUMS_OF_FOUR = tl.constexpr(
     "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
     " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
 )
-# A sum's top bit says whether the 15 bits below it have been at least the threshold; PRMT makes a byte of ones of it.
+# A difference's top bit says whether the 15 bits below were at least the threshold; PRMT makes a byte of ones of it.
 _KEPT_OF_FOUR = tl.constexpr(
     "{ .reg .b32 first, second; or.b32 first, $2, 0x80008000; or.b32 second, $3, 0x80008000;"
     " sub.u32 first, first, $4; sub.u32 second, second, $4;"

@@ -1,4 +1,4 @@
-"""What every operator needs: the library handle, the device check, row-wise scales and shared Triton functions."""
+"""What every operator needs: the library handle, checks, the device, row-wise scales and shared Triton functions."""
 
 from __future__ import annotations
 

@@ -122,6 +122,22 @@ def test_the_next_tile_is_asked_for_where_rows_share_a_scale(name, operands, blo
     assert ptx.count("prefetch.global.L2") == (operands * values // 32 if shared else 0)
 
 
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("name", ["gelu_backward", "layer_norm"])
+def test_registers_are_limited_where_many_values_share_a_scale(name, block_size, tmp_path):
+    """Elsewhere a limit is a licence: where 40 registers do, the compiler takes all it may."""
+    ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
+    assert (".maxnreg 64" in ptx) == (name in SMALL and block_shape(block_size)[0] > 1)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_random_bits_are_made_in_the_threads_that_need_them(block_size, tmp_path):
+    """Shared memory holds scales alone, 4 bytes for a row and block at most: no conversion of a tile of bits."""
+    rows, columns = block_shape(block_size)
+    compiled = check("sm_90", "dropout", block_size, tmp_path)
+    assert compiled.metadata.shared <= 4 * max(rows, 32) * 256 // columns
+
+
 @pytest.mark.parametrize(
     ("columns", "block_size", "tiles"), [(8192, 32, 17), (8192, 128, 5), (1024, 32, 132), (50, 32, 2112)]
 )
