@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from qframework.backend.float_linear import FloatWeights, lower_float_linear
+from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
@@ -40,11 +40,9 @@ _warned: set[str] = set()
 _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 
-def lower(
-    gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions
-) -> tuple[list[LayerReport], FloatWeights]:
-    """Run every lowering pass over the graph, in place."""
-    constants, scales, weights = Constants(gm, example_inputs), ScaleConstants(gm), FloatWeights()
+def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[LayerReport]:
+    """Run every lowering pass over the graph, in place; report on every layer."""
+    constants, scales = Constants(gm, example_inputs), ScaleConstants(gm)
     expand_multi_head_attention(gm)
     expand_einsum(gm)
     order = _layer_order(gm)
@@ -55,7 +53,7 @@ def lower(
     reports = lower_linear(gm, constants, scales)
     if options.linear == "int8_dynamic":
         lowered = [report for report in reports if report.lowered]
-        reports = lowered + lower_float_linear(gm, constants, scales, weights)
+        reports = lowered + lower_float_linear(gm, constants, scales, freeze_weights=options.freeze_weights)
     expand_patch_embedding(gm)  # after the linears, of which it is to be none
     reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
@@ -63,7 +61,7 @@ def lower(
     gm.graph.lint()
     gm.recompile()
     _count_fallbacks(reports)
-    return reports, weights
+    return reports
 
 
 def _layer_order(gm: GraphModule) -> dict[str, int]:
@@ -96,7 +94,9 @@ def qframework_backend(
         gm: the graph Dynamo captured, of a float model or of one converted with PT2E.
         example_inputs: its inputs, parameters and buffers among them.
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
-        options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration.
+        options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration. Each
+            call quantizes the weights as they are then; ``"freeze_weights": True`` does so once, when the model is
+            compiled, and ignores what is written to them later.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed, and ``"auto"``,
             the default, does so unless PyTorch's own is faster, as on Hopper; the name of a variant does so
             everywhere, with the gradients of exact attention; ``"off"`` leaves it alone. A mapping from layer names to
@@ -117,8 +117,7 @@ def qframework_backend(
 
     settings = parse_options(mode, options)
     release_prepared_models()
-    reports, weights = lower(gm, example_inputs, settings)
-    report = Report(reports)
+    report = Report(lower(gm, example_inputs, settings))
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
@@ -132,7 +131,7 @@ def qframework_backend(
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
         )
-    return weights.follow(_below_autograd(compiled) if lowered and on_cpu else compiled)
+    return _below_autograd(compiled) if lowered and on_cpu else compiled
 
 
 def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:

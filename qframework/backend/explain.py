@@ -33,12 +33,12 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
     options = _options_of(model) if original is not model else BackendOptions()
     args, kwargs = _as_call(inputs)
     if isinstance(original, GraphModule) and options.linear == "off":
-        return Report(lower(copy.deepcopy(original), (), options)[0])
+        return Report(lower(copy.deepcopy(original), (), options))
     layers: list[LayerReport] = []
 
     def report_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         # Lower a copy: the original graph runs on, in float, so that later graphs see real inputs.
-        layers.extend(lower(copy.deepcopy(gm), example_inputs, options)[0])
+        layers.extend(lower(copy.deepcopy(gm), example_inputs, options))
         return gm.forward
 
     with torch.no_grad():

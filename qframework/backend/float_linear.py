@@ -7,143 +7,136 @@ From::
 
 To::
 
-    x -> qframework::dynamic_quantize (per token) ─┐
-    w_int8, w_scale (buffers of the graph) ────────┴> qframework::int8_linear -> ...
+    x -> qframework::dynamic_quantize (per token) ───┐
+    w -> qframework::dynamic_quantize (per channel) ─┴> qframework::int8_linear -> ...
 
-The weight is quantized once, per channel. Each call compares it with what was quantized and repeats the work when the
-weight has changed, so that a compiled model follows ``load_state_dict``.
+Each call of the compiled model reads the float weight, as any compiled model does, so that no write to it is missed:
+an optimizer's, one through ``.data``, a new parameter's, or one inside ``forward``. With ``"freeze_weights": True`` each
+weight is quantized once, when the model is compiled, and later writes to it have no effect.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
 from qframework.backend.lower_linear import (
     Quantized,
     ScaleConstants,
-    attach_buffer,
     find_epilogue,
     insert_int8_linear,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, writes_in_place
+from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call
+from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES
 
-
-class QuantizedWeight:
-    """The int8 copy of a float weight and the state of the float weight it was made from."""
-
-    def __init__(self, index: int | None, weight: Tensor) -> None:
-        self.index = index
-        self._seen = _state(weight)
-        self.value, self.scale = numerics.quantize_weight(weight.detach())
-
-    def refresh(self, weight: Tensor) -> None:
-        """Quantize again, into the same memory, if ``weight`` is not what was quantized before."""
-        state = _state(weight)
-        if state != self._seen:
-            value, scale = numerics.quantize_weight(weight.detach())
-            self.value.copy_(value)
-            self.scale.copy_(scale)
-            self._seen = state
-
-
-def _state(weight: Tensor) -> tuple[int, int]:
-    return weight.data_ptr(), 0 if weight.is_inference() else weight._version
-
-
-class FloatWeights:
-    """All int8 copies of one graph; ``follow`` wraps its compiled function so that they stay up to date."""
-
-    def __init__(self) -> None:
-        self._weights: dict[Node, tuple[QuantizedWeight, Node, Node]] = {}
-
-    def nodes(self, gm: GraphModule, node: Node, weight: Tensor, constants: Constants) -> tuple[Node, Node]:
-        """The graph's nodes of a weight's int8 value and scale; a weight shared by layers is quantized once."""
-        if node not in self._weights:
-            quantized = QuantizedWeight(constants.input_index(node), weight)
-            first, n = next(iter(gm.graph.nodes)), len(self._weights)
-            value = attach_buffer(gm, f"_qframework_weight_{n}", quantized.value, first)
-            scale = attach_buffer(gm, f"_qframework_weight_scale_{n}", quantized.scale, first)
-            self._weights[node] = (quantized, value, scale)
-        return self._weights[node][1:]
-
-    def follow(self, compiled: Callable[..., Any]) -> Callable[..., Any]:
-        """``compiled`` with a look at every float weight before each call."""
-        watched = [(w.index, w) for w, _, _ in self._weights.values() if w.index is not None]
-        if not watched:
-            return compiled
-
-        def run(*args: Any) -> Any:
-            for index, weight in watched:
-                weight.refresh(args[index])
-            return compiled(*args)
-
-        return run
+_dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 
 def lower_float_linear(
-    gm: GraphModule, constants: Constants, scales: ScaleConstants, weights: FloatWeights
+    gm: GraphModule, constants: Constants, scales: ScaleConstants, *, freeze_weights: bool = False
 ) -> list[LayerReport]:
     """Replace every linear layer whose weight is a float parameter, in place; report on every linear layer."""
     reports = []
-    shared: dict[Node, Quantized] = {}
+    inputs, weights = _SharedQuantize(gm), _FrozenWeights(gm, constants, scales) if freeze_weights else None
     for node in list(gm.graph.nodes):
         call = linear_call(node)
         if call is None:
             continue
         name = layer_name(node)
-        weight = constants.value(call.weight)
-        if reason := _reason_against(call, weight):
+        if reason := _reason_against(node, call, constants.value(call.weight)):
             reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
             continue
-        assert weight is not None
-        b = Quantized(*weights.nodes(gm, call.weight, weight, constants))
-        a = _insert_dynamic_quantize(gm, node, call, shared)
+        frozen = weights.quantized(call.weight) if weights else None
+        b = frozen or _flat_scale(gm, inputs.before(node, call.weight), node)
+        a = inputs.before(node, call.input)
         epilogue = find_epilogue(node)
         insert_int8_linear(gm, call, a, b, epilogue, scales)
-        reports.append(LayerReport(name, True, f"{epilogue.describe()} after dynamic_quantize", ""))
+        when = "once" if frozen else "at each call"
+        operator_text = f"{epilogue.describe()} after dynamic_quantize, weight quantized {when}"
+        reports.append(LayerReport(name, True, operator_text, ""))
     return reports
 
 
-def _reason_against(call: LinearCall, weight: Tensor | None) -> str | None:
+def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:
     if weight is None:
         return "its weight is computed in the graph or passed in, not a parameter of a module"
-    if weight.dtype not in FLOAT_DTYPES:
-        return f"its weight has dtype {weight.dtype}; accepted: float32, float16, bfloat16"
-    x = fake_value(call.input)
-    if x is not None and (x.dtype not in FLOAT_DTYPES or x.ndim == 0):
-        return f"its input has dtype {x.dtype} and shape {tuple(x.shape)}; accepted: float32, float16, bfloat16"
+    if weight.ndim != 2:
+        return f"its weight has shape {tuple(weight.shape)}; accepted: (output features, input features)"
+    for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):
+        if reason := _not_plain(fake_value(operand)):
+            return f"its {role} {reason}"
     return None
 
 
-def _insert_dynamic_quantize(gm: GraphModule, node: Node, call: LinearCall, shared: dict[Node, Quantized]) -> Quantized:
-    """``dynamic_quantize`` of the layer's input, shared by layers that read the same tensor (q, k and v)."""
-    if call.input in shared and not _written_between(shared[call.input].value, node):
-        return shared[call.input]
-    with gm.graph.inserting_before(node):
-        target = torch.ops.qframework.dynamic_quantize.default
-        quantized = gm.graph.call_function(target, (call.input, "per_token"))
-        value = gm.graph.call_function(operator.getitem, (quantized, 0))
-        scale = gm.graph.call_function(operator.getitem, (quantized, 1))
-    if (fake := fake_value(call.input)) is not None:
-        value.meta["example_value"], scale.meta["example_value"] = target(fake, "per_token")
-    shared[call.input] = Quantized(value, scale)
-    return shared[call.input]
+def _not_plain(fake: Tensor | None) -> str | None:
+    """Why the operators do not compute with a tensor; None where they do, or where nothing is known of it."""
+    if fake is None:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(fake):
+        return "belongs to torch.vmap or another transform of torch.func, which INT8 operators do not support"
+    if type(fake) not in (Tensor, torch.nn.Parameter, FakeTensor) or fake.layout != torch.strided:
+        return f"is a {type(fake).__name__} of layout {fake.layout}; accepted: plain strided tensors"
+    if fake.dtype not in FLOAT_DTYPES or fake.ndim == 0:
+        return f"has dtype {fake.dtype} and shape {tuple(fake.shape)}; accepted: float32, float16, bfloat16, not a scalar"
+    return None
 
 
-def _written_between(first: Node, last: Node) -> bool:
-    """Whether an operation between two nodes changes a tensor in place, which may be another name of the input."""
-    node = first.next
-    while node is not last:
-        if writes_in_place(node):
-            return True
-        node = node.next
-    return False
+class _SharedQuantize:
+    """``dynamic_quantize`` nodes, shared by layers that read the same tensor: q, k and v, or tied weights."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self._gm = gm
+        self._shared: dict[Node, Quantized] = {}
+
+    def before(self, linear: Node, x: Node) -> Quantized:
+        """``x`` as it is when ``linear`` reads it, one scale for each row."""
+        known = self._shared.get(x)
+        if known is None or written_between(known.value, linear, [x]) is not None:
+            known = self._shared[x] = self._insert(linear, x)
+        return known
+
+    def _insert(self, linear: Node, x: Node) -> Quantized:
+        with self._gm.graph.inserting_before(linear):
+            quantized = self._gm.graph.call_function(_dynamic_quantize, (x, "per_token"))
+            value = self._gm.graph.call_function(operator.getitem, (quantized, 0))
+            scale = self._gm.graph.call_function(operator.getitem, (quantized, 1))
+        if (fake := fake_value(x)) is not None:
+            quantized.meta["example_value"] = fakes = _dynamic_quantize(fake, "per_token")
+            value.meta["example_value"], scale.meta["example_value"] = fakes
+        return Quantized(value, scale)
+
+
+def _flat_scale(gm: GraphModule, weight: Quantized, linear: Node) -> Quantized:
+    """A weight's scales as the operator takes them: ``(N, 1)`` to ``(N,)``."""
+    with gm.graph.inserting_before(linear):
+        flat = gm.graph.call_function(torch.ops.aten.squeeze.dim, (weight.scale, -1))
+    assert isinstance(weight.scale, Node)
+    if (fake := fake_value(weight.scale)) is not None:
+        flat.meta["example_value"] = fake.squeeze(-1)
+    return Quantized(weight.value, flat)
+
+
+class _FrozenWeights:
+    """Weights quantized while the model is compiled, as buffers of the graph; one that layers share, once."""
+
+    def __init__(self, gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
+        self._gm, self._constants, self._scales = gm, constants, scales
+        self._frozen: dict[Node, Quantized] = {}
+
+    def quantized(self, weight: Node) -> Quantized | None:
+        """The buffers of a weight; None for one that the graph itself writes, which cannot be frozen."""
+        if weight not in self._frozen:
+            first, last = next(iter(self._gm.graph.nodes)), self._gm.graph.output_node()
+            value = self._constants.value(weight)
+            if value is None or written_between(first, last, [weight]) is not None:
+                return None
+            q, scale = numerics.quantize_weight(value.detach())
+            self._frozen[weight] = Quantized(self._scales.buffer(q), self._scales.buffer(scale))
+        return self._frozen[weight]

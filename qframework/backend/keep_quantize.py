@@ -2,13 +2,13 @@
 
 From::
 
-    int8_linear -> dynamic_quantize                    decomposed; Inductor reads long rows twice
+    int8_linear, or a parameter -> dynamic_quantize          decomposed; Inductor reads long rows twice
 
 To, on a GPU::
 
-    int8_linear -> dynamic_quantize.alone              a row of up to 8,192 values is read once
+    int8_linear, or a parameter -> dynamic_quantize.alone    a row of up to 8,192 values is read once
 
-An opaque operator wrote what is quantized: nothing before it can be fused.
+Nothing computes what is quantized but an opaque operator, so there is nothing to fuse with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ours = torch.ops.qframework
 def keep_dynamic_quantize(gm: GraphModule) -> None:
     """Mark every such ``dynamic_quantize``, in place."""
     for node in gm.graph.nodes:
-        if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _written_by_us(node.args[0]):
+        if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _not_fused(node.args[0]):
             node.target = _ours.dynamic_quantize.alone
 
 
@@ -32,8 +32,9 @@ def _is_per_token(node: Node) -> bool:
     return argument(node, 1, "granularity") == "per_token"
 
 
-def _written_by_us(x: object) -> bool:
-    if not isinstance(x, Node) or x.target is not _ours.int8_linear.default:
+def _not_fused(x: object) -> bool:
+    """Whether no code of Inductor's computes ``x``: an input of the graph, a parameter, a result of ``int8_linear``."""
+    if not isinstance(x, Node) or not (x.op in ("placeholder", "get_attr") or x.target is _ours.int8_linear.default):
         return False
     fake = fake_value(x)
     return fake is not None and fake.device.type == "cuda"

@@ -34,6 +34,7 @@ from qframework.graph.nodes import (
     layer_name,
     linear_call,
 )
+from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES, QMAX
 
 _decomposed = torch.ops.quantized_decomposed
@@ -78,6 +79,7 @@ def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) 
         name = layer_name(node)
         try:
             a, b = quantized_operands(call, constants, name)
+            _require_unchanged(node, call)
         except Refused as refusal:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
@@ -161,22 +163,43 @@ def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -
 
 
 def find_epilogue(linear: Node) -> Epilogue:
-    """Follow the only user of each value for as long as ``int8_linear`` can compute it."""
-    epilogue = Epilogue(linear)
+    """Follow the only user of each value for as long as ``int8_linear`` can compute it.
+
+    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place.
+    """
+    epilogue, reads = Epilogue(linear), _reads(linear)
     while len(epilogue.end.users) == 1:
         user = next(iter(epilogue.end.users))
+        if written_between(linear.next, user, reads) is not None:
+            break
         if is_inactive_dropout(user):
             epilogue.end = user
         elif epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
             epilogue.end, epilogue.activation = user, name
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
             epilogue.end, epilogue.residual = user, residual
+            reads.append(residual)
         elif (scale := static_quantize_scale(user, epilogue.end)) is not None:
             epilogue.end, epilogue.out_scale = user, scale
             break
         else:
             break
     return epilogue
+
+
+def _require_unchanged(linear: Node, call: LinearCall) -> None:
+    """Refuse a linear one of whose operands is written between its dequantization and the product."""
+    for operand in (call.input, call.weight):
+        if "dequantize" in str(operand.target):
+            writer = written_between(operand.next, linear, [operand, *operand.all_input_nodes])
+            if writer is not None:
+                raise Refused(f"{writer.name} changes one of its operands in place before the product")
+
+
+def _reads(linear: Node) -> list[Node]:
+    """What an INT8 linear reads in the place of ``linear``: its operands, or what they dequantize."""
+    operands = linear.all_input_nodes
+    return operands + [x for node in operands if "dequantize" in str(node.target) for x in node.all_input_nodes]
 
 
 def static_quantize_scale(node: Node, value: Node) -> float | Node | None:

@@ -11,8 +11,9 @@ from qframework.errors import UnsupportedError
 from qframework.kernels.attention_variants import VARIANTS, resolve
 
 # Our options: the values each accepts, the default first.
-KNOWN_OPTIONS: dict[str, tuple[str, ...]] = {
+KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "linear": ("off", "int8_dynamic"),
+    "freeze_weights": (False, True),
     "attention": ("auto", "sage", "off", *VARIANTS),
 }
 
@@ -22,6 +23,7 @@ class BackendOptions:
     """What the caller asked for: ours by name, the rest as Inductor configuration."""
 
     linear: str = "off"
+    freeze_weights: bool = False
     attention: str | Mapping[str, str] = "auto"  # for all layers, or by layer
     inductor: dict[str, Any] = field(default_factory=dict)
 
@@ -51,7 +53,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
     return dict(modes[mode or "default"])
 
 
-def _checked_value(key: str, value: Any) -> str | dict[str, str]:
+def _checked_value(key: str, value: Any) -> Any:
     if key == "attention" and isinstance(value, Mapping):  # a variant for each layer, as calibrate_attention chooses
         return {layer: str(_checked_value(key, variant)) for layer, variant in value.items()}
     if key == "attention" and _is_variant(value):
@@ -76,7 +78,7 @@ def _inductor_name(key: str) -> str:
     name = key.replace("-", "_")
     known = list_options()
     if name not in known:
-        ours = "; ".join(f"{k!r}: {' | '.join(v)}" for k, v in KNOWN_OPTIONS.items())
+        ours = "; ".join(f"{k!r}: {' | '.join(map(str, v))}" for k, v in KNOWN_OPTIONS.items())
         close = difflib.get_close_matches(name, [*KNOWN_OPTIONS, *known])
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UnsupportedError(

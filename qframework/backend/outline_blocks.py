@@ -27,7 +27,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from qframework.graph.nodes import is_inactive_dropout, operation, writes_in_place
+from qframework.graph.nodes import is_inactive_dropout, operation
+from qframework.graph.writes import writes_in_place
 
 _LEAST_SAVED = 40  # nodes that Inductor is spared; below, a subgraph costs more than it saves
 _LONGEST = 200  # nodes of a block

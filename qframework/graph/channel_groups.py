@@ -26,8 +26,9 @@ from torch.fx import GraphModule, Node
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import CASTS, is_assertion
 from qframework.graph.channels import ChannelView, Dim, parts, through
-from qframework.graph.nodes import argument, fake_value, linear_call, operation, writes_in_place
+from qframework.graph.nodes import argument, fake_value, linear_call, operation
 from qframework.graph.shapes import same
+from qframework.graph.writes import writes_in_place
 
 _READS_ONLY_THE_SHAPE = {"sym_size", "size"}
 _NORMS = {"layer_norm", "rms_norm"}

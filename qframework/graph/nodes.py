@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
+
+from qframework.numerics import FLOAT_DTYPES
 
 aten = torch.ops.aten
 
@@ -119,7 +121,8 @@ def is_inactive_dropout(node: Node) -> bool:
 
 
 def added_to(node: Node, operand: Node) -> Node | None:
-    """The tensor that ``node`` adds to ``operand``, where both have the shape of the sum; None for any other node.
+    """The tensor that ``node`` adds to ``operand``, where both have the shape of the sum and all are of a dtype that
+    the operators compute in; None for any other node.
 
     ``x += operand`` does not count: it changes a tensor that others may see.
     """
@@ -132,39 +135,9 @@ def added_to(node: Node, operand: Node) -> Node | None:
     other = right if left is operand else left
     if left is right or not isinstance(other, Node) or (in_place and left is not operand):
         return None
-    shapes = [fake.shape if (fake := fake_value(n)) is not None else None for n in (node, operand, other)]
-    same = shapes[0] is not None and shapes[0] == shapes[1] == shapes[2]
-    return other if same and fake_value(other).dtype.is_floating_point else None  # type: ignore[union-attr]
-
-
-def writes_in_place(node: Node) -> bool:
-    """Whether the node may change one of its inputs: ``x += y``, ``x.add_(y)``, ``relu(x, inplace=True)``."""
-    if node.op not in ("call_function", "call_method"):
-        return False
-    if isinstance(node.target, torch._ops.OpOverload):
-        return node.target._schema.is_mutable
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    in_place_operator = getattr(operator, f"__{name}__", None) is node.target and name.startswith("i")
-    return (
-        node.kwargs.get("inplace") is True or name.rstrip("_") + "_" == name or in_place_operator or name == "setitem"
-    )
-
-
-def written_between(first: Node, last: Node, operands: Iterable[Node], own: Collection[Node] = ()) -> Node | None:
-    """A node from ``first`` to ``last``, not one of ``own``, that writes into the memory of an operand."""
-    memory = {_memory(node) for node in operands} - {None}
-    node = first
-    while node is not last:
-        if node not in own and writes_in_place(node) and {_memory(x) for x in node.all_input_nodes} & memory:
-            return node
-        node = node.next
-    return None
-
-
-def _memory(node: Node) -> int | None:
-    """What tells the memory of a tensor, and of its views, from that of others."""
-    fake = fake_value(node)
-    return None if fake is None else fake.untyped_storage()._cdata
+    fakes = [fake for n in (node, operand, other) if (fake := fake_value(n)) is not None]
+    computable = len(fakes) == 3 and fakes[0].shape == fakes[1].shape == fakes[2].shape
+    return other if computable and all(fake.dtype in FLOAT_DTYPES for fake in fakes) else None
 
 
 def fake_value(node: Node) -> Tensor | None:

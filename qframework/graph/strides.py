@@ -11,8 +11,9 @@ from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
-from qframework.graph.nodes import fake_value, operation, writes_in_place
+from qframework.graph.nodes import fake_value, operation
 from qframework.graph.shapes import same_shape
+from qframework.graph.writes import writes_in_place
 
 
 def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:

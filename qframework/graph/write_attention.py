@@ -17,9 +17,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
-from qframework.graph.nodes import fake_value, operation, written_between
+from qframework.graph.nodes import fake_value, operation
 from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
 from qframework.graph.shapes import same, same_shape, splits_first
+from qframework.graph.writes import written_between
 
 aten = torch.ops.aten
 

@@ -29,13 +29,13 @@ class Capture:
         self.reports: list[list[LayerReport]] = []
 
     def __call__(self, gm: GraphModule, example_inputs: Any) -> Callable[..., Any]:
-        reports, weights = lower(gm, example_inputs, self.options)
+        reports = lower(gm, example_inputs, self.options)
         self.graphs.append(gm)
         self.reports.append(reports)
         if self.edit is not None:
             self.edit(gm)
             gm.recompile()
-        return weights.follow(gm.forward)
+        return gm.forward
 
     @property
     def attention(self) -> list[LayerReport]:

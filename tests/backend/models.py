@@ -47,7 +47,7 @@ def converted(model: nn.Module, x: Tensor, config: LinearConfig | None = None, *
 
 
 def lowered(gm: GraphModule, **options: str) -> tuple[GraphModule, list[LayerReport]]:
-    reports, _ = lower(gm, (), BackendOptions(**options))
+    reports = lower(gm, (), BackendOptions(**options))
     return gm, reports
 
 

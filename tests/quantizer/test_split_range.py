@@ -99,7 +99,7 @@ def test_the_backend_computes_both_in_int8():
     model, x = outlying(), torch.randn(3, 5, 16)
     graph = converted(model, [x], True)
     reference = graph(x)
-    reports, _ = lower(graph, (), BackendOptions())
+    reports = lower(graph, (), BackendOptions())
     assert count(graph)[INT8_LINEAR] == 3
     assert count(graph)[LINEAR] == 0
     assert [report.lowered for report in reports] == [True] * 3

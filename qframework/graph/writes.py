@@ -1,0 +1,144 @@
+"""Which tensors a node of a captured graph changes in place: what the schemas of the operators behind it say.
+
+A node that calls an operator has a schema of its own. Any other node (``F.relu(x, True)``, ``x += y``, ``x.add_(y)``,
+``torch.add(x, y, out=z)``) is run once on fake tensors, and the schema of every operator that it calls is read. A node
+that cannot be run so is taken to change all of its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+def writes_in_place(node: Node) -> bool:
+    """Whether the node may change one of its inputs."""
+    return bool(written_inputs(node))
+
+
+def written_between(first: Node, last: Node, operands: Iterable[Node], own: Collection[Node] = ()) -> Node | None:
+    """A node from ``first`` up to ``last``, not one of ``own``, that may write into the memory of an operand.
+
+    Operands whose value tracing did not record may lie anywhere.
+    """
+    memory = [_memory(node) for node in operands]
+    node = first
+    while node is not last:
+        if node not in own and any(_overlap(_memory(x), m) for x in written_inputs(node) for m in memory):
+            return node
+        node = node.next
+    return None
+
+
+def written_inputs(node: Node) -> set[Node]:
+    """The inputs of a node whose memory it may change."""
+    if not node.op.startswith("call") or not node.all_input_nodes:
+        return set()
+    if isinstance(node.target, torch._ops.OpOverload):
+        return {x for value in _written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
+    if not any(map(_may_hold_a_tensor, node.all_input_nodes)):
+        return set()
+    try:
+        return _observed(node)
+    except Exception:  # noqa: BLE001 (whatever kept it from being run on fake tensors, it may write anywhere)
+        return set(node.all_input_nodes)
+
+
+def _written_arguments(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+    """The arguments of a call that the operator's schema marks as written."""
+    if not operator._schema.is_mutable:
+        return
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.is_write:
+            yield args[place] if place < len(args) else kwargs.get(argument.name)
+
+
+def _nodes(value: Any) -> list[Node]:
+    found: list[Node] = []
+    map_arg(value, found.append)
+    return found
+
+
+class _WrittenMemory(TorchDispatchMode):
+    """Records the memory that operators write while the mode is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        written = pytree.tree_leaves(list(_written_arguments(func, args, kwargs)))
+        self.memory |= {_storage(x) for x in written if isinstance(x, Tensor)}
+        return func(*args, **kwargs)
+
+
+def _observed(node: Node) -> set[Node]:
+    """The inputs that a node writes when it is run on fake tensors like those that tracing recorded."""
+    if node.op == "call_module":
+        raise NotImplementedError("the module's operators are not in the graph")
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
+        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        run: Callable[..., Any] = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
+        with _WrittenMemory() as written:
+            run(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
+    owners = {_storage(t): x for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
+    return {owners[memory] for memory in written.memory if memory in owners}
+
+
+def _copy(value: Any) -> Any:
+    """A value that a graph may change: a new fake tensor of the same kind, a number for a symbol."""
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        if value.node.hint is None:
+            raise NotImplementedError(f"{value} depends on data")
+        return value.node.hint
+    if not isinstance(value, Tensor):
+        return value
+    if type(value) not in (Tensor, FakeTensor, torch.nn.Parameter) or value.layout != torch.strided:
+        raise NotImplementedError(f"a tensor of type {type(value).__name__}, layout {value.layout}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        raise NotImplementedError("inside a transform of torch.func")
+    size, stride = (tuple(map(_copy, sizes)) for sizes in (value.shape, value.stride()))
+    return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
+
+
+def _recorded(node: Node) -> Any:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        raise NotImplementedError(f"tracing recorded no value of {node.name}")
+    return value
+
+
+def _may_hold_a_tensor(node: Node) -> bool:
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value is None or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def _memory(node: Node) -> set[int] | None:
+    """What tells the memory of a node's tensors, and of their views, from that of others; None where it is unknown."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None:
+        return None
+    try:
+        return {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
+    except (RuntimeError, NotImplementedError):  # a subclass, or a tensor of a transform, without memory of its own
+        return None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _overlap(one: set[int] | None, other: set[int] | None) -> bool:
+    return one is None or other is None or bool(one & other)

@@ -1,0 +1,142 @@
+"""Which inputs a node writes: asked of the operators behind it, whatever form the call was captured in."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from qframework.graph.writes import written_between, written_inputs
+
+X, Y, OUT = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
+
+
+def graph_of(run, *inputs):
+    """The graph that Dynamo captures of a function."""
+    graphs = []
+
+    def backend(gm, example_inputs):
+        graphs.append(gm)
+        return gm.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(run, backend=backend, fullgraph=True)(*(x.clone() for x in inputs))
+    return graphs[0]
+
+
+def names_of_written(gm):
+    return {x.name for node in gm.graph.nodes for x in written_inputs(node)}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x, y: F.leaky_relu(x, 0.1, True),
+        lambda x, y: F.relu6(x, True),
+        lambda x, y: F.elu(x, 1.0, True),
+        lambda x, y: F.celu(x, 1.0, True),
+        lambda x, y: F.selu(x, True),
+        lambda x, y: F.silu(x, True),
+        lambda x, y: F.mish(x, True),
+        lambda x, y: F.rrelu(x, 0.1, 0.3, False, True),
+        lambda x, y: F.hardswish(x, True),
+        lambda x, y: F.hardsigmoid(x, True),
+        lambda x, y: F.hardtanh(x, -1.0, 1.0, True),
+        lambda x, y: F.threshold(x, 0.1, 0.2, True),
+        lambda x, y: F.dropout(x, 0.5, True, True),
+        lambda x, y: nn.LeakyReLU(0.1, True)(x),
+        lambda x, y: nn.Hardtanh(inplace=True)(x),
+        lambda x, y: nn.init.zeros_(x),
+        lambda x, y: operator.iadd(x, y),
+        lambda x, y: x.__iadd__(y),
+        lambda x, y: x.__ior__(y > 0) if x.dtype == torch.bool else x.__imul__(y),
+        lambda x, y: operator.setitem(x, 0, 1.0),
+        lambda x, y: torch.add(x, y, out=x),
+        lambda x, y: torch.clamp(y, 0, 1, out=x),
+        lambda x, y: x.copy_(y),
+        lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
+        lambda x, y: torch._foreach_mul_([x], 2.0),
+        lambda x, y: torch.ops.aten.relu_.default(x),
+        lambda x, y: torch.ops.aten.add.out(y, 1, out=x),
+        lambda x, y: torch.fill_(x, 3),
+    ],
+)
+def test_every_form_of_a_write_is_seen(write):
+    assert "l_x_" in names_of_written(graph_of(lambda x, y: (write(x, y), x + 1)[1], X, Y))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x, y: F.leaky_relu(x, 0.1, False),
+        lambda x, y: F.dropout(x, 0.5, False, False),
+        lambda x, y: F.layer_norm(x, (4,)),
+        lambda x, y: x + y,
+        lambda x, y: x.__add__(y),
+        lambda x, y: x.view(-1).chunk(2)[0] * 2,
+        lambda x, y: F.scaled_dot_product_attention(x[None], y[None], y[None]),
+        lambda x, y: torch.einsum("ij,jk->ik", x, y),
+        lambda x, y: torch.ops.aten.add.Tensor(x, y),
+        lambda x, y: torch.cat([x, y]),
+    ],
+)
+def test_what_reads_only_writes_nothing(read):
+    assert not names_of_written(graph_of(read, X, Y))
+
+
+def test_out_is_written_and_its_operands_are_not():
+    gm = graph_of(lambda x, y, out: (torch.add(x, y, out=out), out * 2)[1], X, Y, OUT)
+    assert names_of_written(gm) == {"l_out_"}
+
+
+def test_symbolic_sizes_are_no_obstacle():
+    def run(x, y):
+        F.leaky_relu(x, 0.1, True)
+        return x + 1
+
+    graphs = []
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(run, backend=lambda gm, _: graphs.append(gm) or gm.forward, dynamic=True)(X.clone(), Y)
+    assert names_of_written(graphs[0]) == {"l_x_"}
+
+
+def test_a_write_through_a_view_reaches_what_is_viewed_and_nothing_else():
+    def run(x, y):
+        kept, z = x * 1.0, y * 1.0
+        z.view(2, 8)[0].mul_(2)
+        return kept + z
+
+    gm = graph_of(run, X, Y)
+    kept, z, *_, last = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    assert written_between(kept, last, [z]) is not None
+    assert written_between(kept, last, [kept]) is None
+
+
+def test_a_parameter_written_through_data_is_seen():
+    gm = graph_of(lambda x, y: (x.data.mul_(2), x + y)[1], X, Y)
+    placeholder = next(iter(gm.graph.nodes))
+    assert written_between(placeholder, gm.graph.output_node(), [placeholder]) is not None
+
+
+def test_a_call_that_cannot_be_run_on_fake_tensors_may_write_all_its_inputs():
+    def opaque(x, y):
+        raise RuntimeError("only real tensors")
+
+    graph = torch.fx.Graph()
+    x, y = graph.placeholder("x"), graph.placeholder("y")
+    x.meta["example_value"], y.meta["example_value"] = X, Y
+    assert written_inputs(graph.call_function(opaque, (x, y))) == {x, y}
+
+
+def test_a_custom_operator_is_asked_what_it_mutates():
+    @torch.library.custom_op("qframework_tests::scale_in_place", mutates_args=("x",))
+    def scale_in_place(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.mul_(y)
+
+    gm = graph_of(lambda x, y: (torch.ops.qframework_tests.scale_in_place(x, y), x + 1)[1], X, Y)
+    assert names_of_written(gm) == {"l_x_"}
