@@ -73,6 +73,8 @@ def _qframework(graphs: bool = False, **options: Any) -> Callable[[nn.Module], F
 
 
 _OVERLAP = {"triton.enable_pdl": True}  # Inductor's kernels too begin while the one before them still runs
+_LIVE: dict[str, Any] = {"linear": "int8_dynamic"}
+_FROZEN: dict[str, Any] = {**_LIVE, "freeze_weights": True}
 _int8 = functools.partial(Provider, precision="int8")
 _static = functools.partial(quantize_qframework, preset="static_int8")
 _dynamic = functools.partial(quantize_qframework, preset="dynamic_int8")
@@ -104,7 +106,11 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_dynamic_sage_graphs": _int8(quantize=_dynamic, compile=_qframework(graphs=True, attention="sage")),
     "qframework_static_overlap": _int8(quantize=_static, compile=_qframework(**_OVERLAP), optional=True),
     "qframework_static_graphs_overlap": _int8(quantize=_static, compile=_qframework(True, **_OVERLAP), optional=True),
-    "qframework_dynamic_float": _int8(compile=_qframework(linear="int8_dynamic"), optional=True),
+    # A float model through the backend alone: weights quantized at each call, or once.
+    "qframework_dynamic_float": _int8(compile=_qframework(**_LIVE), optional=True),
+    "qframework_dynamic_float_graphs": _int8(compile=_qframework(graphs=True, **_LIVE), optional=True),
+    "qframework_dynamic_frozen": _int8(compile=_qframework(**_FROZEN), optional=True),
+    "qframework_dynamic_frozen_graphs": _int8(compile=_qframework(graphs=True, **_FROZEN), optional=True),
 }
 
 

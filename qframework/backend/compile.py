@@ -48,7 +48,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
     order = _layer_order(gm)
     attention = lower_static_attention(gm, constants, scales)
     attention = _one_for_each(attention, lower_attention(gm, options.attention))
-    fold_channel_scale(gm, constants, scales)
+    fold_channel_scale(gm, constants, scales, freeze_weights=options.freeze_weights)
     hoist_quantize(gm, constants, scales)
     reports = lower_linear(gm, constants, scales)
     if options.linear == "int8_dynamic":

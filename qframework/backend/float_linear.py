@@ -11,8 +11,8 @@ To::
     w -> qframework::dynamic_quantize (per channel) ─┴> qframework::int8_linear -> ...
 
 Each call of the compiled model reads the float weight, as any compiled model does, so that no write to it is missed:
-an optimizer's, one through ``.data``, a new parameter's, or one inside ``forward``. With ``"freeze_weights": True`` each
-weight is quantized once, when the model is compiled, and later writes to it have no effect.
+an optimizer's, one through ``.data``, a new parameter's, or one inside ``forward``. With ``"freeze_weights": True``
+each weight is quantized once, when the model is compiled, and later writes to it have no effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import operator
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
@@ -32,7 +31,7 @@ from qframework.backend.lower_linear import (
     insert_int8_linear,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call
+from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, why_not_plain
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES
 
@@ -70,22 +69,18 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
     if weight.ndim != 2:
         return f"its weight has shape {tuple(weight.shape)}; accepted: (output features, input features)"
     for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):
-        if reason := _not_plain(fake_value(operand)):
+        if reason := _not_computable(fake_value(operand)):
             return f"its {role} {reason}"
     return None
 
 
-def _not_plain(fake: Tensor | None) -> str | None:
+def _not_computable(fake: Tensor | None) -> str | None:
     """Why the operators do not compute with a tensor; None where they do, or where nothing is known of it."""
-    if fake is None:
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(fake):
-        return "belongs to torch.vmap or another transform of torch.func, which INT8 operators do not support"
-    if type(fake) not in (Tensor, torch.nn.Parameter, FakeTensor) or fake.layout != torch.strided:
-        return f"is a {type(fake).__name__} of layout {fake.layout}; accepted: plain strided tensors"
-    if fake.dtype not in FLOAT_DTYPES or fake.ndim == 0:
-        return f"has dtype {fake.dtype} and shape {tuple(fake.shape)}; accepted: float32, float16, bfloat16, not a scalar"
-    return None
+    if (reason := why_not_plain(fake)) is not None or fake is None:
+        return reason
+    if fake.dtype not in FLOAT_DTYPES:
+        return f"has dtype {fake.dtype}; accepted: float32, float16, bfloat16"
+    return "is a scalar; accepted: one dimension or more" if fake.ndim == 0 else None
 
 
 class _SharedQuantize:

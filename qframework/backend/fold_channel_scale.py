@@ -9,8 +9,9 @@ To::
     linear -> [activation] -> [+ residual] -> qframework::quantize (S / c, one scale for each channel)
 
 which lower_linear then takes into the linear's epilogue: ``round(y * c / S)`` in both. The quantizer writes such
-products where it moves scales of channels into weights (qframework/quantizer/channel_scales.py). The constants, like
-S, are read when the model is compiled. Elsewhere the product stays, for Inductor to fuse with what comes before it.
+products where it moves scales of channels into weights (qframework/quantizer/channel_scales.py). S is a number of the
+graph. The constants are a buffer, which each call reads unless weights are frozen. Elsewhere the product stays, for
+Inductor to fuse with what comes before it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from qframework.graph.nodes import Constants, argument, fake_value, linear_call,
 _ours = torch.ops.qframework
 
 
-def fold_channel_scale(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
+def fold_channel_scale(
+    gm: GraphModule, constants: Constants, scales: ScaleConstants, *, freeze_weights: bool = False
+) -> None:
     """Fold every such product behind a linear that is quantized itself, in place."""
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
@@ -35,10 +38,10 @@ def fold_channel_scale(gm: GraphModule, constants: Constants, scales: ScaleConst
         product = next(iter(end.users)) if len(end.users) == 1 else None
         factor = _channel_factor(product, end, constants) if product is not None else None
         if product is not None and factor is not None:
-            _fold(gm, product, end, factor, scales)
+            _fold(gm, product, end, factor, constants.value(factor) if freeze_weights else None, scales)
 
 
-def _channel_factor(node: Node, value: Node, constants: Constants) -> Tensor | None:
+def _channel_factor(node: Node, value: Node, constants: Constants) -> Node | None:
     """The positive constant ``(N,)`` that ``node`` multiplies the channels of ``value`` with, None for another node."""
     if operation(node) != "mul":
         return None
@@ -50,16 +53,23 @@ def _channel_factor(node: Node, value: Node, constants: Constants) -> Tensor | N
         return None
     fits = constant.numel() == fake.shape[-1] and constant.is_floating_point()
     usable = fits and fake_value(node) is not None and fake_value(node).dtype == fake.dtype  # type: ignore[union-attr]
-    return constant if usable and bool(((constant > 0) & constant.isfinite()).all()) else None
+    return factor if usable and bool(((constant > 0) & constant.isfinite()).all()) else None
 
 
-def _fold(gm: GraphModule, product: Node, end: Node, factor: Tensor, scales: ScaleConstants) -> None:
+def _fold(
+    gm: GraphModule, product: Node, end: Node, factor: Node, frozen: Tensor | None, scales: ScaleConstants
+) -> None:
     """Quantize ``end`` instead of ``product``, if all that reads the product quantizes it, with one scale."""
     found = [static_quantize_scale(user, product) for user in product.users]
     if not found or not isinstance(found[0], float) or any(scale != found[0] for scale in found):
         return
     with gm.graph.inserting_before(product):
-        scale = scales.buffer(found[0] / factor.detach().float())
+        device = fake_value(product).device  # type: ignore[union-attr]
+        if frozen is not None:
+            scale = scales.buffer(found[0] / frozen.detach().float())
+        else:
+            constant = gm.graph.call_function(torch.ops.aten.to.dtype, (factor, torch.float32))
+            scale = gm.graph.call_function(torch.ops.aten.div.Tensor, (scales.node(found[0], device), constant))
         quantized = gm.graph.call_function(_ours.quantize.default, (end, scale))
     quantized.meta = dict(product.meta)
     mark_int8([quantized])

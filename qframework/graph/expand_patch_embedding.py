@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, operation, why_not_plain
 from qframework.graph.shapes import same
 from qframework.graph.strides import follow_strides
 
@@ -61,7 +61,7 @@ def _patch_embedding(node: Node) -> _PatchEmbedding | None:
     fakes = [fake_value(operand) if isinstance(operand, Node) else None for operand in (image, weight, node)]
     if any(fake is None or fake.ndim != spatial + 2 or not fake.is_floating_point() for fake in fakes):
         return None
-    if any(torch._C._functorch.is_batchedtensor(fake) for fake in fakes if fake is not None):  # inside vmap
+    if any(map(why_not_plain, fakes)):
         return None
     _, channels, *kernel = fakes[1].shape  # type: ignore[union-attr]
     known = all(isinstance(size, int) for size in (channels, *kernel))

@@ -146,6 +146,17 @@ def fake_value(node: Node) -> Tensor | None:
     return value if isinstance(value, Tensor) else None
 
 
+def why_not_plain(value: Tensor | None) -> str | None:
+    """Why no operator of ours computes with a tensor, whatever its dtype; None where one may, or nothing is known."""
+    if value is None:
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+        return "belongs to torch.vmap or another transform of torch.func, which INT8 operators do not support"
+    if type(value) not in (Tensor, torch.nn.Parameter, FakeTensor) or value.layout != torch.strided:
+        return f"is a {type(value).__name__} of layout {value.layout}; accepted: plain strided tensors"
+    return None
+
+
 class Constants:
     """The real tensors behind a graph's attributes and parameter placeholders."""
 

@@ -9,7 +9,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, is_assertion
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, operation, why_not_plain
 from qframework.graph.write_attention import AttentionWriter, cannot_be_viewed
 from qframework.graph.writes import writes_in_place, written_between
 from qframework.numerics import FLOAT_DTYPES
@@ -17,7 +17,10 @@ from qframework.numerics import FLOAT_DTYPES
 
 def _require_computable(call: AttentionCall) -> None:
     end = fake_value(call.end)
-    if end is None or end.dtype not in FLOAT_DTYPES or end.layout != torch.strided:
+    for operand in (call.query, call.key, call.value, call.end):
+        if (reason := why_not_plain(fake_value(operand))) is not None:
+            raise Refused(f"{operand.name} {reason}")
+    if end is None or end.dtype not in FLOAT_DTYPES:
         dtype = None if end is None else end.dtype
         raise Refused(f"its result has dtype {dtype}; accepted: float32, float16, bfloat16")
     if end.device.type not in ("cpu", "cuda"):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from qframework.graph.nodes import why_not_plain
 
 
 def writes_in_place(node: Node) -> bool:
@@ -85,16 +87,25 @@ class _WrittenMemory(TorchDispatchMode):
 
 def _observed(node: Node) -> set[Node]:
     """The inputs that a node writes when it is run on fake tensors like those that tracing recorded."""
-    if node.op == "call_module":
-        raise NotImplementedError("the module's operators are not in the graph")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
-        run: Callable[..., Any] = getattr(args[0], node.target) if isinstance(node.target, str) else node.target
         with _WrittenMemory() as written:
-            run(*(args[1:] if isinstance(node.target, str) else args), **kwargs)
+            _callable(node)(*args, **kwargs)
     owners = {_storage(t): x for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
     return {owners[memory] for memory in written.memory if memory in owners}
+
+
+def _callable(node: Node) -> Callable[..., Any]:
+    """What a node calls; a module only if it has no state that the call might change."""
+    if node.op == "call_function":
+        return node.target  # type: ignore[return-value]
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target))  # type: ignore[no-any-return]
+    module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
+    if module.state_dict():
+        raise NotImplementedError(f"{node.target} is a module with parameters or buffers")
+    return module
 
 
 def _copy(value: Any) -> Any:
@@ -105,10 +116,8 @@ def _copy(value: Any) -> Any:
         return value.node.hint
     if not isinstance(value, Tensor):
         return value
-    if type(value) not in (Tensor, FakeTensor, torch.nn.Parameter) or value.layout != torch.strided:
-        raise NotImplementedError(f"a tensor of type {type(value).__name__}, layout {value.layout}")
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
-        raise NotImplementedError("inside a transform of torch.func")
+    if (reason := why_not_plain(value)) is not None:
+        raise NotImplementedError(f"it {reason}")
     size, stride = (tuple(map(_copy, sizes)) for sizes in (value.shape, value.stride()))
     return torch.empty_strided(size, stride, dtype=value.dtype, device=value.device)
 

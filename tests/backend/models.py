@@ -46,7 +46,7 @@ def converted(model: nn.Module, x: Tensor, config: LinearConfig | None = None, *
     return convert_pt2e(prepared)
 
 
-def lowered(gm: GraphModule, **options: str) -> tuple[GraphModule, list[LayerReport]]:
+def lowered(gm: GraphModule, **options: str | bool) -> tuple[GraphModule, list[LayerReport]]:
     reports = lower(gm, (), BackendOptions(**options))
     return gm, reports
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
+
 import pytest
 import torch
 from models import Block, example
@@ -173,3 +176,62 @@ class TestLowering:
 
         torch.compile(model, backend=backend)(x)
         assert sum(node.target is F.dropout for node in graphs[0].graph.nodes) == 2
+
+
+@pytest.mark.usefixtures("fresh_dynamo", "no_grad")
+class TestLeftInFloat:
+    """What no INT8 operator computes is compiled as it is, with a reason that names why."""
+
+    @pytest.mark.parametrize(
+        ("run", "reason"),
+        [
+            (lambda layer, x: torch.vmap(layer)(x), "torch.vmap"),
+            (lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1], "transform of torch.func"),
+            (lambda layer, x: layer(nested(x)).values(), "NestedTensor"),
+            (lambda layer, x: layer.double()(x.double()), "float64"),
+            (lambda layer, x: F.linear(x, layer.bias.new_parameter), "shape (32,)"),
+        ],
+        ids=["vmap", "jvp", "nested", "float64", "vector"],
+    )
+    def test_layer_is_left_whole(self, run, reason):
+        layer, x, reports = nn.Linear(32, 16).eval(), example(), []
+        layer.bias.new_parameter = nn.Parameter(torch.randn(32))
+        y = torch.compile(lambda x: run(layer, x), backend=eager_backend(reports))(x)
+        assert [(r.lowered, r.fallback) for r in reports] == [(False, True)]
+        assert reason in reports[0].reason
+        torch.testing.assert_close(y, run(layer, x))
+
+    def test_attention_inside_vmap(self):
+        q, reports = torch.randn(3, 2, 8, 16), []
+
+        def backend(gm, example_inputs):
+            reports.extend(lower(gm, example_inputs, BackendOptions(attention="sage_b")))
+            return gm.forward
+
+        y = torch.compile(torch.vmap(lambda q: F.scaled_dot_product_attention(q, q, q)), backend=backend)(q)
+        assert [(r.lowered, r.fallback) for r in reports] == [(False, True)]
+        assert "torch.vmap" in reports[0].reason
+        torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q))
+
+    @pytest.mark.parametrize(
+        ("add", "dtype"),
+        [
+            *itertools.product((operator.add, torch.add), (torch.float64, torch.complex64, torch.int64)),
+            *itertools.product((operator.iadd,), (torch.float64, torch.int64)),  # in place, no complex number to a real
+        ],
+    )
+    def test_a_sum_in_a_dtype_of_its_own_stays_behind_the_operator(self, add, dtype):
+        layer, x, reports = nn.Linear(32, 16).eval(), example(), []
+        other = torch.ones(2, 7, 16, dtype=dtype)
+
+        def run(x):
+            return add(F.relu(layer(x)), other)
+
+        y = torch.compile(run, backend=eager_backend(reports))(x)
+        assert reports[0].operator.startswith("qframework::int8_linear (relu)")
+        assert y.dtype == run(x).dtype
+        assert numerics.sqnr_db(run(x).abs(), y.abs()) > 30
+
+
+def nested(x):
+    return torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import count, example, exported, lowered, targets
@@ -50,12 +52,13 @@ def converted(model: nn.Module, x: Tensor, recipe: Recipe | None = None):
     return convert_pt2e(prepared)
 
 
-def test_product_goes_into_the_epilogue() -> None:
+@pytest.mark.parametrize("freeze_weights", [False, True])
+def test_product_goes_into_the_epilogue(freeze_weights: bool) -> None:
     x, constant = example(DIM), torch.linspace(0.1, 10, 2 * DIM)
     gm = converted(Scaled(constant), x)
     expected = gm(x)
     assert count(gm, MUL) == 1
-    gm, reports = lowered(gm)
+    gm, reports = lowered(gm, freeze_weights=freeze_weights)
     assert [report.operator for report in reports] == [
         "qframework::int8_linear (gelu, int8 out)",
         "qframework::int8_linear",
@@ -63,12 +66,21 @@ def test_product_goes_into_the_epilogue() -> None:
     assert count(gm, MUL) == 0
     assert count(gm, torch.ops.qframework.quantize.default) == 1  # of the input of the model
     first = next(node for node in gm.graph.nodes if node.target is INT8_LINEAR)
-    scale = gm.get_buffer(first.args[7].target)
-    # one scale over the constants: all products are the same
-    assert scale.shape == (2 * DIM,)
-    torch.testing.assert_close(scale * constant, scale[0] * constant[0].expand(2 * DIM), rtol=1e-6, atol=0)
+    assert (first.args[7].op == "get_attr") is freeze_weights
     # next to a tie the two ways of rounding differ by one step
     assert sqnr_db(expected, gm(x)) > 45
+
+
+def test_a_written_constant_is_followed_unless_it_is_frozen() -> None:
+    x = example(DIM)
+    gm = converted(Scaled(torch.linspace(0.1, 10, 2 * DIM)), x)
+    before = gm(x)
+    live, frozen = lowered(copy.deepcopy(gm))[0], lowered(copy.deepcopy(gm), freeze_weights=True)[0]
+    for model in (gm, live, frozen):
+        model.constant.data.mul_(0.5)
+    assert sqnr_db(gm(x), live(x)) > 45
+    assert sqnr_db(before, frozen(x)) > 45
+    assert sqnr_db(gm(x), before) < 20
 
 
 @pytest.mark.parametrize(
@@ -105,4 +117,5 @@ def test_recipe_compiles_to_as_many_operators_as_without() -> None:
         assert sqnr_db(model(x), expected) > sqnr_db(model(x), plain(x)) + 3
         got = torch.compile(scaled, backend="qframework")(x)
     assert sqnr_db(expected, got) > 45
-    assert sorted(map(str, targets(lowered(plain)[0]))) == sorted(map(str, targets(lowered(scaled)[0])))
+    frozen, _ = lowered(scaled, freeze_weights=True)
+    assert sorted(map(str, targets(lowered(plain)[0]))) == sorted(map(str, targets(frozen)))
