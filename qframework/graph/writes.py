@@ -101,7 +101,7 @@ def _callable(node: Node) -> Callable[..., Any]:
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]
     if node.op == "call_method":
-        return getattr(Tensor, str(node.target))  # type: ignore[no-any-return]
+        return getattr(Tensor, str(node.target))
     module = node.graph.owning_module.get_submodule(str(node.target))  # type: ignore[union-attr]
     if module.state_dict():
         raise NotImplementedError(f"{node.target} is a module with parameters or buffers")
