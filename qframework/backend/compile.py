@@ -14,6 +14,7 @@ from torch.fx import GraphModule
 
 from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
+from qframework.backend.group_weights import group_weights
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
@@ -57,6 +58,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
     expand_patch_embedding(gm)  # after the linears, of which it is to be none
     reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
+    group_weights(gm, constants)
     keep_dynamic_quantize(gm)
     gm.graph.lint()
     gm.recompile()

@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
+from qframework.backend.group_weights import reads_grouped_weight
 from qframework.graph.nodes import is_inactive_dropout, operation
 from qframework.graph.writes import writes_in_place
 
@@ -131,6 +132,7 @@ def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]
     def cost(begin: int) -> tuple[bool, int]:
         cut = begin + repeat.length  # between two stretches
         crossing = [node for node, last in zip(calls[:cut], last_use, strict=False) if last >= cut]
+        crossing = [node for node in crossing if not reads_grouped_weight(node)]
         return any(node.target is not _int8_linear for node in crossing), len(crossing)
 
     begin = min(range(repeat.start, repeat.start + repeat.length), key=cost)
@@ -157,11 +159,15 @@ def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
     fakes = [_fakes(node) for node in inputs]
     if any(fake is None or len(fake) != 1 or not _is_known(fake[0]) for fake in fakes):
         return None
-    if not all(node.op in ("placeholder", "get_attr") or node.target is _int8_linear for node in inputs):
+    if not all(map(_may_come_from_outside, inputs)):
         return None
     if not outputs or any(node.target is not _int8_linear for node in outputs):  # a view would share memory
         return None
     return operands, tuple(_like(fake[0]) for fake in fakes if fake), tuple(inside[node] for node in outputs)
+
+
+def _may_come_from_outside(node: Node) -> bool:
+    return node.op in ("placeholder", "get_attr") or node.target is _int8_linear or reads_grouped_weight(node)
 
 
 def _inputs(block: Sequence[Node]) -> list[Node]:

@@ -24,12 +24,14 @@ from qframework.kernels._launch import finished
 from qframework.kernels._triton import HAS_TRITON, INTERPRET, triton
 from qframework.kernels.int8_linear_launch import warm_up_int8_linear
 from qframework.kernels.quantize import warm_up_dynamic_quantize
+from qframework.kernels.quantize_weights import warm_up_quantize_weights
 
 logger = logging.getLogger(__name__)
 
 _WARM_UPS: dict[Any, Callable[..., Any]] = {
     torch.ops.qframework.int8_linear.default: warm_up_int8_linear,
     torch.ops.qframework.dynamic_quantize.alone: warm_up_dynamic_quantize,
+    torch.ops.qframework.quantize_weights.default: warm_up_quantize_weights,
 }
 _failures: set[str] = set()  # those that were logged
 
@@ -58,8 +60,21 @@ class _Call(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        device: torch.device = self.arguments[0].device
+        first = self.arguments[0]
+        device: torch.device = (first if isinstance(first, _Like) else first[0]).device
         return device
+
+    def operands(self) -> list[Any]:
+        """The arguments, with tensors on "meta" that have no values."""
+        return [[x.on_meta() for x in value] if _is_list(value) else _on_meta(value) for value in self.arguments]
+
+
+def _is_list(value: Any) -> bool:
+    return type(value) is tuple and all(isinstance(x, _Like) for x in value)
+
+
+def _on_meta(value: Any) -> Any:
+    return value.on_meta() if isinstance(value, _Like) else value
 
 
 @contextlib.contextmanager
@@ -85,9 +100,10 @@ def _call(node: Node) -> _Call | None:
         return None
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = [argument(node, place, each.name, default=each.default_value) for place, each in enumerate(schema)]
-    known = [_like(value) if isinstance(value, Node) else value for value in given]
-    if any(like is None for value, like in zip(given, known, strict=True) if isinstance(value, Node)):
+    likes = {each: _like(each) for each in node.all_input_nodes}
+    if None in likes.values():
         return None
+    known = (tuple(map(likes.get, value)) if isinstance(value, list) else likes.get(value, value) for value in given)
     call = _Call(_WARM_UPS[node.target], tuple(known))
     return call if call.device.type == "cuda" else None
 
@@ -114,9 +130,8 @@ def _compile(calls: list[_Call]) -> None:
 
 
 def _start(call: _Call) -> Any:
-    arguments = (value.on_meta() if isinstance(value, _Like) else value for value in call.arguments)
     with current_device(call.device):
-        return call.warm_up(call.device, *arguments)
+        return call.warm_up(call.device, *call.operands())
 
 
 def _load(kernel: Any, device: torch.device) -> None:

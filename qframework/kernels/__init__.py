@@ -16,6 +16,7 @@ from qframework.kernels.int8_linear import int8_linear
 from qframework.kernels.int8_linear_cpu import cpu_implementation
 from qframework.kernels.mixed_attention import mixed_attention
 from qframework.kernels.quantize import dequantize, dynamic_quantize, quantize
+from qframework.kernels.quantize_weights import quantize_weights
 from qframework.kernels.quantized_attention import quantized_attention
 from qframework.kernels.rope_quantize import rope_mean, rope_quantize
 from qframework.kernels.value_quantize import value_quantize
@@ -45,6 +46,7 @@ __all__ = [
     "int8_linear",
     "mixed_attention",
     "quantize",
+    "quantize_weights",
     "quantized_attention",
     "rope_mean",
     "rope_quantize",

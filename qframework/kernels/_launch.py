@@ -34,11 +34,12 @@ def cuda_implementation(operator: str) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first argument, a tensor, the current one: Triton launches there and nowhere else."""
+    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there."""
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        device: torch.device = args[0].device  # type: ignore[attr-defined]
+        first: Any = args[0]
+        device: torch.device = (first[0] if isinstance(first, list) else first).device
         if device.index == torch.cuda.current_device():
             return implementation(*args, **kwargs)
         with torch.cuda.device(device):

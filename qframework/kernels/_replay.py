@@ -347,6 +347,9 @@ def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Te
     """All that may decide what a call does, and its tensors."""
     key: list[Any] = [names]
     operands, pointers = [], []
+    if values and type(values[0]) is list and values[0] and isinstance(values[0][0], Tensor):
+        key.append(len(values[0]))
+        values = (*values[0], *values[1:])
     for value in values:
         if isinstance(value, Tensor):
             pointer = value.data_ptr()

@@ -76,6 +76,13 @@ def _quantize_kernel(
 
 
 @triton.jit
+def row_scale_of(amax, nan, MIN_SCALE: tl.constexpr):
+    """Scales of rows from their largest magnitudes; NaN where ``nan`` counts one, which ``amax`` has dropped."""
+    scale = tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE)
+    return tl.where(nan > 0, float("nan"), scale)
+
+
+@triton.jit
 def _dynamic_quantize_kernel(
     x_ptr,  # (M, C) float
     q_ptr,  # (M, C) int8
@@ -97,8 +104,7 @@ def _dynamic_quantize_kernel(
         x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
         amax = tl.maximum(amax, tl.abs(x))
         nan = nan | (x != x).to(tl.int32)  # maximum drops NaN; a row that holds one must not look healthy
-    scale = tl.maximum(tl.math.div_rn(tl.max(amax, 0), 127.0), MIN_SCALE)
-    scale = tl.where(tl.max(nan, 0) > 0, float("nan"), scale)
+    scale = row_scale_of(tl.max(amax, 0), tl.max(nan, 0), MIN_SCALE)
     tl.store(scale_ptr + m, scale)
     inv_scale = tl.math.div_rn(1.0, scale)
     for start in range(0, C, BLOCK_C):

@@ -21,10 +21,11 @@ from torch.fx import Interpreter
 from qframework.backend import compile as backend
 from qframework.backend import warm_up as warm_up_module
 from qframework.backend.compile import lower
+from qframework.backend.group_weights import group_weights
 from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
-from qframework.graph.nodes import fake_value
+from qframework.graph.nodes import Constants, fake_value
 from qframework.kernels import _launch, int8_linear_launch
 from qframework.kernels import int8_linear_specialized as specialized
 from qframework.kernels._triton import HAS_TRITON, INTERPRET
@@ -32,11 +33,13 @@ from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
 from qframework.kernels.int8_linear_launch import int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.int8_linear_tiles import choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _dynamic_quantize_triton, warm_up_dynamic_quantize
+from qframework.kernels.quantize_weights import _quantize_weights_kernel, quantize_weights_triton
 from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
-KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel)
-quantize_module = import_module("qframework.kernels.quantize")  # the package has a function of that name
+KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel, _quantize_weights_kernel)
+# The package has functions of these names.
+QUANTIZE_MODULES = [import_module(f"qframework.kernels.{name}") for name in ("quantize", "quantize_weights")]
 CUDA = torch.device("cuda", 0)
 _ours = torch.ops.qframework
 
@@ -126,7 +129,8 @@ def compiled(hopper, monkeypatch) -> list[str]:
         return run
 
     monkeypatch.setattr("triton.compiler.compile", compile)
-    monkeypatch.setattr(quantize_module, "launch", launch)
+    for module in QUANTIZE_MODULES:
+        monkeypatch.setattr(module, "launch", launch)
     return names
 
 
@@ -222,13 +226,14 @@ def captured(model, x, dynamic=False, **options):
     return found[0]
 
 
-def as_if_on_cuda(gm):
-    """Fakes of the graph's values on a GPU."""
+def as_if_on_cuda(gm, inputs=()):
+    """Fakes of the graph's values on a GPU, and the passes that are for one."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         for node in gm.graph.nodes:
             if (fake := fake_value(node)) is not None:
                 like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=CUDA)
                 node.meta["example_value"] = like
+    group_weights(gm, Constants(gm, inputs))
     keep_dynamic_quantize(gm)
     return gm
 
@@ -241,6 +246,8 @@ class Launched(Interpreter):
             return int8_linear_triton(*args, **kwargs)
         if target is _ours.dynamic_quantize.alone:
             return _dynamic_quantize_triton(*args, **kwargs)
+        if target is _ours.quantize_weights.default:
+            return quantize_weights_triton(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -255,11 +262,12 @@ GRAPHS = {
 @pytest.mark.parametrize("name", GRAPHS)
 def test_all_of_a_graph_is_compiled_ahead_and_once(compiled, name):
     gm, inputs = GRAPHS[name](nn.Sequential(Block(), Block()).eval(), example())
-    with warm_up(as_if_on_cuda(gm)):
+    with warm_up(as_if_on_cuda(gm, inputs)):
         pass
     ahead = list(compiled)
     assert ahead.count("_int8_linear_kernel") == 2, "two layers, in two equal blocks"
     assert ahead.count("_dynamic_quantize_kernel") == (name in ("dynamic", "float"))
+    assert ahead.count("_quantize_weights_kernel") == (name == "float")
     assert set(Guard.entered) == {CUDA}
     Launched(gm).run(*inputs)
     assert compiled == ahead, "compiled again"
@@ -426,7 +434,7 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     import triton
 
     monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
-    monkeypatch.setattr(quantize_module, "launch", lambda kernel, grid: kernel[grid])
+    monkeypatch.setattr(QUANTIZE_MODULES[0], "launch", lambda kernel, grid: kernel[grid])
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     ahead: dict[str, list[bool]] = defaultdict(list)

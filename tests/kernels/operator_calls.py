@@ -65,6 +65,7 @@ CALLS = {
     ),
     "mixed_attention": lambda: (*[ints(1, 2, 40, 32) for _ in range(3)], *[scale() / 50 for _ in range(3)]),
     "quantize": lambda: (torch.randn(3, 50), scale()),
+    "quantize_weights": lambda: ([torch.randn(4, 32), torch.randn(2, 64)],),
     "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
     "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),

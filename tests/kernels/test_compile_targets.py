@@ -21,6 +21,7 @@ from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
 from qframework.kernels.int8_linear_launch import epilogue_of, tile_constants
 from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
+from qframework.kernels.quantize_weights import _quantize_weights_kernel
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
@@ -269,6 +270,21 @@ def test_quantize(chip, columns, tmp_path):
     dynamic = compile_for(chip, _dynamic_quantize_kernel, types, {"BLOCK_C": block, "MIN_SCALE": 2.0**-60}, num_warps=8)
     for compiled in (static, dynamic):
         assert stack_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_quantize_weights(chip, tmp_path):
+    names = [n for n in _quantize_weights_kernel.arg_names if not n.isupper()]
+    types = {name: "*fp16" if name[0] == "w" else "i32" for name in names} | {
+        "values_ptr": "*i8",
+        "scales_ptr": "*fp32",
+    }
+    sizes = {"BLOCK_N": 4, "BLOCK_K": 1024}
+    constants = {"MIN_SCALE": 2.0**-60, "ALIGNMENT": 128, "EVEN_K": True, **sizes}
+    compiled = compile_for(chip, _quantize_weights_kernel, types, constants, num_warps=4)
+    assert stack_bytes(compiled, tmp_path) == 0
+    if chip.startswith("sm"):
+        assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]), "rows are read 16 bytes at a time"
 
 
 def test_a_spill_would_be_seen(tmp_path):
