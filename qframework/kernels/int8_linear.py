@@ -10,7 +10,8 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
 and values at once writes each with its own.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
-Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel or ``torch._int_mm``, see int8_linear_cpu.py.
+Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel, ``torch._int_mm`` or a float product, see
+int8_linear_cpu.py.
 CUDA: int8_linear_kernel.py, its compile-time choices in int8_linear_tiles.py.
 """
 

@@ -1,9 +1,11 @@
-"""INT8 linear on the CPU: the fastest of PyTorch's INT8 products that is exact on this machine.
+"""INT8 linear on the CPU: the fastest product of int8 values that is exact on this machine.
 
 ``onednn``: ``torch.ops.onednn.qlinear_pointwise``. Its fast form multiplies unsigned activations, so ``a + 128`` goes
 in with a zero point of 128, which oneDNN takes out again exactly; the epilogue runs inside. Weights are packed once.
 ``int_mm``: ``torch._int_mm``, the epilogue in torch.
-``reference``: float64 products, for machines where neither is exact (u8 x s8 without VNNI saturates at INT16).
+``float32``: the float product of the same integers, for processors without INT8 instructions (VNNI), where the two
+above saturate at INT16 or take 24 times as long. 1024 inner columns at a time are exact in float32, and their sums are
+added as INT32. The weight is converted at each call: a float copy kept beside it would take four times its memory.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,22 +43,58 @@ _ONEDNN_ACTIVATIONS = {
 _MINIMUM = {"gelu": -0.171, "gelu_tanh": -0.171, "relu": 0.0, "silu": -0.279}
 
 
-@functools.cache
+class CpuChoice(NamedTuple):
+    """The chosen implementation, and why each of those that come before it was not taken."""
+
+    name: str
+    rejected: dict[str, str]
+
+
 def cpu_implementation() -> str:
-    """``"onednn"``, ``"int_mm"`` or ``"reference"``: the first that this machine computes exactly, found by trying."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-127, 128, (16, 256), dtype=torch.int8, generator=generator)
-    b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator)
-    a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums: where a narrow accumulator saturates
-    exact = a.double() @ b.double().t()
+    """``"onednn"``, ``"int_mm"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
+    return cpu_choice().name
+
+
+@functools.cache
+def cpu_choice() -> CpuChoice:
+    """The first INT8 product that is exact here and faster than the float one; found by trying, once a process.
+
+    With INT8 instructions a product takes a quarter of the float product's time, without them 24 times as much: noise
+    does not change the choice.
+    """
+    rejected: dict[str, str] = {}
     for name, product in (("onednn", _onednn_product), ("int_mm", _int_mm)):
-        try:
-            if torch.equal(product(a, b).double(), exact):
-                return name
-            logger.warning("qframework: the CPU's %s INT8 product is not exact here and is not used", name)
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            logger.info("qframework: the CPU's %s INT8 product is not available: %s", name, error)
-    return "reference"
+        reason = _reason_against(product)
+        if reason is None:
+            return CpuChoice(name, rejected)
+        logger.info("qframework: the CPU's %s INT8 product is not used: %s", name, reason)
+        rejected[name] = reason
+    return CpuChoice("float32", rejected)
+
+
+def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch.set_default_device says
+    a = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
+    b = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=generator, device="cpu")
+    a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums: where a narrow accumulator saturates
+    try:
+        if not torch.equal(product(a, b).double(), a.double() @ b.double().t()):
+            return "it is not exact on this processor"
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"it is not available: {error}"
+    ratio = _fastest(product, a, b) / _fastest(_float_product, a, b)
+    return None if ratio < 1 else f"it takes {ratio:.1f} times as long as the float product"
+
+
+def _fastest(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    """Seconds of the fastest of five calls, none of which is the first."""
+    product(a, b)
+    seconds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        product(a, b)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
 
 
 @torch.library.impl(LIBRARY, "int8_linear", "CPU")
@@ -75,17 +115,18 @@ def _int8_linear_cpu(
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
     if out_scale is not None:
         flat_out_scale(out_scale, shape)
-    implementation = cpu_implementation()
-    if implementation == "reference" or 0 in (a.numel(), b.numel()):
+    if 0 in (a.numel(), b.numel()):
         return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
     rows = rows_of(a).contiguous()
     fused = _Epilogue(b_scale, bias, activation, residual, out_scale, out_dtype)
+    implementation = cpu_implementation()
     if implementation == "onednn":
         if a_period.numel() == 1:
             return _onednn_per_tensor(rows, float(a_period), b, fused, shape)
         product = _onednn(rows, 1.0, b, b_scale, None, "none", 1.0, torch.float32).view(shape)
     else:
-        product = (_int_mm(rows, b).float() * b_scale).view(shape)
+        multiply = _int_mm if implementation == "int_mm" else _float_product
+        product = multiply(rows, b).float().mul_(b_scale).view(shape)
     return _finish(product, a_scale if a_period.numel() > 1 else a_period, fused)
 
 
@@ -148,7 +189,7 @@ def _store(y: Tensor, fused: _Epilogue) -> Tensor:
     if fused.residual is not None:
         y = y.add_(fused.residual)
     if fused.out_scale is not None:
-        return numerics.quantize(y, fused.out_scale)
+        return numerics.quantize_in_place(y, fused.out_scale)
     return y.to(fused.out_dtype or torch.float32)
 
 
@@ -199,11 +240,28 @@ def _onednn(
 
 
 def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    return _onednn(a, 1.0, b, torch.ones(b.shape[0]), None, "none", 1.0, torch.float32)
+    return _onednn(a, 1.0, b, a.new_ones(b.shape[0], dtype=torch.float32), None, "none", 1.0, torch.float32)
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())
+
+
+# 128 * 128 * 1024 is 2**24: to there float32 holds every integer, so that no order of adding products rounds. Where the
+# user lets oneDNN multiply in bfloat16 or TF32 (torch.set_float32_matmul_precision), it still is exact: both hold every
+# int8, and they are added in float32.
+_EXACT_COLUMNS = 1024
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T`` of int8 values, exact: float32, or int32 where the sum needs it."""
+    if a.shape[1] <= _EXACT_COLUMNS:
+        return a.float() @ b.float().t()
+    product = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    for start in range(0, a.shape[1], _EXACT_COLUMNS):
+        part = slice(start, start + _EXACT_COLUMNS)
+        product += (a[:, part].float() @ b[:, part].float().t()).int()
+    return product
 
 
 class _Packed(NamedTuple):
@@ -225,7 +283,7 @@ def _packed_weight(b: Tensor) -> tuple[Tensor, Tensor]:
         _drop_expired(_packed)
         weight = torch.ops.onednn.qlinear_prepack(b.contiguous(), None)
         entry = _Packed(
-            StorageWeakRef(b.untyped_storage()), version, weight, torch.zeros(b.shape[0], dtype=torch.int32)
+            StorageWeakRef(b.untyped_storage()), version, weight, b.new_zeros(b.shape[0], dtype=torch.int32)
         )
         _packed[key] = entry
     return entry.weight, entry.zero_point

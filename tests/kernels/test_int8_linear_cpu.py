@@ -1,8 +1,8 @@
-"""The CPU's three ways to compute int8_linear: each right, the first exact one chosen."""
+"""The CPU's three ways to compute int8_linear: each right, the first exact and fast one chosen."""
 
 from __future__ import annotations
 
-import logging
+import re
 
 import pytest
 import torch
@@ -16,11 +16,12 @@ from qframework.kernels.int8_linear_arguments import ACTIVATIONS
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["onednn", "int_mm", "reference"])
+@pytest.fixture(params=["onednn", "int_mm", "float32"])
 def forced(request, monkeypatch):
     """Make one implementation the chosen one."""
-    if request.param == "onednn" and int8_linear_cpu.cpu_implementation() != "onednn":
-        pytest.skip("this CPU's oneDNN product is not exact")
+    rejected = int8_linear_cpu.cpu_choice().rejected.get(request.param, "")
+    if "exact" in rejected or "available" in rejected:
+        pytest.skip(f"{request.param}: {rejected}")
     monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: request.param)
 
 
@@ -43,20 +44,83 @@ def test_every_implementation_is_right(forced, activation, scale):
         assert got.min() >= -127
 
 
-def test_an_inexact_product_is_not_chosen(monkeypatch, caplog):
-    monkeypatch.setattr(int8_linear_cpu, "_onednn_product", lambda a, b: (a.float() @ b.float().t()).clamp(max=32767.0))
-    caplog.set_level(logging.WARNING)
-    assert int8_linear_cpu.cpu_implementation.__wrapped__() == "int_mm"
-    assert "onednn INT8 product is not exact" in caplog.text
+def saturating(a, b):
+    """What a processor without VNNI makes of u8 x s8: pairs of products saturate at INT16."""
+    pairs = [((a.int() + 128) * row).unflatten(1, (-1, 2)).sum(-1) for row in b.int()]
+    return torch.stack([pair.clamp(-32768, 32767).sum(-1) for pair in pairs], 1) - 128 * b.int().sum(1)
 
 
-def test_a_missing_product_is_not_chosen(monkeypatch):
-    def missing(a, b):
-        raise RuntimeError("no such kernel")
+def missing(a, b):
+    raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(int8_linear_cpu, "_onednn_product", missing)
-    monkeypatch.setattr(int8_linear_cpu, "_int_mm", missing)
-    assert int8_linear_cpu.cpu_implementation.__wrapped__() == "reference"
+
+def slow(a, b):
+    """PyTorch's own loops, exact and without vectors."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return torch._int_mm(a, b.t())
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Choose with other products for oneDNN's and PyTorch's."""
+
+    def choose(onednn, int_mm):
+        monkeypatch.setattr(int8_linear_cpu, "_onednn_product", onednn)
+        monkeypatch.setattr(int8_linear_cpu, "_int_mm", int_mm)
+        return int8_linear_cpu.cpu_choice.__wrapped__()
+
+    return choose
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_a_slow_product_is_not_chosen(choose):
+    choice = choose(saturating, slow)
+    assert choice.name == "float32"
+    assert choice.rejected["onednn"] == "it is not exact on this processor"
+    assert re.fullmatch(r"it takes \d+\.\d times as long as the float product", choice.rejected["int_mm"])
+
+
+def test_a_fast_product_is_chosen(choose):
+    products = []
+
+    def fast(a, b):
+        """Computes at its first call, which is checked and not timed."""
+        if not products:
+            products.append(int8_linear_cpu._float_product(a, b))
+        return products[0]
+
+    assert choose(missing, fast) == ("int_mm", {"onednn": "it is not available: no such kernel"})
+
+
+def test_an_inexact_and_a_missing_product_are_not_chosen(choose):
+    choice = choose(saturating, missing)
+    assert choice.name == "float32"
+    assert choice.rejected["int_mm"] == "it is not available: no such kernel"
+
+
+def test_the_choice_does_not_depend_on_the_default_device():
+    with torch.device("meta"):
+        assert int8_linear_cpu.cpu_choice.__wrapped__().name == int8_linear_cpu.cpu_implementation()
+
+
+def whole(shape, values):
+    if isinstance(values, int):
+        return torch.full(shape, values, dtype=torch.int8)
+    return torch.randint(*values, shape, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (65, 1023, 64), (64, 1024, 65), (3, 1025, 2), (5, 4099, 33)])
+def test_the_float_product_is_exact_whatever_the_user_lets_float_products_round(precision, m, k, n):
+    """All sums at their largest, just below it, where float32 runs out of odd numbers, and random ones."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for values in (-128, 127, (120, 128), (-128, 128)):
+            a, b = whole((m, k), values), whole((n, k), values)
+            assert torch.equal(int8_linear_cpu._float_product(a, b).double(), a.double() @ b.double().t())
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_scales_are_looked_at_again_when_they_change():
