@@ -29,6 +29,9 @@ from qframework.errors import UnsupportedError
 QMIN, QMAX = -127, 127
 # Small enough to keep every normal activation, large enough that neither 1 / scale nor scale * scale leaves float32.
 MIN_SCALE = 2.0**-60
+# So many products fit an INT32 sum whatever they are: 128 * 128 * 131071 is below 2**31 (-128 is not ours, but may come
+# in the weights of another quantizer).
+MAX_INT8_PRODUCTS = 131_071
 
 ActivationGranularity = Literal["per_tensor", "per_token"]
 WeightGranularity = Literal["per_tensor", "per_channel"]

@@ -31,6 +31,7 @@ from qframework.backend.lower_linear import (
     attach_buffer,
     find_epilogue,
     insert_int8_linear,
+    reason_against_width,
 )
 from qframework.backend.report import LayerReport
 from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, writes_in_place
@@ -118,6 +119,8 @@ def _reason_against(call: LinearCall, weight: Tensor | None) -> str | None:
         return "its weight is computed in the graph or passed in, not a parameter of a module"
     if weight.dtype not in FLOAT_DTYPES:
         return f"its weight has dtype {weight.dtype}; accepted: float32, float16, bfloat16"
+    if reason := reason_against_width(call):
+        return reason
     x = fake_value(call.input)
     if x is not None and (x.dtype not in FLOAT_DTYPES or x.ndim == 0):
         return f"its input has dtype {x.dtype} and shape {tuple(x.shape)}; accepted: float32, float16, bfloat16"

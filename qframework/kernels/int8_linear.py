@@ -120,13 +120,13 @@ def int8_linear(
     Returns:
         ``(..., N)`` of ``out_dtype``, contiguous.
 
-    Numerics: the accumulator is exact for K up to 133,000; the epilogue is float32 and rounds once at the end; a
+    Numerics: the accumulator is exact; the epilogue is float32 and rounds once at the end; a
     requantized value saturates at +-127. On a GPU, GELU is within 1e-6 (and 1e-5 of itself where |x| < 1) in front
     of 16 or 8 bit, and erf's own for float32; ``y / out_scale`` is a product with the reciprocal, so that a value next
     to a tie may round the other way.
 
     Raises:
-        UnsupportedError: a dtype, activation or device no kernel can do.
+        UnsupportedError: a dtype, activation or device no kernel can do; K above 131,071, where INT32 can overflow.
         QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
     """
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)

@@ -60,6 +60,14 @@ def slow(a, b):
         return torch._int_mm(a, b.t())
 
 
+@pytest.mark.parametrize("value", [127, -128])
+def test_the_longest_sum_is_exact(forced, value):
+    a, b = torch.full((2, 131_071), value, dtype=torch.int8), torch.full((3, 131_071), value, dtype=torch.int8)
+    b[1] = -127
+    got = int8_linear(a, torch.ones(1), b, torch.ones(1))
+    assert torch.equal(got, (a.double() @ b.double().t()).float())
+
+
 @pytest.fixture
 def choose(monkeypatch):
     """Choose with other products for oneDNN's and PyTorch's."""
