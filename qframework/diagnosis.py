@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qframework.kernels._common import MIN_CAPABILITY
-from qframework.kernels.int8_linear_cpu import cpu_implementation
+from qframework.kernels.int8_linear_cpu import cpu_choice
 
 _PACKAGES = ("qframework", "torch", "triton", "torchao", "torchvision", "timm", "scikit-learn")
 
@@ -38,11 +38,13 @@ def _version(package: str) -> str | None:
 
 
 def _cpu() -> dict[str, Any]:
+    choice = cpu_choice()
     return {
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "int8_linear": cpu_implementation(),
+        "int8_linear": choice.name,
+        **{f"int8_linear_not_{name}": reason for name, reason in choice.rejected.items()},
         "compiler": _cpp_compiler(),
     }
 

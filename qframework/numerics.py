@@ -29,6 +29,9 @@ from qframework.errors import UnsupportedError
 QMIN, QMAX = -127, 127
 # Small enough to keep every normal activation, large enough that neither 1 / scale nor scale * scale leaves float32.
 MIN_SCALE = 2.0**-60
+# So many products fit an INT32 sum whatever they are: 128 * 128 * 131071 is below 2**31 (-128 is not ours, but may come
+# in the weights of another quantizer).
+MAX_INT8_PRODUCTS = 131_071
 
 ActivationGranularity = Literal["per_tensor", "per_token"]
 WeightGranularity = Literal["per_tensor", "per_channel"]
@@ -64,6 +67,11 @@ def rounded_steps(x: Tensor, scale: Tensor) -> Tensor:
 def quantize(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` (any float dtype) to int8 with ``scale`` broadcasting against it; saturates at +-127."""
     return torch.clamp(rounded_steps(x, scale), QMIN, QMAX).to(torch.int8)
+
+
+def quantize_in_place(x: Tensor, scale: Tensor) -> Tensor:
+    """As ``quantize``, of a float32 ``x`` that nobody needs afterwards: a third of the time where ``x`` is large."""
+    return x.mul_(1.0 / scale).round_().clamp_(QMIN, QMAX).to(torch.int8)
 
 
 def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

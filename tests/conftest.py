@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -62,6 +63,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, reason in (("gpu", why_no_gpu), ("interpreter", why_no_triton)):
         if item.get_closest_marker(mark) is not None and (why := reason()) is not None:
             pytest.skip(why)
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collections, of which each compiled INT8 model needs a whole one, skip what all the imports made."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """What stays frozen at the exit is reported as leaked by nanobind."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

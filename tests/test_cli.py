@@ -177,6 +177,18 @@ def test_doctor() -> None:
     ]
 
 
+def test_doctor_says_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qframework import diagnosis
+    from qframework.kernels.int8_linear_cpu import CpuChoice
+
+    choice = CpuChoice("float32", {"int_mm": "it is not exact on this processor"})
+    monkeypatch.setattr(diagnosis, "cpu_choice", lambda: choice)
+    report = run_json("doctor")
+    assert report["cpu"]["int8_linear"] == "float32"
+    assert report["cpu"]["int8_linear_not_int_mm"] == "it is not exact on this processor"
+    assert report["problems"] == [], "slow, and right"
+
+
 def test_doctor_prints_tables() -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.output

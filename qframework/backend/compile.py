@@ -115,14 +115,19 @@ def qframework_backend(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    from qframework.kernels.quantize import DECOMPOSITIONS
+    from qframework.kernels.int8_linear_cpu import DECOMPOSITIONS as int8_linear_decompositions
+    from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
     settings = parse_options(mode, options)
     release_prepared_models()
     report = Report(lower(gm, example_inputs, settings))
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
-    decompositions: dict[Any, Callable[..., Any]] = {**select_decomp_table(), **DECOMPOSITIONS}
+    decompositions: dict[Any, Callable[..., Any]] = {
+        **select_decomp_table(),
+        **quantize_decompositions,
+        **int8_linear_decompositions,
+    }
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))

@@ -29,6 +29,7 @@ from qframework.backend.lower_linear import (
     ScaleConstants,
     find_epilogue,
     insert_int8_linear,
+    reason_against_width,
 )
 from qframework.backend.report import LayerReport
 from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, why_not_plain
@@ -71,7 +72,7 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
     for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):
         if reason := _not_computable(fake_value(operand)):
             return f"its {role} {reason}"
-    return None
+    return reason_against_width(call)
 
 
 def _not_computable(fake: Tensor | None) -> str | None:

@@ -81,7 +81,8 @@ def _quantize_together(gm: GraphModule, nodes: list[Node], before: Node) -> None
     with gm.graph.inserting_before(before):
         together = add(_quantize_weights, [node.args[0] for node in nodes])
         values, scales = (add(operator.getitem, together, i) for i in range(2))
-        for node, fake, (value, scale) in zip(nodes, fakes, places([(f.shape[0], f.shape[1]) for f in fakes]), strict=False):
+        begins = places([(fake.shape[0], fake.shape[1]) for fake in fakes])
+        for node, fake, (value, scale) in zip(nodes, fakes, begins, strict=False):
             n, k = fake.shape
             alone = (
                 add(aten.view.default, add(aten.slice.Tensor, values, 0, value, value + n * k), [n, k]),

@@ -35,7 +35,7 @@ from qframework.graph.nodes import (
     linear_call,
 )
 from qframework.graph.writes import written_between
-from qframework.numerics import FLOAT_DTYPES, QMAX
+from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
 
 _decomposed = torch.ops.quantized_decomposed
 _ours = torch.ops.qframework
@@ -101,12 +101,22 @@ def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
 def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
     """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
 
-    Raises Refused and QFrameworkError as ``dequantized`` does.
+    Raises Refused and QFrameworkError as ``dequantized`` does, and Refused where both are quantized and too wide.
     """
-    return (
-        dequantized(call.input, constants, layer, "input"),
-        dequantized(call.weight, constants, layer, "weight", axis=0),
-    )
+    a = dequantized(call.input, constants, layer, "input")
+    b = dequantized(call.weight, constants, layer, "weight", axis=0)
+    if a is not None and b is not None and (reason := reason_against_width(call)):
+        raise Refused(reason)
+    return a, b
+
+
+def reason_against_width(call: LinearCall) -> str | None:
+    """Why no kernel sums up as many products as this layer has input features; None where one does."""
+    weight = fake_value(call.weight)
+    features = weight.shape[-1] if weight is not None else 0
+    if isinstance(features, int) and features > MAX_INT8_PRODUCTS:
+        return f"its INT32 sums over {features} input features can overflow; accepted: up to {MAX_INT8_PRODUCTS}"
+    return None
 
 
 def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:

@@ -19,11 +19,19 @@ _MEMOS = (
 )
 
 
-def release_prepared_models() -> None:
-    """Empty the memos, and collect what they held; what is still in use is looked up once more."""
+# Less than this in float weights waits until Python collects by itself: tuning makes many candidates of a small model.
+_WORTH_COLLECTING = 32 * 2**20
+
+
+def release_prepared_models(of_bytes: int | None = None) -> None:
+    """Empty the memos, and collect what they held; what is still in use is looked up once more.
+
+    ``of_bytes`` is the size of what is to be freed, where the caller knows it: a little is left to Python's own
+    collections.
+    """
     memos: list[Any] = [getattr(sys.modules.get(module), function, None) for module, function in _MEMOS]
     full = [memo for memo in memos if hasattr(memo, "cache_info") and memo.cache_info().currsize]
     for memo in full:
         memo.cache_clear()
-    if full:  # a few tenths of a second, once for each model
+    if full and (of_bytes is None or of_bytes >= _WORTH_COLLECTING):  # a few tenths of a second, once for each model
         gc.collect()

@@ -51,6 +51,7 @@ def quantize_exported(
     """
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+    weights = sum(tensor.nbytes for tensor in exported.state_dict().values())
     data = None if calibration is None else _FirstBatches(calibration, batches)
     if recipe is not None:
         _check_can_be_read_again(data)
@@ -61,7 +62,7 @@ def quantize_exported(
     if recipe is not None:
         recipe.after_calibrate(prepared, data)  # type: ignore[arg-type]
     converted = convert_pt2e(prepared)
-    release_prepared_models()
+    release_prepared_models(of_bytes=weights)
     return converted
 
 

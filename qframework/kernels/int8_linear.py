@@ -10,7 +10,8 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
 and values at once writes each with its own.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
-Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel or ``torch._int_mm``, see int8_linear_cpu.py.
+Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel, ``torch._int_mm`` or a float product, see
+int8_linear_cpu.py.
 CUDA: int8_linear_kernel.py, its compile-time choices in int8_linear_tiles.py.
 """
 
@@ -52,6 +53,20 @@ def int8_linear_ref(
 ) -> Tensor:
     """Reference of ``qframework::int8_linear``; the accumulator is float64, exact for every INT32 sum."""
     acc = (a.double() @ b.double().t()).float()
+    return epilogue_ref(acc, a_scale, b_scale, bias, activation, residual, out_scale, out_dtype)
+
+
+def epilogue_ref(
+    acc: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    out_scale: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """What follows the product: ``acc (..., N)`` is its INT32 sum as float32."""
     y = acc * a_scale * b_scale
     if bias is not None:
         y = y + bias.float()
@@ -119,13 +134,13 @@ def int8_linear(
     Returns:
         ``(..., N)`` of ``out_dtype``, contiguous.
 
-    Numerics: the accumulator is exact for K up to 133,000; the epilogue is float32 and rounds once at the end; a
+    Numerics: the accumulator is exact; the epilogue is float32 and rounds once at the end; a
     requantized value saturates at +-127. On a GPU, GELU is within 1e-6 (and 1e-5 of itself where |x| < 1) in front
     of 16 or 8 bit, and erf's own for float32; ``y / out_scale`` is a product with the reciprocal, so that a value next
     to a tie may round the other way.
 
     Raises:
-        UnsupportedError: a dtype, activation or device no kernel can do.
+        UnsupportedError: a dtype, activation or device no kernel can do; K above 131,071, where INT32 can overflow.
         QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
     """
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._common import check_dtype, check_same_device, row_scale
-from qframework.numerics import FLOAT_DTYPES
+from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu"]
 ACTIVATIONS: tuple[str, ...] = get_args(Activation)
@@ -56,6 +56,11 @@ def check_arguments(
     if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[1]:
         raise QFrameworkError(
             f"{name}: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit; accepted: a (..., K) with b (N, K)"
+        )
+    if b.shape[1] > MAX_INT8_PRODUCTS:
+        raise UnsupportedError(
+            f"{name}: b has shape {tuple(b.shape)}, and the INT32 sum of K = {b.shape[1]} products can overflow; "
+            f"accepted: K up to {MAX_INT8_PRODUCTS}. Split K, or use a float layer."
         )
     n = b.shape[0]
     if b_scale.shape not in ((n,), (1,)):

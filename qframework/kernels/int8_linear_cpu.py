@@ -1,60 +1,113 @@
-"""INT8 linear on the CPU: the fastest of PyTorch's INT8 products that is exact on this machine.
+"""INT8 linear on the CPU: the faster product of int8 values that is exact on this machine, and an epilogue in torch.
 
-``onednn``: ``torch.ops.onednn.qlinear_pointwise``. Its fast form multiplies unsigned activations, so ``a + 128`` goes
-in with a zero point of 128, which oneDNN takes out again exactly; the epilogue runs inside. Weights are packed once.
-``int_mm``: ``torch._int_mm``, the epilogue in torch.
-``reference``: float64 products, for machines where neither is exact (u8 x s8 without VNNI saturates at INT16).
+``int_mm``: ``torch._int_mm``, oneDNN's product of signed values.
+``float32``: the float product of the same integers, for processors without INT8 instructions (VNNI), where the other
+may saturate at INT16 and takes 24 times as long. 1024 inner columns at a time are exact in float32, and their sums are
+added as INT32. The weight is converted at each call: a float copy kept beside it would take four times its memory.
+
+In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
+epilogue. No form of a weight is kept between calls, so that none can be out of date: oneDNN's packed weights gain
+nothing over ``torch._int_mm``, and packing one takes as long as multiplying 1,500 rows with it.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import math
+import time
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from qframework import numerics
 from qframework.kernels._common import LIBRARY, check_positive_scale, row_scale, rows_of
-from qframework.kernels.int8_linear import int8_linear_ref
-from qframework.kernels.int8_linear_arguments import Activation, check_arguments, flat_out_scale, is_per_channel
-from qframework.numerics import QMIN
+from qframework.kernels.int8_linear import epilogue_ref, int8_linear_ref
+from qframework.kernels.int8_linear_arguments import Activation, check_arguments, flat_out_scale
 
 logger = logging.getLogger(__name__)
 
-# How oneDNN spells an activation: (post-op, algorithm).
-_ONEDNN_ACTIVATIONS = {
-    "none": ("none", ""),
-    "gelu": ("gelu", "none"),
-    "gelu_tanh": ("gelu", "tanh"),
-    "relu": ("relu", ""),
-    "silu": ("swish", ""),
-}
+
+class CpuChoice(NamedTuple):
+    """The chosen implementation, and why one that comes before it was not taken."""
+
+    name: str
+    rejected: dict[str, str]
 
 
-# What an activation never falls below.
-_MINIMUM = {"gelu": -0.171, "gelu_tanh": -0.171, "relu": 0.0, "silu": -0.279}
+def cpu_implementation() -> str:
+    """``"int_mm"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
+    return cpu_choice().name
 
 
 @functools.cache
-def cpu_implementation() -> str:
-    """``"onednn"``, ``"int_mm"`` or ``"reference"``: the first that this machine computes exactly, found by trying."""
-    generator = torch.Generator().manual_seed(0)
-    a = torch.randint(-127, 128, (16, 256), dtype=torch.int8, generator=generator)
-    b = torch.randint(-127, 128, (64, 256), dtype=torch.int8, generator=generator)
+def cpu_choice() -> CpuChoice:
+    """PyTorch's INT8 product where it is exact here and faster than the float one; found by trying, once a process.
+
+    With INT8 instructions it takes a quarter of the float product's time, without them 24 times as much: noise does
+    not change the choice.
+    """
+    reason = _reason_against(_int_mm)
+    if reason is None:
+        return CpuChoice("int_mm", {})
+    logger.info("qframework: the CPU's INT8 product is not used: %s", reason)
+    return CpuChoice("float32", {"int_mm": reason})
+
+
+def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch.set_default_device says
+    a = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
+    b = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=generator, device="cpu")
     a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums: where a narrow accumulator saturates
-    exact = a.double() @ b.double().t()
-    for name, product in (("onednn", _onednn_product), ("int_mm", _int_mm)):
-        try:
-            if torch.equal(product(a, b).double(), exact):
-                return name
-            logger.warning("qframework: the CPU's %s INT8 product is not exact here and is not used", name)
-        except (RuntimeError, AttributeError, NotImplementedError) as error:
-            logger.info("qframework: the CPU's %s INT8 product is not available: %s", name, error)
-    return "reference"
+    try:
+        if not torch.equal(product(a, b).double(), a.double() @ b.double().t()):
+            return "it is not exact on this processor"
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"it is not available: {error}"
+    ratio = _relative_time(product, a, b)
+    return None if ratio < 1 else f"it takes {ratio:.1f} times as long as the float product"
+
+
+def _relative_time(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    """Time of a product over that of the float product: the least of ten calls in turn, none of which is the first.
+
+    Processor time of one thread: several would wait for each other, and for whatever else the machine computes.
+    """
+    products = product, _float_product
+    seconds: tuple[list[float], list[float]] = [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(11):
+            for run, found in zip(products, seconds, strict=True):
+                start = time.thread_time()
+                run(a, b)
+                found.append(time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return min(seconds[0][1:]) / max(min(seconds[1][1:]), 1e-9)
+
+
+LIBRARY.define("int8_product(Tensor a, Tensor b) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "int8_product", "CPU")
+def _int8_product_cpu(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T``, ``(M, K)`` and ``(N, K)`` int8 to ``(M, N)`` int32, exact for K up to 131,071."""
+    if 0 in (a.numel(), b.numel()):
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    return _product(a.contiguous(), b).int()
+
+
+@torch.library.register_fake("qframework::int8_product", lib=LIBRARY)
+def _int8_product_fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.int32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Exact: int32, or float32 where it holds every sum."""
+    return _int_mm(a, b) if cpu_implementation() == "int_mm" else _float_product(a, b)
 
 
 @torch.library.impl(LIBRARY, "int8_linear", "CPU")
@@ -70,67 +123,46 @@ def _int8_linear_cpu(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-    _check_scales(b_scale, out_scale)
+    check_positive_scale("int8_linear", "b_scale", b_scale)
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
     if out_scale is not None:
-        flat_out_scale(out_scale, shape)
-    implementation = cpu_implementation()
-    if implementation == "reference" or 0 in (a.numel(), b.numel()):
-        return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
-    rows = rows_of(a).contiguous()
-    fused = _Epilogue(b_scale, bias, activation, residual, out_scale, out_dtype)
-    if implementation == "onednn":
-        if a_period.numel() == 1:
-            return _onednn_per_tensor(rows, float(a_period), b, fused, shape)
-        product = _onednn(rows, 1.0, b, b_scale, None, "none", 1.0, torch.float32).view(shape)
-    else:
-        product = (_int_mm(rows, b).float() * b_scale).view(shape)
-    return _finish(product, a_scale if a_period.numel() > 1 else a_period, fused)
-
-
-_checked: dict[tuple[object, ...], tuple[StorageWeakRef, int]] = {}
-
-
-def _check_scales(b_scale: Tensor, out_scale: Tensor | None) -> None:
-    """Refuse scales that are not positive. A weight's scales are looked at once for as long as they live unchanged."""
-    if out_scale is not None:
         check_positive_scale("int8_linear", "out_scale", out_scale)
-    key = (b_scale.data_ptr(), b_scale.shape, b_scale.stride())
-    seen = _checked.get(key)
-    if seen is None or seen[0].expired() or seen[1] != _version(b_scale):
-        check_positive_scale("int8_linear", "b_scale", b_scale)
-        _drop_expired(_checked)
-        _checked[key] = StorageWeakRef(b_scale.untyped_storage()), _version(b_scale)
-
-
-def _drop_expired(cache: dict[Any, Any]) -> None:
-    """Forget entries whose tensor is gone; each entry begins with a weak reference. Other threads may do the same."""
-    for key, entry in list(cache.items()):
-        if entry[0].expired():
-            cache.pop(key, None)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class _Epilogue(NamedTuple):
-    b_scale: Tensor
-    bias: Tensor | None
-    activation: str
-    residual: Tensor | None
-    out_scale: Tensor | None
-    out_dtype: torch.dtype | None
-
-
-def _finish(product: Tensor, a_scale: Tensor, fused: _Epilogue) -> Tensor:
-    """Epilogue in torch of ``acc * b_scale``, float32 and owned by us, so that it is overwritten."""
-    if fused.bias is None:
-        product.mul_(a_scale)
+        flat_out_scale(out_scale, shape)
+    if 0 in (a.numel(), b.numel()):
+        return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
+    y = _product(rows_of(a).contiguous(), b).float().mul_(b_scale).view(shape)
+    a_scale = a_scale if a_period.numel() > 1 else a_period
+    if bias is None:
+        y.mul_(a_scale)
     else:
-        torch.addcmul(fused.bias.float(), product, a_scale, out=product)
-    return _store(_activate_in_place(product, fused.activation), fused)
+        torch.addcmul(bias.float(), y, a_scale, out=y)
+    y = _activate_in_place(y, activation)
+    if residual is not None:
+        y.add_(residual)
+    return numerics.quantize_in_place(y, out_scale) if out_scale is not None else y.to(out_dtype or torch.float32)
+
+
+def _decomposed(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``int8_linear`` on the CPU as the operator ``int8_product`` and torch; whole on other devices."""
+    if a.device.type != "cpu":
+        return NotImplemented
+    rows = a.reshape(-1, a.shape[-1])
+    acc = torch.ops.qframework.int8_product(rows, b).reshape(*a.shape[:-1], b.shape[0]).float()
+    return epilogue_ref(acc, a_scale, b_scale, bias, activation, residual, out_scale, out_dtype)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: _decomposed}
 
 
 def _activate_in_place(y: Tensor, activation: str) -> Tensor:
@@ -144,88 +176,22 @@ def _activate_in_place(y: Tensor, activation: str) -> Tensor:
     return y.relu_() if activation == "relu" else y
 
 
-def _store(y: Tensor, fused: _Epilogue) -> Tensor:
-    if fused.residual is not None:
-        y = y.add_(fused.residual)
-    if fused.out_scale is not None:
-        return numerics.quantize(y, fused.out_scale)
-    return y.to(fused.out_dtype or torch.float32)
-
-
-def _onednn_per_tensor(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue, shape: torch.Size) -> Tensor:
-    if fused.residual is None and fused.activation == "none" and _requantizes_channels(fused, b.shape[0]):
-        return _onednn_per_channel(rows, a_scale, b, fused).view(shape)
-    bias = fused.bias.float() if fused.bias is not None else None
-    call = functools.partial(_onednn, rows, a_scale, b, fused.b_scale, bias, fused.activation)
-    if fused.residual is None and fused.out_scale is not None and fused.out_scale.numel() == 1:
-        out_scale = float(fused.out_scale)
-        q = call(out_scale, torch.int8)
-        if _MINIMUM.get(fused.activation, -math.inf) < QMIN * out_scale:
-            q.clamp_(min=QMIN)  # oneDNN saturates at -128; the project's range is symmetric
-        return q.view(shape)
-    if fused.residual is None and fused.out_scale is None and fused.out_dtype == torch.bfloat16:
-        return call(1.0, torch.bfloat16).view(shape)
-    return _store(call(1.0, torch.float32).view(shape), fused)
-
-
-def _requantizes_channels(fused: _Epilogue, n: int) -> bool:
-    return fused.out_scale is not None and is_per_channel(fused.out_scale, n)
-
-
-def _onednn_per_channel(rows: Tensor, a_scale: float, b: Tensor, fused: _Epilogue) -> Tensor:
-    """oneDNN requantizes with one scale: a channel's own goes into the scale of its weight and into its bias."""
-    assert fused.out_scale is not None
-    out_scale = fused.out_scale.reshape(-1)
-    bias = fused.bias.float() / out_scale if fused.bias is not None else None
-    return _onednn(rows, a_scale, b, fused.b_scale / out_scale, bias, "none", 1.0, torch.int8).clamp_(min=QMIN)
-
-
-def _onednn(
-    rows: Tensor,
-    a_scale: float,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    out_scale: float,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    unsigned = rows.view(torch.uint8) ^ 128  # two's complement: flipping the top bit adds 128
-    post_op, algorithm = _ONEDNN_ACTIVATIONS[activation]
-    packed, zero_point = _packed_weight(b)
-    return torch.ops.onednn.qlinear_pointwise(
-        unsigned, a_scale, 128, packed, b_scale, zero_point, bias, out_scale, 0, out_dtype, post_op, [], algorithm
-    )
-
-
-def _onednn_product(a: Tensor, b: Tensor) -> Tensor:
-    return _onednn(a, 1.0, b, torch.ones(b.shape[0]), None, "none", 1.0, torch.float32)
-
-
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     return torch._int_mm(a, b.t())
 
 
-class _Packed(NamedTuple):
-    storage: StorageWeakRef
-    version: int
-    weight: Tensor
-    zero_point: Tensor
+# 128 * 128 * 1024 is 2**24: to there float32 holds every integer, so that no order of adding products rounds. Where the
+# user lets oneDNN multiply in bfloat16 or TF32 (torch.set_float32_matmul_precision), it still is exact: both hold every
+# int8, and they are added in float32.
+_EXACT_COLUMNS = 1024
 
 
-_packed: dict[tuple[object, ...], _Packed] = {}
-
-
-def _packed_weight(b: Tensor) -> tuple[Tensor, Tensor]:
-    """oneDNN's layout of a weight, made once for as long as the weight lives unchanged, and a zero point of zeros."""
-    key = (b.data_ptr(), b.shape, b.stride())
-    version = _version(b)
-    entry = _packed.get(key)
-    if entry is None or entry.storage.expired() or entry.version != version:
-        _drop_expired(_packed)
-        weight = torch.ops.onednn.qlinear_prepack(b.contiguous(), None)
-        entry = _Packed(
-            StorageWeakRef(b.untyped_storage()), version, weight, torch.zeros(b.shape[0], dtype=torch.int32)
-        )
-        _packed[key] = entry
-    return entry.weight, entry.zero_point
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T`` of int8 values, exact: float32, or int32 where the sum needs it."""
+    if a.shape[1] <= _EXACT_COLUMNS:
+        return a.float() @ b.float().t()
+    product = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    for start in range(0, a.shape[1], _EXACT_COLUMNS):
+        part = slice(start, start + _EXACT_COLUMNS)
+        product += (a[:, part].float() @ b[:, part].float().t()).int()
+    return product

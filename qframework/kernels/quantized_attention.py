@@ -23,7 +23,7 @@ import math
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError
+from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._attention_common import (
     AttentionShape,
     Bias,
@@ -38,6 +38,7 @@ from qframework.kernels._attention_common import (
 )
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels.attention_arguments import MAX_HEAD_DIM
 from qframework.kernels.attention_kernel import _quantized_attention_kernel
 from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_tiles import attention_tile
@@ -225,6 +226,8 @@ def _operands(
     if attn_mask is not None and attn_mask.ndim != 4:
         raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
     width = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
+    if max(width, q.shape[3]) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"{name}: q has shape {tuple(q.shape)}; accepted: head dimensions up to {MAX_HEAD_DIM}")
     scales = (x.contiguous() if x is not None else None for x in (v_scale, v_mean))
     bias = row_bias.contiguous() if row_bias is not None else None
     qk = QuantizedQK(last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), width, bias)

@@ -23,7 +23,7 @@ from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, Quantiza
 from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, EdgeOrNode, QuantizationSpecBase
 
 from qframework.errors import UnsupportedError
-from qframework.numerics import FLOAT_DTYPES, QMAX, QMIN
+from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX, QMIN
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.observers import activation_observer, weight_observer
 
@@ -100,6 +100,12 @@ def check_linear(node: Node, layer: str, config: LinearConfig) -> None:
                 f"layer {layer!r}: {name} of dtype {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}, "
                 f"or set_module_name({layer!r}, None) to leave the layer as it is"
             )
+    features = _value(weight, layer).shape[-1]
+    if features > MAX_INT8_PRODUCTS:
+        raise UnsupportedError(
+            f"layer {layer!r}: {features} input features, over which an INT32 sum can overflow; accepted: up to "
+            f"{MAX_INT8_PRODUCTS}, or set_module_name({layer!r}, None) to leave the layer as it is"
+        )
     if config.activation.granularity == "per_token" and not config.activation.dynamic:
         _check_positions(x, layer)
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.training.block_tensor import BlockTensor
 from qframework.training.linear import Conv1D, result_dtype, share, sum_rows
 
@@ -26,7 +27,7 @@ class PerTensorLinearFunction(torch.autograd.Function):
         w, w_scale = per_tensor_weight(weight, transposed=conv1d)
         ctx.save_for_backward(q, scale, weight)
         ctx.dtype, ctx.conv1d, ctx.bias_dtype = x.dtype, conv1d, None if bias is None else bias.dtype
-        return torch.ops.qframework.int8_linear(q, scale, w, w_scale, bias, out_dtype=x.dtype)
+        return product(q, scale, w, w_scale, bias, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -39,7 +40,7 @@ class PerTensorLinearFunction(torch.autograd.Function):
         if for_weight:
             of_grad, of_x = (flat(g).t().contiguous(), g_scale), (flat(q).t().contiguous(), scale)
             (a, a_scale), (b, b_scale) = (of_x, of_grad) if ctx.conv1d else (of_grad, of_x)
-            grad_weight = torch.ops.qframework.int8_linear(a, a_scale, b, b_scale.reshape(1), out_dtype=weight.dtype)
+            grad_weight = product(a, a_scale, b, b_scale.reshape(1), dtype=weight.dtype)
         return grad_x, grad_weight, sum_rows(grad).to(ctx.bias_dtype) if for_bias else None, None
 
 
@@ -53,7 +54,7 @@ class PerTokenLinearFunction(torch.autograd.Function):
         w, w_scale = per_tensor_weight(weight, transposed=conv1d)
         ctx.save_for_backward(x, weight)
         ctx.conv1d, ctx.bias_dtype = conv1d, None if bias is None else bias.dtype
-        return torch.ops.qframework.int8_linear(q, scale, w, w_scale, bias, out_dtype=x.dtype)
+        return product(q, scale, w, w_scale, bias, dtype=x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -69,6 +70,21 @@ class PerTokenLinearFunction(torch.autograd.Function):
         return grad_x, grad_weight, sum_rows(grad).to(ctx.bias_dtype) if for_bias else None, None
 
 
+def product(
+    a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype
+) -> Tensor:
+    """``int8_linear``, and the float32 sum of several where one INT32 sum over tokens or a vocabulary can overflow."""
+    int8_linear, inner = torch.ops.qframework.int8_linear, a.shape[-1]
+    if inner <= MAX_INT8_PRODUCTS:
+        return int8_linear(a, a_scale, b, b_scale, bias, out_dtype=dtype)
+    y = None
+    for start in range(0, inner, MAX_INT8_PRODUCTS):
+        part = slice(start, start + MAX_INT8_PRODUCTS)
+        y = int8_linear(a[..., part], a_scale, b[:, part].contiguous(), b_scale, residual=y, out_dtype=torch.float32)
+    assert y is not None
+    return (y if bias is None else y + bias.float()).to(dtype)
+
+
 def per_tensor_weight(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
     """A master weight, or its transpose, as int8 with one scale, (1,)."""
     w, scale = torch.ops.qframework.dynamic_quantize(weight, "per_tensor")
@@ -80,7 +96,7 @@ def quantized_input_gradient(
 ) -> Tensor:
     """dX = dY W with one scale for W."""
     w, w_scale = per_tensor_weight(weight, transposed=not conv1d)
-    return torch.ops.qframework.int8_linear(grad, grad_scale, w, w_scale, out_dtype=dtype)
+    return product(grad, grad_scale, w, w_scale, dtype=dtype)
 
 
 def flat(x: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def test_converted_model(config):
     with torch.no_grad():
         reference, y = gm(x), compiled(x)
         assert numerics.sqnr_db(reference, y) > 60
-        assert profiled_calls(lambda: compiled(x), "qframework::int8_linear") == 2
+        assert profiled_calls(lambda: compiled(x), "qframework::int8_product") == 2
         assert profiled_calls(lambda: compiled(x), "aten::addmm") == 0
 
 
@@ -60,7 +60,7 @@ def test_float_model_with_and_without_gradients(caplog):
     assert not y.requires_grad
     assert "carry no gradient; call the model under torch.no_grad()" in caplog.text
     assert numerics.sqnr_db(model(x), y) > 30
-    assert profiled_calls(lambda: compiled(x), "qframework::int8_linear") == 2
+    assert profiled_calls(lambda: compiled(x), "qframework::int8_product") == 2
 
 
 def test_a_plain_float_model_is_inductors_and_trains():

@@ -157,6 +157,21 @@ class TestLowering:
         assert sum(fallbacks.values()) == before + 1
         assert "stays in float" in caplog.text
 
+    @pytest.mark.parametrize("features", [131_071, 131_072])
+    def test_a_layer_whose_sums_may_overflow_stays_in_float(self, features, caplog):
+        reports = []
+        model, x = nn.Sequential(nn.Linear(features, 2, bias=False), nn.Linear(2, 2)), torch.ones(1, features)
+        nn.init.ones_(model[0].weight)
+        before = sum(fallbacks.values())
+        y = torch.compile(model, backend=eager_backend(reports))(x)
+        torch.testing.assert_close(y, model(x), rtol=0.02, atol=0.0)  # the small layer's rounding
+        assert [report.lowered for report in reports] == [features == 131_071, True]
+        assert sum(fallbacks.values()) == before + (features == 131_072)
+        if features == 131_072:
+            reason = "its INT32 sums over 131072 input features can overflow; accepted: up to 131071"
+            assert reports[0].reason == reason
+            assert f"layer '0' stays in float: {reason}" in caplog.text
+
     def test_one_compilation_serves_every_batch_size(self):
         counter = CompileCounterWithBackend("eager")
         counter.backend = eager_backend()

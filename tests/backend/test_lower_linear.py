@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from qframework import numerics
+from qframework.backend.compile import fallbacks
 from qframework.errors import QFrameworkError
-from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
+from qframework.quantizer import annotate_linear, dynamic_int8, qattn_paper, static_int8
 
 INT8_LINEAR = torch.ops.qframework.int8_linear.default
 LINEAR = torch.ops.aten.linear.default
@@ -90,6 +91,23 @@ def test_activations_in_the_epilogue(activation, name):
     assert first.args[5] == name
     assert (first.args[7] is None) == (name == "none")
     assert numerics.sqnr_db(reference, gm(x)) > 60
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_layer_whose_sums_may_overflow_stays_in_float(name, monkeypatch):
+    """Another quantizer's graph may hold one: ours refuses it, unless told otherwise."""
+    monkeypatch.setattr(annotate_linear, "MAX_INT8_PRODUCTS", 200_000)
+    model, x = nn.Sequential(nn.Linear(140_000, 2), nn.GELU(), nn.Linear(2, 2)), torch.ones(2, 1, 140_000)
+    nn.init.ones_(model[0].weight)
+    gm = converted(model, x, CONFIGS[name])
+    reference = gm(x)
+    before = sum(fallbacks.values())
+    gm, reports = lowered(gm)
+    assert [(report.lowered, report.fallback) for report in reports] == [(False, True), (True, False)]
+    assert reports[0].reason == "its INT32 sums over 140000 input features can overflow; accepted: up to 131071"
+    assert sum(fallbacks.values()) == before + 1
+    assert (count(gm, INT8_LINEAR), count(gm, LINEAR)) == (1, 1)
+    torch.testing.assert_close(gm(x), reference)
 
 
 class Shared(nn.Module):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from models import Block, converted, example
 
+from qframework.backend.release import release_prepared_models
+
 
 @pytest.fixture
 def no_collector():
@@ -30,3 +32,20 @@ def test_float_weights_are_freed():
         run(example())
     assert references
     assert not [reference for reference in references if reference() is not None]
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(("of_bytes", "freed"), [(None, True), (32 * 2**20, True), (32 * 2**20 - 1, False)])
+def test_small_models_are_let_go_of_and_left_to_python(of_bytes, freed):
+    """A collection takes longer than a small candidate of ``tune``; the memos must not hold it for that."""
+    model = Block().eval()
+    reference = weakref.ref(model.fc1.weight)
+    kept = converted(model, example())
+    del model
+    gc.collect()
+    assert reference() is not None, "a memo holds it"
+    release_prepared_models(of_bytes)
+    assert (reference() is None) == freed
+    gc.collect()
+    assert reference() is None
+    assert kept is not None

@@ -135,6 +135,10 @@ def test_bad_arguments_are_named(call, message):
         call(torch.zeros(1, 1, 4, 8))
 
 
+def wide(q, k):
+    return {"q": q.repeat(1, 1, 1, 17), "k": k.repeat(1, 1, 1, 17)}
+
+
 def test_quantized_attention_names_what_does_not_fit():
     x = torch.zeros(1, 2, 70, 16)
     (q, q_scale), (k, k_scale) = (attention_quantize(x, None, 1.0, "per_block", role) for role in ("query", "key"))
@@ -146,6 +150,9 @@ def test_quantized_attention_names_what_does_not_fit():
         ({"v": v8, "variant": "8-per_block-fp8-fp32"}, "v_scale is None"),
         ({"attn_mask": torch.zeros(70, 70)}, "attn_mask has shape"),
         ({"q_scale": q_scale[..., :0]}, "q_scale has shape"),
+        (wide(q, k), r"q has shape \(1, 2, 70, 272\); accepted: head dimensions up to 256"),
+        (wide(q, k) | {"channels": 16}, "q has shape"),
+        ({"channels": 257}, "accepted: head dimensions up to 256"),
     ]:
         arguments = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": x.half()} | changes
         with pytest.raises(QFrameworkError, match=message):

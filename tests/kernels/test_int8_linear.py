@@ -376,6 +376,16 @@ def test_bad_input(message):
         int8_linear(**arguments)
 
 
+def test_a_sum_that_may_overflow_is_refused(run, place):
+    a, b = (torch.full((rows, 131_072), -128, dtype=torch.int8, device=place) for rows in (1, 2))
+    one = torch.ones(1, device=place)
+    message = r"int8_linear: b has shape \(2, 131072\), and .* 131072 products can overflow; accepted: K up to 131071"
+    with pytest.raises(UnsupportedError, match=message):
+        run(a, one, b, one)
+    with pytest.raises(UnsupportedError, match=message):
+        torch.ops.qframework.int8_linear(a.to("meta"), one.to("meta"), b.to("meta"), one.to("meta"))
+
+
 @pytest.mark.gpu
 def test_devices_must_agree():
     a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cuda"), (2, 5, 24), 8)

@@ -478,3 +478,12 @@ def test_activation_default_is_the_preset():
 
 def test_linear_target_is_what_exports_produce(net, x):
     assert count(exported(net, x))[LINEAR] == 11
+
+
+def test_a_layer_whose_sums_may_overflow_is_refused():
+    model, x = nn.Sequential(nn.Linear(131_072, 2), nn.Linear(2, 2)), torch.ones(1, 131_072)
+    message = r"layer '0': 131072 input features, .*; accepted: up to 131071, or set_module_name\('0', None\)"
+    for config in (static_int8(), dynamic_int8()):
+        with pytest.raises(UnsupportedError, match=message):
+            prepare_pt2e(exported(model, x), QFrameworkQuantizer().set_global(config))
+        prepare_pt2e(exported(model, x), QFrameworkQuantizer().set_global(config).set_module_name("0", None))

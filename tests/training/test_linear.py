@@ -266,6 +266,23 @@ def test_compiles_whole(fresh_dynamo, device, name):
         torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kind", ["per_tensor", "per_token"])
+@pytest.mark.parametrize("conv1d", [False, True])
+@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(140_000, 2, 3), (2, 140_000, 3), (2, 3, 140_000)])
+def test_baselines_sum_up_more_products_than_fit_int32(kind, conv1d, tokens, inputs, outputs):
+    """Of ones, so that every sum is as large as it can be: a batch's tokens, wide inputs, a vocabulary."""
+    given = Conv1D(outputs, inputs) if conv1d else nn.Linear(inputs, outputs)
+    for parameter in given.parameters():
+        nn.init.ones_(parameter)
+    layer = BASELINES[kind + " conv1d" * conv1d].from_float(given)
+    x = torch.ones(tokens, inputs, requires_grad=True)
+    y = layer(x)
+    y.sum().backward()
+    torch.testing.assert_close(y, torch.full_like(y, inputs + 1))
+    torch.testing.assert_close(x.grad, torch.full_like(x, outputs))
+    torch.testing.assert_close(layer.weight.grad, torch.full_like(layer.weight, tokens))
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_checkpointed(name):
     layer = LAYERS[name](nn.Linear(40, 33))
