@@ -7,6 +7,7 @@ that cannot be run so is taken to change all of its inputs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -42,7 +43,7 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
 
 def written_inputs(node: Node) -> set[Node]:
     """The inputs of a node whose memory it may change."""
-    if not node.op.startswith("call") or not node.all_input_nodes:
+    if not node.op.startswith("call") or not node.all_input_nodes or node.target is operator.getitem:
         return set()
     if isinstance(node.target, torch._ops.OpOverload):
         return {x for value in _written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
@@ -54,11 +55,11 @@ def written_inputs(node: Node) -> set[Node]:
         return set(node.all_input_nodes)
 
 
-def _written_arguments(operator: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def _written_arguments(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments of a call that the operator's schema marks as written."""
-    if not operator._schema.is_mutable:
+    if not target._schema.is_mutable:
         return
-    for place, argument in enumerate(operator._schema.arguments):
+    for place, argument in enumerate(target._schema.arguments):
         if argument.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
