@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from qframework.kernels._blocks import BlockSize, canonical_size, check_block_size
 from qframework.kernels.block_activation import check_kind
 from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
+from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
 
 
 @torch._dynamo.allow_in_graph
-class Int8ActivationFunction(torch.autograd.Function):
+class Int8ActivationFunction(Int8Function):
     """``f(x)`` of blocks; saves them."""
 
     @staticmethod
@@ -36,7 +37,7 @@ class Int8ActivationFunction(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class Int8GatedActivationFunction(torch.autograd.Function):
+class Int8GatedActivationFunction(Int8Function):
     """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
 
     @staticmethod

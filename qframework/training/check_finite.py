@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from qframework.errors import NonFiniteError
 from qframework.kernels._common import LIBRARY
 from qframework.training.block_tensor import BlockTensor, wrap_blocks
+from qframework.training.function import Int8Function
 
 LIBRARY.define("check_finite(Tensor x, str what) -> Tensor")
 
@@ -40,7 +41,7 @@ def _checked(x: Tensor, name: str, what: str) -> Tensor:
 
 
 @torch._dynamo.allow_in_graph
-class CheckFinite(torch.autograd.Function):
+class CheckFinite(Int8Function):
     """A copy of ``x``, float or in blocks, checked on the way forward, and its gradient on the way back."""
 
     @staticmethod

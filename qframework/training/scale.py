@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, quantize_blocks, wrap_blocks
+from qframework.training.function import Int8Function
 
 
 def _fp32(x: BlockTensor) -> Tensor:
@@ -25,7 +26,7 @@ def _quantized(x: Tensor, like: BlockTensor) -> BlockTensor:
 
 
 @torch._dynamo.allow_in_graph
-class ScaleChannels(torch.autograd.Function):
+class Int8LayerScaleFunction(Int8Function):
     """``x * gamma`` in blocks; ``gamma (C,)`` gets the sum over rows of ``grad * x``, in FP32."""
 
     @staticmethod
@@ -42,7 +43,7 @@ class ScaleChannels(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class DropSamples(torch.autograd.Function):
+class Int8DropPathFunction(Int8Function):
     """``x * kept * factor`` in blocks, for ``kept`` int8 zeros and ones that broadcast against ``x``; exact."""
 
     @staticmethod
@@ -68,7 +69,7 @@ class Int8LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
-        return ScaleChannels.apply(quantize_blocks(x, self.block_size), self.gamma)
+        return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), self.gamma)
 
 
 class Int8DropPath(nn.Module):
@@ -91,7 +92,7 @@ class Int8DropPath(nn.Module):
         keep = 1.0 - self.drop_prob
         kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
         factor = 1.0 / keep if self.scale_by_keep and keep > 0 else 1.0
-        return DropSamples.apply(blocks, kept.to(torch.int8), factor)
+        return Int8DropPathFunction.apply(blocks, kept.to(torch.int8), factor)
 
     def extra_repr(self) -> str:
         return f"drop_prob={self.drop_prob:.3g}, block_size={self.block_size}"
