@@ -78,7 +78,7 @@ class Int8DropPath(nn.Module):
     A float input is quantized. ``scale_by_keep``: what is kept is divided by the probability of being kept.
     """
 
-    def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
+    def __init__(self, drop_prob: float | None, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
         super().__init__()
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
@@ -87,7 +87,7 @@ class Int8DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, ..., C)`` to the same shape, in blocks."""
         blocks = quantize_blocks(x, self.block_size)
-        if self.drop_prob == 0.0 or not self.training:
+        if not self.drop_prob or not self.training:
             return blocks
         keep = 1.0 - self.drop_prob
         kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
@@ -95,4 +95,4 @@ class Int8DropPath(nn.Module):
         return Int8DropPathFunction.apply(blocks, kept.to(torch.int8), factor)
 
     def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob:.3g}, block_size={self.block_size}"
+        return f"drop_prob={self.drop_prob or 0.0:.3g}, block_size={self.block_size}"
