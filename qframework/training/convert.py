@@ -1,8 +1,8 @@
 """A float transformer into the INT8 data flow of Jetfire (sections 3 and 4), in place, and back.
 
-Inside its blocks linears, normalizations, activations and dropout are exchanged for modules that pass INT8 blocks on;
-the residual stream is INT8 from the input of the first block to the output of the last one. Attention, embeddings,
-the last normalization and the head stay as they are. Parameters stay the same objects under the same names, so
+Inside its blocks linears, normalizations, activations and dropout get classes that pass INT8 blocks on; the residual
+stream is INT8 from the input of the first block to the output of the last one. Attention, embeddings, the last
+normalization and the head stay as they are. Modules and parameters stay the same objects under the same names, so
 optimizers made before, state dicts and checkpoints of either form fit the other.
 """
 
@@ -62,11 +62,13 @@ def convert_to_int8_training(
     check_finite: bool = False,
     stochastic_gradients: bool = False,
 ) -> nn.Module:
-    """Exchange the modules of ``model``'s transformer blocks for INT8 ones, in place; returns ``model``.
+    """Make the modules of ``model``'s transformer blocks compute in INT8, in place; returns ``model``.
 
     Convert before DistributedDataParallel, ``fully_shard`` and torch.compile; attention and what is outside the blocks
-    compute in 16 bits under torch.autocast. conversion_report says what was done, restore_float undoes it. Per block,
-    Dynamo's DDPOptimizer is off from then on, in the whole process: it cannot cut graphs between INT8 tensors.
+    compute in 16 bits under torch.autocast. conversion_report says what was done and what stayed in float,
+    restore_float undoes it. Modules keep their hooks, attributes and sharing; a conversion that fails changes nothing.
+    Per block, Dynamo's DDPOptimizer is off from then on, in the whole process: it cannot cut graphs between INT8
+    tensors.
 
     Args:
         model: with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights stay in
@@ -88,7 +90,8 @@ def convert_to_int8_training(
 
     Raises:
         UnsupportedError: another block size or mode; stochastic gradients in another mode than per_block; no block was
-            found; a block holds modules that cannot be converted, which are named: pass them in ``keep_float``.
+            found, or nothing in one to convert; a block holds modules that cannot be converted, which are named: pass
+            them in ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` fits no module.
     """
@@ -123,7 +126,7 @@ def restore_float(model: nn.Module) -> nn.Module:
     """Undo convert_to_int8_training in place, keeping the parameters; returns ``model``.
 
     Raises:
-        QFrameworkError: the model was not converted.
+        QFrameworkError: the model was not converted, or the class of a module has been changed since; nothing is done.
     """
     conversion_report(model)
     for name, module in model.named_modules():

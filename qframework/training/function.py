@@ -37,7 +37,7 @@ class Int8Function(torch.autograd.Function):
         return super().apply(*args, **kwargs)
 
     @classmethod
-    def jvp(cls, ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(cls, ctx: Any, *tangents: Any) -> Any:
         _refuse(cls, "an input has a forward-mode derivative")
 
 

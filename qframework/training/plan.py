@@ -131,6 +131,8 @@ def _decide(plan: Plan, module: nn.Module, places: list[_Place], only_inside: bo
             _keep(plan, module, name, _OWN_FORWARD)
         elif plan.mode == "per_block":
             _keep_or_object(plan, module, places, attentions)
+        elif _has_matrices(module):  # floats come and go between the baselines' linears
+            plan.kept.append(Kept(name, type(module).__name__, _NO_MODULE))
         return
     assert role is not None
     output = "block" if all(gives_blocks(place.local) for place in places) else "float"
@@ -139,7 +141,7 @@ def _decide(plan: Plan, module: nn.Module, places: list[_Place], only_inside: bo
     if not only_inside:
         _keep(plan, module, name, _OUTSIDE)
     elif taken is not None:
-        _keep(plan, module, name, f"{new} needs its attribute {taken!r}")
+        _keep(plan, module, name, f"its attribute {taken!r} has another meaning in {new.kind.__name__}")
     elif (reason := obstacle(module)) is not None:
         plan.obstacles.append(Kept(name, type(module).__name__, reason))
     else:
@@ -244,8 +246,8 @@ def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) 
 
 
 def _ancestors(name: str) -> set[str]:
-    """The names of all that hold a module."""
-    parts = name.split(".")
+    """The names of all that hold a module; the model's own is empty."""
+    parts = name.split(".") if name else []
     return {".".join(parts[:end]) for end in range(len(parts))}
 
 

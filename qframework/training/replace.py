@@ -7,10 +7,10 @@ module and the module's own class, whose methods and class attributes are kept.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
@@ -106,12 +106,18 @@ def check_unchanged(name: str, module: nn.Module) -> None:
         )
 
 
-@functools.cache
+_joined_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
+
+
 def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     """A class that computes as ``kind`` and is an ``own`` in all else; ``kind`` itself where it is that already."""
     if issubclass(kind, own):
         return kind
-    return type(kind.__name__, (kind, own), {"__module__": kind.__module__, "__reduce_ex__": _reduce_ex(kind, own)})
+    joined = _joined_classes.get((kind, own))
+    if joined is None:
+        body = {"__module__": kind.__module__, "__reduce_ex__": _reduce_ex(kind, own)}
+        joined = _joined_classes[kind, own] = type(kind.__name__, (kind, own), body)
+    return joined
 
 
 def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qframework.numerics import FLOAT_DTYPES
@@ -62,7 +63,7 @@ def _has_linear(module: nn.Module) -> bool:
 
 def role_of(module: nn.Module) -> Role | None:
     """What ``module`` is, None where there is no INT8 module that computes the same."""
-    kind = type(module).__name__
+    kind = _kind(module)
     if kind == "LayerScale" and _computes(module, "gamma", lambda module, gamma, x: gamma * x):
         return "layer_scale"
     if kind in ("DropPath", "StochasticDepth") and hasattr(module, "drop_prob"):
@@ -78,7 +79,12 @@ def linear_role(module: nn.Module) -> Role | None:
     """``"linear"`` for nn.Linear and its subclasses that compute the same, ``"conv1d"`` for GPT-2's, else None."""
     if isinstance(module, nn.Linear):
         return "linear" if type(module).forward is nn.Linear.forward else None
-    return "conv1d" if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
+    return "conv1d" if _kind(module) == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
+
+
+def _kind(module: nn.Module) -> str:
+    """The name of a module's class, also of a parametrized one's."""
+    return parametrize.type_before_parametrizations(module).__name__
 
 
 def norm_role(module: nn.Module) -> Role | None:
@@ -87,7 +93,7 @@ def norm_role(module: nn.Module) -> Role | None:
         return None
     if isinstance(module, nn.LayerNorm) and _computes(module, "weight", _layer_norm):
         return "layer_norm"
-    if "RMSNorm" in type(module).__name__ and _computes(module, "weight", _rms_norm):
+    if "RMSNorm" in _kind(module) and _computes(module, "weight", _rms_norm):
         return "rms_norm"
     return None
 
@@ -142,8 +148,8 @@ def _random_numbers() -> Callable[..., Tensor]:
 
 
 def _probe(module: nn.Module, **parameters: Tensor) -> nn.Module:
-    """A shallow copy with these parameters instead of its own."""
-    probe = object.__new__(type(module))
+    """A shallow copy with these parameters instead of its own, and without parametrizations."""
+    probe: nn.Module = object.__new__(parametrize.type_before_parametrizations(module))
     probe.__dict__.update(module.__dict__)
     probe.__dict__["_parameters"] = parameters
     return probe
@@ -200,6 +206,8 @@ def obstacle(module: nn.Module) -> str | None:
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             return f"{name} is not initialized: run the float model once first"
+        if parameter.numel() == 0:
+            return f"{name} has shape {tuple(parameter.shape)}, which is empty"
         if is_traceable_wrapper_subclass(parameter):
             return f"{name} is a {type(parameter).__name__}, not an ordinary tensor"
         if parameter.dtype not in FLOAT_DTYPES:
@@ -236,6 +244,11 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def reads_weights(module: nn.Module) -> bool:
-    """Whether ``forward`` takes a weight from a module, instead of calling it."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "weight" in code.co_names
+    """Whether ``forward``, or one that it calls by ``super``, takes a weight from a module instead of calling it."""
+    for forward in (vars(kind).get("forward") for kind in type(module).__mro__):
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
+        if code is not None and "weight" in code.co_names:
+            return True
+        if code is not None and "super" not in code.co_names:
+            return False
+    return False
