@@ -87,6 +87,8 @@ class Int8Activation(nn.Module):
 class Int8GatedMLP(nn.Module):
     """``down_proj(f(gate_proj(x)) * up_proj(x))`` with one operator for what is between the linears: a LlamaMLP.
 
+    One that was converted still has its ``act_fn``, which is called where it has hooks.
+
     Args:
         gate_proj: a linear that gives blocks, such as Int8Linear; all three keep their names in transformers.
         up_proj: likewise.
@@ -113,10 +115,21 @@ class Int8GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to what ``down_proj`` makes of it."""
-        return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.kind, self.block_size))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if _is_observed(self._modules.get("act_fn")):
+            return self.down_proj(self.act_fn(gate) * up)
+        return self.down_proj(gated_activation(gate, up, self.kind, self.block_size))
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, block_size={self.block_size}"
+
+
+def _is_observed(module: nn.Module | None) -> bool:
+    """Whether calling ``module`` does more than its class says, so that the call must not be left out."""
+    if module is None:
+        return False
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in module.__dict__
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = 32) -> Tensor:

@@ -19,7 +19,6 @@ from qframework.training.roles import (
     GATED,
     Role,
     gives_blocks,
-    has_hooks,
     held,
     in_attention,
     is_block,
@@ -181,7 +180,7 @@ def _has_matrices(module: nn.Module) -> bool:
 
 
 def _add_gated_mlps(plan: Plan, everywhere: dict[nn.Module, list[str]]) -> None:
-    """Gated MLPs whose parts are all exchanged; one whose activation's call would be missed stays as it is."""
+    """Gated MLPs whose parts are all exchanged."""
     for block in plan.blocks:
         for module in block.modules():
             if module in plan.news or own_forward(module) or not is_gated_mlp(module):
@@ -189,7 +188,7 @@ def _add_gated_mlps(plan: Plan, everywhere: dict[nn.Module, list[str]]) -> None:
             *linears, act_fn = (getattr(module, part) for part in GATED)
             new = gated_mlp(act_fn, plan.block_size)
             parts = all(part in plan.news for part in (*linears, act_fn))
-            if parts and not has_hooks(act_fn) and taken_name(module, new) is None:
+            if parts and taken_name(module, new) is None:
                 plan.news[module], plan.names[module] = new, everywhere[module][0]
 
 

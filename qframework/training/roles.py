@@ -30,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
+# As PyTorch defines them: one that somebody has replaced for all modules computes, or does, something else.
+_LINEAR, _DROPOUT = nn.Linear.forward, nn.Dropout.forward
 # GELU and its tanh approximation are up to 5e-4 apart; FP32 formulas of one function less than this.
 _SAME = 2e-5
 _ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
@@ -68,7 +70,7 @@ def role_of(module: nn.Module) -> Role | None:
         return "layer_scale"
     if kind in ("DropPath", "StochasticDepth") and hasattr(module, "drop_prob"):
         return "drop_path"
-    if type(module).forward is nn.Dropout.forward:
+    if type(module).forward is _DROPOUT:
         return "dropout"
     if activation_kind(module) is not None:
         return "activation"
@@ -78,7 +80,7 @@ def role_of(module: nn.Module) -> Role | None:
 def linear_role(module: nn.Module) -> Role | None:
     """``"linear"`` for nn.Linear and its subclasses that compute the same, ``"conv1d"`` for GPT-2's, else None."""
     if isinstance(module, nn.Linear):
-        return "linear" if type(module).forward is nn.Linear.forward else None
+        return "linear" if type(module).forward is _LINEAR else None
     return "conv1d" if _kind(module) == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
 
 
@@ -218,11 +220,6 @@ def obstacle(module: nn.Module) -> str | None:
 def own_forward(module: nn.Module) -> bool:
     """Whether ``forward`` was replaced on this very module, as accelerate's hooks and some adapters do."""
     return "forward" in module.__dict__
-
-
-def has_hooks(module: nn.Module) -> bool:
-    """Whether calling ``module`` runs more than its ``forward``."""
-    return any((module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks))
 
 
 def held(module: nn.Module) -> list[tuple[str, nn.Module]]:

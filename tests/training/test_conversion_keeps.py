@@ -146,6 +146,25 @@ def test_hooks_of_every_kind_run_and_conversion_runs_none() -> None:
     assert run() == wanted
 
 
+def test_a_hook_on_the_activation_of_a_converted_gated_mlp_runs() -> None:
+    """Which otherwise runs inside one operator with the product behind it."""
+    model, x, seen = convert_to_int8_training(llama()).eval(), inputs("llama"), []
+    fused = logits_of(model, x)
+    handle = model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: seen.append(1))
+    hooked = logits_of(model, x)
+    assert seen == [1]
+    assert 0 < distance(hooked, fused) < 0.01 * (2 * 12) ** 0.5 * 2
+    handle.remove()
+    assert torch.equal(logits_of(model, x), fused)
+
+
+def test_a_forward_replaced_for_all_linears_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = nn.Linear.forward
+    monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
+    with pytest.raises(UnsupportedError, match=r"cannot convert blocks\.0\.attn\.qkv \(Linear\)"):
+        convert_to_int8_training(vit(), blocks=["blocks.*"])
+
+
 def test_attributes_stay_and_those_of_ours_keep_a_module_in_float() -> None:
     model, x = vit(), inputs("vit")
     tags = {module: object() for module in model.modules()}
