@@ -14,7 +14,12 @@ from torch.autograd import forward_ad
 from training_models import inputs, vit
 
 import qframework.training
+from qframework.attention import sage_attention
 from qframework.errors import UnsupportedError
+from qframework.kernels.block_linear import block_linear
+from qframework.kernels.int8_linear import int8_linear
+from qframework.kernels.rope_quantize import rope_mean
+from qframework.quantizer.fake_quantize import fake_quantize
 from qframework.training import convert_to_int8_training, quantize_blocks
 from qframework.training.activation import Int8Activation, gated_activation
 from qframework.training.check_finite import CheckFinite
@@ -140,3 +145,56 @@ def test_gradients_behind_the_blocks_have_second_derivatives() -> None:
     (gradient,) = torch.autograd.grad(model.forward_head(features).square().sum(), features, create_graph=True)
     gradient.square().sum().backward()
     assert all(parameter.grad is not None for name, parameter in model.named_parameters() if name != "head.bias")
+
+
+# Operators of the package's other rooms
+
+
+def int8_linear_of(bias: Tensor) -> Tensor:
+    a, b, one = torch.ones(4, 8, dtype=torch.int8), torch.ones(6, 8, dtype=torch.int8), torch.ones(1)
+    return int8_linear(a, one, b, one, bias, out_dtype=torch.float32)
+
+
+def block_linear_of(bias: Tensor) -> Tensor:
+    a, b, one = torch.ones(4, 8, dtype=torch.int8), torch.ones(6, 8, dtype=torch.int8), torch.ones(1, 1)
+    return block_linear(a, one, b, one, bias, out_dtype=torch.float32)[0]
+
+
+def rope_mean_of(x: Tensor) -> Tensor:
+    cos = sin = torch.ones(1, 4)
+    return rope_mean(x[:4].expand(1, 1, 1, 4), cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("fake_quantize", lambda x: fake_quantize(x, torch.full((1,), 0.05))),
+        ("int8_linear", int8_linear_of),
+        ("block_linear", block_linear_of),
+        ("rope_mean", rope_mean_of),
+        ("sage_attention", lambda x: sage_attention(x.expand(1, 1, 4, 6), x.expand(1, 1, 4, 6), x.expand(1, 1, 4, 6))),
+    ],
+)
+def test_other_operators_refuse_transforms_by_name(name: str, call: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(6)
+    for transform in (
+        lambda: torch.func.grad(lambda x: call(x).sum())(x),
+        lambda: torch.func.jvp(call, (x,), (x,)),
+        lambda: torch.func.vmap(call)(x[None]),
+    ):
+        with pytest.raises(UnsupportedError, match=rf"^{name}: a transform of torch\.func; accepted"):
+            transform()
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(UnsupportedError, match=rf"^{name}: a forward-mode derivative; accepted"),
+    ):
+        call(forward_ad.make_dual(x, x))
+
+
+def test_fake_quantization_has_second_derivatives() -> None:
+    """Its gradient is a mask, so that those of a cube behind it are 6 y where nothing is clipped."""
+    x, scale = torch.tensor([0.5, -1.0, 100.0], requires_grad=True), torch.tensor([0.5])
+    y = fake_quantize(x, scale)
+    (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    assert torch.equal(second, torch.tensor([3.0, -6.0, 0.0]))
