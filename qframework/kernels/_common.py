@@ -87,10 +87,10 @@ def check_same_device(operator: str, reference: Tensor, **others: Tensor | None)
 
 def transform_in_force(*tensors: Tensor | None) -> str | None:
     """What asks for derivatives or batching in a way that operators have no rule for, and would get wrong silently."""
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
+    if torch.compiler.is_compiling():  # whose graph has no tangents but those of a transform
+        return None
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return "a forward-mode derivative"
     return None

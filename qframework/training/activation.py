@@ -116,18 +116,17 @@ class Int8GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to what ``down_proj`` makes of it."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if _is_observed(self._modules.get("act_fn")):
-            return self.down_proj(self.act_fn(gate) * up)
+        act_fn = self._modules.get("act_fn")
+        if act_fn is not None and _is_observed(act_fn):
+            return self.down_proj(act_fn(gate) * up)
         return self.down_proj(gated_activation(gate, up, self.kind, self.block_size))
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, block_size={self.block_size}"
 
 
-def _is_observed(module: nn.Module | None) -> bool:
+def _is_observed(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class says, so that the call must not be left out."""
-    if module is None:
-        return False
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     return any(hooks) or "forward" in module.__dict__
 

@@ -191,6 +191,15 @@ def test_other_operators_refuse_transforms_by_name(name: str, call: Callable[[Te
         call(forward_ad.make_dual(x, x))
 
 
+@pytest.mark.parametrize("transform", [torch.func.jvp, lambda call, x, tangents: torch.func.vmap(call)(*x)])
+def test_compiled_attention_refuses_transforms(transform: Any, fresh_dynamo: None) -> None:
+    """A tangent would be zero there."""
+    x = torch.randn(1, 1, 4, 6)
+    compiled = torch.compile(lambda x: transform(lambda x: sage_attention(x, x, x), (x,), (x,)), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"sage_attention: a transform of torch\.func"):
+        compiled(x)
+
+
 def test_fake_quantization_has_second_derivatives() -> None:
     """Its gradient is a mask, so that those of a cube behind it are 6 y where nothing is clipped."""
     x, scale = torch.tensor([0.5, -1.0, 100.0], requires_grad=True), torch.tensor([0.5])
