@@ -125,7 +125,7 @@ def int8_linear(
     to a tie may round the other way.
 
     Raises:
-        UnsupportedError: a dtype, activation or device no kernel can do; transforms of ``torch.func``, forward mode.
+        UnsupportedError: a dtype, activation or device no kernel can do.
         QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
     """
     refuse_transforms("int8_linear", bias, residual)
