@@ -6,9 +6,9 @@ from typing import Literal, get_args, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels._common import transform_in_force
 from qframework.kernels.attention_variants import AttentionVariant
 
 TensorLayout = Literal["HND", "NHD"]
@@ -216,17 +216,6 @@ def _exchange(name: str, x: Tensor) -> Tensor:
     if x.ndim < 3:
         raise QFrameworkError(f"sage_attention: {name} has shape {tuple(x.shape)}; accepted: 3 dimensions or more")
     return x.transpose(-3, -2)
-
-
-def transform_in_force(*tensors: Tensor | None) -> str | None:
-    """What asks for derivatives or batching in a way the operator has no rule for, and would get wrong silently."""
-    if torch.compiler.is_compiling():
-        return None
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a transform of torch.func"
-    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        return "a forward-mode derivative"
-    return None
 
 
 def spec_of(variant: str | AttentionVariant) -> str:

@@ -18,9 +18,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.api import attend, autocast, spec_of, transform_in_force
+from qframework.attention.api import attend, autocast, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.errors import UnsupportedError
+from qframework.kernels._common import transform_in_force
 from qframework.kernels.attention_variants import AttentionVariant, resolve
 from qframework.numerics import FLOAT_DTYPES
 

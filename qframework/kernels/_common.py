@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._triton import tl, triton
@@ -84,12 +85,31 @@ def check_same_device(operator: str, reference: Tensor, **others: Tensor | None)
             )
 
 
+def transform_in_force(*tensors: Tensor | None) -> str | None:
+    """What asks for derivatives or batching in a way that operators have no rule for, and would get wrong silently."""
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if torch.compiler.is_compiling():  # whose graph has no tangents but those of a transform
+        return None
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return "a forward-mode derivative"
+    return None
+
+
+def refuse_transforms(operator: str, *tensors: Tensor | None) -> None:
+    """Raise UnsupportedError in a transform of torch.func and where one of ``tensors`` has a tangent."""
+    transform = transform_in_force(*tensors)
+    if transform is not None:
+        raise UnsupportedError(f"{operator}: {transform}; accepted: plain calls, outside of both")
+
+
 def refuse_gradients(operator: str, instead: str, **operands: Tensor | None) -> None:
     """Raise QFrameworkError where a gradient is wanted of an operand of an operator that gives none.
 
     For functions, not implementations: registered as the operator's formula for autograd, a refusal would cost the host
     7 us at every call, as much as the operator's own Python.
     """
+    refuse_transforms(operator, *operands.values())
     for name, tensor in operands.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise QFrameworkError(

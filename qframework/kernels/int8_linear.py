@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.errors import QFrameworkError
-from qframework.kernels._common import LIBRARY
+from qframework.kernels._common import LIBRARY, refuse_transforms
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.int8_linear_arguments import Activation, check_arguments, result_dtype
 from qframework.kernels.int8_linear_launch import int8_linear_triton
@@ -143,4 +143,5 @@ def int8_linear(
         UnsupportedError: a dtype, activation or device no kernel can do; K above 131,071, where INT32 can overflow.
         QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
     """
+    refuse_transforms("int8_linear", bias, residual)
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
 from qframework.kernels._attention_common import check_offsets, last_contiguous
-from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device
+from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, refuse_transforms
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
@@ -344,6 +344,7 @@ def rope_mean(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, ro
 
     Arguments and errors as in :func:`rope_quantize`. The rotated keys are not written.
     """
+    refuse_transforms("rope_mean", x, cos, sin)
     return torch.ops.qframework.rope_mean(x, cos, sin, interleaved, rotary_dim)
 
 
@@ -385,4 +386,5 @@ def rope_quantize(
         UnsupportedError: dtype, rank, granularity, role, or a GPU below sm_80.
         QFrameworkError: tables, mean or rotary_dim that do not fit ``x``, or tensors on different devices.
     """
+    refuse_transforms("rope_quantize", x, cos, sin, mean)
     return torch.ops.qframework.rope_quantize(x, cos, sin, interleaved, factor, granularity, role, mean, rotary_dim)

@@ -175,7 +175,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     inputs = _Inputs(*ctx.saved_tensors)
     if torch.is_grad_enabled():  # create_graph=True: second derivatives, which only the math kernel has
         with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunction():
-            found = _exact_gradients(grad_out, grad_lse, inputs, ctx.settings, needed, create_graph=True)
+            # Aliases: where one input is another, or was computed from it, its gradient is still its own part alone.
+            aliases = _Inputs._make(t if t is None else t.view_as(t) for t in inputs)
+            found = _exact_gradients(grad_out, grad_lse, aliases, ctx.settings, needed, create_graph=True)
     else:
         found = torch.ops.qframework.sage_attention_backward(grad_out, grad_lse, *inputs, *ctx.settings, needed)
     rest = iter(found)

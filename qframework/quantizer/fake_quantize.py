@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
+from qframework.kernels._common import refuse_transforms
 from qframework.numerics import QMAX, QMIN, rounded_steps
 from qframework.quantizer.observers import DynamicObserver, WeightObserver
 from qframework.quantizer.static_observer import StaticObserver
@@ -42,7 +43,11 @@ def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
     """``x`` (any float dtype) rounded to multiples of ``scale`` (float32, broadcasts) in -127..127; same dtype.
 
     Its gradient is 1 where ``x`` is not clipped and 0 where it is; ``scale`` gets none.
+
+    Raises:
+        UnsupportedError: in a transform of ``torch.func`` or a forward-mode derivative.
     """
+    refuse_transforms("fake_quantize", x, scale)
     return _FakeQuantizeFunction.apply(x, scale)
 
 

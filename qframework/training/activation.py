@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from qframework.kernels._blocks import BlockSize, canonical_size, check_block_size
 from qframework.kernels.block_activation import check_kind
 from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
+from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
 
 
 @torch._dynamo.allow_in_graph
-class Int8ActivationFunction(torch.autograd.Function):
+class Int8ActivationFunction(Int8Function):
     """``f(x)`` of blocks; saves them."""
 
     @staticmethod
@@ -36,7 +37,7 @@ class Int8ActivationFunction(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class Int8GatedActivationFunction(torch.autograd.Function):
+class Int8GatedActivationFunction(Int8Function):
     """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
 
     @staticmethod
@@ -86,6 +87,8 @@ class Int8Activation(nn.Module):
 class Int8GatedMLP(nn.Module):
     """``down_proj(f(gate_proj(x)) * up_proj(x))`` with one operator for what is between the linears: a LlamaMLP.
 
+    One that was converted still has its ``act_fn``, which is called where it has hooks.
+
     Args:
         gate_proj: a linear that gives blocks, such as Int8Linear; all three keep their names in transformers.
         up_proj: likewise.
@@ -112,10 +115,20 @@ class Int8GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to what ``down_proj`` makes of it."""
-        return self.down_proj(gated_activation(self.gate_proj(x), self.up_proj(x), self.kind, self.block_size))
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        act_fn = self._modules.get("act_fn")
+        if act_fn is not None and _is_observed(act_fn):
+            return self.down_proj(act_fn(gate) * up)
+        return self.down_proj(gated_activation(gate, up, self.kind, self.block_size))
 
     def extra_repr(self) -> str:
         return f"{self.kind!r}, block_size={self.block_size}"
+
+
+def _is_observed(module: nn.Module) -> bool:
+    """Whether calling ``module`` does more than its class says, so that the call must not be left out."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or "forward" in module.__dict__
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = 32) -> Tensor:

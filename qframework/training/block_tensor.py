@@ -8,7 +8,7 @@ Functions of this package follow one pattern, which runs in eager mode, under ``
 under checkpointing alike::
 
     @torch._dynamo.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
-    class GELU(torch.autograd.Function):
+    class GELU(Int8Function):
         @staticmethod
         def forward(ctx, x, block_size):              # tensors, BlockTensors, None, numbers, strings, dtypes, tuples
             x = as_blocks(x, block_size)              # a float tensor may come in: quantize it
@@ -30,6 +30,7 @@ under checkpointing alike::
 - The gradient of a float input is a float tensor of its dtype, that of a BlockTensor input a BlockTensor.
   ``as_grad_of(x, grad)`` does that where a Function accepts both.
 - ``forward`` returns new tensors, never an argument; it reads no value on the host (``.item()``).
+- The base class refuses second derivatives, transforms of ``torch.func`` and forward-mode derivatives.
 
 Parameters stay float tensors, so optimizers, DDP and FSDP see nothing new. ``torch.save`` keeps a BlockTensor; reading
 it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTensor])``.
@@ -47,6 +48,7 @@ from qframework.errors import QFrameworkError
 from qframework.kernels._blocks import BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels._common import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
+from qframework.training.function import Int8Function
 
 Handler = Callable[..., Any]
 Context = tuple[CanonicalSize, torch.dtype, bool]
@@ -183,7 +185,7 @@ def as_grad_of(x: Tensor, grad: Tensor) -> Tensor:
 
 
 @torch._dynamo.allow_in_graph
-class QuantizeBlocks(torch.autograd.Function):
+class QuantizeBlocks(Int8Function):
     """A float tensor into blocks; the gradient passes straight through, as a float tensor."""
 
     @staticmethod
@@ -196,7 +198,7 @@ class QuantizeBlocks(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class DequantizeBlocks(torch.autograd.Function):
+class DequantizeBlocks(Int8Function):
     """Blocks into the float tensor they stand for; the gradient passes straight through, in blocks of the same size."""
 
     @staticmethod

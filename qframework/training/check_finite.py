@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 from qframework.errors import NonFiniteError
 from qframework.kernels._common import LIBRARY
+from qframework.training.activation import Int8GatedMLP
 from qframework.training.block_tensor import BlockTensor, wrap_blocks
+from qframework.training.function import Int8Function
 
 LIBRARY.define("check_finite(Tensor x, str what) -> Tensor")
 
@@ -40,7 +42,7 @@ def _checked(x: Tensor, name: str, what: str) -> Tensor:
 
 
 @torch._dynamo.allow_in_graph
-class CheckFinite(torch.autograd.Function):
+class CheckFinite(Int8Function):
     """A copy of ``x``, float or in blocks, checked on the way forward, and its gradient on the way back."""
 
     @staticmethod
@@ -84,8 +86,9 @@ class CheckInput:
 
 def watch(model: nn.Module) -> None:
     """Check what every layer of ``model`` without layers in it gives, and what linears are given."""
+    parts_of_gated = {module._modules.get("act_fn") for module in model.modules() if isinstance(module, Int8GatedMLP)}
     for name, module in model.named_modules():
-        if any(True for _ in module.children()):
+        if any(True for _ in module.children()) or module in parts_of_gated:
             continue
         module.register_forward_hook(CheckOutput(name))
         if getattr(module, "weight", None) is not None and module.weight.dim() == 2 and not _looks_up(module):

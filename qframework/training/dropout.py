@@ -9,10 +9,11 @@ from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, new_seed, quantize_blocks, wrap_blocks
+from qframework.training.function import Int8Function
 
 
 @torch._dynamo.allow_in_graph
-class Int8DropoutFunction(torch.autograd.Function):
+class Int8DropoutFunction(Int8Function):
     """``m x / (1 - p)`` of blocks, the mask m made from the seed in both passes."""
 
     @staticmethod

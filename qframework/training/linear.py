@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import BlockSize, CanonicalSize, check_block_size, operand_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
+from qframework.training.function import Int8Function
 
 Output = Literal["block", "float"]
 # q, scale of a matrix in blocks
@@ -29,7 +30,7 @@ Blocks = tuple[Tensor, Tensor]
 
 
 @torch._dynamo.allow_in_graph
-class Int8LinearFunction(torch.autograd.Function):
+class Int8LinearFunction(Int8Function):
     """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight.
 
     With a seed, a gradient that comes as floats is rounded stochastically.

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.training.block_tensor import BlockTensor
+from qframework.training.function import Int8Function
 from qframework.training.linear import Conv1D, result_dtype, share, sum_rows
 
 
 @torch._dynamo.allow_in_graph
-class PerTensorLinearFunction(torch.autograd.Function):
+class PerTensorLinearFunction(Int8Function):
     """``x @ weight.T + bias`` with one scale for each of X, W and dY. Saves INT8 and the master weight."""
 
     @staticmethod
@@ -45,7 +46,7 @@ class PerTensorLinearFunction(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class PerTokenLinearFunction(torch.autograd.Function):
+class PerTokenLinearFunction(Int8Function):
     """SwitchBack: a scale for each row of X and dY and one for W; dW is a float product. Saves X as it came."""
 
     @staticmethod
@@ -107,7 +108,7 @@ def flat(x: Tensor) -> Tensor:
 class _BaselineLinear(nn.Linear):
     """What the baselines share: floats in and out, BlockTensors taken as floats."""
 
-    function: type[torch.autograd.Function]
+    function: type[Int8Function]
 
     @classmethod
     def from_float(cls, linear: nn.Linear) -> Any:
@@ -119,7 +120,7 @@ class _BaselineLinear(nn.Linear):
 
 
 class _BaselineConv1D(Conv1D):
-    function: type[torch.autograd.Function]
+    function: type[Int8Function]
 
     @classmethod
     def from_float(cls, conv: Any) -> Any:

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
+from qframework.training.function import Int8Function
 
 
 @torch._dynamo.allow_in_graph
-class Int8LayerNormFunction(torch.autograd.Function):
+class Int8LayerNormFunction(Int8Function):
     """LayerNorm of blocks; saves them and two numbers a row."""
 
     @staticmethod
@@ -46,7 +47,7 @@ class Int8LayerNormFunction(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class Int8RMSNormFunction(torch.autograd.Function):
+class Int8RMSNormFunction(Int8Function):
     """RMSNorm of blocks; saves them and one number a row."""
 
     @staticmethod

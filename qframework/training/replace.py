@@ -1,113 +1,181 @@
-"""The INT8 module for each float one, with the same parameters, and the way back."""
+"""The INT8 class of each float module, and the change of a module's class in place.
+
+A converted module is the same object with another class: parameters, buffers, hooks, mode and whatever a user attached
+to it stay where they are, and everything that refers to it goes on doing so. The class is a subclass of both the INT8
+module and the module's own class, whose methods and class attributes are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
 
-from qframework.errors import UnsupportedError
+from qframework.errors import QFrameworkError
 from qframework.kernels._blocks import BlockSize
 from qframework.training.activation import Int8Activation, Int8GatedMLP
 from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
 from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
-from qframework.training.roles import GATED, activation_kind, gives_blocks, norm_eps, role_of
+from qframework.training.roles import Role, activation_kind, norm_eps
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 
-# Under this name an INT8 module keeps the float module it stands for, without its parameters; no submodule.
-FLOAT_MODULE = "_float_module"
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_ORIGIN = "_float_origin"
 
 
-def replacement(module: nn.Module, name: str, mode: str, block_size: BlockSize) -> nn.Module:
-    """The INT8 module for ``module``, which lies at ``name`` inside its block.
+@dataclass(frozen=True)
+class Replacement:
+    """What a module becomes: ``settings`` must be free names in it, ``shape`` is set where it has no such attribute."""
 
-    Args:
-        module: of a role that roles.role_of knows.
-        name: tells linears that give queries, keys and values.
-        mode: per_block, per_tensor or per_token.
-        block_size: of per_block.
-    """
-    role = role_of(module)
-    if role is None:
-        raise UnsupportedError(f"{name} ({type(module).__name__}): no INT8 module computes the same")
-    if mode == "per_block":
-        return _standing_for(_MAKERS[role](module, name, block_size), module)
-    return _standing_for(_BASELINES[mode, role].from_float(module), module)
+    kind: type[nn.Module]
+    settings: dict[str, Any] = field(default_factory=dict)
+    shape: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        output = self.settings.get("output")
+        return self.kind.__name__ + (f" ({output} out)" if output else "")
 
 
-def _standing_for(new: nn.Module, module: nn.Module) -> nn.Module:
-    """``new`` with the mode and hooks of ``module``, which it keeps without its parameters: they are ``new``'s now."""
-    new.train(module.training)
-    for hooks in _HOOKS:
-        getattr(new, hooks).update(getattr(module, hooks))
-    module._parameters.update(dict.fromkeys(module._parameters))
-    new.__dict__[FLOAT_MODULE] = module
-    return new
+@dataclass(frozen=True)
+class _Origin:
+    """What a converted module was, the INT8 class that it has joined, and the attributes that this brought."""
+
+    before: type[nn.Module]
+    kind: type[nn.Module]
+    added: tuple[str, ...]
 
 
-def float_again(new: nn.Module) -> nn.Module:
-    """The float module that ``new`` stands for, with the parameters and the mode that ``new`` has now."""
-    module: nn.Module = new.__dict__[FLOAT_MODULE]
-    module._parameters.update(new._parameters)
-    for name, child in new.named_children():
-        if FLOAT_MODULE in child.__dict__:
-            module._modules[name] = float_again(child)
-    return module.train(new.training)
+def replacement(module: nn.Module, role: Role, output: str, mode: str, block_size: BlockSize) -> Replacement:
+    """What ``module`` becomes in ``mode``; ``output`` is that of a linear in blocks."""
+    if mode != "per_block":
+        return Replacement(_BASELINES[mode, role])
+    return _MAKERS[role](module, output, block_size)
 
 
-def gated_mlp(module: nn.Module, news: Mapping[nn.Module, nn.Module], block_size: BlockSize) -> nn.Module:
-    """The INT8 module for a gated MLP whose linears have theirs in ``news``."""
-    children = dict(module.named_children())
-    kind = activation_kind(children.pop(GATED[-1]))
-    assert kind is not None  # roles.is_gated_mlp asked for it
-    gate, up, down = (news[children[name]] for name in GATED[:-1])
-    return _standing_for(Int8GatedMLP(gate, up, down, kind, block_size), module)
+def gated_mlp(act_fn: nn.Module, block_size: BlockSize) -> Replacement:
+    """What an MLP becomes that is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+    return Replacement(Int8GatedMLP, {"kind": activation_kind(act_fn), "block_size": block_size})
 
 
-def _linear(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    kind = Int8Linear if isinstance(module, nn.Linear) else Int8Conv1D
-    return kind.from_float(module, block_size, "block" if gives_blocks(name) else "float")
+def taken_name(module: nn.Module, new: Replacement) -> str | None:
+    """A name that ``new`` needs for a setting and ``module`` uses for something else."""
+    spaces = (module.__dict__, module._parameters, module._buffers, module._modules, _class_names(type(module)))
+    return next((name for name in new.settings if any(name in space for space in spaces)), None)
 
 
-def _layer_norm(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8LayerNorm.from_float(module, block_size)
+def _class_names(kind: type) -> set[str]:
+    return {name for each in kind.__mro__ for name in vars(each)}
 
 
-def _rms_norm(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8RMSNorm.from_float(module, block_size, norm_eps(module))
+# Changing a module and changing it back
 
 
-def _activation(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8Activation(str(activation_kind(module)), block_size)
+def become(module: nn.Module, new: Replacement) -> None:
+    """Make ``module`` what ``new`` says. Python raises TypeError where its class cannot change, and nothing has."""
+    before = type(module)
+    added = {**new.settings, **{name: value for name, value in new.shape.items() if not hasattr(module, name)}}
+    module.__class__ = _joined(new.kind, before)
+    module.__dict__.update(added)
+    module.__dict__[_ORIGIN] = _Origin(before, new.kind, tuple(added))
 
 
-def _dropout(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8Dropout(module.p, block_size)
+def float_again(module: nn.Module) -> None:
+    """Undo ``become``."""
+    origin: _Origin = module.__dict__.pop(_ORIGIN)
+    for name in origin.added:
+        module.__dict__.pop(name, None)
+    module.__class__ = origin.before
 
 
-def _layer_scale(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8LayerScale(module.gamma, block_size)
+def is_converted(module: nn.Module) -> bool:
+    """Whether ``become`` changed it."""
+    return _ORIGIN in module.__dict__
 
 
-def _drop_path(module: Any, name: str, block_size: BlockSize) -> nn.Module:
-    return Int8DropPath(module.drop_prob, getattr(module, "scale_by_keep", True), block_size)
+def check_unchanged(name: str, module: nn.Module) -> None:
+    """Raise QFrameworkError where the class of a converted module has been changed again since."""
+    origin: _Origin = module.__dict__[_ORIGIN]
+    if type(module) is not _joined(origin.kind, origin.before):
+        raise QFrameworkError(
+            f"restore_float: {name} was an {origin.kind.__name__} after its conversion and is a "
+            f"{type(module).__name__} now; accepted: a module as it was converted. Undo what changed its class first"
+        )
 
 
-_MAKERS: dict[str, Callable[[Any, str, BlockSize], nn.Module]] = {
+_joined_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakValueDictionary()
+
+
+def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
+    """A class that computes as ``kind`` and is an ``own`` in all else; ``kind`` itself where it is that already."""
+    if issubclass(kind, own):
+        return kind
+    joined = _joined_classes.get((kind, own))
+    if joined is None:
+        body = {"__module__": kind.__module__, "__reduce_ex__": _reduce_ex(kind, own)}
+        joined = _joined_classes[kind, own] = type(kind.__name__, (kind, own), body)
+    return joined
+
+
+def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any]:
+    """Pickling and copying by the two classes, since a joined one has no name to be imported by."""
+
+    def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
+        _, _, *rest = super(_joined(kind, own), self).__reduce_ex__(max(protocol, 2))
+        return _new, (kind, own), *rest
+
+    return __reduce_ex__
+
+
+def _new(kind: type[nn.Module], own: type[nn.Module]) -> nn.Module:
+    joined = _joined(kind, own)
+    return joined.__new__(joined)
+
+
+# What each role becomes
+
+
+def _linear(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8Linear, {"block_size": block_size, "output": output, "stochastic_gradients": False})
+
+
+def _conv1d(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    weight = module._parameters.get("weight")  # none where it is computed by a hook or a parametrization
+    shape = {"nx": None if weight is None else weight.shape[0]}
+    return Replacement(Int8Conv1D, _linear(module, output, block_size).settings, shape)
+
+
+def _layer_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8LayerNorm, {"block_size": block_size})
+
+
+def _rms_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    shape = {"normalized_shape": tuple(module.weight.shape), "eps": norm_eps(module), "elementwise_affine": True}
+    return Replacement(Int8RMSNorm, {"block_size": block_size}, shape)
+
+
+def _activation(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8Activation, {"kind": activation_kind(module), "block_size": block_size})
+
+
+def _dropout(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8Dropout, {"block_size": block_size})
+
+
+def _layer_scale(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8LayerScale, {"block_size": block_size})
+
+
+def _drop_path(module: Any, output: str, block_size: BlockSize) -> Replacement:
+    return Replacement(Int8DropPath, {"block_size": block_size}, {"scale_by_keep": True})
+
+
+_MAKERS: dict[str, Callable[[Any, str, BlockSize], Replacement]] = {
     "linear": _linear,
-    "conv1d": _linear,
+    "conv1d": _conv1d,
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
     "activation": _activation,
@@ -115,7 +183,7 @@ _MAKERS: dict[str, Callable[[Any, str, BlockSize], nn.Module]] = {
     "layer_scale": _layer_scale,
     "drop_path": _drop_path,
 }
-_BASELINES: dict[tuple[str, str], Any] = {
+_BASELINES: dict[tuple[str, str], type[nn.Module]] = {
     ("per_tensor", "linear"): PerTensorLinear,
     ("per_tensor", "conv1d"): PerTensorConv1D,
     ("per_token", "linear"): PerTokenLinear,

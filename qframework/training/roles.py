@@ -7,15 +7,20 @@ what lies inside attention, which computes in 16 bits.
 
 from __future__ import annotations
 
-import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Literal
+from contextlib import contextmanager
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from qframework.numerics import FLOAT_DTYPES
 
 Role = Literal["linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path"]
 GATED = ("gate_proj", "up_proj", "down_proj", "act_fn")
@@ -25,6 +30,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
+# As PyTorch defines them: one that somebody has replaced for all modules computes, or does, something else.
+_LINEAR, _DROPOUT = nn.Linear.forward, nn.Dropout.forward
 # GELU and its tanh approximation are up to 5e-4 apart; FP32 formulas of one function less than this.
 _SAME = 2e-5
 _ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
@@ -58,14 +65,12 @@ def _has_linear(module: nn.Module) -> bool:
 
 def role_of(module: nn.Module) -> Role | None:
     """What ``module`` is, None where there is no INT8 module that computes the same."""
-    if parametrize.is_parametrized(module):
-        return None
-    kind = type(module).__name__
-    if kind == "LayerScale" and isinstance(getattr(module, "gamma", None), nn.Parameter):
+    kind = _kind(module)
+    if kind == "LayerScale" and _computes(module, "gamma", lambda module, gamma, x: gamma * x):
         return "layer_scale"
     if kind in ("DropPath", "StochasticDepth") and hasattr(module, "drop_prob"):
         return "drop_path"
-    if type(module).forward is nn.Dropout.forward:
+    if type(module).forward is _DROPOUT:
         return "dropout"
     if activation_kind(module) is not None:
         return "activation"
@@ -74,22 +79,23 @@ def role_of(module: nn.Module) -> Role | None:
 
 def linear_role(module: nn.Module) -> Role | None:
     """``"linear"`` for nn.Linear and its subclasses that compute the same, ``"conv1d"`` for GPT-2's, else None."""
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return "linear"
-    weight = getattr(module, "weight", None)
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf") and isinstance(weight, Tensor):
-        return "conv1d" if weight.dim() == 2 else None
-    return None
+    if isinstance(module, nn.Linear):
+        return "linear" if type(module).forward is _LINEAR else None
+    return "conv1d" if _kind(module) == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
+
+
+def _kind(module: nn.Module) -> str:
+    """The name of a module's class, also of a parametrized one's."""
+    return parametrize.type_before_parametrizations(module).__name__
 
 
 def norm_role(module: nn.Module) -> Role | None:
     """``"layer_norm"`` or ``"rms_norm"`` over the last dimension with a weight, else None."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or any(True for _ in module.children()):
+    if any(True for _ in module.children()):
         return None
-    if isinstance(module, nn.LayerNorm) and _computes(module, _layer_norm):
+    if isinstance(module, nn.LayerNorm) and _computes(module, "weight", _layer_norm):
         return "layer_norm"
-    if "RMSNorm" in type(module).__name__ and _computes(module, _rms_norm):
+    if "RMSNorm" in _kind(module) and _computes(module, "weight", _rms_norm):
         return "rms_norm"
     return None
 
@@ -107,13 +113,10 @@ def activation_kind(module: nn.Module) -> str | None:
         return None
     if any(True for _ in module.parameters()) or any(True for _ in module.children()):
         return None
-    x = torch.linspace(-6, 6, 97)
-    try:
-        with torch.no_grad():
-            y = module(x.clone())
-    except (TypeError, ValueError, RuntimeError):  # not a function of one tensor
-        return None
-    return next((kind for kind, function in ACTIVATIONS.items() if _same(y, function(x))), None)
+    with _probing():
+        x = torch.linspace(-6, 6, 97, dtype=torch.float32)
+        y = _forward(_probe(module), x)
+        return next((kind for kind, function in ACTIVATIONS.items() if _same(y, function(x))), None)
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
@@ -123,42 +126,105 @@ def is_gated_mlp(module: nn.Module) -> bool:
         return False
     if activation_kind(children["act_fn"]) is None or not all(linear_role(children[name]) for name in GATED[:-1]):
         return False
-    probe = copy.copy(module)
-    gate, up, down = nn.Linear(3, 5), nn.Linear(3, 5), nn.Linear(5, 3)
-    probe._modules = dict(zip(GATED, (gate, up, down, children["act_fn"]), strict=True))
-    x = torch.linspace(-2, 2, 6).view(2, 3)
-    with torch.no_grad():
-        try:
-            return _same(probe(x), down(children["act_fn"](gate(x)) * up(x)))
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            return False
+    probe, act = _probe(module), nn.SiLU()
+    with _probing():
+        gate, up, down = (nn.Linear(*shape, dtype=torch.float32) for shape in ((3, 5), (3, 5), (5, 3)))
+        probe.__dict__["_modules"] = dict(zip(GATED, (gate, up, down, act), strict=True))
+        x = torch.linspace(-2, 2, 6, dtype=torch.float32).view(2, 3)
+        return _same(_forward(probe, x), down(act(gate(x)) * up(x)))
 
 
-def _computes(module: nn.Module, formula: Callable[[nn.Module, Tensor], Tensor]) -> bool:
-    """Whether a copy of ``module`` with random parameters gives what ``formula`` gives; also on meta."""
-    probe = copy.deepcopy(module).to_empty(device="cpu").float()
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in probe.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator))
-        x = torch.randn(3, probe.get_parameter("weight").shape[0], generator=generator)
-        try:
-            return _same(probe(x), formula(probe, x))
-        except (TypeError, ValueError, RuntimeError, AttributeError):
-            return False
+# Modules tried out: on the CPU, on small numbers, and so that nothing of the user's notices
 
 
-def _layer_norm(module: nn.Module, x: Tensor) -> Tensor:
-    weight = module.get_parameter("weight")
-    return F.layer_norm(x, weight.shape, weight, module.bias, norm_eps(module))  # type: ignore[arg-type]
+@contextmanager
+def _probing() -> Iterator[None]:
+    """FP32 on the CPU; torch's generator is put back after."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+        yield
 
 
-def _rms_norm(module: nn.Module, x: Tensor) -> Tensor:
-    return module.get_parameter("weight") * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
+def _random_numbers() -> Callable[..., Tensor]:
+    """``torch.randn`` from a generator of its own: ``torch.manual_seed`` would reach those of GPUs too."""
+    return functools.partial(torch.randn, dtype=torch.float32, generator=torch.Generator("cpu").manual_seed(0))
 
 
-def _same(x: Tensor, y: Tensor) -> bool:
+def _probe(module: nn.Module, **parameters: Tensor) -> nn.Module:
+    """A shallow copy with these parameters instead of its own, and without parametrizations."""
+    probe: nn.Module = object.__new__(parametrize.type_before_parametrizations(module))
+    probe.__dict__.update(module.__dict__)
+    probe.__dict__["_parameters"] = parameters
+    return probe
+
+
+def _forward(probe: nn.Module, x: Tensor) -> Any:
+    """What the class of ``probe`` computes, without hooks; None where it does not take one tensor."""
+    try:
+        return type(probe).forward(probe, x.clone())
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError):
+        return None
+
+
+def _computes(module: nn.Module, weight: str, formula: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> bool:
+    """Whether ``module``, with a vector ``weight``, gives what ``formula`` gives; random parameters are tried."""
+    own = module._parameters.get(weight)
+    if own is None or is_lazy(own) or own.dim() != 1:
+        return False
+    with _probing():
+        random = _random_numbers()
+        made = {name: None if each is None else random(*own.shape) for name, each in module._parameters.items()}
+        probe, x = _probe(module, **made), random(3, *own.shape)  # type: ignore[arg-type]
+        return _same(_forward(probe, x), formula(probe, made[weight], x))  # type: ignore[arg-type]
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    """Whether ``module`` computes ``x @ weight + bias``."""
+    with _probing():
+        random = _random_numbers()
+        weight, bias, x = random(3, 5), random(5), random(2, 3)
+        probe = _probe(module, weight=weight, bias=bias)
+        probe.__dict__.update(nf=5, nx=3)
+        probe.__dict__.pop("weight", None)  # where a hook makes it anew in each call
+        return _same(_forward(probe, x), x @ weight + bias)
+
+
+def _layer_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, module._parameters.get("bias"), norm_eps(module))
+
+
+def _rms_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
+    return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm_eps(module))
+
+
+def _same(x: Any, y: Tensor) -> bool:
     return isinstance(x, Tensor) and x.shape == y.shape and bool(((x - y).abs() <= _SAME * (1 + y.abs())).all())
+
+
+# What cannot be converted, though its role is known
+
+
+def obstacle(module: nn.Module) -> str | None:
+    """Why the parameters of ``module`` cannot be those of an INT8 module; None where they can."""
+    for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            return f"{name} is not initialized: run the float model once first"
+        if parameter.numel() == 0:
+            return f"{name} has shape {tuple(parameter.shape)}, which is empty"
+        if is_traceable_wrapper_subclass(parameter):
+            return f"{name} is a {type(parameter).__name__}, not an ordinary tensor"
+        if parameter.dtype not in FLOAT_DTYPES:
+            return f"{name} has dtype {parameter.dtype}, not float32, float16 or bfloat16"
+    return None
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Whether ``forward`` was replaced on this very module, as accelerate's hooks and some adapters do."""
+    return "forward" in module.__dict__
+
+
+def held(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """``named_children``, with those that have several names under each of them."""
+    return [(name, child) for name, child in module._modules.items() if child is not None]
 
 
 def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -166,7 +232,7 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
     Names start with ``prefix``. nn.MultiheadAttention is one of those: it calls no linear.
     """
-    for name, child in block.named_children():
+    for name, child in held(block):
         path = f"{prefix}.{name}" if prefix else name
         if reads_weights(child) or not any(True for _ in child.children()):
             yield path, child
@@ -175,6 +241,11 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def reads_weights(module: nn.Module) -> bool:
-    """Whether ``forward`` takes a weight from a module, instead of calling it."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "weight" in code.co_names
+    """Whether ``forward``, or one that it calls by ``super``, takes a weight from a module instead of calling it."""
+    for forward in (vars(kind).get("forward") for kind in type(module).__mro__):
+        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
+        if code is not None and "weight" in code.co_names:
+            return True
+        if code is not None and "super" not in code.co_names:
+            return False
+    return False

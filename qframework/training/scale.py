@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, quantize_blocks, wrap_blocks
+from qframework.training.function import Int8Function
 
 
 def _fp32(x: BlockTensor) -> Tensor:
@@ -25,7 +26,7 @@ def _quantized(x: Tensor, like: BlockTensor) -> BlockTensor:
 
 
 @torch._dynamo.allow_in_graph
-class ScaleChannels(torch.autograd.Function):
+class Int8LayerScaleFunction(Int8Function):
     """``x * gamma`` in blocks; ``gamma (C,)`` gets the sum over rows of ``grad * x``, in FP32."""
 
     @staticmethod
@@ -42,7 +43,7 @@ class ScaleChannels(torch.autograd.Function):
 
 
 @torch._dynamo.allow_in_graph
-class DropSamples(torch.autograd.Function):
+class Int8DropPathFunction(Int8Function):
     """``x * kept * factor`` in blocks, for ``kept`` int8 zeros and ones that broadcast against ``x``; exact."""
 
     @staticmethod
@@ -68,7 +69,7 @@ class Int8LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
-        return ScaleChannels.apply(quantize_blocks(x, self.block_size), self.gamma)
+        return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), self.gamma)
 
 
 class Int8DropPath(nn.Module):
@@ -77,7 +78,7 @@ class Int8DropPath(nn.Module):
     A float input is quantized. ``scale_by_keep``: what is kept is divided by the probability of being kept.
     """
 
-    def __init__(self, drop_prob: float, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
+    def __init__(self, drop_prob: float | None, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
         super().__init__()
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep
@@ -86,12 +87,12 @@ class Int8DropPath(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(B, ..., C)`` to the same shape, in blocks."""
         blocks = quantize_blocks(x, self.block_size)
-        if self.drop_prob == 0.0 or not self.training:
+        if not self.drop_prob or not self.training:
             return blocks
         keep = 1.0 - self.drop_prob
         kept = torch.rand((x.shape[0],) + (1,) * (x.ndim - 1), device=x.device) < keep
         factor = 1.0 / keep if self.scale_by_keep and keep > 0 else 1.0
-        return DropSamples.apply(blocks, kept.to(torch.int8), factor)
+        return Int8DropPathFunction.apply(blocks, kept.to(torch.int8), factor)
 
     def extra_repr(self) -> str:
-        return f"drop_prob={self.drop_prob:.3g}, block_size={self.block_size}"
+        return f"drop_prob={self.drop_prob or 0.0:.3g}, block_size={self.block_size}"

@@ -179,6 +179,28 @@ def test_second_derivatives(variant: str) -> None:
         assert (got - want).abs().max() < 0.05 * want.abs().max()
 
 
+@pytest.mark.parametrize("made_from", ["itself", "a linear"])
+def test_gradients_for_second_derivatives_where_inputs_depend_on_each_other(made_from: str) -> None:
+    """Keys and values computed from the queries, or the same tensor: no path is counted twice."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 2, 20, 16, requires_grad=True)
+    key, value = (torch.nn.Linear(16, 16) for _ in range(2)) if made_from == "a linear" else (lambda x: x,) * 2
+
+    def first(create_graph: bool) -> Tensor:
+        out = operator(x, key(x), value(x))
+        return torch.autograd.grad(out.square().sum(), x, create_graph=create_graph)[0]
+
+    plain, twice = first(create_graph=False), first(create_graph=True)
+    # Two kernels of the same float32 formula: sums over 20 keys and 16 channels in another order.
+    assert (plain - twice).abs().max() < 1e-5 * plain.abs().max()
+    (penalty,) = torch.autograd.grad(twice.square().sum(), x)
+    out = exact(x.double(), key(x).double(), value(x).double())
+    (wanted,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    (wanted,) = torch.autograd.grad(wanted.square().sum(), x)
+    # The square's own derivative sees the quantized output, as above.
+    assert (penalty - wanted).abs().max() < 0.05 * wanted.abs().max()
+
+
 def test_under_no_grad_nothing_is_saved() -> None:
     query, key, value = (x.requires_grad_() for x in qkv())
     with torch.no_grad():

@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 from qframework.kernels._blocks import CanonicalSize
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.block_tensor import as_blocks, as_grad_of, blocks_of, float_of
+from qframework.training.function import Int8Function
 
 
 @torch._dynamo.allow_in_graph
-class Linear(torch.autograd.Function):
+class Linear(Int8Function):
     """Blocks in and out, computed in float between them."""
 
     @staticmethod

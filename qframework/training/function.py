@@ -1,0 +1,63 @@
+"""Base of INT8 training's autograd functions: first derivatives in reverse mode, everything else refused by name.
+
+Their formulas call operators that have no derivative of their own: differentiated again, they would drop terms without
+an error. ``torch.autograd.function.once_differentiable`` is not enough. Its results lead back neither to inputs nor to
+saved tensors, so ``torch.autograd.grad`` passes it by.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from qframework.errors import UnsupportedError
+
+
+class Int8Function(torch.autograd.Function):
+    """An autograd function called ``<operator>Function``.
+
+    Raises:
+        UnsupportedError: in a transform of ``torch.func``; in a forward-mode derivative; in a backward pass with
+            ``create_graph=True`` or ``is_grads_batched=True``.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "backward" in cls.__dict__:
+            cls.backward = staticmethod(_first_order(cls, cls.backward))  # type: ignore[method-assign]
+
+    @classmethod
+    def apply(cls, *args: Any, **kwargs: Any) -> Any:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            _refuse(cls, "called in a transform of torch.func")
+        return super().apply(*args, **kwargs)
+
+    @classmethod
+    def jvp(cls, ctx: Any, *tangents: Any) -> Any:
+        _refuse(cls, "an input has a forward-mode derivative")
+
+
+def _first_order(function: type[Int8Function], backward: Callable[..., Any]) -> Callable[..., Any]:
+    """``backward``, refused where its result would be differentiated or is a batch of gradients."""
+
+    @functools.wraps(backward)
+    def checked(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled():
+            _refuse(function, "create_graph=True asks for second derivatives")
+        if any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+            _refuse(function, "is_grads_batched=True asks for several gradients at once")
+        return backward(ctx, *grads)
+
+    return checked
+
+
+def _refuse(function: type[Int8Function], why: str) -> NoReturn:
+    raise UnsupportedError(
+        f"{function.__name__.removesuffix('Function')}: {why}; accepted: first derivatives, by loss.backward() or "
+        "torch.autograd.grad. For others keep the layers in float: keep_float= of convert_to_int8_training, or "
+        "restore_float(model)"
+    )

@@ -1,0 +1,286 @@
+"""What a conversion does to each module of a model, all of it decided before anything is changed.
+
+A module that is used in several places is decided upon once, for all of them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels._blocks import CanonicalSize
+from qframework.training.replace import Replacement, gated_mlp, is_converted, replacement, taken_name
+from qframework.training.roles import (
+    GATED,
+    Role,
+    gives_blocks,
+    held,
+    in_attention,
+    is_block,
+    is_gated_mlp,
+    linear_role,
+    obstacle,
+    own_forward,
+    role_of,
+    units,
+)
+
+Mode = Literal["per_block", "per_tensor", "per_token"]
+_ON_REQUEST = "named in keep_float"
+_INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
+MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
+_OWN_FORWARD = "its forward was replaced on the module itself"
+_OUTSIDE = "also used outside the converted blocks"
+_NO_MODULE = "no INT8 module computes the same"
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A module that computes in INT8 now."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A module inside a block that stayed as it was."""
+
+    name: str
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a block holds a module: its name in the model, and in the block."""
+
+    name: str
+    local: str
+
+
+@dataclass
+class Plan:
+    """Modules and what happens to them; ``floats`` are those kept that must be given floats."""
+
+    mode: Mode
+    block_size: CanonicalSize
+    blocks: dict[nn.Module, str] = field(default_factory=dict)
+    news: dict[nn.Module, Replacement] = field(default_factory=dict)
+    names: dict[nn.Module, str] = field(default_factory=dict)
+    kept: list[Kept] = field(default_factory=list)
+    floats: list[nn.Module] = field(default_factory=list)
+    obstacles: list[Kept] = field(default_factory=list)
+
+    @property
+    def converted(self) -> tuple[Converted, ...]:
+        """The rows of a report."""
+        return tuple(
+            Converted(self.names[module], type(module).__name__, str(new)) for module, new in self.news.items()
+        )
+
+
+def make_plan(
+    model: nn.Module, mode: Mode, block_size: CanonicalSize, blocks: Sequence[str] | None, keep_float: Sequence[str]
+) -> Plan:
+    """Decide for every module of ``model``'s blocks.
+
+    Raises:
+        UnsupportedError: no block, nothing to convert, or modules that cannot be.
+        QFrameworkError: ``model`` is converted or wrapped; a name in ``blocks`` or ``keep_float`` fits no module.
+    """
+    _check_model(model)
+    _check_names(model, "blocks", blocks or ())
+    _check_names(model, "keep_float", keep_float)
+    plan, everywhere = Plan(mode, block_size), _places(model)
+    for block in _find_blocks(model, blocks):
+        asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
+        if asked is None:
+            plan.blocks[block] = everywhere[block][0]
+        else:
+            _keep(plan, block, asked, _ON_REQUEST)
+    inside = {name for block in plan.blocks for name in everywhere[block]}
+    for module, places in _units(plan.blocks, everywhere).items():
+        asked = next((place.name for place in places if _matches(place.name, keep_float)), None)
+        if asked is not None:
+            _keep(plan, module, asked, _ON_REQUEST)
+        elif not isinstance(module, nn.Identity):
+            _decide(plan, module, places, all(_ancestors(name) & inside for name in everywhere[module]))
+    if mode == "per_block":
+        _add_gated_mlps(plan, everywhere)
+    _raise_on_obstacles(plan)
+    return plan
+
+
+# Modules of a block
+
+
+def _decide(plan: Plan, module: nn.Module, places: list[_Place], only_inside: bool) -> None:
+    """Exchange a module, keep it, or note why neither is possible."""
+    name, role = places[0].name, None if own_forward(module) else role_of(module)
+    attentions = [in_attention(place.local) for place in places]
+    if not _exchangeable(role, places, attentions, plan.mode):
+        if own_forward(module) and (plan.mode == "per_block" or linear_role(module) is not None):
+            _keep(plan, module, name, _OWN_FORWARD)
+        elif plan.mode == "per_block":
+            _keep_or_object(plan, module, places, attentions)
+        elif _has_matrices(module):  # floats come and go between the baselines' linears
+            plan.kept.append(Kept(name, type(module).__name__, _NO_MODULE))
+        return
+    assert role is not None
+    output = "block" if all(gives_blocks(place.local) for place in places) else "float"
+    new = replacement(module, role, output, plan.mode, plan.block_size)
+    taken = taken_name(module, new)
+    if not only_inside:
+        _keep(plan, module, name, _OUTSIDE)
+    elif taken is not None:
+        _keep(plan, module, name, f"its attribute {taken!r} has another meaning in {new.kind.__name__}")
+    elif (reason := obstacle(module)) is not None:
+        plan.obstacles.append(Kept(name, type(module).__name__, reason))
+    else:
+        plan.news[module], plan.names[module] = new, name
+
+
+def _exchangeable(role: Role | None, places: list[_Place], attentions: list[bool], mode: Mode) -> bool:
+    if role in ("linear", "conv1d"):
+        return True
+    if role is None or mode != "per_block":
+        return False
+    return not any(inside and _stays(place.local, role) for place, inside in zip(places, attentions, strict=True))
+
+
+def _keep_or_object(plan: Plan, module: nn.Module, places: list[_Place], attentions: list[bool]) -> None:
+    if not any(attentions) or _has_matrices(module):
+        plan.obstacles.append(Kept(places[0].name, type(module).__name__, _NO_MODULE))
+    elif all(attentions):
+        plan.kept.append(Kept(places[0].name, type(module).__name__, _INSIDE_ATTENTION))
+    else:
+        _keep(plan, module, places[0].name, _INSIDE_ATTENTION)
+
+
+def _keep(plan: Plan, module: nn.Module, name: str, reason: str) -> None:
+    plan.kept.append(Kept(name, type(module).__name__, reason))
+    plan.floats.append(module)
+
+
+def _stays(path: str, role: str) -> bool:
+    """Whether a module inside attention that is no linear works on 16-bit values there: all but the last dropout."""
+    return role != "dropout" or path.rsplit(".", 1)[-1] not in ("proj_drop", "resid_dropout", "dropout_o")
+
+
+def _has_matrices(module: nn.Module) -> bool:
+    """Whether a module holds matrices: more than the vectors of a normalization."""
+    return any(parameter.dim() > 1 for parameter in module.parameters())
+
+
+def _add_gated_mlps(plan: Plan, everywhere: dict[nn.Module, list[str]]) -> None:
+    """Gated MLPs whose parts are all exchanged."""
+    for block in plan.blocks:
+        for module in block.modules():
+            if module in plan.news or own_forward(module) or not is_gated_mlp(module):
+                continue
+            *linears, act_fn = (getattr(module, part) for part in GATED)
+            new = gated_mlp(act_fn, plan.block_size)
+            parts = all(part in plan.news for part in (*linears, act_fn))
+            if parts and taken_name(module, new) is None:
+                plan.news[module], plan.names[module] = new, everywhere[module][0]
+
+
+def _raise_on_obstacles(plan: Plan) -> None:
+    if plan.obstacles:
+        told = ", ".join(_told(row) for row in plan.obstacles[:8])
+        more = f" and {len(plan.obstacles) - 8} more" if len(plan.obstacles) > 8 else ""
+        raise UnsupportedError(
+            f"cannot convert {told}{more}; accepted: linears, GPT-2's Conv1D, LayerNorm, RMSNorm, GELU, SiLU, ReLU, "
+            "Dropout, LayerScale and DropPath, or their names in keep_float=, which leaves them in 16 bits"
+        )
+    if not plan.news:
+        kept = "".join(f"; {row.name} ({row.kind}) stays in float, {row.reason}" for row in plan.kept[:8])
+        raise UnsupportedError(f"nothing to convert{kept}; accepted: blocks with modules that can be converted")
+
+
+def _told(row: Kept) -> str:
+    return f"{row.name} ({row.kind})" + ("" if row.reason == _NO_MODULE else f": {row.reason}")
+
+
+# Blocks and names
+
+
+def _check_model(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if is_converted(module):
+            raise QFrameworkError(
+                f"{type(model).__name__} is converted already, in {name or 'itself'}; accepted: a float model, "
+                "restore_float first"
+            )
+    wrapper = type(model).__name__
+    if hasattr(model, "_orig_mod") or wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
+        raise QFrameworkError(
+            f"model is wrapped ({wrapper}); accepted: the model itself, converted before it is wrapped"
+        )
+
+
+def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
+    """Every name of every module."""
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    return places
+
+
+def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) -> dict[nn.Module, list[_Place]]:
+    """The modules to decide upon, with all their places in blocks."""
+    found: dict[nn.Module, list[_Place]] = {}
+    for block in blocks:
+        for local, module in units(block):
+            places = found.setdefault(module, [])
+            places += [_Place(f"{name}.{local}" if name else local, local) for name in everywhere[block]]
+    return found
+
+
+def _ancestors(name: str) -> set[str]:
+    """The names of all that hold a module; the model's own is empty."""
+    parts = name.split(".") if name else []
+    return {".".join(parts[:end]) for end in range(len(parts))}
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether ``name`` or a module that holds it fits one of ``patterns``."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in (*_ancestors(name), name))
+
+
+def _check_names(model: nn.Module, argument: str, patterns: Sequence[str]) -> None:
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            raise QFrameworkError(f"{argument}: {pattern!r} fits no module of {type(model).__name__}")
+
+
+def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
+    """The outermost blocks in their order, each once."""
+    if patterns is None:
+        found = list(_blocks_below(model))
+    else:
+        modules = dict(model.named_modules(remove_duplicate=False))
+        fitting = [name for name in modules if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+        found = [modules[name] for name in fitting if not _ancestors(name) & set(fitting)]
+    if not found:
+        raise UnsupportedError(
+            f"{type(model).__name__} holds no transformer block: a module with normalizations, attention and linears "
+            "beside it; accepted: such a model, or the names of its blocks in blocks="
+        )
+    return list(dict.fromkeys(found))
+
+
+def _blocks_below(module: nn.Module) -> Iterator[nn.Module]:
+    for _, child in held(module):
+        if is_block(child):
+            yield child
+        else:
+            yield from _blocks_below(child)

@@ -1,0 +1,19 @@
+"""All that a model consists of, as identities: equal before and after what must change nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+
+def everything(model: nn.Module) -> dict[str, Any]:
+    """For each name of each module: the object, its class, its attributes, parameters, buffers, children and hooks."""
+    return {
+        name: (id(module), type(module), {key: _identity(value) for key, value in module.__dict__.items()})
+        for name, module in model.named_modules(remove_duplicate=False)
+    }
+
+
+def _identity(value: Any) -> Any:
+    return [(key, id(item)) for key, item in value.items()] if isinstance(value, dict) else id(value)
