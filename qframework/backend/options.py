@@ -82,7 +82,7 @@ def _inductor_name(key: str) -> str:
         close = difflib.get_close_matches(name, [*KNOWN_OPTIONS, *known])
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UnsupportedError(
-            f"backend 'qframework': option {key!r} is unknown.{hint} Known options of qframework: {ours}; "
-            f"Inductor's {len(known)} are known too (torch._inductor.list_options()): {', '.join(known)}"
+            f"backend 'qframework': option {key!r} is unknown.{hint} Options of qframework: {ours}. Inductor's "
+            f"{len(known)} options are accepted too; torch._inductor.list_options() lists them."
         )
     return name
