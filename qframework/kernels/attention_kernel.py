@@ -34,6 +34,15 @@ def _scores(
 
 
 @triton.jit
+def _kept_apart(product):
+    """``product``, hidden from Triton, which turns ``acc += tl.dot(a, b)`` into ``acc = tl.dot(a, b, acc)``.
+
+    ptxas removes the move.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, ROUND_FP8: tl.constexpr):
     """P V of one block of keys as float32, by the precision of P and V."""
     if MODE == "int8":
@@ -49,6 +58,8 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
             out = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
         else:
             out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
+            if MODE == "fp8" and not ROUND_FP8:  # tensor cores sum FP8 products in 22 bits: start each block at zero
+                out = _kept_apart(out)
     return out
 
 

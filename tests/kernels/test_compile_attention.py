@@ -130,7 +130,46 @@ def compile_launch(chip: str, launch: Launch):
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
     check_waits_first(chip, compiled)
+    if sums_blocks_apart(launch):
+        check_sums_start_at_zero(compiled)
     return compiled
+
+
+def sums_blocks_apart(launch: Launch) -> bool:
+    """Whether the sum over a block of keys must not start from the sum over those before: it has too few bits."""
+    fp8 = launch.arguments.get("MODE") == "fp8" and launch.arguments["v_ptr"].dtype == torch.float8_e4m3fn
+    return fp8 or launch.arguments.get("ACCUMULATE_FP16", False)
+
+
+def starts_of_products(ttgir: str) -> list[str]:
+    """What each product of floats is added to: a constant's value, or "sum" where it is not constant."""
+    constants = dict(re.findall(r"(%\w+) = arith\.constant (?:dense<)?([^\s>]+)", ttgir))
+    added = r"(?:tt\.dot|warp_group_dot) %\S+, %\S+, (%\w+)|tc_gen5_mma %\S+, %\S+, %\S+, (%\w+)"  # the second: whether
+    found = [re.search(added, line) for line in ttgir.splitlines() if "xi8" not in line]
+    return [constants.get(match[1] or match[2], "sum") for match in found if match]
+
+
+def starts_of_fp8_sums(ptx: str) -> set[str]:
+    """What ``mma.sync`` adds FP8 products to: "zero", "products" (the sum of others) or "other"."""
+    values: dict[str, str] = {}
+    found = set()
+    for line in ptx.splitlines():
+        if match := re.search(r"mma\.sync\S*e4m3\.e4m3\S* \{(.*?)\}, \{.*?\}, \{.*?\}, \{(.*?)\}", line):
+            results, added = (re.findall(r"%\w+", part) for part in match.groups())
+            found |= {values.get(register, "other") for register in added}
+            values |= dict.fromkeys(results, "products")
+        elif match := re.search(r"\bmov\.\w+\s+(%\w+), ([^;]+);", line):
+            values[match[1]] = "zero" if match[2] in ("0", "0f00000000") else values.get(match[2], "other")
+        elif match := re.search(r"\s(%\w+), ", line):
+            values[match[1]] = "other"
+    return found
+
+
+def check_sums_start_at_zero(compiled) -> None:
+    starts = starts_of_products(compiled.asm["ttgir"])
+    assert starts, "no product of floats"
+    assert set(starts) <= {"0.000000e+00", "false"}, starts
+    assert starts_of_fp8_sums(compiled.asm.get("ptx", "")) <= {"zero", "products"}
 
 
 def assembly(compiled) -> str:
