@@ -72,6 +72,14 @@ def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: 
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
 
 
+def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float mask in ``dtype``, where what is finite stays finite: the lowest float32 is not -inf, which hides a key."""
+    limits = torch.finfo(dtype)
+    if limits.max < torch.finfo(mask.dtype).max:
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
+    return mask.to(dtype)
+
+
 def default_scale(query: Tensor, scale: float | None) -> float:
     """``scale``, or 1 / sqrt(D)."""
     return scale if scale is not None else 1.0 / math.sqrt(max(query.shape[-1], 1))

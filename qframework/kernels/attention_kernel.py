@@ -18,7 +18,7 @@ INTERPRETED = tl.constexpr(INTERPRET)
 def _scores(
     q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
 ):  # fmt: skip
-    """Base-2 logits (BLOCK_M, BLOCK_N) of one block of keys, before any bias."""
+    """Logits (BLOCK_M, BLOCK_N) of one block of keys in the unit of ``q_scale``, before any bias."""
     k = tl.load(k_ptrs, mask=k_mask, other=0)
     if INT4:  # low and high halves hold different channels: two products, no shuffle
         products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
@@ -150,6 +150,9 @@ def _quantized_attention_kernel(
     """Grid (cdiv(N, BLOCK_M) * H * B,); a program computes BLOCK_M rows of one head, all keys."""
     wait_for_previous_kernel(OVERLAP)
     LOG2E: tl.constexpr = 1.4426950408889634
+    # Logits are in base 2. A float mask may hold the lowest float32, which has no multiple: there they are natural.
+    NATURAL: tl.constexpr = MASK == "float"
+    NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
     K_TOKEN_SCALE: tl.constexpr = K_GROUPS > 1 or K_SPAN < BLOCK_N
     MAY_BE_EMPTY: tl.constexpr = MASK != "none" or VARLEN  # rows without any key
@@ -193,6 +196,8 @@ def _quantized_attention_kernel(
     else:
         q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
         q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
+    if NATURAL:
+        q_scale = q_scale * (1 / LOG2E)
     k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK
     if ROW_BIAS:
         row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK
@@ -220,32 +225,40 @@ def _quantized_attention_kernel(
         k_ptrs, k_mask = k_base + n[None, :] * stride_kn + d[:, None], (d < D)[:, None] & inside[None, :]
         s = _scores(q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
         if ROW_BIAS:
-            s += tl.load(row_bias_base + n, mask=inside, other=0.0)[None, :]
+            row_bias = tl.load(row_bias_base + n, mask=inside, other=0.0)
+            if NATURAL:
+                row_bias = row_bias * (1 / LOG2E)
+            s += row_bias[None, :]
         if MASK == "float":
             bias = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0.0)
-            s += bias.to(tl.float32) * LOG2E
+            s += bias.to(tl.float32)
         elif MASK == "bool":
             keep = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0)
             s = tl.where(keep != 0, s, float("-inf"))
         if RELATIVE and WHOLE_ROWS:
-            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * LOG2E
+            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * NATURAL_UNIT
         elif RELATIVE:
             height = tl.load(rel_h_base + (n // KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
             width = tl.load(rel_w_base + (n % KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-            s += (height + width) * LOG2E
+            s += (height + width) * NATURAL_UNIT
         if CAUSAL:
             s = tl.where((n[None, :] <= m[:, None]) & inside[None, :], s, float("-inf"))
         else:
             s = tl.where(inside[None, :], s, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(s, 1))
-        if MAY_BE_EMPTY:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
-            rescale = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+        if NATURAL:  # P_SHIFT is added to the difference: beside a large logit it would be rounded away
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = tl.exp2((top - shift) * LOG2E)
+            p = tl.exp2((s - shift[:, None]) * LOG2E + P_SHIFT)
         else:
-            shift = new_top - P_SHIFT
-            rescale = tl.exp2(top - new_top)
-        p = tl.exp2(s - shift[:, None])
+            if MAY_BE_EMPTY:
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
+                rescale = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+            else:
+                shift = new_top - P_SHIFT
+                rescale = tl.exp2(top - new_top)
+            p = tl.exp2(s - shift[:, None])
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if TRANSPOSED:  # stride_vn is the padded number of keys
@@ -277,7 +290,10 @@ def _quantized_attention_kernel(
     out_ptrs = out_base + m.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
     if LSE:
-        lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
+        if NATURAL:
+            lse = top + (tl.log2(safe_total) - P_SHIFT) / LOG2E
+        else:
+            lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
         if MAY_BE_EMPTY:
             lse = tl.where(total == 0.0, float("-inf"), lse)
         tl.store(lse_ptr + (b * H + h) * N + m, lse, mask=rows)

@@ -206,6 +206,36 @@ def test_spelled_out(name, dialect):
     assert all(report.lowered for report in capture.attention)
 
 
+LAST = torch.arange(17) < 3  # rows that see nothing
+# Every key of the last rows is filled: softmax weighs them equally, whatever their logits were and the number is.
+FILLS = {
+    "lowest": lambda s: s.masked_fill(~LAST[:, None], LOW),
+    "lowest of float16": lambda s: s.masked_fill(~LAST[:, None], -65504.0),
+    "-1e4": lambda s: s.masked_fill(~LAST[:, None], -1e4),
+    "biased": lambda s: (s + BIAS).masked_fill(~LAST[:, None], -1e9),
+    "twice": lambda s: s.masked_fill(~LAST[:, None], LOW).masked_fill(~CAUSAL, LOW),
+    "where": lambda s: torch.where(LAST[:, None], s, torch.finfo(s.dtype).min),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FILLS)
+def test_rows_that_are_filled_everywhere(name, dtype):
+    if dtype == torch.float16 and name == "biased":
+        pytest.skip("float16 has no -1e9")
+    fill = FILLS[name] if dtype != torch.float16 or name != "lowest" else FILLS["where"]
+    q, k, v = (x.to(dtype) for x in qkv())
+
+    def attend(q, k, v):
+        return fill(product(q, k) * SCALE).softmax(-1) @ v
+
+    out, capture = compiled(attend, q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    rounding = {torch.float32: 2.0**-12, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    expected = v.float().mean(2, keepdim=True)
+    assert (out[:, :, 3:].float() - expected).abs().max() <= 2 * rounding * v.abs().max()
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 def test_windows_keep_their_masks(batch):
     """Swin: the mask of each window is added in a view of the logits."""
