@@ -156,7 +156,8 @@ def sage_attention_varlen(
         query: ``(total_q, Hq, D)`` fp16, bf16 or fp32.
         key: ``(total_k, Hkv, D)``, dtype and device of ``query``; Hkv divides Hq.
         value: ``(total_k, Hkv, Dv)``, likewise.
-        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then where each sequence of queries ends.
+        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then where each sequence of queries ends. Tokens behind
+            the last one get zeros.
         cu_seqlens_k: ``(B + 1,)`` int32, likewise for keys and values.
         max_seqlen_q: the longest sequence of queries.
         max_seqlen_k: the longest sequence of keys.
@@ -171,7 +172,10 @@ def sage_attention_varlen(
 
     Raises:
         UnsupportedError: a dtype, device, head dimension or variant that no kernel can do.
-        QFrameworkError: shapes, dtypes or devices that do not fit together.
+        QFrameworkError: shapes, dtypes or devices that do not fit together; offsets that do not rise from 0 to the
+            number of tokens at most, or by more than ``max_seqlen``. On a GPU, where reading them would cost a
+            synchronization, offsets are checked if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
+            qframework is imported; else the kernels cut off what lies outside of the tensors.
     """
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
     _refuse_transforms("sage_attention_varlen", query, key, value)
@@ -235,9 +239,7 @@ def spec_of(variant: str | AttentionVariant) -> str:
     return variant if isinstance(variant, str) else variant.spec
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The operands as ``torch.autocast`` would hand them to PyTorch's attention; unchanged outside of it.
 
     A mask keeps its dtype: in float16 the lowest float32 would be -inf.

@@ -5,6 +5,7 @@ Formula and layout: see :mod:`~qframework.kernels.quantized_attention`, which la
 
 from __future__ import annotations
 
+from qframework.kernels._attention_common import sequence_of
 from qframework.kernels._common import round_half_even, round_to_int8
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import INTERPRET, tl, triton
@@ -63,7 +64,7 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
     return out
 
 
-@triton.jit(do_not_specialize=["N", "NK"])  # any length runs the same code
+@triton.jit(do_not_specialize=["N", "NK", "Q_TOTAL", "K_TOTAL"])  # any length runs the same code
 def _quantized_attention_kernel(
     q_ptr,  # (B, H, N, D) int8, or float for QUANTIZE_Q
     k_ptr,  # (B, Hkv, Nk, D) int8
@@ -85,6 +86,8 @@ def _quantized_attention_kernel(
     H,
     N,
     NK,
+    Q_TOTAL,
+    K_TOTAL,
     KW,
     MASKS,
     GQ,
@@ -169,14 +172,19 @@ def _quantized_attention_kernel(
     out_base = out_ptr + b * stride_ob + h * stride_oh
     queries, keys = N, NK
     if VARLEN:
-        q_start, k_start = tl.load(q_starts_ptr + b).to(tl.int64), tl.load(k_starts_ptr + b).to(tl.int64)
-        queries = (tl.load(q_starts_ptr + b + 1) - q_start).to(tl.int32)
-        keys = (tl.load(k_starts_ptr + b + 1) - k_start).to(tl.int32)
+        q_start, queries = sequence_of(q_starts_ptr, b, Q_TOTAL, N)
+        k_start, keys = sequence_of(k_starts_ptr, b, K_TOTAL, NK)
         q_base = q_ptr + q_start * stride_qn + h * stride_qh
         k_base = k_ptr + k_start * stride_kn + kv * stride_kh
         out_base = out_ptr + q_start * stride_on + h * stride_oh
         if not TRANSPOSED:
             v_base = v_ptr + k_start * stride_vn + kv * stride_vh
+        if b == tl.num_programs(0) // (tiles * H) - 1:  # what lies behind the last sequence belongs to none
+            for first in range(q_start + queries + tile * BLOCK_M, Q_TOTAL, tiles * BLOCK_M):
+                n = first + tl.arange(0, BLOCK_M)
+                d = tl.arange(0, BLOCK_DV)
+                spare = (n < Q_TOTAL)[:, None] & (d < DV)[None, :]
+                tl.store(out_ptr + h * stride_oh + n[:, None] * stride_on + d[None, :], 0.0, mask=spare)
         if tile * BLOCK_M >= queries:
             return
 

@@ -121,6 +121,8 @@ def quantized_attention_triton(
         heads,
         tokens,
         k_shape.tokens,
+        q_shape.total,
+        k_shape.total,
         rel_w.shape[-1] if rel_w is not None else 1,
         mask.shape[0] if mask is not None else 1,
         qk.q_scale.shape[2] if qk.q_scale is not None else 1,

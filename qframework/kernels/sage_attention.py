@@ -13,6 +13,7 @@ Reference: the same pipeline over the references of its steps, which is also the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ from qframework.kernels.attention_arguments import (
     Canonical,
     canonical,
     check_sage_arguments,
+    check_sequences,
     check_varlen_arguments,
     default_scale,
     empty_result,
@@ -281,6 +283,17 @@ LIBRARY.define(
 )
 
 
+# On a GPU a look at the offsets would cost every call a synchronization; the kernels cut off what lies outside.
+_CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
+
+
+def _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    return (
+        check_sequences("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
+        check_sequences("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
+    )
+
+
 @torch.library.impl(LIBRARY, "sage_attention_varlen", "CPU")
 def _sage_attention_varlen_cpu(
     query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
@@ -289,9 +302,8 @@ def _sage_attention_varlen_cpu(
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b in range(len(q_ends) - 1):
-        q_rows, k_rows = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+    sequences = _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    for q_rows, k_rows in zip(*sequences, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
         if q.numel() and k.numel():
             bias = Bias(causal=is_causal)
@@ -307,6 +319,8 @@ def _sage_attention_varlen_triton(
 ):  # fmt: skip
     check_device(query.device)
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if _CHECK_ON_GPU:
+        _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import qframework.kernels.sage_attention  # noqa: F401  (defines the operators)
 from qframework.errors import UnsupportedError
 from qframework.kernels._common import LIBRARY
-from qframework.kernels.attention_arguments import cast_mask
+from qframework.kernels.attention_arguments import cast_mask, check_sequences
 from qframework.numerics import exact_matmul
 
 _ARGUMENTS = 12  # of sage_attention
@@ -248,7 +247,8 @@ def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, c
     """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
     settings = _Settings(is_causal, scale, True)
     found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
-    for q, k in zip(_ranges(cu_seqlens_q), _ranges(cu_seqlens_k), strict=True):
+    sequences = check_sequences("q", cu_seqlens_q, query.shape[0]), check_sequences("k", cu_seqlens_k, key.shape[0])
+    for q, k in zip(*sequences, strict=True):
         heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in ((query, q), (key, k), (value, k)))
         grad = grad_out[q].transpose(0, 1).unsqueeze(0)
         gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*needed, False, False, False]))
@@ -256,10 +256,6 @@ def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, c
             if need:
                 total[tokens] = next(gradients).squeeze(0).transpose(0, 1)
     return [total for total, need in zip(found, needed, strict=True) if need]
-
-
-def _ranges(cu_seqlens: Tensor) -> list[slice]:
-    return [slice(start, end) for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def _sage_attention_varlen_backward_fake(

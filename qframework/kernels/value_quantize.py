@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
+from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous, sequence_of
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, round_half_even
 from qframework.kernels._launch import cuda_implementation, launch, power_of_2
 from qframework.kernels._overlap import wait_for_previous_kernel
@@ -75,7 +75,7 @@ def round_to_e4m3(x):
     return (x + magic) - magic
 
 
-@triton.jit(do_not_specialize=["N"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
+@triton.jit(do_not_specialize=["N", "TOTAL"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
 def _value_quantize_kernel(
     v_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     starts_ptr,  # (B + 1,) int32, for VARLEN
@@ -85,6 +85,7 @@ def _value_quantize_kernel(
     H,
     P,
     N,
+    TOTAL,
     D,
     stride_vb,
     stride_vh,
@@ -105,8 +106,7 @@ def _value_quantize_kernel(
     base = v_ptr + b * stride_vb + h * stride_vh
     tokens = N
     if VARLEN:
-        start = tl.load(starts_ptr + b).to(tl.int64)
-        tokens = (tl.load(starts_ptr + b + 1) - start).to(tl.int32)
+        start, tokens = sequence_of(starts_ptr, b, TOTAL, N)
         base = v_ptr + start * stride_vn + h * stride_vh
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -151,6 +151,7 @@ def _value_quantize_triton(
         shape.heads,
         padded,
         shape.tokens,
+        shape.total,
         shape.channels,
         *shape.strides(v),
         V_RANGE=v_range,

@@ -212,7 +212,7 @@ FILLS = {
     "lowest": lambda s: s.masked_fill(~LAST[:, None], LOW),
     "lowest of float16": lambda s: s.masked_fill(~LAST[:, None], -65504.0),
     "-1e4": lambda s: s.masked_fill(~LAST[:, None], -1e4),
-    "biased": lambda s: (s + BIAS).masked_fill(~LAST[:, None], -1e9),
+    "biased": lambda s: (s + BIAS.to(s.dtype)).masked_fill(~LAST[:, None], -1e9),
     "twice": lambda s: s.masked_fill(~LAST[:, None], LOW).masked_fill(~CAUSAL, LOW),
     "where": lambda s: torch.where(LAST[:, None], s, torch.finfo(s.dtype).min),
 }
