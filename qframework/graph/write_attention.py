@@ -247,8 +247,8 @@ class AttentionWriter:
     def _filled(self, total: Node | None, summand: Summand, summands: list[Summand]) -> Node:
         """``total`` where a fill hides nothing, the fill elsewhere.
 
-        A fill replaces a logit, and the operator adds: the fill is so low that the logit is rounded away, which leaves a
-        row that is filled everywhere with equal weights. Float16 has no such number.
+        A fill replaces a logit, and the operator adds: the fill is so low that the logit is rounded away, so that a
+        row that is filled everywhere has equal weights. Float16 has no such number.
         """
         assert summand.fill is not None
         mask = self._broadcasting(summand)

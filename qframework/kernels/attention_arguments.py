@@ -74,7 +74,7 @@ def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: 
 
 
 def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float mask in ``dtype``, where what is finite stays finite: the lowest float32 is not -inf, which hides a key."""
+    """A float mask in ``dtype``, where finite numbers stay finite: the lowest float32 must not become -inf."""
     limits = torch.finfo(dtype)
     if limits.max < torch.finfo(mask.dtype).max:
         mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
@@ -233,9 +233,7 @@ def check_sequences(side: str, starts: Tensor, tokens: int, longest: int | None 
         raise QFrameworkError(f"{name}: {argument}[0]={ends[0]}; accepted: 0, where the first sequence starts")
     for i, (start, end) in enumerate(pairwise(ends)):
         if not start <= end <= tokens:
-            raise QFrameworkError(
-                f"{name}: {argument}[{i + 1}]={end} follows {start}; accepted: {start} to {tokens}, where sequence {i} ends"
-            )
+            raise QFrameworkError(f"{name}: {argument}[{i + 1}]={end} follows {start}; accepted: {start} to {tokens}")
         if longest is not None and end - start > longest:
             raise QFrameworkError(
                 f"{name}: sequence {i} of {argument} has {end - start} tokens; accepted: at most "

@@ -14,6 +14,7 @@ from torch import Tensor
 from qframework.kernels._attention_common import LOG2_E, Bias, QuantizedQK, Values, p_range, transposes_values
 from qframework.kernels.attention_quantize import unpack_int4
 from qframework.kernels.attention_variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, token_groups
+from qframework.numerics import exact_matmul
 
 
 def quantized_attention_ref(
@@ -103,6 +104,6 @@ def _product_pv(p: Tensor, v: Tensor, variant: AttentionVariant) -> Tensor:
     elif v.dtype != torch.float32:
         low = v.dtype if v.dtype in (torch.float16, torch.bfloat16) else torch.float16
         p = p.float().to(low).to(p.dtype)
-    product = p @ v.to(p.dtype)
+    product = exact_matmul(p, v.float()) if p.dtype == torch.float32 else p @ v.to(p.dtype)
     narrow = variant.accumulator == "fp16" and (variant.pv == "fp8" or v.dtype == torch.float16)
     return product.to(torch.float16).to(p.dtype) if narrow else product

@@ -7,9 +7,9 @@ Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1
     O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
 
 ``P_range`` (127 for INT8, 448 or 224 for FP8, 1/64 for FP16 accumulators, else 1) is folded into the exponent and
-leaves through ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys and
-then join the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32 accumulator are
-summed in O itself.
+leaves through ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys
+and then join the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32 accumulator
+are summed in O itself.
 
 Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)`` int8 with scales ``(B, H, G)``; ``v (B, Hkv, Nk, Dv)`` in 16 or 32 bit
 or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``out (B, H, N, Dv)`` in the memory order

@@ -52,6 +52,7 @@ from qframework.kernels.attention_variants import (
     token_groups,
 )
 from qframework.kernels.quantized_attention import quantized_attention_triton
+from qframework.kernels.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.token_statistics import _block_statistics_triton, block_statistics_ref
 from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref
 
@@ -60,6 +61,7 @@ class _Steps(NamedTuple):
     """One implementation of the pipeline's steps."""
 
     block_sums: Callable[..., Tensor]
+    row_bias: Callable[..., Tensor]
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_values: Callable[..., tuple[Tensor, Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -77,6 +79,7 @@ def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
 
 _TORCH = _Steps(
     lambda x, starts, longest: block_statistics_ref(x).sum,
+    lambda q_mean, k, k_mean, starts, longest: row_bias_ref(q_mean, k, k_mean),
     lambda x, mean, factor, variant, role, starts, longest: attention_quantize_ref(
         x, mean, factor, variant.granularity, role, variant.qk_bits
     ),
@@ -88,6 +91,7 @@ _TRITON = _Steps(
     lambda x, starts, longest: (
         _block_statistics_triton(last_contiguous(x), AttentionShape.of(x, starts, longest), extremes=False).sum
     ),
+    row_bias_triton,
     lambda x, mean, factor, variant, role, starts, longest: _attention_quantize_triton(
         x, mean, factor, variant.granularity, role, variant.qk_bits, starts, longest
     ),
@@ -125,7 +129,7 @@ def _quantize_qk(
         k_mean = steps.block_sums(k, *k_of).sum(2, keepdim=True) / _token_counts(k_of[1], k_of[0])
     if variant.smooth_q:
         q_mean = _block_means(steps.block_sums(q, *q_of), q_of[1], q_of[0])
-        row_bias = _row_bias(q_mean * (scale * LOG2_E), k, k_mean, lengths)
+        row_bias = steps.row_bias(q_mean * (scale * LOG2_E), k, k_mean, *k_of)
     q8, q_scale = steps.quantize(q, q_mean, scale * LOG2_E, variant, "query", *q_of)
     k8, k_scale = steps.quantize(k, k_mean, 1.0, variant, "key", *k_of)
     return QuantizedQK(q8, q_scale, k8, k_scale, q.shape[-1], row_bias), k_mean
@@ -152,22 +156,6 @@ def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
     """INT8 groups of queries that fit a tile; wide heads have no registers left, and LSE needs K's mean."""
     spans = token_groups(variant.granularity, "query").span <= QUERY_BLOCK
     return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
-
-
-def _row_bias(q_mean: Tensor, k: Tensor, k_mean: Tensor | None, lengths: Lengths | None) -> Tensor:
-    """Logits of the query blocks' means, ``(B, H, M, Nk)`` float32. K's mean goes first: it would cost digits."""
-    keys = k.float() if lengths is None else _unpack(k, lengths.k_starts, lengths.longest_k)
-    if k_mean is not None:
-        keys = keys - k_mean
-    group = q_mean.shape[1] // keys.shape[1]
-    grouped = q_mean.unflatten(1, (keys.shape[1], group))
-    return (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2).contiguous()
-
-
-def _unpack(x: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Packed ``(total, H, D)`` to dense ``(B, H, longest, D)`` float32; rows past a sequence's end are arbitrary."""
-    index = (starts[:-1, None] + torch.arange(longest, device=x.device)).clamp(max=max(x.shape[0] - 1, 0))
-    return x[index].float().transpose(1, 2)
 
 
 def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, lengths: Lengths | None) -> Values:

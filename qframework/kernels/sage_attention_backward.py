@@ -10,9 +10,9 @@ Nothing of the forward pass is kept but its inputs. The backward operators recom
 ``F.scaled_dot_product_attention``, whose own kernels keep this at O(N) memory; only relative positions, a causal mask
 beside another mask, and the gradient of the log-sum-exp build N x N tensors.
 
-A row whose mask is as low everywhere as float32 goes has equal weights in the forward pass, since its logits are rounded
+A row whose mask is the lowest float32 everywhere has equal weights in the forward pass, since its logits are rounded
 away. The gradient uses those weights on a CPU; on a GPU, where looking for such rows would cost a synchronization, it
-uses the weights that the logits would have had.
+uses the weights that the logits alone would give. Float32 products are PyTorch's own, in TF32 where it is allowed.
 
 Smoothing changes nothing here: it cancels in the softmax. Reference: the operators are their own, being plain torch.
 """
@@ -92,7 +92,7 @@ def _highest(mask: Tensor) -> Tensor:
 
 
 def _raised(mask: Tensor) -> Tensor:
-    """A float mask whose low rows have a maximum of 0 instead: the softmax is the same, the log-sum-exp keeps its digits.
+    """A float mask whose low rows have a maximum of 0 instead: the same softmax, and a log-sum-exp with its digits.
 
     PyTorch's fused kernels derive the weights from it: a row of the lowest float would get weights of 1 each.
     """
@@ -101,7 +101,7 @@ def _raised(mask: Tensor) -> Tensor:
 
 
 def _absorbs(mask: Tensor) -> bool:
-    """Whether rows of a float mask round all logits away. A look at the data: on a GPU it would cost a synchronization."""
+    """Whether rows of a float mask round all logits away; never on a GPU, where the look costs a synchronization."""
     return mask.device.type == "cpu" and bool((_highest(mask) < _ABSORBED).any())
 
 
@@ -121,7 +121,7 @@ def _attention(x: _Inputs, settings: _Settings) -> Tensor:
 
 
 def _logits(x: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """``(..., Hq, Nq, Nk)`` float32 without the constant of each row ``(..., Hq, Nq, 1)``, -inf where nothing is seen."""
+    """``(..., Hq, Nq, Nk)`` float32 less each row's maximum, and that ``(..., Hq, Nq, 1)``; -inf: nothing is seen."""
     scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
     logits = exact_matmul(x.query.float(), _of_all_heads(x.key, x, settings).float().mT) * scale
     mask, is_causal = _one_mask(x, settings.is_causal)

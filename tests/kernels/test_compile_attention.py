@@ -28,15 +28,16 @@ if HAS_TRITON and not INTERPRET:
     from triton.compiler import ASTSource
 
 # The package exports functions by the names of these modules.
-quantized_attention, attention_quantize, value_quantize, token_statistics = (
+quantized_attention, attention_quantize, value_quantize, token_statistics, row_bias = (
     importlib.import_module(f"qframework.kernels.{name}")
-    for name in ("quantized_attention", "attention_quantize", "value_quantize", "token_statistics")
+    for name in ("quantized_attention", "attention_quantize", "value_quantize", "token_statistics", "row_bias")
 )
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": attention_quantize,
     "_value_quantize_kernel": value_quantize,
     "_block_statistics_kernel": token_statistics,
+    "_row_bias_kernel": row_bias,
 }
 POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
@@ -236,6 +237,15 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
 def test_wide_heads_fit(launches, chip, variant, head_dim, tmp_path):
     (launch,) = launches(chip, float_call(variant, head_dim))["_quantized_attention_kernel"]
     assert_fits(chip, compile_launch(chip, launch), tmp_path, WIDE_STACK)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_logits_of_means_of_queries_are_float32(launches, chip, dtype, tmp_path):
+    (launch,) = launches(chip, float_call("sage2_int4", 72, dtype))["_row_bias_kernel"]
+    compiled = compile_launch(chip, launch)
+    assert not re.search(r"mma\S*(tf32|bf16)|mfma\S*xf32", assembly(compiled))
+    assert_fits(chip, compiled, tmp_path, 0)
 
 
 FEATURES = {
