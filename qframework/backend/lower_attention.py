@@ -31,7 +31,8 @@ from qframework.graph.attention_patterns import (
 )
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
-from qframework.kernels._common import MIN_CAPABILITY
+from qframework.kernels._common import MIN_CAPABILITY, capability_of
+from qframework.kernels.attention_variants import resolve, values_dtype
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
@@ -65,7 +66,7 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
                 LayerReport(
                     layer_name(node),
                     True,
-                    _describe(argument(node, 7, "variant", default="auto")),
+                    _describe(argument(node, 7, "variant", default="auto"), _fake_of(argument(node, 0, "query"))),
                     "",
                     kind="attention",
                 )
@@ -80,8 +81,16 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
     return reports
 
 
-def _describe(variant: str) -> str:
-    return f"qframework::sage_attention ({variant})"
+def _describe(variant: str, query: Tensor) -> str:
+    """The operator, and what 16-bit products run in where that is not what the variant's name says."""
+    chosen = None if variant == "auto" else resolve(variant)
+    other = ""
+    if chosen is not None and (chosen.pv, chosen.accumulator) == ("fp16", "fp16"):
+        if query.dtype == torch.float32:
+            other = ", P and V in TF32, FP32 accumulator" if query.device.type == "cuda" else ", P and V in float32"
+        elif values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
+            other = ", P and V in bfloat16, FP32 accumulator"
+    return f"qframework::sage_attention ({variant}{other})"
 
 
 def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
@@ -108,7 +117,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
         replace_attention(gm, call, lambda writer: writer.write(variant))
     except (Refused, QFrameworkError) as refusal:
         return LayerReport(name, False, kind, str(refusal), fallback=_is_wanted(node, option), kind="attention")
-    return LayerReport(name, True, _describe(variant), "", kind="attention")
+    return LayerReport(name, True, _describe(variant, _fake_of(call.query)), "", kind="attention")
 
 
 def _is_wanted(node: Node, option: str) -> bool:

@@ -30,7 +30,7 @@ from qframework.kernels._attention_common import (
     last_contiguous,
     transposes_values,
 )
-from qframework.kernels._common import LIBRARY, check_device
+from qframework.kernels._common import LIBRARY, capability_of, check_device
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.attention_arguments import (
     Canonical,
@@ -50,11 +50,12 @@ from qframework.kernels.attention_variants import (
     fp8_ranges,
     resolve,
     token_groups,
+    values_dtype,
 )
 from qframework.kernels.quantized_attention import quantized_attention_triton
 from qframework.kernels.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.token_statistics import _block_statistics_triton, block_statistics_ref
-from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref
+from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref, values_in_fp16
 
 
 class _Steps(NamedTuple):
@@ -168,6 +169,9 @@ def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, length
         whole = AttentionVariant(8, "per_tensor" if variant.granularity == "per_tensor" else "per_head")
         q, scale = steps.quantize(v, None, 1.0, whole, "key", *of)
         return Values(q, scale)
+    if values_dtype(variant, v.dtype, capability_of(v.device)) != v.dtype:
+        v, scale = values_in_fp16(v, packed=lengths is not None)
+        return Values(v, scale.expand(lengths.q_starts.shape[0] - 1, -1, -1).contiguous() if lengths else scale)
     return Values(last_contiguous(v))
 
 

@@ -49,6 +49,20 @@ def value_scale(stats: BlockStatistics, tokens: Tensor | int, v_range: float, sm
     return torch.where(amax.isfinite(), scale, torch.nan), mean
 
 
+def values_in_fp16(v: Tensor, packed: bool = False) -> tuple[Tensor, Tensor]:
+    """``(v / scale)`` in float16 and the scale of each channel, ``(B, H, D)`` float32 or, packed, ``(1, H, D)``.
+
+    Scales are powers of two that bring a channel's largest magnitude to 2**14 to 2**15: bfloat16 reaches further than
+    float16, and its 8 bits fit, so that nothing is rounded but what is 2**-38 of the largest.
+    """
+    top = torch.linalg.vector_norm(v, torch.inf, dim=0 if packed else 2, keepdim=True, dtype=torch.float32)
+    power = (top.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = torch.where(top.isfinite(), power * 2.0**-14, torch.nan)
+    low = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+    torch.mul(v, (1.0 / scale).to(v.dtype), out=low)
+    return low, scale if packed else scale.squeeze(2)
+
+
 def value_quantize_ref(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of ``qframework::value_quantize``."""
     batch, heads, tokens, channels = v.shape

@@ -28,9 +28,16 @@ if HAS_TRITON and not INTERPRET:
     from triton.compiler import ASTSource
 
 # The package exports functions by the names of these modules.
-quantized_attention, attention_quantize, value_quantize, token_statistics, row_bias = (
+quantized_attention, attention_quantize, value_quantize, token_statistics, row_bias, sage_attention = (
     importlib.import_module(f"qframework.kernels.{name}")
-    for name in ("quantized_attention", "attention_quantize", "value_quantize", "token_statistics", "row_bias")
+    for name in (
+        "quantized_attention",
+        "attention_quantize",
+        "value_quantize",
+        "token_statistics",
+        "row_bias",
+        "sage_attention",
+    )
 )
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
@@ -102,6 +109,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(value_quantize, "has_fp8", lambda device: chip in HAS_FP8)
         if hasattr(quantized_attention, "has_fp8"):
             monkeypatch.setattr(quantized_attention, "has_fp8", lambda device: chip in HAS_FP8)
+        monkeypatch.setattr(sage_attention, "capability_of", lambda device: capability)
         fn()
         monkeypatch.undo()
         by_name: dict[str, list[Launch]] = {}
@@ -237,6 +245,16 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
 def test_wide_heads_fit(launches, chip, variant, head_dim, tmp_path):
     (launch,) = launches(chip, float_call(variant, head_dim))["_quantized_attention_kernel"]
     assert_fits(chip, compile_launch(chip, launch), tmp_path, WIDE_STACK)
+
+
+@pytest.mark.parametrize(("chip", "sums"), [("sm_80", "f32"), ("sm_89", "f16"), ("sm_90", "f32"), ("sm_120", "f16")])
+def test_bfloat16_values_of_an_fp16_accumulator(launches, chip, sums, tmp_path):
+    """Cast to float16 where FP16 accumulators are fast, else bfloat16 with FP32 accumulators."""
+    (launch,) = launches(chip, float_call("sage_b", dtype=torch.bfloat16))["_quantized_attention_kernel"]
+    compiled = compile_launch(chip, launch)
+    values = {"f16": "f16", "f32": "bf16"}[sums]
+    assert set(re.findall(r"mma\S*?\.(f16|f32)\.(b?f16)\.b?f16", assembly(compiled))) == {(sums, values)}
+    assert_fits(chip, compiled, tmp_path, MAX_STACK.get(chip, 64))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

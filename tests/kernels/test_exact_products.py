@@ -27,7 +27,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "scal
 class Recorded(TorchDispatchMode):
     """Dtypes that products of PyTorch ran in, and the sizes of the float32 copies that were made.
 
-    Products of integers up to 127 do not count: bfloat16 holds them. Operators hide what they call: call their functions.
+    Products of integers up to 127 do not count: bfloat16 holds them. Operators hide what they call; functions do not.
     """
 
     def __init__(self) -> None:
