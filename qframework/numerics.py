@@ -40,7 +40,7 @@ def product_dtype(device: torch.device) -> torch.dtype:
 
     It rounds them to TF32 or bfloat16 where a user allows it (``torch.set_float32_matmul_precision``), for layers.
     """
-    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return torch.float32 if backend.fp32_precision in ("ieee", "none") else torch.float64
 
 

@@ -82,15 +82,12 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
 
 
 def _describe(variant: str, query: Tensor) -> str:
-    """The operator, and what 16-bit products run in where that is not what the variant's name says."""
+    """The operator, and what bfloat16 products run in where a variant's FP16 accumulator is not used."""
     chosen = None if variant == "auto" else resolve(variant)
-    other = ""
-    if chosen is not None and (chosen.pv, chosen.accumulator) == ("fp16", "fp16"):
-        if query.dtype == torch.float32:
-            other = ", P and V in TF32, FP32 accumulator" if query.device.type == "cuda" else ", P and V in float32"
-        elif values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
-            other = ", P and V in bfloat16, FP32 accumulator"
-    return f"qframework::sage_attention ({variant}{other})"
+    if chosen is not None and (chosen.pv, chosen.accumulator, query.dtype) == ("fp16", "fp16", torch.bfloat16):
+        if values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
+            variant += ", P and V in bfloat16, FP32 accumulator"
+    return f"qframework::sage_attention ({variant})"
 
 
 def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:

@@ -11,6 +11,7 @@ from attention_models import SAGE, VARIANT, Attention, Capture, compiled, error_
 from torch import nn
 
 import qframework
+from qframework.backend import lower_attention
 from qframework.numerics import sqnr_db
 
 SCALE = 16**-0.5
@@ -234,6 +235,22 @@ def test_rows_that_are_filled_everywhere(name, dtype):
     rounding = {torch.float32: 2.0**-12, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
     expected = v.float().mean(2, keepdim=True)
     assert (out[:, :, 3:].float() - expected).abs().max() <= 2 * rounding * v.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("capability", "variant", "said"),
+    [
+        ((9, 0), "sage_b", "sage_b, P and V in bfloat16, FP32 accumulator"),
+        ((8, 9), "sage_b", "sage_b"),
+        (None, "sage_t", "sage_t"),
+        ((9, 0), "sage_vb", "sage_vb"),
+    ],
+)
+def test_explain_says_where_the_accumulator_is_another(monkeypatch, capability, variant, said):
+    monkeypatch.setattr(lower_attention, "capability_of", lambda device: capability)
+    q, k, v = (x.bfloat16() for x in qkv())
+    _, capture = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, attention=variant)
+    assert [report.operator for report in capture.attention] == [f"qframework::sage_attention ({said})"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])

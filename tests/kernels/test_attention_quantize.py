@@ -136,7 +136,7 @@ def test_bfloat16_values_fit_float16(packed):
 def test_values_that_are_not_finite_stay_so():
     v = torch.ones(1, 1, 50, 2, dtype=torch.bfloat16)
     v[0, 0, 7, 1] = torch.nan
-    low, scale = v_module.values_in_fp16(v)
+    _, scale = v_module.values_in_fp16(v)
     assert scale.isnan().tolist() == [[[False, True]]]
 
 
