@@ -38,6 +38,21 @@ WeightGranularity = Literal["per_tensor", "per_channel"]
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+def product_dtype(device: torch.device) -> torch.dtype:
+    """What float32 operands are multiplied in to give a float32 product: float64 where PyTorch may round them first.
+
+    It rounds them to TF32 or bfloat16 where a user allows it (``torch.set_float32_matmul_precision``), for layers.
+    """
+    backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    return torch.float32 if backend.fp32_precision in ("ieee", "none") else torch.float64
+
+
+def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b`` of float32 tensors in float32, whatever precision PyTorch is allowed for it."""
+    dtype = product_dtype(a.device)
+    return (a.to(dtype) @ b.to(dtype)).float()
+
+
 def check_activation_granularity(granularity: str) -> None:
     """Raise UnsupportedError unless ``granularity`` is one of ActivationGranularity."""
     accepted = get_args(ActivationGranularity)

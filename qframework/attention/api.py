@@ -74,7 +74,8 @@ def sage_attention(
         key: ``(..., Hkv, Nk, D)``, dtype and device of ``query``. Leading dimensions broadcast.
         value: ``(..., Hkv, Nk, Dv)``, likewise.
         attn_mask: bool (True takes part) or float (added to the logits), broadcastable to ``(..., Hq, Nq, Nk)`` in
-            either layout. A row in which nothing takes part gives zeros.
+            either layout. A row of False or -inf gives zeros; one of the lowest float gives the mean of the values, as
+            in PyTorch.
         dropout_p: 0 only.
         is_causal: query i sees keys 0..i, whatever the lengths (aligned top left, as in PyTorch).
         scale: of the logits; ``1 / sqrt(D)`` when None.
@@ -90,7 +91,7 @@ def sage_attention(
         logarithm of the exact logits' sum of exponentials.
 
     Numerics: those of the variant. Gradients are those of exact attention, recomputed through PyTorch's. Under
-    ``torch.autocast`` the inputs are cast first, as PyTorch's are.
+    ``torch.autocast`` query, key and value are cast first, as PyTorch's are; a mask keeps its dtype.
 
     Raises:
         UnsupportedError: dropout, a dtype, device, head dimension, layout or variant that no kernel can do; transforms
@@ -124,7 +125,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """The operator, with PyTorch's habits around it: autocast, and leading dimensions that broadcast."""
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
-    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     out, lse = torch.ops.qframework.sage_attention(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse
@@ -155,7 +156,8 @@ def sage_attention_varlen(
         query: ``(total_q, Hq, D)`` fp16, bf16 or fp32.
         key: ``(total_k, Hkv, D)``, dtype and device of ``query``; Hkv divides Hq.
         value: ``(total_k, Hkv, Dv)``, likewise.
-        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then where each sequence of queries ends.
+        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then where each sequence of queries ends. Tokens behind
+            the last one get zeros.
         cu_seqlens_k: ``(B + 1,)`` int32, likewise for keys and values.
         max_seqlen_q: the longest sequence of queries.
         max_seqlen_k: the longest sequence of keys.
@@ -170,11 +172,14 @@ def sage_attention_varlen(
 
     Raises:
         UnsupportedError: a dtype, device, head dimension or variant that no kernel can do.
-        QFrameworkError: shapes, dtypes or devices that do not fit together.
+        QFrameworkError: shapes, dtypes or devices that do not fit together; offsets that do not rise from 0 to the
+            number of tokens at most, or by more than ``max_seqlen``. On a GPU, where reading them would cost a
+            synchronization, offsets are checked if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
+            qframework is imported; else the kernels cut off what lies outside of the tensors.
     """
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
     _refuse_transforms("sage_attention_varlen", query, key, value)
-    query, key, value, _ = autocast(query, key, value, None)
+    query, key, value = autocast(query, key, value)
     return torch.ops.qframework.sage_attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
         spec_of(variant), smooth_k,
@@ -223,16 +228,16 @@ def spec_of(variant: str | AttentionVariant) -> str:
     return variant if isinstance(variant, str) else variant.spec
 
 
-def autocast(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The arguments as ``torch.autocast`` would hand them to PyTorch's attention; unchanged outside of it."""
+def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The operands as ``torch.autocast`` would hand them to PyTorch's attention; unchanged outside of it.
+
+    A mask keeps its dtype: in float16 the lowest float32 would be -inf.
+    """
     device = query.device.type
     if device not in ("cpu", "cuda") or not torch.is_autocast_enabled(device):
-        return query, key, value, attn_mask
+        return query, key, value
     dtype = torch.get_autocast_dtype(device)
-    query, key, value = _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
-    return query, key, value, None if attn_mask is None else _cast(attn_mask, dtype)
+    return _cast(query, dtype), _cast(key, dtype), _cast(value, dtype)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

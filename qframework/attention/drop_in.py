@@ -149,7 +149,7 @@ def why_not(
         return "attn_mask together with is_causal"
     if query.device.type not in ("cpu", "cuda", "meta"):
         return f"device {query.device.type}"
-    dtype = autocast(query, key, value, None)[0].dtype
+    dtype = autocast(query, key, value)[0].dtype
     if dtype not in FLOAT_DTYPES:
         return f"dtype {dtype}"
     if not 3 <= max(query.ndim, key.ndim, value.ndim) <= 5 or min(query.ndim, key.ndim, value.ndim) < 2:

@@ -31,7 +31,8 @@ from qframework.graph.attention_patterns import (
 )
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
-from qframework.kernels._common import MIN_CAPABILITY
+from qframework.kernels._common import MIN_CAPABILITY, capability_of
+from qframework.kernels.attention_variants import resolve, values_dtype
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
@@ -65,7 +66,7 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
                 LayerReport(
                     layer_name(node),
                     True,
-                    _describe(argument(node, 7, "variant", default="auto")),
+                    _describe(argument(node, 7, "variant", default="auto"), _fake_of(argument(node, 0, "query"))),
                     "",
                     kind="attention",
                 )
@@ -80,7 +81,12 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
     return reports
 
 
-def _describe(variant: str) -> str:
+def _describe(variant: str, query: Tensor) -> str:
+    """The operator, and what bfloat16 products run in where a variant's FP16 accumulator is not used."""
+    chosen = None if variant == "auto" else resolve(variant)
+    if chosen is not None and (chosen.pv, chosen.accumulator, query.dtype) == ("fp16", "fp16", torch.bfloat16):
+        if values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
+            variant += ", P and V in bfloat16, FP32 accumulator"
     return f"qframework::sage_attention ({variant})"
 
 
@@ -108,7 +114,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
         replace_attention(gm, call, lambda writer: writer.write(variant))
     except (Refused, QFrameworkError) as refusal:
         return LayerReport(name, False, kind, str(refusal), fallback=_is_wanted(node, option), kind="attention")
-    return LayerReport(name, True, _describe(variant), "", kind="attention")
+    return LayerReport(name, True, _describe(variant, _fake_of(call.query)), "", kind="attention")
 
 
 def _is_wanted(node: Node, option: str) -> bool:

@@ -72,7 +72,7 @@ class AttentionWriter:
         call, (query, key, value) = self._call, self._query_key_value()
         mask = self._mask(call.summands)
         if mask is not None and _fake(mask).dtype != torch.bool:
-            mask = self._cast(mask, _fake(query).dtype)
+            mask = self._cast_mask(mask, _fake(query).dtype)
         arguments = {"scale": call.scale, "enable_gqa": call.enable_gqa}
         operands = (query, key, value, mask, 0.0, call.is_causal)
         return self._as_end(self.add(aten.scaled_dot_product_attention.default, *operands, **arguments))
@@ -238,20 +238,40 @@ class AttentionWriter:
             return mask if summands[0].seen else self.add(aten.logical_not.default, mask)
         total = None
         for summand in summands:
-            term = (
-                self._times(self._broadcasting(summand), summand.factor)
-                if summand.fill is None
-                else self._fill(summand)
-            )
+            if summand.fill is not None:
+                total = self._filled(total, summand, summands)
+                continue
+            term = self._times(self._broadcasting(summand), summand.factor)
             total = term if total is None else self.add(aten.add.Tensor, total, term)
         return total
 
-    def _fill(self, summand: Summand) -> Node:
+    def _filled(self, total: Node | None, summand: Summand, summands: list[Summand]) -> Node:
+        """``total`` where a fill hides nothing, the fill elsewhere.
+
+        A fill replaces a logit, and the operator adds: the fill is so low that the logit is rounded away, so that a
+        row that is filled everywhere has equal weights. Float16 has no such number.
+        """
         assert summand.fill is not None
-        mask, dtype = self._broadcasting(summand), _fake(self._call.between[0]).dtype
-        fill = summand.fill if summand.fill == -math.inf else max(summand.fill, torch.finfo(dtype).min)
+        mask = self._broadcasting(summand)
         hidden = self.add(aten.logical_not.default, mask) if summand.seen else mask
-        return self.add(aten.masked_fill.Scalar, self.add(aten.zeros_like.default, mask, dtype=dtype), hidden, fill)
+        if total is None:
+            dtype = _fake(self._call.between[0]).dtype
+            total = self.add(aten.zeros_like.default, mask, dtype=torch.bfloat16 if dtype == torch.float16 else dtype)
+        elif _fake(total).dtype == torch.float16:
+            total = self._cast(total, torch.float32)
+        fill, lowest = summand.fill, torch.finfo(_fake(total).dtype).min
+        if fill > -math.inf:
+            others = {other.fill for other in summands} - {None, -math.inf, fill}
+            fill = max(fill, lowest) if others else lowest
+        return self.add(aten.masked_fill.Scalar, total, hidden, fill)
+
+    def _cast_mask(self, mask: Node, dtype: torch.dtype) -> Node:
+        """A float mask in ``dtype``, in which what is finite stays finite."""
+        limits = torch.finfo(dtype)
+        if limits.max < torch.finfo(_fake(mask).dtype).max:
+            finite = self.add(aten.clamp.default, mask, limits.min, limits.max)
+            mask = self.add(aten.where.self, self.add(aten.isinf.default, mask), mask, finite)
+        return self._cast(mask, dtype)
 
     def _broadcasting(self, summand: Summand) -> Node:
         """A summand of logits of one shape, so that it broadcasts to the finest shape."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import UnsupportedError
+from qframework.kernels._triton import tl, triton
 from qframework.kernels.attention_variants import KEYS_PER_FP16_SUM, AttentionVariant, fp8_ranges
 
 _MAX_OFFSET = 2**31 - 1
@@ -18,7 +19,7 @@ LOG2_E = math.log2(math.e)
 class AttentionShape(NamedTuple):
     """Sizes of a tensor of heads: dense ``(B, H, N, D)``, or packed ``(total, H, D)`` with ``starts (B + 1,)`` int32.
 
-    ``tokens`` is N, or the longest sequence when packed.
+    ``tokens`` is N, or the longest sequence when packed; ``total`` the tokens of all sequences, N when dense.
     """
 
     batch: int
@@ -26,13 +27,14 @@ class AttentionShape(NamedTuple):
     tokens: int
     channels: int
     starts: Tensor | None = None
+    total: int = 0
 
     @classmethod
     def of(cls, x: Tensor, starts: Tensor | None = None, longest: int = 0) -> AttentionShape:
         """Sizes of ``x``; ``starts`` and ``longest`` belong to a packed tensor."""
         if starts is None:
-            return cls(*x.shape)
-        return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts)
+            return cls(*x.shape, total=x.shape[2])
+        return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts, x.shape[0])
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
         """Strides of batch, head and token in elements; packed tensors have no batch."""
@@ -61,6 +63,14 @@ def check_offsets(operator: str, **tensors: Tensor) -> None:
 def query_memory_order(batch: int, heads: int, tokens: int, channels: int, like: Tensor, dtype: torch.dtype) -> Tensor:
     """An empty (B, H, N, D) whose memory order is (B, N, H, D), so that merging the heads is a view."""
     return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
+
+
+@triton.jit
+def sequence_of(starts_ptr, b, TOTAL, LONGEST):
+    """Start and length of packed sequence ``b``; what lies outside of the tensor, or of the launch, is cut off."""
+    start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), TOTAL)
+    end = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), TOTAL)
+    return start.to(tl.int64), tl.minimum(end - start, LONGEST)
 
 
 class QuantizedQK(NamedTuple):

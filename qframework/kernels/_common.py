@@ -69,6 +69,11 @@ def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
     return capability, properties.multi_processor_count
 
 
+def capability_of(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability, (0, 0) for an AMD GPU, None for a CPU."""
+    return chip_of(device)[0] if device.type == "cuda" else None
+
+
 def check_dtype(operator: str, argument: str, tensor: Tensor, accepted: tuple[torch.dtype, ...]) -> None:
     """Raise UnsupportedError unless ``tensor`` has one of the accepted dtypes."""
     if tensor.dtype not in accepted:

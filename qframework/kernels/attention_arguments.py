@@ -6,6 +6,7 @@ Only metadata is looked at, so the same checks run on fake tensors.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -70,6 +71,14 @@ def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: 
     if all(size == 1 for size in x.shape[:-3]):
         return x.reshape(1, *x.shape[-3:])
     return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
+
+
+def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float mask in ``dtype``, where finite numbers stay finite: the lowest float32 must not become -inf."""
+    limits = torch.finfo(dtype)
+    if limits.max < torch.finfo(mask.dtype).max:
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
+    return mask.to(dtype)
 
 
 def default_scale(query: Tensor, scale: float | None) -> float:
@@ -210,3 +219,24 @@ def check_varlen_arguments(
     for argument, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
         if longest < 0:
             raise QFrameworkError(f"{name}: {argument}={longest}; accepted: the length of the longest sequence")
+
+
+def check_sequences(side: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[slice]:
+    """The tokens of each packed sequence. Reads ``starts``, which is a synchronization on a GPU.
+
+    Raises:
+        QFrameworkError: ``cu_seqlens_<side>`` does not rise from 0 to ``tokens`` at most, or by more than ``longest``.
+    """
+    name, argument = "sage_attention_varlen", f"cu_seqlens_{side}"
+    ends = starts.tolist()
+    if ends[0] != 0:
+        raise QFrameworkError(f"{name}: {argument}[0]={ends[0]}; accepted: 0, where the first sequence starts")
+    for i, (start, end) in enumerate(pairwise(ends)):
+        if not start <= end <= tokens:
+            raise QFrameworkError(f"{name}: {argument}[{i + 1}]={end} follows {start}; accepted: {start} to {tokens}")
+        if longest is not None and end - start > longest:
+            raise QFrameworkError(
+                f"{name}: sequence {i} of {argument} has {end - start} tokens; accepted: at most "
+                f"max_seqlen_{side}={longest}"
+            )
+    return [slice(start, end) for start, end in pairwise(ends)]

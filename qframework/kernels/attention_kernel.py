@@ -5,6 +5,7 @@ Formula and layout: see :mod:`~qframework.kernels.quantized_attention`, which la
 
 from __future__ import annotations
 
+from qframework.kernels._attention_common import sequence_of
 from qframework.kernels._common import round_half_even, round_to_int8
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import INTERPRET, tl, triton
@@ -18,7 +19,7 @@ INTERPRETED = tl.constexpr(INTERPRET)
 def _scores(
     q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
 ):  # fmt: skip
-    """Base-2 logits (BLOCK_M, BLOCK_N) of one block of keys, before any bias."""
+    """Logits (BLOCK_M, BLOCK_N) of one block of keys in the unit of ``q_scale``, before any bias."""
     k = tl.load(k_ptrs, mask=k_mask, other=0)
     if INT4:  # low and high halves hold different channels: two products, no shuffle
         products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
@@ -31,6 +32,15 @@ def _scores(
     else:
         s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
     return s
+
+
+@triton.jit
+def _kept_apart(product):
+    """``product``, hidden from Triton, which turns ``acc += tl.dot(a, b)`` into ``acc = tl.dot(a, b, acc)``.
+
+    ptxas removes the move.
+    """
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -49,10 +59,12 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
             out = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
         else:
             out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
+            if MODE == "fp8" and not ROUND_FP8:  # tensor cores sum FP8 products in 22 bits: start each block at zero
+                out = _kept_apart(out)
     return out
 
 
-@triton.jit(do_not_specialize=["N", "NK"])  # any length runs the same code
+@triton.jit(do_not_specialize=["N", "NK", "Q_TOTAL", "K_TOTAL"])  # any length runs the same code
 def _quantized_attention_kernel(
     q_ptr,  # (B, H, N, D) int8, or float for QUANTIZE_Q
     k_ptr,  # (B, Hkv, Nk, D) int8
@@ -74,6 +86,8 @@ def _quantized_attention_kernel(
     H,
     N,
     NK,
+    Q_TOTAL,
+    K_TOTAL,
     KW,
     MASKS,
     GQ,
@@ -139,6 +153,9 @@ def _quantized_attention_kernel(
     """Grid (cdiv(N, BLOCK_M) * H * B,); a program computes BLOCK_M rows of one head, all keys."""
     wait_for_previous_kernel(OVERLAP)
     LOG2E: tl.constexpr = 1.4426950408889634
+    # Logits are in base 2. A float mask may hold the lowest float32, which has no multiple: there they are natural.
+    NATURAL: tl.constexpr = MASK == "float"
+    NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
     K_TOKEN_SCALE: tl.constexpr = K_GROUPS > 1 or K_SPAN < BLOCK_N
     MAY_BE_EMPTY: tl.constexpr = MASK != "none" or VARLEN  # rows without any key
@@ -155,14 +172,19 @@ def _quantized_attention_kernel(
     out_base = out_ptr + b * stride_ob + h * stride_oh
     queries, keys = N, NK
     if VARLEN:
-        q_start, k_start = tl.load(q_starts_ptr + b).to(tl.int64), tl.load(k_starts_ptr + b).to(tl.int64)
-        queries = (tl.load(q_starts_ptr + b + 1) - q_start).to(tl.int32)
-        keys = (tl.load(k_starts_ptr + b + 1) - k_start).to(tl.int32)
+        q_start, queries = sequence_of(q_starts_ptr, b, Q_TOTAL, N)
+        k_start, keys = sequence_of(k_starts_ptr, b, K_TOTAL, NK)
         q_base = q_ptr + q_start * stride_qn + h * stride_qh
         k_base = k_ptr + k_start * stride_kn + kv * stride_kh
         out_base = out_ptr + q_start * stride_on + h * stride_oh
         if not TRANSPOSED:
             v_base = v_ptr + k_start * stride_vn + kv * stride_vh
+        if b == tl.num_programs(0) // (tiles * H) - 1:  # what lies behind the last sequence belongs to none
+            for first in range(q_start + queries + tile * BLOCK_M, Q_TOTAL, tiles * BLOCK_M):
+                n = first + tl.arange(0, BLOCK_M)
+                d = tl.arange(0, BLOCK_DV)
+                spare = (n < Q_TOTAL)[:, None] & (d < DV)[None, :]
+                tl.store(out_ptr + h * stride_oh + n[:, None] * stride_on + d[None, :], 0.0, mask=spare)
         if tile * BLOCK_M >= queries:
             return
 
@@ -182,6 +204,8 @@ def _quantized_attention_kernel(
     else:
         q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
         q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
+    if NATURAL:
+        q_scale = q_scale * (1 / LOG2E)
     k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK
     if ROW_BIAS:
         row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK
@@ -209,32 +233,40 @@ def _quantized_attention_kernel(
         k_ptrs, k_mask = k_base + n[None, :] * stride_kn + d[:, None], (d < D)[:, None] & inside[None, :]
         s = _scores(q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
         if ROW_BIAS:
-            s += tl.load(row_bias_base + n, mask=inside, other=0.0)[None, :]
+            row_bias = tl.load(row_bias_base + n, mask=inside, other=0.0)
+            if NATURAL:
+                row_bias = row_bias * (1 / LOG2E)
+            s += row_bias[None, :]
         if MASK == "float":
             bias = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0.0)
-            s += bias.to(tl.float32) * LOG2E
+            s += bias.to(tl.float32)
         elif MASK == "bool":
             keep = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0)
             s = tl.where(keep != 0, s, float("-inf"))
         if RELATIVE and WHOLE_ROWS:
-            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * LOG2E
+            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * NATURAL_UNIT
         elif RELATIVE:
             height = tl.load(rel_h_base + (n // KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
             width = tl.load(rel_w_base + (n % KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-            s += (height + width) * LOG2E
+            s += (height + width) * NATURAL_UNIT
         if CAUSAL:
             s = tl.where((n[None, :] <= m[:, None]) & inside[None, :], s, float("-inf"))
         else:
             s = tl.where(inside[None, :], s, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(s, 1))
-        if MAY_BE_EMPTY:
-            shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
-            rescale = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+        if NATURAL:  # P_SHIFT is added to the difference: beside a large logit it would be rounded away
+            shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = tl.exp2((top - shift) * LOG2E)
+            p = tl.exp2((s - shift[:, None]) * LOG2E + P_SHIFT)
         else:
-            shift = new_top - P_SHIFT
-            rescale = tl.exp2(top - new_top)
-        p = tl.exp2(s - shift[:, None])
+            if MAY_BE_EMPTY:
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
+                rescale = tl.exp2(top - tl.where(new_top == float("-inf"), 0.0, new_top))
+            else:
+                shift = new_top - P_SHIFT
+                rescale = tl.exp2(top - new_top)
+            p = tl.exp2(s - shift[:, None])
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if TRANSPOSED:  # stride_vn is the padded number of keys
@@ -266,7 +298,10 @@ def _quantized_attention_kernel(
     out_ptrs = out_base + m.to(tl.int64)[:, None] * stride_on + dv[None, :]
     tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
     if LSE:
-        lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
+        if NATURAL:
+            lse = top + (tl.log2(safe_total) - P_SHIFT) / LOG2E
+        else:
+            lse = (top + tl.log2(safe_total) - P_SHIFT) / LOG2E
         if MAY_BE_EMPTY:
             lse = tl.where(total == 0.0, float("-inf"), lse)
         tl.store(lse_ptr + (b * H + h) * N + m, lse, mask=rows)

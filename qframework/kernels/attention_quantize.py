@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
+from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous, sequence_of
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, check_same_device, round_half_even
 from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2
 from qframework.kernels._overlap import wait_for_previous_kernel
@@ -129,7 +129,7 @@ def _load_shifted(x_ptrs, mean, mask, factor):
     return tl.where(mask, (x - mean[None, :]) * factor, 0.0)
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "TOTAL"])
 def _attention_quantize_kernel(
     x_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     mean_ptr,  # (B, H, MEANS, D) fp32
@@ -139,6 +139,7 @@ def _attention_quantize_kernel(
     factor,
     H,
     N,
+    TOTAL,
     D,
     G,
     MEANS,
@@ -172,8 +173,7 @@ def _attention_quantize_kernel(
     q_base = q_ptr + b * stride_qb + h * stride_qh
     tokens = N
     if VARLEN:
-        start = tl.load(starts_ptr + b).to(tl.int64)
-        tokens = (tl.load(starts_ptr + b + 1) - start).to(tl.int32)
+        start, tokens = sequence_of(starts_ptr, b, TOTAL, N)
         x_base = x_ptr + start * stride_xn + h * stride_xh
         q_base = q_ptr + start * stride_qn + h * stride_qh
     n = tile * TILE + tl.arange(0, TILE)
@@ -268,6 +268,7 @@ def _launch(
         factor,
         shape.heads,
         shape.tokens,
+        shape.total,
         shape.channels,
         scale.shape[2],
         mean.shape[2] if mean is not None else 1,

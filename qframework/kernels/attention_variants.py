@@ -82,8 +82,9 @@ class AttentionVariant:
     Args:
         qk_bits: 8 or 4, the integers of Q and K. INT4 is stored two to a byte.
         granularity: which tokens of Q and of K share a scale.
-        pv: ``"fp16"``: P and V in 16 bit (V's own dtype). ``"int8"``: P with the static scale 1/127, V per channel.
-            ``"fp8"``: both E4M3, V per channel. ``"int8_dequantized"``: V is INT8 with one scale, P 16 bit (QAttn).
+        pv: ``"fp16"``: P and V in 16 bit, V's own dtype (but see :func:`values_dtype`), float32 in TF32. ``"int8"``: P
+            with the static scale 1/127, V per channel. ``"fp8"``: both E4M3, V per channel. ``"int8_dequantized"``: V
+            is INT8 with one scale, P 16 bit (QAttn).
         accumulator: ``"fp32"`` or ``"fp16"``, of the product of P and V within one block of keys; sums of blocks are
             always FP32. INT8 products are exact either way.
         smooth_q: subtract each query block's mean before quantizing and add its exact logits back (SageAttention2).
@@ -187,6 +188,22 @@ def check_fp16_ranges(keys: int, p_range: float, v_range: float) -> None:
 check_fp16_ranges(KEYS_PER_FP16_SUM, NARROW_P_RANGE, NARROW_V_RANGE)
 
 
+# Chips on which FP16 accumulation doubles the rate: GeForce and its kin.
+_FAST_FP16_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
+
+
+def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tuple[int, int] | None) -> torch.dtype:
+    """What V of ``dtype`` becomes for a 16-bit product: float16 where a variant's FP16 accumulator asks for it.
+
+    ``capability`` is CUDA's, (0, 0) stands for an AMD GPU, None for a CPU. The papers' kernels cast V to float16. From
+    bfloat16 that takes two passes over V, which pay where FP16 accumulation is faster. On other GPUs P and V stay in
+    bfloat16, with an FP32 accumulator.
+    """
+    if variant.pv != "fp16" or variant.accumulator != "fp16" or dtype != torch.bfloat16:
+        return dtype
+    return torch.float16 if capability is None or capability in _FAST_FP16_SUMS else dtype
+
+
 def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype) -> str:
     """The variant ``"auto"`` stands for: the fastest of those accurate enough for any input, on this device.
 
@@ -194,7 +211,7 @@ def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype:
     """
     if device.type == "cuda" and not torch.version.hip and nk >= 2048:
         capability = torch.cuda.get_device_capability(device)
-        if capability in ((8, 9), (12, 0), (12, 1)):
+        if capability in _FAST_FP16_SUMS and capability >= (8, 9):
             return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
         if capability >= (9, 0):
             return _AUTO_FP8

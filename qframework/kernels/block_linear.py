@@ -26,6 +26,7 @@ from qframework.kernels._common import LIBRARY, refuse_gradients
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.block_linear_arguments import check_arguments
 from qframework.kernels.block_linear_launch import block_linear_triton
+from qframework.numerics import product_dtype
 
 
 def block_linear_ref(
@@ -40,7 +41,8 @@ def block_linear_ref(
     """Reference of ``qframework::block_linear``: the float32 product of the dequantized operands."""
     left = dequantize_blocks_ref(a, a_scale, block_size)
     right = dequantize_blocks_ref(b, b_scale, operand_size(block_size))
-    y = F.linear(left, right, None if bias is None else bias.float())
+    wide = product_dtype(left.device)
+    y = F.linear(left.to(wide), right.to(wide), None if bias is None else bias.to(wide)).float()
     if out_dtype == torch.int8:
         return quantize_blocks_ref(y, block_size)
     return y.to(out_dtype), no_scale(y)

@@ -88,17 +88,18 @@ def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: fl
     assert values.scale is not None
     group = qk.q.shape[1] // qk.k.shape[1]
     q_scale = qk.q_scale * qk.k_scale.repeat_interleave(group, dim=1) * logit_scale
-    q = qk.q.float() * q_scale[..., None]
+    wide = numerics.product_dtype(qk.q.device)
+    q = qk.q.to(wide) * q_scale[..., None]
     mask = bias.masks_of(q.shape[0])
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.float()
+        mask = mask.to(wide)
     if bias.causal and mask is not None:
         keep = torch.ones(q.shape[2], qk.k.shape[2], dtype=torch.bool).tril()
         mask = mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, -torch.inf)
-    out = F.scaled_dot_product_attention(
-        q, qk.k.float(), values.v.float(), mask, is_causal=bias.causal and mask is None, scale=1.0, enable_gqa=group > 1
-    )
-    return out * values.scale.repeat_interleave(group, dim=1)[..., None]
+    k, v = qk.k.to(wide), values.v.to(wide)
+    causal = bias.causal and mask is None
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=1.0, enable_gqa=group > 1)
+    return out.float() * values.scale.repeat_interleave(group, dim=1)[..., None]
 
 
 LIBRARY.define(

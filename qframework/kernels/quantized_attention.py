@@ -7,8 +7,9 @@ Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1
     O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
 
 ``P_range`` (127 for INT8, 448 or 224 for FP8, 1/64 for FP16 accumulators, else 1) is folded into the exponent and
-leaves through ``l``. Products of a block end in INT32 or in ``accumulator``, then join the FP32 buffer O (the two-level
-accumulation of SageAttention2).
+leaves through ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys
+and then join the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32 accumulator
+are summed in O itself.
 
 Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)`` int8 with scales ``(B, H, G)``; ``v (B, Hkv, Nk, Dv)`` in 16 or 32 bit
 or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``out (B, H, N, Dv)`` in the memory order
@@ -121,6 +122,8 @@ def quantized_attention_triton(
         heads,
         tokens,
         k_shape.tokens,
+        q_shape.total,
+        k_shape.total,
         rel_w.shape[-1] if rel_w is not None else 1,
         mask.shape[0] if mask is not None else 1,
         qk.q_scale.shape[2] if qk.q_scale is not None else 1,

@@ -13,6 +13,7 @@ Reference: the same pipeline over the references of its steps, which is also the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -29,12 +30,13 @@ from qframework.kernels._attention_common import (
     last_contiguous,
     transposes_values,
 )
-from qframework.kernels._common import LIBRARY, check_device
+from qframework.kernels._common import LIBRARY, capability_of, check_device
 from qframework.kernels._launch import cuda_implementation
 from qframework.kernels.attention_arguments import (
     Canonical,
     canonical,
     check_sage_arguments,
+    check_sequences,
     check_varlen_arguments,
     default_scale,
     empty_result,
@@ -48,16 +50,19 @@ from qframework.kernels.attention_variants import (
     fp8_ranges,
     resolve,
     token_groups,
+    values_dtype,
 )
 from qframework.kernels.quantized_attention import quantized_attention_triton
+from qframework.kernels.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.token_statistics import _block_statistics_triton, block_statistics_ref
-from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref
+from qframework.kernels.value_quantize import _value_quantize_triton, value_quantize_ref, values_in_fp16
 
 
 class _Steps(NamedTuple):
     """One implementation of the pipeline's steps."""
 
     block_sums: Callable[..., Tensor]
+    row_bias: Callable[..., Tensor]
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_values: Callable[..., tuple[Tensor, Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
@@ -75,6 +80,7 @@ def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
 
 _TORCH = _Steps(
     lambda x, starts, longest: block_statistics_ref(x).sum,
+    lambda q_mean, k, k_mean, starts, longest: row_bias_ref(q_mean, k, k_mean),
     lambda x, mean, factor, variant, role, starts, longest: attention_quantize_ref(
         x, mean, factor, variant.granularity, role, variant.qk_bits
     ),
@@ -86,6 +92,7 @@ _TRITON = _Steps(
     lambda x, starts, longest: (
         _block_statistics_triton(last_contiguous(x), AttentionShape.of(x, starts, longest), extremes=False).sum
     ),
+    row_bias_triton,
     lambda x, mean, factor, variant, role, starts, longest: _attention_quantize_triton(
         x, mean, factor, variant.granularity, role, variant.qk_bits, starts, longest
     ),
@@ -123,7 +130,7 @@ def _quantize_qk(
         k_mean = steps.block_sums(k, *k_of).sum(2, keepdim=True) / _token_counts(k_of[1], k_of[0])
     if variant.smooth_q:
         q_mean = _block_means(steps.block_sums(q, *q_of), q_of[1], q_of[0])
-        row_bias = _row_bias(q_mean * (scale * LOG2_E), k, k_mean, lengths)
+        row_bias = steps.row_bias(q_mean * (scale * LOG2_E), k, k_mean, *k_of)
     q8, q_scale = steps.quantize(q, q_mean, scale * LOG2_E, variant, "query", *q_of)
     k8, k_scale = steps.quantize(k, k_mean, 1.0, variant, "key", *k_of)
     return QuantizedQK(q8, q_scale, k8, k_scale, q.shape[-1], row_bias), k_mean
@@ -152,22 +159,6 @@ def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
     return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
 
 
-def _row_bias(q_mean: Tensor, k: Tensor, k_mean: Tensor | None, lengths: Lengths | None) -> Tensor:
-    """Logits of the query blocks' means, ``(B, H, M, Nk)`` float32. K's mean goes first: it would cost digits."""
-    keys = k.float() if lengths is None else _unpack(k, lengths.k_starts, lengths.longest_k)
-    if k_mean is not None:
-        keys = keys - k_mean
-    group = q_mean.shape[1] // keys.shape[1]
-    grouped = q_mean.unflatten(1, (keys.shape[1], group))
-    return (grouped @ keys.unsqueeze(2).transpose(-1, -2)).flatten(1, 2).contiguous()
-
-
-def _unpack(x: Tensor, starts: Tensor, longest: int) -> Tensor:
-    """Packed ``(total, H, D)`` to dense ``(B, H, longest, D)`` float32; rows past a sequence's end are arbitrary."""
-    index = (starts[:-1, None] + torch.arange(longest, device=x.device)).clamp(max=max(x.shape[0] - 1, 0))
-    return x[index].float().transpose(1, 2)
-
-
 def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, lengths: Lengths | None) -> Values:
     of = (lengths.k_starts, lengths.longest_k) if lengths else (None, 0)
     if transposes_values(variant.pv):
@@ -178,6 +169,9 @@ def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, length
         whole = AttentionVariant(8, "per_tensor" if variant.granularity == "per_tensor" else "per_head")
         q, scale = steps.quantize(v, None, 1.0, whole, "key", *of)
         return Values(q, scale)
+    if values_dtype(variant, v.dtype, capability_of(v.device)) != v.dtype:
+        v, scale = values_in_fp16(v, packed=lengths is not None)
+        return Values(v, scale.expand(lengths.q_starts.shape[0] - 1, -1, -1).contiguous() if lengths else scale)
     return Values(last_contiguous(v))
 
 
@@ -281,6 +275,17 @@ LIBRARY.define(
 )
 
 
+# On a GPU a look at the offsets would cost every call a synchronization; the kernels cut off what lies outside.
+_CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
+
+
+def _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    return (
+        check_sequences("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
+        check_sequences("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
+    )
+
+
 @torch.library.impl(LIBRARY, "sage_attention_varlen", "CPU")
 def _sage_attention_varlen_cpu(
     query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
@@ -289,9 +294,8 @@ def _sage_attention_varlen_cpu(
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    q_ends, k_ends = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
-    for b in range(len(q_ends) - 1):
-        q_rows, k_rows = slice(q_ends[b], q_ends[b + 1]), slice(k_ends[b], k_ends[b + 1])
+    sequences = _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    for q_rows, k_rows in zip(*sequences, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
         if q.numel() and k.numel():
             bias = Bias(causal=is_causal)
@@ -307,6 +311,8 @@ def _sage_attention_varlen_triton(
 ):  # fmt: skip
     check_device(query.device)
     check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if _CHECK_ON_GPU:
+        _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
     if query.numel() == 0 or key.numel() == 0:
         return query.new_zeros((*query.shape[:-1], value.shape[-1]))

@@ -10,6 +10,10 @@ Nothing of the forward pass is kept but its inputs. The backward operators recom
 ``F.scaled_dot_product_attention``, whose own kernels keep this at O(N) memory; only relative positions, a causal mask
 beside another mask, and the gradient of the log-sum-exp build N x N tensors.
 
+A row whose mask is the lowest float32 everywhere has equal weights in the forward pass, since its logits are rounded
+away. The gradient uses those weights on a CPU; on a GPU, where looking for such rows would cost a synchronization, it
+uses the weights that the logits alone would give. Float32 products are PyTorch's own, in TF32 where it is allowed.
+
 Smoothing changes nothing here: it cancels in the softmax. Reference: the operators are their own, being plain torch.
 """
 
@@ -17,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import qframework.kernels.sage_attention  # noqa: F401  (defines the operators)
 from qframework.errors import UnsupportedError
 from qframework.kernels._common import LIBRARY
+from qframework.kernels.attention_arguments import cast_mask, check_sequences
+from qframework.numerics import exact_matmul
 
 _ARGUMENTS = 12  # of sage_attention
 _VARLEN_INPUTS = 3
@@ -58,23 +63,55 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
     return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
 
 
+def _biases(x: _Inputs) -> Iterator[Tensor]:
+    """What is added to the logits, or hides them."""
+    if x.rel_h is not None and x.rel_w is not None:
+        yield (x.rel_h.unsqueeze(-1) + x.rel_w.unsqueeze(-2)).flatten(-2)
+    if x.attn_mask is not None:
+        yield x.attn_mask
+
+
 def _one_mask(x: _Inputs, is_causal: bool) -> tuple[Tensor | None, bool]:
     """All that is added to the logits as one SDPA ``attn_mask``, and whether ``is_causal`` stays a flag beside it."""
-    mask = x.attn_mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(x.query.dtype)
-    if x.rel_h is not None and x.rel_w is not None:
-        bias = (x.rel_h.unsqueeze(-1) + x.rel_w.unsqueeze(-2)).flatten(-2).to(x.query.dtype)
-        mask = bias if mask is None else _masked(bias, mask)
-    if not is_causal or mask is None:
-        return mask, is_causal
-    visible = _triangle(x.query, x.key)
-    return (mask & visible if mask.dtype == torch.bool else _masked(mask, visible)), False
+    mask: Tensor | None = None
+    for part in _biases(x):
+        mask = part if mask is None else _masked(mask.float(), part)
+    if is_causal and mask is not None:
+        visible = _triangle(x.query, x.key)
+        mask = mask & visible if mask.dtype == torch.bool else _masked(mask, visible)
+        is_causal = False
+    return mask, is_causal
+
+
+_ROUNDED, _ABSORBED = -(2.0**8), -(2.0**20)
+
+
+def _highest(mask: Tensor) -> Tensor:
+    """The maximum of each row of a float mask, ``(..., 1)``; 0 where it is -inf or NaN."""
+    return mask.detach().amax(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
+
+
+def _raised(mask: Tensor) -> Tensor:
+    """A float mask whose low rows have a maximum of 0 instead: the same softmax, and a log-sum-exp with its digits.
+
+    PyTorch's fused kernels derive the weights from it: a row of the lowest float would get weights of 1 each.
+    """
+    top = _highest(mask)
+    return mask - torch.where(top < _ROUNDED, top, 0.0)
+
+
+def _absorbs(mask: Tensor) -> bool:
+    """Whether rows of a float mask round all logits away; never on a GPU, where the look costs a synchronization."""
+    return mask.device.type == "cpu" and bool((_highest(mask) < _ABSORBED).any())
 
 
 def _attention(x: _Inputs, settings: _Settings) -> Tensor:
     """SDPA; 3-D tensors get a batch of one, without which PyTorch has no fused kernel for them."""
     mask, is_causal = _one_mask(x, settings.is_causal)
+    if mask is not None and mask.dtype != torch.bool:
+        if _absorbs(mask):
+            return _weighted_values(x, settings)
+        mask = cast_mask(_raised(mask), x.query.dtype)
     three = x.query.ndim == 3
     query, key, value = (t.unsqueeze(0) if three else t for t in (x.query, x.key, x.value))
     out = F.scaled_dot_product_attention(
@@ -83,18 +120,36 @@ def _attention(x: _Inputs, settings: _Settings) -> Tensor:
     return out.squeeze(0) if three else out
 
 
-def _log_sum_exp(x: _Inputs, settings: _Settings) -> Tensor:
-    """``(..., Hq, Nq)`` float32 from explicit logits; only its gradient needs them."""
-    key = x.key
-    if settings.enable_gqa and key.ndim > 3:
-        key = key.repeat_interleave(x.query.shape[-3] // key.shape[-3], dim=-3)
+def _logits(x: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """``(..., Hq, Nq, Nk)`` float32 less each row's maximum, and that ``(..., Hq, Nq, 1)``; -inf: nothing is seen."""
     scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
-    logits = x.query.float() @ key.float().mT * scale
+    logits = exact_matmul(x.query.float(), _of_all_heads(x.key, x, settings).float().mT) * scale
     mask, is_causal = _one_mask(x, settings.is_causal)
     for part in (mask, _triangle(x.query, x.key) if is_causal else None):
         logits = logits if part is None else _masked(logits, part)
-    dead = (logits == -torch.inf).all(-1, keepdim=True)  # their log-sum-exp is a constant -inf: no gradient, not NaN
-    return logits.masked_fill(dead, 0.0).logsumexp(-1).masked_fill(dead.squeeze(-1), -torch.inf)
+    top = logits.detach().amax(-1, keepdim=True)
+    dead = top == -torch.inf  # their weights are constant: no gradient, not NaN
+    return (logits - top.masked_fill(dead, 0.0)).masked_fill(dead, 0.0), top
+
+
+def _of_all_heads(x: Tensor, inputs: _Inputs, settings: _Settings) -> Tensor:
+    """Heads of keys or values repeated to those of the queries."""
+    if not settings.enable_gqa or x.ndim == 3:
+        return x
+    return x.repeat_interleave(inputs.query.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _weighted_values(x: _Inputs, settings: _Settings) -> Tensor:
+    """Attention from explicit logits, which are rounded as the forward pass rounds them."""
+    logits, top = _logits(x, settings)
+    weights = logits.softmax(-1).masked_fill(top == -torch.inf, 0.0)
+    return exact_matmul(weights, _of_all_heads(x.value, x, settings).float()).to(x.query.dtype)
+
+
+def _log_sum_exp(x: _Inputs, settings: _Settings) -> Tensor:
+    """``(..., Hq, Nq)`` float32 from explicit logits; only its gradient needs them."""
+    logits, top = _logits(x, settings)
+    return logits.logsumexp(-1).masked_fill(top.squeeze(-1) == -torch.inf, -torch.inf) + top.squeeze(-1)
 
 
 def _exact_gradients(
@@ -106,6 +161,8 @@ def _exact_gradients(
     create_graph: bool = False,
 ) -> list[Tensor]:
     """Gradients of those inputs that are ``needed``, in their order."""
+    if x.query.numel() == 0 or x.key.numel() == 0:
+        return [torch.zeros_like(t) for t, need in zip(x, needed, strict=True) if need and t is not None]
     outputs: list[Tensor] = []
     if grad_out is not None:
         outputs.append(_attention(x, settings))
@@ -192,7 +249,8 @@ def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, c
     """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
     settings = _Settings(is_causal, scale, True)
     found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
-    for q, k in zip(_ranges(cu_seqlens_q), _ranges(cu_seqlens_k), strict=True):
+    sequences = check_sequences("q", cu_seqlens_q, query.shape[0]), check_sequences("k", cu_seqlens_k, key.shape[0])
+    for q, k in zip(*sequences, strict=True):
         heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in ((query, q), (key, k), (value, k)))
         grad = grad_out[q].transpose(0, 1).unsqueeze(0)
         gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*needed, False, False, False]))
@@ -200,10 +258,6 @@ def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, c
             if need:
                 total[tokens] = next(gradients).squeeze(0).transpose(0, 1)
     return [total for total, need in zip(found, needed, strict=True) if need]
-
-
-def _ranges(cu_seqlens: Tensor) -> list[slice]:
-    return [slice(start, end) for start, end in pairwise(cu_seqlens.tolist())]
 
 
 def _sage_attention_varlen_backward_fake(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.kernels._attention_common import AttentionShape
+from qframework.kernels._attention_common import AttentionShape, sequence_of
 from qframework.kernels._launch import cdiv, launch, power_of_2
 from qframework.kernels._overlap import wait_for_previous_kernel
 from qframework.kernels._triton import tl, triton
@@ -38,7 +38,7 @@ def block_statistics_ref(x: Tensor) -> BlockStatistics:
     return BlockStatistics(blocks(0.0).sum(3), blocks(torch.inf).amin(3), blocks(-torch.inf).amax(3))
 
 
-@triton.jit(do_not_specialize=["N"])
+@triton.jit(do_not_specialize=["N", "TOTAL"])
 def _block_statistics_kernel(
     x_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     starts_ptr,  # (B + 1,) int32, where each sequence starts, for VARLEN
@@ -47,6 +47,7 @@ def _block_statistics_kernel(
     high_ptr,
     H,
     N,
+    TOTAL,
     M,
     D,
     stride_xb,
@@ -65,8 +66,7 @@ def _block_statistics_kernel(
     base = x_ptr + b * stride_xb + h * stride_xh
     tokens = N
     if VARLEN:
-        start = tl.load(starts_ptr + b).to(tl.int64)
-        tokens = (tl.load(starts_ptr + b + 1) - start).to(tl.int32)
+        start, tokens = sequence_of(starts_ptr, b, TOTAL, N)
         base = x_ptr + start * stride_xn + h * stride_xh
     n = block * BLOCK + tl.arange(0, BLOCK)
     d = tl.arange(0, BLOCK_D)
@@ -98,6 +98,7 @@ def _block_statistics_triton(x: Tensor, shape: AttentionShape, extremes: bool) -
         high,
         shape.heads,
         shape.tokens,
+        shape.total,
         blocks,
         shape.channels,
         *shape.strides(x),

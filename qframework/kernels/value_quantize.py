@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous
+from qframework.kernels._attention_common import AttentionShape, check_offsets, last_contiguous, sequence_of
 from qframework.kernels._common import LIBRARY, check_device, check_dtype, round_half_even
 from qframework.kernels._launch import cuda_implementation, launch, power_of_2
 from qframework.kernels._overlap import wait_for_previous_kernel
@@ -49,6 +49,20 @@ def value_scale(stats: BlockStatistics, tokens: Tensor | int, v_range: float, sm
     return torch.where(amax.isfinite(), scale, torch.nan), mean
 
 
+def values_in_fp16(v: Tensor, packed: bool = False) -> tuple[Tensor, Tensor]:
+    """``(v / scale)`` in float16 and the scale of each channel, ``(B, H, D)`` float32 or, packed, ``(1, H, D)``.
+
+    Scales are powers of two that bring a channel's largest magnitude to 2**14 to 2**15: bfloat16 reaches further than
+    float16, and its 8 bits fit, so that nothing is rounded but what is 2**-38 of the largest.
+    """
+    top = torch.linalg.vector_norm(v, torch.inf, dim=0 if packed else 2, keepdim=True, dtype=torch.float32)
+    power = (top.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
+    scale = torch.where(top.isfinite(), power * 2.0**-14, torch.nan)
+    low = torch.empty(v.shape, dtype=torch.float16, device=v.device)
+    torch.mul(v, (1.0 / scale).to(v.dtype), out=low)
+    return low, scale if packed else scale.squeeze(2)
+
+
 def value_quantize_ref(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Reference of ``qframework::value_quantize``."""
     batch, heads, tokens, channels = v.shape
@@ -75,7 +89,7 @@ def round_to_e4m3(x):
     return (x + magic) - magic
 
 
-@triton.jit(do_not_specialize=["N"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
+@triton.jit(do_not_specialize=["N", "TOTAL"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
 def _value_quantize_kernel(
     v_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr
     starts_ptr,  # (B + 1,) int32, for VARLEN
@@ -85,6 +99,7 @@ def _value_quantize_kernel(
     H,
     P,
     N,
+    TOTAL,
     D,
     stride_vb,
     stride_vh,
@@ -105,8 +120,7 @@ def _value_quantize_kernel(
     base = v_ptr + b * stride_vb + h * stride_vh
     tokens = N
     if VARLEN:
-        start = tl.load(starts_ptr + b).to(tl.int64)
-        tokens = (tl.load(starts_ptr + b + 1) - start).to(tl.int32)
+        start, tokens = sequence_of(starts_ptr, b, TOTAL, N)
         base = v_ptr + start * stride_vn + h * stride_vh
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -151,6 +165,7 @@ def _value_quantize_triton(
         shape.heads,
         padded,
         shape.tokens,
+        shape.total,
         shape.channels,
         *shape.strides(v),
         V_RANGE=v_range,

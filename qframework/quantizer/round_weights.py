@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import attribute, replace_attribute
-from qframework.numerics import QMAX, QMIN, dequantize, quantize
+from qframework.numerics import QMAX, QMIN, dequantize, exact_matmul, quantize
 from qframework.quantizer.config import check_choice
 from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quantized_linears, take_batches
 
@@ -131,7 +131,7 @@ def _outer_product(inputs: Iterable[Tensor], linear: QuantizedLinear) -> Tensor:
     total: Any = 0.0
     for x in inputs:
         rows = x.reshape(-1, x.shape[-1]).float()
-        total = total + (rows.T @ rows).double()
+        total = total + exact_matmul(rows.T, rows).double()
     if not bool(torch.isfinite(total).all()):
         raise CalibrationError(f"layer {linear.observer.layer!r}: its inputs, or their squares, hold NaN or infinity")
     return total

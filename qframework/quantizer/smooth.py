@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.graph.attributes import attribute
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
-from qframework.numerics import dynamic_scale, quantize, scale_from_amax
+from qframework.numerics import dynamic_scale, exact_matmul, quantize, scale_from_amax
 from qframework.quantizer.calibrate import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
@@ -129,12 +129,12 @@ class CalibratedLinear:
     def error(self, scales: Tensor) -> float:
         """Squared error of its quantized output, as a share of the output's square; ``scales`` of the group's."""
         own = scales[self.channels]
-        wrong = self._quantized_rows(own) @ self._quantized_weight(own).T - self._exact
+        wrong = exact_matmul(self._quantized_rows(own), self._quantized_weight(own).T) - self._exact
         return float(wrong.double().square().sum() / self._exact.double().square().sum().clamp(min=1e-30))
 
     @cached_property
     def _exact(self) -> Tensor:
-        return self.rows @ self.weight.T
+        return exact_matmul(self.rows, self.weight.T)
 
     def _quantized_rows(self, scales: Tensor) -> Tensor:
         rows = self.rows / scales

@@ -232,6 +232,36 @@ def test_varlen_is_each_sequence_alone(causal: bool) -> None:
     torch.testing.assert_close(out, torch.cat(one_by_one), rtol=0, atol=1e-6)
 
 
+WRONG_OFFSETS = {  # offsets of queries and keys, which have 14 and 11 tokens
+    "decreasing": ([0, 9, 5], [0, 7, 11], r"cu_seqlens_q\[2\]=5 follows 9; accepted: 9 to 14"),
+    "negative": ([0, 5, 14], [0, -3, 11], r"cu_seqlens_k\[1\]=-3 follows 0; accepted: 0 to 11"),
+    "out of range": ([0, 5, 14], [0, 7, 12], r"cu_seqlens_k\[2\]=12 follows 7; accepted: 7 to 11"),
+    "not from 0": ([1, 5, 14], [0, 7, 11], r"cu_seqlens_q\[0\]=1; accepted: 0"),
+    "too long": (
+        [0, 14, 14],
+        [0, 7, 11],
+        r"sequence 0 of cu_seqlens_q has 14 .* at most max_seqlen_q=9",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_OFFSETS)
+def test_varlen_names_offsets_that_cannot_be(what: str) -> None:
+    starts_q, starts_k, message = WRONG_OFFSETS[what]
+    query, key, value, *_ = packed([5, 9], [7, 4])
+    starts = (torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k))
+    with pytest.raises(QFrameworkError, match=message):
+        sage_attention_varlen(query, key, value, *starts, 9, 7)
+
+
+def test_varlen_gives_zeros_behind_the_last_sequence() -> None:
+    query, key, value, starts_q, starts_k = packed([5, 9], [7, 4])
+    shorter = torch.tensor([0, 5, 8], dtype=torch.int32)
+    out = sage_attention_varlen(query, key, value, shorter, starts_k, 9, 7)
+    assert (out[8:] == 0).all()
+    torch.testing.assert_close(out[:5], sage_attention_varlen(query, key, value, starts_q, starts_k, 9, 7)[:5])
+
+
 def test_varlen_takes_both_names_of_the_scale() -> None:
     arguments = (*packed([5, 9], [7, 4]), 9, 7)
     expected = sage_attention_varlen(*arguments, scale=0.3)

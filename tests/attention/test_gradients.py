@@ -114,6 +114,70 @@ def test_a_row_in_which_nothing_takes_part_has_no_gradient(kind: str, lse: bool)
     assert torch.equal(found[0][:, :, 3], torch.zeros_like(found[0][:, :, 3]))
 
 
+def low_rows(low: float) -> Tensor:
+    """Rows in which every key is hidden by ``low``, all but one that -inf hides, or the first half."""
+    mask = torch.randn(20, 30)
+    mask[:2] = low
+    mask[1, 3] = -math.inf
+    mask[2, :15] = low
+    return mask
+
+
+def softmax_in_float32(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, is_causal: bool = False) -> Tensor:
+    """Its float32 logits round as a model's do; everything after them is FP64."""
+    logits = (query @ key.mT / 4).float() + mask.float()
+    if is_causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], dtype=torch.bool).triu(1), -math.inf)
+    logits = logits - logits.detach().amax(-1, keepdim=True)
+    return logits.double().softmax(-1) @ value
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, torch.finfo(torch.bfloat16).min, -1e38, -1e9])
+def test_rows_that_a_low_number_hides(low: float, causal: bool) -> None:
+    """Their weights are equal; PyTorch's fused kernels would take them for 1 each."""
+    inputs, mask = qkv(), low_rows(low)
+    actual = gradients(lambda *x: operator(*x[:3], mask, is_causal=causal), *inputs)
+    expected = gradients(lambda *x: softmax_in_float32(*x, mask, causal), *(x.double() for x in inputs))
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, **CLOSE)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_that_a_low_number_hides_on_a_gpu(dtype: torch.dtype, low: float) -> None:
+    """There their weights are those without the number: nothing looks at the mask, which would be a synchronization."""
+    inputs, mask = [x.to(dtype) for x in qkv(device="cuda")], low_rows(low).cuda()
+    raised = torch.where(mask[:2] == low, 0.0, mask[:2])
+    actual = gradients(lambda *x: operator(*x, mask), *inputs)
+    expected = gradients(exact, *(x.double() for x in inputs), torch.cat([raised, mask[2:]]).double())
+    for got, want in zip(actual, expected[:3], strict=True):
+        assert (got - want).abs().max() < 5 * max(torch.finfo(dtype).eps, 2.0**-10) * want.abs().max()
+
+
+def test_log_sum_exp_of_rows_that_a_low_number_hides() -> None:
+    """Its gradient with respect to a query is the mean of the keys that -inf leaves."""
+    query, key, value = qkv()
+    query.requires_grad_()
+    _, lse = sage_attention(query, key, value, low_rows(torch.finfo(torch.float32).min), return_lse=True)
+    (found,) = torch.autograd.grad(lse.sum(), query)
+    seen = torch.cat([key[:, :, :3], key[:, :, 4:]], 2)
+    torch.testing.assert_close(found[:, :, 0], key.mean(2) / 4, **CLOSE)
+    torch.testing.assert_close(found[:, :, 1], seen.mean(2) / 4, **CLOSE)
+
+
+def test_a_mask_that_float16_cannot_hold() -> None:
+    """Cast to the queries' dtype the lowest float32 would be -inf, and the row without any weight."""
+    inputs, mask = [x.half() for x in qkv()], torch.full((20, 30), torch.finfo(torch.float32).min)
+    expected = inputs[2].float().mean(2, keepdim=True).expand(-1, -1, 20, -1)
+    leaves = [x.requires_grad_() for x in inputs]
+    out = sage_attention(*leaves, mask, variant="sage_b")
+    torch.testing.assert_close(out.float(), expected, rtol=0, atol=2.0**-8)
+    found = torch.autograd.grad(out.sum(), leaves[2])[0]
+    torch.testing.assert_close(found.float(), torch.full_like(found, 20 / 30).float(), rtol=2.0**-10, atol=0)
+
+
 class BackwardArguments(TorchDispatchMode):
     """What the backward operator was called with."""
 

@@ -11,6 +11,7 @@ from attention_models import SAGE, VARIANT, Attention, Capture, compiled, error_
 from torch import nn
 
 import qframework
+from qframework.backend import lower_attention
 from qframework.numerics import sqnr_db
 
 SCALE = 16**-0.5
@@ -204,6 +205,52 @@ def test_spelled_out(name, dialect):
     # Scales differ in their last bit, which may turn a tie in rounding: less than all the rounding there is.
     assert (out - expected).abs().max() < bound / 20
     assert all(report.lowered for report in capture.attention)
+
+
+LAST = torch.arange(17) < 3  # rows that see nothing
+# Every key of the last rows is filled: softmax weighs them equally, whatever their logits were and the number is.
+FILLS = {
+    "lowest": lambda s: s.masked_fill(~LAST[:, None], LOW),
+    "lowest of float16": lambda s: s.masked_fill(~LAST[:, None], -65504.0),
+    "-1e4": lambda s: s.masked_fill(~LAST[:, None], -1e4),
+    "biased": lambda s: (s + BIAS.to(s.dtype)).masked_fill(~LAST[:, None], -1e9),
+    "twice": lambda s: s.masked_fill(~LAST[:, None], LOW).masked_fill(~CAUSAL, LOW),
+    "where": lambda s: torch.where(LAST[:, None], s, torch.finfo(s.dtype).min),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", FILLS)
+def test_rows_that_are_filled_everywhere(name, dtype):
+    if dtype == torch.float16 and name == "biased":
+        pytest.skip("float16 has no -1e9")
+    fill = FILLS[name] if dtype != torch.float16 or name != "lowest" else FILLS["where"]
+    q, k, v = (x.to(dtype) for x in qkv())
+
+    def attend(q, k, v):
+        return fill(product(q, k) * SCALE).softmax(-1) @ v
+
+    out, capture = compiled(attend, q, k, v)
+    assert len(capture.calls) == 1, capture.attention
+    rounding = {torch.float32: 2.0**-12, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+    expected = v.float().mean(2, keepdim=True)
+    assert (out[:, :, 3:].float() - expected).abs().max() <= 2 * rounding * v.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("capability", "variant", "said"),
+    [
+        ((9, 0), "sage_b", "sage_b, P and V in bfloat16, FP32 accumulator"),
+        ((8, 9), "sage_b", "sage_b"),
+        (None, "sage_t", "sage_t"),
+        ((9, 0), "sage_vb", "sage_vb"),
+    ],
+)
+def test_explain_says_where_the_accumulator_is_another(monkeypatch, capability, variant, said):
+    monkeypatch.setattr(lower_attention, "capability_of", lambda device: capability)
+    q, k, v = (x.bfloat16() for x in qkv())
+    _, capture = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, attention=variant)
+    assert [report.operator for report in capture.attention] == [f"qframework::sage_attention ({said})"]
 
 
 @pytest.mark.parametrize("batch", [1, 4])

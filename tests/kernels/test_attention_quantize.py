@@ -12,12 +12,14 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import attention_quantize, quantized_attention, value_quantize
+from qframework.kernels._common import capability_of
 from qframework.kernels.attention_quantize import pack_int4, unpack_int4
 from qframework.kernels.attention_tiles import choose_attention_tile
-from qframework.kernels.attention_variants import KEYS_PER_FP16_SUM, QUERY_BLOCK
+from qframework.kernels.attention_variants import KEYS_PER_FP16_SUM, QUERY_BLOCK, resolve, values_dtype
 
 qk_module = sys.modules["qframework.kernels.attention_quantize"]
 v_module = sys.modules["qframework.kernels.value_quantize"]
+sage_module = sys.modules["qframework.kernels.sage_attention"]
 
 
 def quantize_qk(implementation: str, *args) -> tuple[Tensor, Tensor]:
@@ -116,6 +118,42 @@ def test_values(implementation, place, kind, v_range, smooth, tokens, channels):
     step = 0.5 * numpy64(scale)[:, :, None]
     allowed = step if kind == "int8" else np.maximum(np.abs(exact) * 2.0**-4, step * 2.0**-9)
     assert (np.abs(got - exact) <= 1.001 * allowed + 1e-5).all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_bfloat16_values_fit_float16(packed):
+    """Every bfloat16 comes back as it was, though float16 reaches from 2**-24 to 65504 alone."""
+    v = torch.randn(2, 3, 50, 8).bfloat16()
+    v *= torch.tensor([1.0, 1e5, 1e30, 3.3e38 / 8, 1e-12, 1e-35, 0.0, 65504.0], dtype=torch.bfloat16)
+    v = v[0].transpose(0, 1) if packed else v
+    low, scale = v_module.values_in_fp16(v, packed)
+    assert low.dtype == torch.float16
+    assert scale.shape == ((1, 3, 8) if packed else (2, 3, 8))
+    assert torch.equal(low.double() * (scale if packed else scale[:, :, None]).double(), v.double())
+    assert low.abs().max() < 2**15  # the largest sum of 64 products with P of 1/64
+
+
+def test_values_that_are_not_finite_stay_so():
+    v = torch.ones(1, 1, 50, 2, dtype=torch.bfloat16)
+    v[0, 0, 7, 1] = torch.nan
+    _, scale = v_module.values_in_fp16(v)
+    assert scale.isnan().tolist() == [[[False, True]]]
+
+
+@pytest.mark.parametrize("size", [1.0, 1e6, 1e-20])
+@pytest.mark.parametrize("variant", ["sage_t", "sage_b"])
+def test_bfloat16_attention_multiplies_in_float16(implementation, place, variant, size):
+    """P has 11 bits: rounded to 8, weights of 1/3 would be off by 2**-9, and so would their sum."""
+    q, k = (torch.zeros(1, 1, n, 16, dtype=torch.bfloat16, device=place) for n in (2, 3))
+    v = torch.full((1, 1, 3, 16), size, dtype=torch.bfloat16, device=place)
+    mask = torch.tensor([[0.0, -1.0986123, -1.0986123], [0.0, -0.6931472, -0.6931472]], device=place)  # 1, 1/3, 1/2
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage_module._sage_attention_triton}[implementation]
+    v[0, 0, 1:] *= -1
+    out = call(q, k, v, mask, variant=variant)[0].double() / v[0, 0, 0].double()
+    expected = torch.tensor([(1 - 2 / 3) / (5 / 3), 0.0], dtype=torch.float64, device=place)
+    bits = {torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}  # and the result's own rounding
+    dtype = values_dtype(resolve(variant), v.dtype, capability_of(v.device))
+    assert (out[0, 0, :, 0] - expected).abs().max() <= bits[dtype]
 
 
 @pytest.mark.parametrize(

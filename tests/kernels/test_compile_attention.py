@@ -28,15 +28,23 @@ if HAS_TRITON and not INTERPRET:
     from triton.compiler import ASTSource
 
 # The package exports functions by the names of these modules.
-quantized_attention, attention_quantize, value_quantize, token_statistics = (
+quantized_attention, attention_quantize, value_quantize, token_statistics, row_bias, sage_attention = (
     importlib.import_module(f"qframework.kernels.{name}")
-    for name in ("quantized_attention", "attention_quantize", "value_quantize", "token_statistics")
+    for name in (
+        "quantized_attention",
+        "attention_quantize",
+        "value_quantize",
+        "token_statistics",
+        "row_bias",
+        "sage_attention",
+    )
 )
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": attention_quantize,
     "_value_quantize_kernel": value_quantize,
     "_block_statistics_kernel": token_statistics,
+    "_row_bias_kernel": row_bias,
 }
 POINTERS = {
     torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
@@ -101,6 +109,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(value_quantize, "has_fp8", lambda device: chip in HAS_FP8)
         if hasattr(quantized_attention, "has_fp8"):
             monkeypatch.setattr(quantized_attention, "has_fp8", lambda device: chip in HAS_FP8)
+        monkeypatch.setattr(sage_attention, "capability_of", lambda device: capability)
         fn()
         monkeypatch.undo()
         by_name: dict[str, list[Launch]] = {}
@@ -130,7 +139,46 @@ def compile_launch(chip: str, launch: Launch):
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
     check_waits_first(chip, compiled)
+    if sums_blocks_apart(launch):
+        check_sums_start_at_zero(compiled)
     return compiled
+
+
+def sums_blocks_apart(launch: Launch) -> bool:
+    """Whether the sum over a block of keys must not start from the sum over those before: it has too few bits."""
+    fp8 = launch.arguments.get("MODE") == "fp8" and launch.arguments["v_ptr"].dtype == torch.float8_e4m3fn
+    return fp8 or launch.arguments.get("ACCUMULATE_FP16", False)
+
+
+def starts_of_products(ttgir: str) -> list[str]:
+    """What each product of floats is added to: a constant's value, or "sum" where it is not constant."""
+    constants = dict(re.findall(r"(%\w+) = arith\.constant (?:dense<)?([^\s>]+)", ttgir))
+    added = r"(?:tt\.dot|warp_group_dot) %\S+, %\S+, (%\w+)|tc_gen5_mma %\S+, %\S+, %\S+, (%\w+)"  # the second: whether
+    found = [re.search(added, line) for line in ttgir.splitlines() if "xi8" not in line]
+    return [constants.get(match[1] or match[2], "sum") for match in found if match]
+
+
+def starts_of_fp8_sums(ptx: str) -> set[str]:
+    """What ``mma.sync`` adds FP8 products to: "zero", "products" (the sum of others) or "other"."""
+    values: dict[str, str] = {}
+    found = set()
+    for line in ptx.splitlines():
+        if match := re.search(r"mma\.sync\S*e4m3\.e4m3\S* \{(.*?)\}, \{.*?\}, \{.*?\}, \{(.*?)\}", line):
+            results, added = (re.findall(r"%\w+", part) for part in match.groups())
+            found |= {values.get(register, "other") for register in added}
+            values |= dict.fromkeys(results, "products")
+        elif match := re.search(r"\bmov\.\w+\s+(%\w+), ([^;]+);", line):
+            values[match[1]] = "zero" if match[2] in ("0", "0f00000000") else values.get(match[2], "other")
+        elif match := re.search(r"\s(%\w+), ", line):
+            values[match[1]] = "other"
+    return found
+
+
+def check_sums_start_at_zero(compiled) -> None:
+    starts = starts_of_products(compiled.asm["ttgir"])
+    assert starts, "no product of floats"
+    assert set(starts) <= {"0.000000e+00", "false"}, starts
+    assert starts_of_fp8_sums(compiled.asm.get("ptx", "")) <= {"zero", "products"}
 
 
 def assembly(compiled) -> str:
@@ -197,6 +245,25 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
 def test_wide_heads_fit(launches, chip, variant, head_dim, tmp_path):
     (launch,) = launches(chip, float_call(variant, head_dim))["_quantized_attention_kernel"]
     assert_fits(chip, compile_launch(chip, launch), tmp_path, WIDE_STACK)
+
+
+@pytest.mark.parametrize(("chip", "sums"), [("sm_80", "f32"), ("sm_89", "f16"), ("sm_90", "f32"), ("sm_120", "f16")])
+def test_bfloat16_values_of_an_fp16_accumulator(launches, chip, sums, tmp_path):
+    """Cast to float16 where FP16 accumulators are fast, else bfloat16 with FP32 accumulators."""
+    (launch,) = launches(chip, float_call("sage_b", dtype=torch.bfloat16))["_quantized_attention_kernel"]
+    compiled = compile_launch(chip, launch)
+    values = {"f16": "f16", "f32": "bf16"}[sums]
+    assert set(re.findall(r"mma\S*?\.(f16|f32)\.(b?f16)\.b?f16", assembly(compiled))) == {(sums, values)}
+    assert_fits(chip, compiled, tmp_path, MAX_STACK.get(chip, 64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_logits_of_means_of_queries_are_float32(launches, chip, dtype, tmp_path):
+    (launch,) = launches(chip, float_call("sage2_int4", 72, dtype))["_row_bias_kernel"]
+    compiled = compile_launch(chip, launch)
+    assert not re.search(r"mma\S*(tf32|bf16)|mfma\S*xf32", assembly(compiled))
+    assert_fits(chip, compiled, tmp_path, 0)
 
 
 FEATURES = {
