@@ -29,6 +29,8 @@ from qframework.errors import UnsupportedError
 QMIN, QMAX = -127, 127
 # Small enough to keep every normal activation, large enough that neither 1 / scale nor scale * scale leaves float32.
 MIN_SCALE = 2.0**-60
+# Below it a group has the scale MIN_SCALE whatever it holds: its magnitudes say nothing about its range.
+MIN_AMAX = MIN_SCALE * QMAX
 
 ActivationGranularity = Literal["per_tensor", "per_token"]
 WeightGranularity = Literal["per_tensor", "per_channel"]

@@ -227,7 +227,7 @@ BAD_INPUT = {
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
-    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is no device"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
     "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
 }
 

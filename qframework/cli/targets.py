@@ -32,18 +32,9 @@ def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tenso
 
 def device_named(name: str) -> Any:
     """``name`` as a device that is there and that the kernels support."""
-    import torch
+    from qframework.devices import checked_device
 
-    from qframework.kernels._common import check_device
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise QFrameworkError(f"--device {name!r} is no device; accepted: cpu, cuda, cuda:0, ...") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise QFrameworkError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    check_device(device)
-    return device
+    return checked_device(name, "--device")
 
 
 def dtype_named(name: str) -> Any:
