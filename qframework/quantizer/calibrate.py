@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from qframework.arguments import check_batches, check_number_of_batches, no_data
 from qframework.devices import checked_device
 from qframework.errors import CalibrationError
-from qframework.quantizer.arguments import check_batches, check_number_of_batches, check_prepared, no_data
+from qframework.quantizer.arguments import check_prepared
 from qframework.quantizer.static_observer import CONSTANT_DATA, StaticObserver
 
 Batch = Any

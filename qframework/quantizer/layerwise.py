@@ -17,15 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from qframework.arguments import check_batches, check_number_of_batches, no_data
 from qframework.graph.attributes import attribute
 from qframework.graph.nodes import linear_call
-from qframework.quantizer.arguments import (
-    OBSERVERS,
-    check_batches,
-    check_number_of_batches,
-    check_prepared,
-    no_data,
-)
+from qframework.quantizer.arguments import OBSERVERS, check_prepared
 from qframework.quantizer.calibrate import flat_inputs
 from qframework.quantizer.fake_quantize import fake_quantize, own_observer
 from qframework.quantizer.observers import WeightObserver
