@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+
 import torch
 
 from qframework.errors import UnsupportedError
@@ -22,10 +24,18 @@ def checked_device(name: torch.device | str, argument: str) -> torch.device:
         raise UnsupportedError(f"{argument} {str(name)!r} is not a device; {ACCEPTED}") from error
     if device.type not in ("cpu", "cuda"):
         raise UnsupportedError(f"{argument} {str(name)!r} has no kernels; {ACCEPTED}")
-    count = torch.cuda.device_count() if device.type == "cuda" else 1
-    if (device.index or 0) >= count:
+    cuda, other = torch.cuda.device_count(), 1
+    if (device.index or 0) >= (cuda if device.type == "cuda" else other):
         raise UnsupportedError(
-            f"{argument} {str(name)!r} is not there, this machine has {count} CUDA devices; {ACCEPTED}"
+            f"{argument} {str(name)!r} is not there, this machine has {cuda} CUDA devices; {ACCEPTED}"
         )
     _common.check_device(device)
     return device
+
+
+def device_name(text: str) -> str:
+    """An argparse type: the name of a device that is there and that the kernels run on."""
+    try:
+        return str(checked_device(text, "device"))
+    except UnsupportedError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error

@@ -135,9 +135,9 @@ class Recipe:
             UnsupportedError: ``exported`` is no exported model, or ``quantizer`` no QFrameworkQuantizer.
             CalibrationError: ``data`` is an iterator, which would be used up by the first step, or does not fit.
         """
+        check_can_be_read_again(data, "Recipe.before_prepare")
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
-        check_can_be_read_again(data, "Recipe.before_prepare")
         done: dict[str, Any] = {}
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
@@ -157,8 +157,8 @@ class Recipe:
             CalibrationError: ``prepared`` is not prepared; ``data`` is an iterator, which would be used up by the first
                 step, or does not fit.
         """
-        check_prepared(prepared, "Recipe.after_calibrate: prepared")
         check_can_be_read_again(data, "Recipe.after_calibrate")
+        check_prepared(prepared, "Recipe.after_calibrate: prepared")
         if self.weight_rounding != "nearest":
             from qframework.quantizer.round_weights import round_weights
 
