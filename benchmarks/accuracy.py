@@ -35,6 +35,7 @@ from qframework.evaluation.models import Classifier
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.tasks import Classification, Task
+from qframework.outputs import output_file, output_folder
 from qframework.quantizer import QFrameworkQuantizer
 
 SCHEMA = 1
@@ -160,12 +161,14 @@ def module(task: Task, configuration: Configuration) -> nn.Module:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the CPU; returns the exit status."""
     parser = argument_parser("accuracy", __doc__, output=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+    )
     parser.add_argument("--tasks", type=comma_separated(TASKS), default=list(TASKS))
     parser.add_argument("--sizes", type=comma_separated(digits_vit.SIZES), default=list(digits_vit.SIZES))
     parser.add_argument("--seeds", type=int, default=5, help="of the digits' models (default: 5)")
     parser.add_argument("--images", type=int, default=200, help="held-out images of shapes (default: 200)")
-    parser.add_argument("--build", type=Path, default=Path("build"), help="where checkpoints are kept")
+    parser.add_argument("--build", type=output_folder, default=Path("build"), help="where checkpoints are kept")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)  # sums of floats depend on how they are split over threads
     rows = Rows(arguments.output, arguments.smoke)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from qframework.errors import FileFormatError, QFrameworkError
+from qframework.outputs import output_file
 
 SCHEMA = 1
 BROKEN = ("wrong", "failed")
@@ -226,7 +227,9 @@ def argument_parser(benchmark: str, description: str | None, output: bool = True
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
     if not output:
         return parser
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+    )
     parser.add_argument(
         "--add-run", action="store_true", help="keep the runs that --output holds, of the same code and machine"
     )

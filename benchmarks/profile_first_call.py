@@ -35,6 +35,7 @@ from benchmarks.models import Forward
 from benchmarks.tables import number, table
 from benchmarks.vit_gpu import choose_device, cold_caches
 from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
+from qframework.outputs import output_file, output_folder
 
 DEFAULT = ("fp16_compiled", "qframework_static")
 WHOLE = "torch.compile and first call"
@@ -193,11 +194,11 @@ def show(phases: dict[str, Phase]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print a table for each provider; returns the exit status."""
     parser = argument_parser("profile_first_call", __doc__, output=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the phases here")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="write the phases here")
     parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))
-    parser.add_argument("--cprofile", type=Path, metavar="FOLDER", help="write PROVIDER.prof here, for pstats")
+    parser.add_argument("--cprofile", type=output_folder, metavar="FOLDER", help="write PROVIDER.prof here, for pstats")
     arguments = parser.parse_args(argv)
     device = choose_device(arguments.smoke)
     model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)

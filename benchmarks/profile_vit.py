@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from benchmarks.models import Forward
 from benchmarks.tables import number, table
 from benchmarks.vit_gpu import choose_device
 from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
+from qframework.outputs import output_file
 
 DEFAULT = ("qframework_static", "qframework_dynamic", "fp16_compiled")
 DEPTH, SMOKE_DEPTH = 3, 1
@@ -159,7 +159,7 @@ def profile_block(name: str, model: str, batch: int, device: str, smoke: bool) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables of every provider; returns the exit status."""
     parser = argument_parser("profile_vit", __doc__, output=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the profiles here")
+    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="write the profiles here")
     parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
     parser.add_argument("--batch", type=int, default=256)
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))

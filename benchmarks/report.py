@@ -38,6 +38,7 @@ from benchmarks.tables import (
     table,
 )
 from qframework.errors import QFrameworkError
+from qframework.outputs import output_file
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "performance.md"
@@ -260,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m benchmarks.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page; plots go to assets/ beside it")
+    parser.add_argument("--page", type=output_file, default=PAGE, help="the page; plots go to assets/ beside it")
     parser.add_argument("--smoke", action="store_true", help="draw a page of made-up results and throw it away")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is stale")
     arguments = parser.parse_args(argv)

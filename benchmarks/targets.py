@@ -27,6 +27,7 @@ from benchmarks.harness import Results, argument_parser, comma_separated
 from benchmarks.machine import git_state
 from benchmarks.report_targets import newest
 from benchmarks.target_table import BASE, DYNAMIC, FAST_16_BIT, LARGE, STATIC, TARGETS, TORCHAO_FP8, rows
+from qframework.outputs import output_folder
 
 THROUGHPUT = (
     "fp32", "fp16", *FAST_16_BIT, "torchao_int8_dynamic", *TORCHAO_FP8, *STATIC[:3], *DYNAMIC[:2],
@@ -146,7 +147,7 @@ def _write_page(runs: Sequence[Any], folder: Path) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argument_parser("targets", __doc__, output=False)
-    parser.add_argument("--output-dir", type=Path, help="folder of the results (default: one that is thrown away)")
+    parser.add_argument("--output-dir", type=output_folder, help="folder of the results (default: a temporary one)")
     parser.add_argument("--name", default="targets", help="how the files' names begin, such as 2026-11-22-h100")
     parser.add_argument(
         "--parts", type=comma_separated([*PARTS, "none"]), help=f"of {', '.join(PARTS)} (default: all; or none)"

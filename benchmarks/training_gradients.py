@@ -28,6 +28,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.training_parity import CONFIGURATIONS
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.training_tasks import TextTask
+from qframework.outputs import output_file
 from qframework.serialization import atomic_write
 from qframework.training import convert_to_int8_training
 
@@ -166,7 +167,9 @@ def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argument_parser("training_gradients", __doc__, output=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+    )
     parser.add_argument("--steps", type=int, default=800, help="that FP32 learns before (default: %(default)s)")
     parser.add_argument("--settle", type=int, default=60, help="steps with a massive token (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=16, help="of 4 windows, compared (default: %(default)s)")

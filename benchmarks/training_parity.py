@@ -29,12 +29,14 @@ import torch
 from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
+from qframework.devices import device_name
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits_vit
 from qframework.evaluation.training_files import Curves, draw_curves
 from qframework.evaluation.training_loop import Place, RunConfig, TrainingTask, train
 from qframework.evaluation.training_tasks import DigitsTask, TextTask
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
+from qframework.outputs import output_folder
 from qframework.serialization import atomic_write
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "training"
@@ -334,12 +336,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tasks", type=comma_separated(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--device", type=device_name, default="cpu", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--jobs", type=int, default=1, help="configurations at a time, on one device (default: 1)")
     parser.add_argument("--limit", type=float, help="seconds; the same command goes on later (default: none)")
-    parser.add_argument("--output", type=Path, default=RESULTS, metavar="FOLDER", help="results (default: tracked)")
-    parser.add_argument("--build", type=Path, default=BUILD, metavar="FOLDER", help="checkpoints")
+    parser.add_argument(
+        "--output", type=output_folder, default=RESULTS, metavar="FOLDER", help="default: the tracked one"
+    )
+    parser.add_argument("--build", type=output_folder, default=BUILD, metavar="FOLDER", help="checkpoints")
     parser.add_argument("--report", action="store_true", help="train nothing, compare what is there")
     return parser.parse_args(argv)
 

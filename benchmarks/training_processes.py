@@ -28,6 +28,7 @@ from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from qframework.evaluation.training_files import LOSSES, SUMMARY
 from qframework.kernels._blocks import block_size_name
+from qframework.outputs import output_file
 from qframework.serialization import atomic_write
 
 SCHEMA = 1
@@ -181,7 +182,9 @@ def write(path: Path, runs: Sequence[Run], options: argparse.Namespace) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argument_parser("training_processes", __doc__, output=False)
-    parser.add_argument("--output", type=Path, metavar="FILE.json", help="write the results here (default: print only)")
+    parser.add_argument(
+        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+    )
     parser.add_argument("--processes", type=_parse_counts, default=[1, 2], help="how many, 1 first (default: 1,2)")
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")

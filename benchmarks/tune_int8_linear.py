@@ -30,6 +30,7 @@ from qframework.kernels._common import chip_of
 from qframework.kernels.int8_linear import apply_activation
 from qframework.kernels.int8_linear_launch import Operands, Plan, run_plan
 from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Epilogue, Tile
+from qframework.outputs import output_file
 
 # Widths of ViT-B, ViT-L and SAM-H, and their rows: batch 1, 8, 64 and 256 of 197 tokens; 1 and 8 images of 4,096.
 WIDTHS = {768: (197, 1576, 12608, 50432), 1024: (197, 1576, 12608, 50432), 1280: (4096, 32768)}
@@ -194,10 +195,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Tune, and write the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_int8_linear", description=__doc__)
     parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
-    parser.add_argument("--output", type=Path, help="keep all timings as JSON")
+    parser.add_argument("--output", type=output_file, help="keep all timings as JSON")
     parser.add_argument("--rows", type=_integers, help="only these, added to the table")
     parser.add_argument("--widths", type=_integers, help=f"of {', '.join(map(str, WIDTHS))}; only these, likewise")
-    parser.add_argument("--table", type=Path, help="the table (default: where the package looks for it)")
+    parser.add_argument("--table", type=output_file, help="the table (default: where the package looks for it)")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         parser.error("there is no CUDA device to tune for")

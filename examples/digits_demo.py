@@ -16,14 +16,16 @@ from pathlib import Path
 
 from rich.console import Console
 
+from qframework.devices import device_name
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.demo import run_demo
+from qframework.outputs import output_folder
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A quantized vision transformer on handwritten digits.")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--build", type=Path, default=Path("build"), help="where the checkpoint and demo.json go")
+    parser.add_argument("--device", type=device_name, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--build", type=output_folder, default=Path("build"), help="of the checkpoint and demo.json")
     parser.add_argument("--smoke", action="store_true", help="train and measure hardly at all: shows that it runs")
     return parser.parse_args(arguments)
 

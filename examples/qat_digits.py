@@ -29,11 +29,13 @@ from torchao.quantization.pt2e.fake_quantize import disable_observer
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
 from qframework import calibrate
+from qframework.devices import device_name
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.accuracy import top1
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.pt2e import export_model
+from qframework.outputs import output_folder
 from qframework.quantizer import QFrameworkQuantizer, static_int8
 
 BATCH_SIZE = 32
@@ -44,8 +46,8 @@ SMOKE = {"embed_dim": 48, "depth": 1, "epochs": 1}
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Quantization-aware training of a vision transformer on digits.")
-    parser.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--build", type=Path, default=Path("build"), help="where the checkpoint goes")
+    parser.add_argument("--device", type=device_name, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument("--build", type=output_folder, default=Path("build"), help="where the checkpoint goes")
     parser.add_argument("--epochs", type=int, default=8, help="of quantization-aware training (default: 8)")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)

@@ -32,6 +32,8 @@ MIN_SCALE = 2.0**-60
 # So many products fit an INT32 sum whatever they are: 128 * 128 * 131071 is below 2**31 (-128 is not ours, but may come
 # in the weights of another quantizer).
 MAX_INT8_PRODUCTS = 131_071
+# Below it a group has the scale MIN_SCALE whatever it holds: its magnitudes say nothing about its range.
+MIN_AMAX = MIN_SCALE * QMAX
 
 ActivationGranularity = Literal["per_tensor", "per_token"]
 WeightGranularity = Literal["per_tensor", "per_channel"]

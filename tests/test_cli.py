@@ -230,7 +230,10 @@ def not_ours(path: Path) -> str:
 BAD_INPUT = {
     "unknown model": (("quantize", "vit_bas_patch16_224"), "'vit_bas_patch16_224' is unknown; did you mean vit_"),
     "random weights": (("quantize", TIMM_MODEL), "would have random weights"),
-    "missing checkpoint": (("quantize", TIMM_MODEL, "--checkpoint", "none.pth"), "none.pth does not exist"),
+    "missing checkpoint": (
+        ("quantize", TIMM_MODEL, "--checkpoint", "none.pth", "--data", "."),
+        "none.pth does not exist",
+    ),
     "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
     "observer of a dynamic scale": (("quantize", "digits", "--dynamic", "--observer", "mse"), "needs --static"),
     "unknown attention": (
@@ -239,9 +242,78 @@ BAD_INPUT = {
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
-    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is no device"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
     "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
+    "random weights, evaluated": (("evaluate", TIMM_MODEL), "would have random weights"),
+    "data of another model": (
+        ("quantize", TIMM_MODEL, "--checkpoint", "none.pth"),
+        f"data 'digits' does not fit model '{TIMM_MODEL}'",
+    ),
 }
+
+
+COMMANDS = ("quantize", "evaluate", "sensitivity", "tune", "benchmark")
+WITH_DATA = [command for command in COMMANDS if command != "benchmark"]
+
+
+def expect_bad_input(message: str, *arguments: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("qframework.evaluation.models.load_classifier", fail)
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "", "mps", "xpu", "cuda:99", "cuda:-1", "cpu:1"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_devices_are_checked_first(command: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    expect_bad_input("--device 'cuda' is not there, this machine has 0", command, "digits", "--device", "cuda")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_models_are_named_first(command: str) -> None:
+    expect_bad_input("model 'test_vitt' is unknown; did you mean test_vit", command, "test_vitt")
+
+
+@pytest.mark.parametrize("data", ["missing", "file", ""])
+@pytest.mark.parametrize("command", WITH_DATA)
+def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    Path("file").touch()
+    expect_bad_input(
+        f"data '{data}' does not hold one folder of images per class",
+        command,
+        TIMM_MODEL,
+        "--pretrained",
+        "--data",
+        data,
+    )
+    expect_bad_input(f"data '{data}' does not fit model 'digits'", command, "digits", "--data", data)
+
+
+@pytest.mark.parametrize("command", ["sensitivity", "tune"])
+def test_calibration_data_is_looked_for_first(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    expect_bad_input("data 'missing' does not fit", command, "digits", "--calibration-data", "missing")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_batches_of_no_images(command: str) -> None:
+    assert run(command, "digits", "--batch-size", "0").exit_code == 2
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)

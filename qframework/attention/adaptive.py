@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from qframework.arguments import check_batches, check_module, check_number_of_batches, described, no_data
 from qframework.attention.choice import OFF, AttentionChoice, LayerChoice, passes
 from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model
+from qframework.devices import checked_device
 from qframework.errors import CalibrationError
 from qframework.kernels.attention_variants import AttentionVariant, resolve
 
@@ -98,13 +100,16 @@ def calibrate_attention(
         UnsupportedError: an unknown variant.
     """
     criteria = _criteria(threshold, max_relative_l1, max_rmse)
+    check_module(model, "calibrate_attention: model")
+    check_batches(data, "calibrate_attention")
+    check_number_of_batches(batches)
+    if forward is not None and not callable(forward):
+        raise CalibrationError(f"calibrate_attention: forward={forward!r}; accepted: None or a function")
     if hasattr(model, "_orig_mod"):
         raise CalibrationError("calibrate_attention: the model is compiled; accepted: what was given to torch.compile")
-    if batches is not None and (not isinstance(batches, int) or batches < 1):
-        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    target = checked_device(device, "calibrate_attention: device") if device is not None else _device_of(model)
     if device is not None:
-        model.to(device)
-    target = torch.device(device) if device is not None else _device_of(model)
+        model.to(target)
     recorder = Recorder(_checked_variants(variants, target))
     run = forward or call_model
     seen = 0
@@ -119,7 +124,9 @@ def calibrate_attention(
                 raise CalibrationError(_with_batch(error, seen)) from error
             seen += 1
             advance()
-    _check_seen(model, seen, recorder)
+    if seen == 0:
+        raise no_data("calibrate_attention", data)
+    _check_seen(model, recorder)
     choice = _choose(recorder, criteria, _paths(model))
     if verbose:
         _print(choice)
@@ -162,8 +169,13 @@ def _checked_variants(
 ) -> tuple[str, ...]:
     if variants is None:
         return speed_order(device or "cpu")
-    if isinstance(variants, str) or not variants:
+    if isinstance(variants, str) or not isinstance(variants, Sequence) or not variants:
         raise CalibrationError(f"variants={variants!r}; accepted: None or a list of names, fastest first")
+    unknown = [each for each in variants if not isinstance(each, str | AttentionVariant)]
+    if unknown:
+        raise CalibrationError(
+            f"variants={variants!r}; accepted: names or AttentionVariants, not {described(unknown[0])}"
+        )
     names = tuple(variant if isinstance(variant, str) else variant.spec for variant in variants)
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -180,9 +192,7 @@ def _check_finite_inputs(batch: Any, index: int) -> None:
             raise CalibrationError(f"batch {index}: an input holds NaN or infinity; finite values are accepted")
 
 
-def _check_seen(model: nn.Module, seen: int, recorder: Recorder) -> None:
-    if seen == 0:
-        raise CalibrationError("calibrate_attention saw no data: data yielded no batch; accepted: at least one")
+def _check_seen(model: nn.Module, recorder: Recorder) -> None:
     if not recorder.layers:
         raise CalibrationError(
             f"calibrate_attention: {type(model).__name__} never called F.scaled_dot_product_attention; accepted: a "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
+from qframework.arguments import check_module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
@@ -27,8 +28,10 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
         A Report with one LayerReport per linear layer; ``print`` it for a table.
 
     Raises:
-        QFrameworkError: a model compiled with another backend, or an error the backend itself would raise.
+        QFrameworkError: no model; a model compiled with another backend, or an error the backend itself would raise.
     """
+    if isinstance(model, type | torch.export.ExportedProgram) or not callable(model):
+        check_module(model, "explain: model")
     original = getattr(model, "_orig_mod", model)
     options = _options_of(model) if original is not model else BackendOptions()
     args, kwargs = _as_call(inputs)

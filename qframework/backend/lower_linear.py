@@ -29,6 +29,7 @@ from qframework.graph.nodes import (
     LinearCall,
     activation_name,
     added_to,
+    calibration_notes,
     fake_value,
     is_inactive_dropout,
     layer_name,
@@ -84,18 +85,21 @@ def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) 
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            reports.append(LayerReport(name, False, "float linear", _reason_for_float(a, b), fallback=a is not b))
+            reason = calibration_notes(node) or _reason_for_float(a, b)
+            reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
         insert_int8_linear(gm, call, a, b, epilogue, scales)
-        reports.append(LayerReport(name, True, epilogue.describe(), ""))
+        reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
     return reports
 
 
 def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
     if a is None and b is None:
         return "not quantized: neither its input nor its weight carries a quantize/dequantize pair"
-    return f"its {'weight' if a else 'input'} is not quantized, only its {'input' if a else 'weight'} is"
+    if a is None:
+        return "its input is not quantized, only its weight is, as where calibration saw nothing but zeros in the input"
+    return "its weight is not quantized, only its input is"
 
 
 def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:

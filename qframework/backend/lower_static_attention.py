@@ -36,7 +36,7 @@ from qframework.backend.report import LayerReport
 from qframework.graph.attention_patterns import NotAttention, sdpa_call
 from qframework.graph.attention_patterns import Refused as NotWritable
 from qframework.graph.channels import ChannelView, quantized_everywhere
-from qframework.graph.nodes import Constants, argument, fake_value, layer_name, operation
+from qframework.graph.nodes import Constants, argument, calibration_notes, fake_value, layer_name, operation
 from qframework.graph.write_attention import AttentionWriter
 
 _ours = torch.ops.qframework
@@ -53,11 +53,14 @@ def lower_static_attention(gm: GraphModule, constants: Constants, scales: ScaleC
         try:
             operands = _operands(node, constants, name)
         except (Refused, NotWritable) as refusal:
-            reports.append(LayerReport(name, False, "float attention", str(refusal), fallback=True, kind="attention"))
+            reason = calibration_notes(node) or str(refusal)
+            reports.append(LayerReport(name, False, "float attention", reason, fallback=True, kind="attention"))
             continue
+        notes = calibration_notes(node)
         if operands is not None:
-            operator = _lower(gm, node, operands, scales)
-            reports.append(LayerReport(name, True, operator, "", kind="attention"))
+            reports.append(LayerReport(name, True, _lower(gm, node, operands, scales), notes, kind="attention"))
+        elif notes:
+            reports.append(LayerReport(name, False, "float attention", notes, fallback=True, kind="attention"))
     drop_requantization(gm)
     return reports
 

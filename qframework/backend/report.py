@@ -10,7 +10,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer or attention: whether it was lowered, to which operator, and if not, why.
+    """One linear layer or attention: whether it was lowered, to which operator, and if not, or not wholly, why.
 
     ``fallback`` marks a layer that was asked to be quantized and could not be. ``kind`` is ``"linear"`` or
     ``"attention"``.

@@ -10,12 +10,12 @@ from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Pretra
 from qframework.cli.output import print_result
 from qframework.cli.targets import (
     InDtype,
+    check_model_and_data,
     compiled,
     device_named,
     dtype_of,
     is_file,
     open_target,
-    refuse_random_weights,
 )
 
 EXAMPLES = """\
@@ -48,7 +48,7 @@ def evaluate(
 
     on = device_named(device)
     if not is_file(target):
-        refuse_random_weights(target, checkpoint, pretrained)
+        check_model_and_data(target, checkpoint, pretrained, data)
     module, description = open_target(target, checkpoint, pretrained)
     loader = InDtype(images_for(description, data, batch_size=batch_size), dtype_of(description))
     module = module.to(on)

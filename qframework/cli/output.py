@@ -1,14 +1,38 @@
-"""Results on standard output: tables for people, JSON for programs."""
+"""Results on standard output, tables for people and JSON for programs, and the files beside an output."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+from qframework.errors import QFrameworkError
+from qframework.outputs import check_output_file
+
+
+class Beside(NamedTuple):
+    """The files that a command writes beside its output."""
+
+    journal: Path
+    plot: Path
+
+
+def check_outputs(output: Path, plot: bool) -> Beside:
+    """What is written beside ``output``. Raises QFrameworkError where that or one of them cannot be written."""
+    check_output_file(output, "--output", make_folder=True)
+    beside = Beside(output.with_suffix(".journal.jsonl"), output.with_suffix(".png"))
+    for path in (beside.journal, *([beside.plot] if plot else [])):
+        if path == output:
+            raise QFrameworkError(
+                f"--output {output} is the name of its own plot; accepted: another ending, or --no-plot"
+            )
+        check_output_file(path, f"--output {output}")
+    return beside
 
 
 def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:

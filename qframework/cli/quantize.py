@@ -22,8 +22,9 @@ from qframework.cli.app import (
     RecipeName,
 )
 from qframework.cli.output import print_result
-from qframework.cli.targets import InDtype, device_named, first_images, recipe_named, refuse_random_weights
+from qframework.cli.targets import InDtype, check_model_and_data, device_named, first_images, recipe_named
 from qframework.errors import QFrameworkError
+from qframework.outputs import check_output_file
 
 if TYPE_CHECKING:
     from qframework.evaluation.plan import Plan
@@ -83,15 +84,18 @@ def quantize(
     from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
     from qframework.serialization import save
 
+    output = output or Path(f"{model}_int8.pt2")
+    check_output_file(output, "--output")
+    on = device_named(device)
     if config is not None:
         _refuse_beside_config(context)
         chosen = Plan.load(config)
     else:
         chosen = _plan(static, observer, activation, weight, attention, recipe)
+    check_model_and_data(model, checkpoint, pretrained, data)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
-    refuse_random_weights(model, checkpoint, pretrained)
     loader = InDtype(images_for(classifier.describe(), data, batch_size=batch_size, calibration=True), dtype)
-    images = first_images(loader, device_named(device))
+    images = first_images(loader, on)
     float_model = classifier.model.to(images.device, images.dtype)
     quantized = quantize_model(
         float_model,
@@ -103,7 +107,6 @@ def quantize(
         show_progress=True,
     )
     loader.report_damaged()
-    output = output or Path(f"{model}_int8.pt2")
     kept = {**classifier.describe(), "dtype": dtype, **chosen.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
     report = explain(quantized.converted, (images,))

@@ -24,7 +24,7 @@ from qframework.cli.app import (
     Pretrained,
     RecipeName,
 )
-from qframework.cli.output import print_rich
+from qframework.cli.output import check_outputs, print_rich
 from qframework.cli.targets import load_subject, names, recipe_named
 
 EXAMPLES = """\
@@ -72,6 +72,7 @@ def sensitivity(
     if plot:
         require_matplotlib()
     output = output or Path(f"{model}_sensitivity.json")
+    beside = check_outputs(output, plot)
     meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
     settings = {**subject.settings, "batches": batches, "observer": observer, "recipe": recipe}
@@ -85,13 +86,13 @@ def sensitivity(
         meanings=meanings,
         recipe=recipe_named(recipe),
         batches=batches,
-        journal=Journal(output.with_suffix(".journal.jsonl"), {"command": "sensitivity", **settings}),
+        journal=Journal(beside.journal, {"command": "sensitivity", **settings}),
         show_progress=True,
     )
     subject.held_out.report_damaged()
     result.save(output)
     if plot:
-        result.plot(output.with_suffix(".png"))
+        result.plot(beside.plot)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

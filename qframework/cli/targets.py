@@ -16,10 +16,16 @@ if TYPE_CHECKING:
     from qframework.quantizer import Recipe
 
 
-def refuse_random_weights(model: str, checkpoint: Path | None, pretrained: bool) -> None:
-    """Raise where a timm model would be accurate or not by chance."""
+def check_model_and_data(model: str, checkpoint: Path | None, pretrained: bool, *data: str | None) -> None:
+    """Raise, before anything is loaded, for an unknown model, one of random weights, and data that does not fit."""
+    from qframework.evaluation.models import check_data_fits, check_model_name
+
+    check_model_name(model)
     if model != "digits" and checkpoint is None and not pretrained:
         raise QFrameworkError(f"model {model!r} would have random weights; pass --checkpoint FILE or --pretrained")
+    for each in data:
+        if each is not None:
+            check_data_fits(model, each)
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
@@ -32,18 +38,9 @@ def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tenso
 
 def device_named(name: str) -> Any:
     """``name`` as a device that is there and that the kernels support."""
-    import torch
+    from qframework.devices import checked_device
 
-    from qframework.kernels._common import check_device
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise QFrameworkError(f"--device {name!r} is no device; accepted: cpu, cuda, cuda:0, ...") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise QFrameworkError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices")
-    check_device(device)
-    return device
+    return checked_device(name, "--device")
 
 
 def dtype_named(name: str) -> Any:
@@ -132,7 +129,7 @@ def load_subject(
     from qframework.evaluation.models import images_for, load_classifier
 
     on = device_named(device)
-    refuse_random_weights(model, checkpoint, pretrained)
+    check_model_and_data(model, checkpoint, pretrained, data, calibration_data)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     describe = classifier.describe()
     held_out = InDtype(images_for(describe, data, batch_size=batch_size, limit=limit), dtype)

@@ -25,7 +25,7 @@ from qframework.cli.app import (
     RecipeName,
     failed_check,
 )
-from qframework.cli.output import print_rich
+from qframework.cli.output import check_outputs, print_rich
 from qframework.cli.targets import load_subject, names, recipe_named
 
 EXAMPLES = """\
@@ -75,6 +75,7 @@ def tune(
     if plot:
         require_matplotlib()
     output = output or Path(f"{model}_tuned.json")
+    beside = check_outputs(output, plot)
     meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
     settings = {**subject.settings, "batches": batches, "observer": observer, "recipe": recipe, "eager": eager}
@@ -89,13 +90,13 @@ def tune(
         recipe=recipe_named(recipe),
         batches=batches,
         compiled=not eager,
-        journal=Journal(output.with_suffix(".journal.jsonl"), {"command": "tune", **settings}),
+        journal=Journal(beside.journal, {"command": "tune", **settings}),
         show_progress=True,
     )
     subject.held_out.report_damaged()
     result.save(output)
     if plot:
-        result.plot(output.with_suffix(".png"))
+        result.plot(beside.plot)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
     else:

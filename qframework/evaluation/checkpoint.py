@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qframework.outputs import check_output_file
 from qframework.serialization import atomic_write
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ def load_or_train(
         config: a dataclass of JSON-able fields: everything the weights depend on.
         build: the untrained model of ``config``.
         train: the trained model of ``config``.
+
+    Raises:
+        QFrameworkError: the model has to be trained, and ``path`` cannot be written.
     """
     path = Path(path)
     if path.exists():
@@ -42,6 +46,7 @@ def load_or_train(
             return _load(path, config, build)
         except _StaleCheckpoint as error:
             _logger.warning("%s: %s; training again", path, error)
+    check_output_file(path, "checkpoint", make_folder=True)
     model = train(config).eval()
     _save(model, path, config)
     return model

@@ -17,6 +17,7 @@ from qframework.evaluation.comparison import Configuration, Settings, compare, s
 from qframework.evaluation.comparison_results import Results
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
 from qframework.evaluation.tasks import Task
+from qframework.outputs import check_output_file
 from qframework.serialization import atomic_write
 
 BAD_INPUT = 2
@@ -69,8 +70,18 @@ def _compare(make_task: MakeTask, options: argparse.Namespace, processes: Proces
         torch.cuda.set_device(device)  # what libraries allocate without saying where
     settings = Settings(device, dtype, not options.eager, options.repeats, not options.quiet)
     chosen = _chosen(standard_configurations(dtype), options.configurations)
+    if options.output is not None:
+        _check_output(options.output)
     results = Results.open(options.output, restart=options.restart, processes=processes)
     return compare(make_task(options), chosen, settings, processes=processes, results=results)
+
+
+def _check_output(output: Path) -> None:
+    """Raise QFrameworkError unless the results and their Markdown can be written, each to a file of its own."""
+    check_output_file(output, "--output", make_folder=True)
+    if output.suffix == ".md":
+        raise QFrameworkError(f"--output {output} is the name of the Markdown beside it; accepted: FILE.json")
+    check_output_file(output.with_suffix(".md"), f"--output {output}")
 
 
 def _chosen(configurations: dict[str, Configuration], names: str | None) -> dict[str, Configuration]:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import distributed
 
+from qframework.devices import checked_device
 from qframework.errors import QFrameworkError
 
 # One process may wait for another that reads slower images; torchrun ends all of them when one fails.
@@ -94,18 +95,8 @@ def device_of_process(name: str) -> torch.device:
     Raises:
         QFrameworkError: ``name`` is no device, or is one that is not there; one GPU for several processes.
     """
-    from qframework.kernels._common import check_device
-
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise QFrameworkError(f"device {name!r} is unknown; accepted: cpu, cuda, cuda:0, ...") from error
-    if device.type not in ("cpu", "cuda"):
-        raise QFrameworkError(f"device {name!r} has no kernels; accepted: cpu, cuda, cuda:0, ...")
-    if device.type == "cuda":
-        device = _gpu(device)
-    check_device(device)
-    return device
+    device = checked_device(name, "device")
+    return _gpu(device) if device.type == "cuda" else device
 
 
 def _gpu(device: torch.device) -> torch.device:

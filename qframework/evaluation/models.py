@@ -62,13 +62,20 @@ def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bo
     return Classifier(name, model, _data_config(model))
 
 
-def _timm_model(name: str, checkpoint: Path | None, pretrained: bool) -> nn.Module:
+def check_model_name(name: str) -> None:
+    """Raise QFrameworkError unless ``name`` is ``"digits"`` or timm's."""
     import timm
 
-    if not timm.is_model(name):
+    if name != DIGITS and not timm.is_model(name):
         close = difflib.get_close_matches(name, timm.list_models())
         hint = f"did you mean {' or '.join(close)}? " if close else ""
         raise QFrameworkError(f"model {name!r} is unknown; {hint}accepted: 'digits' or a name of timm.list_models()")
+
+
+def _timm_model(name: str, checkpoint: Path | None, pretrained: bool) -> nn.Module:
+    import timm
+
+    check_model_name(name)
     if checkpoint is not None and not checkpoint.is_file():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     try:
@@ -84,9 +91,14 @@ def _data_config(model: nn.Module) -> dict[str, Any]:
 
 
 def check_data_fits(model: str, data: str) -> None:
-    """Raise QFrameworkError where one of a model's and a data set's name is ``"digits"`` and the other is not."""
+    """Raise QFrameworkError where one of a model's and a data set's name is ``"digits"`` and the other is not.
+
+    Any other data set is a folder, which must be there.
+    """
     if (data == DIGITS) != (model == DIGITS):
         raise QFrameworkError(f"data {data!r} does not fit model {model!r}; digits go with digits")
+    if data != DIGITS and not (data and Path(data).is_dir()):
+        raise QFrameworkError(f"data {data!r} does not hold one folder of images per class: it is no folder")
 
 
 def images_for(

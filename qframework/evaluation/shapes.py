@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation.shape_outlines import OUTLINES, Outline
+from qframework.outputs import output_folder
 
 Split = Literal["train", "held_out"]
 PHOTOGRAPHS: Mapping[Split, tuple[str, ...]] = {
@@ -245,7 +246,7 @@ def _annotation(shape: Shape, image_id: int) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """The command ``python -m qframework.evaluation.shapes``."""
     parser = argparse.ArgumentParser(prog="python -m qframework.evaluation.shapes", description=write_coco.__doc__)
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=output_folder)
     parser.add_argument("--images", type=int, default=200, metavar="N")
     parser.add_argument("--split", choices=get_args(Split), default="held_out")
     parser.add_argument("--size", type=int, default=128)

@@ -22,10 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qframework.devices import device_name
 from qframework.errors import QFrameworkError
 from qframework.evaluation import checkpoint, shapes
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.schedule import warmup_cosine
+from qframework.outputs import output_folder
 
 if TYPE_CHECKING:
     from transformers import SamModel
@@ -329,8 +331,12 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m qframework.evaluation.shapes_sam",
         description="Train a small SAM-type model on textured shapes, where its checkpoint does not hold it yet.",
     )
-    parser.add_argument("--folder", type=Path, default=FOLDER, help=f"where all of it is kept (default: {FOLDER})")
-    parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ... (default: cpu)")
+    parser.add_argument(
+        "--folder", type=output_folder, default=FOLDER, help=f"where all of it is kept (default: {FOLDER})"
+    )
+    parser.add_argument(
+        "--device", type=device_name, default="cpu", help="where to train: cpu, cuda, cuda:1, ... (default: cpu)"
+    )
     parser.add_argument("--images", type=int, default=200, help="held-out images to measure on (default: 200)")
     options = parser.parse_args(arguments)
     task = box_segmentation(options.folder, images=options.images, device=options.device)

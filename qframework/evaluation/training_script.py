@@ -18,6 +18,7 @@ from qframework.evaluation.distributed import Processes, device_of_process, join
 from qframework.evaluation.training_files import LOSSES, PLOT, SUMMARY, draw_curves
 from qframework.evaluation.training_loop import PRECISIONS, Outcome, Place, RunConfig, TrainingTask, train
 from qframework.kernels._blocks import BLOCK_SIZES, block_size_name, parse_block_size
+from qframework.outputs import check_output_folder
 from qframework.serialization import atomic_write
 from qframework.training.convert import Mode
 
@@ -88,6 +89,8 @@ def run_training(task: TrainingTask, defaults: RunConfig, options: argparse.Name
     processes = Processes()
     with ExitStack() as stack:
         try:
+            if options.output is not None:
+                check_output_folder(options.output, "--output")
             device = device_of_process(options.device)
             if device.type == "cuda":
                 torch.cuda.set_device(device)

@@ -157,6 +157,15 @@ def why_not_plain(value: Tensor | None) -> str | None:
     return None
 
 
+# Key of a node's meta: what calibration could not say about its operands, in words for a report.
+CALIBRATION_NOTES = "qframework_calibration_notes"
+
+
+def calibration_notes(node: Node) -> str:
+    """What calibration could not say about a layer, ``""`` for most. Known until the graph is captured once more."""
+    return "; ".join(node.meta.get(CALIBRATION_NOTES, ()))
+
+
 class Constants:
     """The real tensors behind a graph's attributes and parameter placeholders."""
 

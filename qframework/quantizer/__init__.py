@@ -20,6 +20,7 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer
 from qframework.quantizer.recipe import Recipe, Smooth
 from qframework.quantizer.round_weights import round_weights
 from qframework.quantizer.split_range import split_gelu_ranges
+from qframework.quantizer.static_observer import uncalibrated
 
 __all__ = [
     "ActivationConfig",
@@ -39,4 +40,5 @@ __all__ = [
     "split_gelu_ranges",
     "static_attention",
     "static_int8",
+    "uncalibrated",
 ]

@@ -13,8 +13,11 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
+from qframework.arguments import check_batches, check_number_of_batches, no_data
+from qframework.devices import checked_device
 from qframework.errors import CalibrationError
-from qframework.quantizer.static_observer import StaticObserver
+from qframework.quantizer.arguments import check_prepared
+from qframework.quantizer.static_observer import CONSTANT_DATA, StaticObserver
 
 Batch = Any
 Forward = Callable[[GraphModule, Batch], object]
@@ -45,17 +48,21 @@ def calibrate(
         The number of batches seen.
 
     Raises:
-        CalibrationError: no data, a batch that does not fit the model's inputs, or NaN or infinity in a batch or in an
-            activation; names the batch and the input or layer.
+        CalibrationError: a model that is not prepared, no data, a batch that does not fit the model's inputs, or NaN or
+            infinity in a batch or in an activation; names the batch and the input or layer.
     """
-    if batches is not None and (not isinstance(batches, int) or batches < 1):
-        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    check_prepared(prepared, "calibrate: prepared")
+    check_batches(data, "calibrate")
+    check_number_of_batches(batches)
+    if forward is not None and not callable(forward):
+        raise CalibrationError(f"calibrate: forward={forward!r}; accepted: None or a function of the model and a batch")
     if device is not None:
-        prepared.to(device)
+        prepared.to(device if str(device) == "meta" else checked_device(device, "calibrate: device"))
     target = torch.device(device) if device is not None else _device_of(prepared)
     inputs = _Inputs(prepared)
     run = inputs.run if forward is None else lambda model, batch, _: forward(model, batch)
     observers: list[StaticObserver] = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
+    _check_has_values(target, observers)
     seen = 0
     with torch.no_grad(), _progress(data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
@@ -64,7 +71,8 @@ def calibrate(
             seen += 1
             advance()
     if seen == 0:
-        raise CalibrationError("calibrate saw no data: data yielded no batch; accepted: at least one")
+        raise no_data("calibrate", data)
+    _keep_constant(prepared, None if forward is not None else inputs.constant)
     return seen
 
 
@@ -77,6 +85,20 @@ def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
     return pytree.tree_leaves(_Inputs(prepared).checked_arguments(_move(batch, _device_of(prepared)), index))
 
 
+def _check_has_values(device: torch.device | None, observers: list[StaticObserver]) -> None:
+    if device is not None and device.type == "meta" and observers:
+        raise CalibrationError(
+            f"calibrate: the model is on the device meta, which holds no values for layer {observers[0].layer!r} to be "
+            "calibrated with; accepted: cpu, or cuda where there is a GPU"
+        )
+
+
+def _keep_constant(prepared: GraphModule, value: float | None) -> None:
+    """Remember for ``convert_pt2e`` whether all data of all calibrations so far is one value."""
+    before = prepared.meta.get(CONSTANT_DATA, value)
+    prepared.meta[CONSTANT_DATA] = value if before == value else None
+
+
 class _Inputs:
     """Names, shapes and dtypes of the inputs of a prepared model, and how a batch becomes its arguments."""
 
@@ -86,10 +108,16 @@ class _Inputs:
         if info is None:
             self.positional = [str(node.target) for node in placeholders]
             self.keyword: list[str] = []
+            self.nested: dict[str, pytree.TreeSpec] = {}
         else:
             args, kwargs = info.in_spec.children()
             self.positional = list(info.orig_args[: args.num_children])
             self.keyword = list(kwargs.context)
+            specs = zip(self.names, [*args.children(), *kwargs.children()], strict=True)
+            self.nested = {name: spec for name, spec in specs if not spec.is_leaf()}
+        # the one value that all tensors of all batches so far consist of; None where they vary
+        self.constant: float | None = None
+        self._varied = False
         # a nested input has several placeholders, whose names are not its own
         self.values = {str(node.target): node.meta.get("val") for node in placeholders}
 
@@ -108,7 +136,17 @@ class _Inputs:
     def run(self, prepared: GraphModule, batch: Batch, index: int) -> None:
         """Run one batch. Raises CalibrationError unless it fits the model's inputs."""
         args, kwargs = self.checked_arguments(batch, index)
+        for tensor in pytree.tree_leaves((args, kwargs)):
+            self._compare(tensor)
         prepared(*args, **kwargs)
+
+    def _compare(self, tensor: Any) -> None:
+        """Follow ``constant``: a look at the values until they differ, none afterwards."""
+        if self._varied or not isinstance(tensor, Tensor) or tensor.numel() == 0:
+            return
+        low, high = (float(value) + 0.0 for value in torch.aminmax(tensor.detach()))
+        self._varied = low != high or self.constant not in (None, low)
+        self.constant = None if self._varied else low
 
     def checked_arguments(self, batch: Batch, index: int) -> tuple[list[Any], dict[str, Any]]:
         """``arguments``. Raises CalibrationError unless the batch fits the model's inputs."""
@@ -123,8 +161,10 @@ class _Inputs:
 
     def _check_input(self, name: str, value: Any, index: int) -> None:
         expected = self.values.get(name)
-        if isinstance(value, Tensor) and isinstance(expected, Tensor):
+        if isinstance(expected, Tensor):
             _check_tensor(value, expected, name, index)
+        if name in self.nested:
+            _check_nested(value, self.nested[name], name, index)
         for leaf in pytree.tree_leaves(value):
             # -inf may stand in an additive attention mask; where it reaches a quantized layer, its observer objects
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool((leaf < float("inf")).all()):
@@ -154,7 +194,22 @@ class _Inputs:
             )
 
 
-def _check_tensor(value: Tensor, expected: Tensor, name: str, index: int) -> None:
+def _check_nested(value: Any, spec: pytree.TreeSpec, name: str, index: int) -> None:
+    try:
+        spec.flatten_up_to(value)
+    except ValueError as error:
+        raise CalibrationError(
+            f"batch {index}: input {name!r} is of type {type(value).__name__} and does not have the structure it was "
+            f"exported with: {error}; accepted: the structure of the example given to torch.export"
+        ) from error
+
+
+def _check_tensor(value: Any, expected: Tensor, name: str, index: int) -> None:
+    if not isinstance(value, Tensor):
+        raise CalibrationError(
+            f"batch {index}: input {name!r} is of type {type(value).__name__}; accepted: a tensor of shape "
+            f"({', '.join(map(str, expected.shape))}) and dtype {expected.dtype}"
+        )
     if value.dtype != expected.dtype:
         raise CalibrationError(f"batch {index}: input {name!r} has dtype {value.dtype}; accepted: {expected.dtype}")
     fits = value.dim() == expected.dim() and all(

@@ -67,6 +67,7 @@ class FakeQuantize(FakeQuantizeBase):
     scale: Tensor
     observing: bool = True
     quantizing: bool = True
+    always_zero: bool = False
 
     def __init__(self, observer: Observer) -> None:
         super().__init__()
@@ -88,20 +89,25 @@ class FakeQuantize(FakeQuantizeBase):
     def forward(self, x: Tensor) -> Tensor:
         if self.observing:
             self.observer(x.detach())
-        return fake_quantize(x, self._scale(x)) if self.quantizing else x
+        if not self.quantizing:
+            return x
+        scale = self._scale(x)
+        return x if scale is None else fake_quantize(x, scale)
 
-    def _scale(self, x: Tensor) -> Tensor:
+    def _scale(self, x: Tensor) -> Tensor | None:
+        """None of a static activation that was always zero: it stays in float, as in the converted model."""
         if not isinstance(self.observer, StaticObserver):
             return self.observer.broadcast_scale(x)
-        if self.observing or self.scale.numel() == 0:
-            self.scale = self.observer.broadcast_scale(x)
-        return self.scale
+        if self.observing or (self.scale.numel() == 0 and not self.always_zero):
+            self.always_zero = self.observer.observed() and not self.observer.has_scale()
+            self.scale = self.scale.new_empty(0) if self.always_zero else self.observer.broadcast_scale(x)
+        return None if self.always_zero else self.scale
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
         # Python's copies of torchao's switches: reading a buffer waits for the device and breaks a compiled graph
         self.observing, self.quantizing = bool(self.observer_enabled), bool(self.fake_quant_enabled)
-        self.scale = self.scale.new_empty(0)
+        self.scale, self.always_zero = self.scale.new_empty(0), False
 
     def calculate_qparams(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.observer.calculate_qparams(**kwargs)

@@ -9,20 +9,20 @@ import torch
 from torch import Tensor
 from torchao.quantization.pt2e.observer import ObserverBase
 
-from qframework.numerics import MIN_SCALE, QMAX
+from qframework.numerics import MIN_AMAX, MIN_SCALE, QMAX
 from qframework.quantizer.static_observer import StaticObserver
 
 
 class MagnitudeHistogram(StaticObserver, ObserverBase):
-    """Counts of ``|x|`` in equal bins over ``[0, limit]``, in int64.
+    """Counts of ``|x|`` in equal bins over ``[0, limit]``, in int64, without zeros and what is as good as zero.
 
-    ``limit`` starts at the first batch's maximum and doubles when a value exceeds it: pairs of bins then merge, so that
+    ``limit`` starts at the first maximum counted and doubles when a value exceeds it: pairs of bins then merge, so that
     earlier counts stay exact and at least half of the bins stay in use.
     """
 
     counts: Tensor  # (bins,) int64
-    limit: Tensor  # () float64, 0 before the first batch
-    amax: Tensor  # () float32, largest magnitude seen
+    limit: Tensor  # () float64, 0 before anything was counted
+    amax: Tensor  # () float32, largest magnitude seen, -1 before the first batch
     held_nonfinite: Tensor  # () bool
 
     def __init__(self, layer: str, bins: int, **_: Any) -> None:
@@ -30,7 +30,7 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
         self.layer, self.bins = layer, bins
         self.register_buffer("counts", torch.zeros(bins, dtype=torch.int64))
         self.register_buffer("limit", torch.tensor(0.0, dtype=torch.float64))
-        self.register_buffer("amax", torch.tensor(0.0))
+        self.register_buffer("amax", torch.tensor(-1.0))
         self.register_buffer("held_nonfinite", torch.tensor(False))
 
     @torch.no_grad()
@@ -43,16 +43,19 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
         if not bool(torch.isfinite(amax)):
             self.held_nonfinite.fill_(True)
             return x
+        self.amax.copy_(torch.maximum(self.amax, amax))
+        magnitude = magnitude[magnitude >= MIN_AMAX]
+        if magnitude.numel() == 0:
+            return x
         self._grow(amax)
         width = float(self.limit) / self.bins
         index = (magnitude / width).to(torch.int64).clamp_(max=self.bins - 1)
-        self.counts += torch.bincount(index.flatten(), minlength=self.bins)
+        self.counts += torch.bincount(index, minlength=self.bins)
         return x
 
     def _grow(self, amax: Tensor) -> None:
-        self.amax.copy_(torch.maximum(self.amax, amax))
         if float(self.limit) == 0:
-            self.limit.copy_(amax.clamp(min=MIN_SCALE * QMAX))
+            self.limit.copy_(amax)
         while float(self.limit) < float(amax):
             pairs = self.counts.reshape(-1, 2).sum(1)
             self.counts.zero_()[: pairs.numel()] = pairs
@@ -60,6 +63,9 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
 
     def nonfinite(self) -> Tensor:
         return self.held_nonfinite
+
+    def magnitude(self) -> Tensor | None:
+        return None if float(self.amax) < 0 else self.amax
 
     def threshold(self) -> Tensor | None:
         if not bool(self.counts.any()):
@@ -74,7 +80,7 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
 
 
 class PercentileObserver(MagnitudeHistogram):
-    """Magnitude below which ``percentile`` percent of all observed values lie, interpolated within a bin."""
+    """Magnitude below which ``percentile`` percent of the nonzero values lie, interpolated within a bin."""
 
     def __init__(self, layer: str, percentile: float = 99.99, bins: int = 16384, **kwargs: Any) -> None:
         super().__init__(layer, bins, **kwargs)

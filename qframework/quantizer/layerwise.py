@@ -16,19 +16,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
-from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
-from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase
 
-from qframework.errors import CalibrationError
+from qframework.arguments import check_batches, check_number_of_batches, no_data
 from qframework.graph.attributes import attribute
 from qframework.graph.nodes import linear_call
+from qframework.quantizer.arguments import OBSERVERS, check_prepared
 from qframework.quantizer.calibrate import flat_inputs
 from qframework.quantizer.fake_quantize import fake_quantize, own_observer
 from qframework.quantizer.observers import WeightObserver
-from qframework.quantizer.static_observer import StaticObserver
+from qframework.quantizer.static_observer import StaticObserver, check_calibrated
 
 Inputs = list[list[Any]]
-_OBSERVERS = (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase)
 
 
 class QuantizedLinear(NamedTuple):
@@ -60,11 +58,12 @@ def quantized_linears(prepared: GraphModule) -> list[QuantizedLinear]:
 
 def take_batches(prepared: GraphModule, data: Iterable[Any], batches: int | None, what: str) -> Inputs:
     """The model's inputs of each batch, on the model's device. Raises CalibrationError as ``calibrate`` does."""
-    if batches is not None and (not isinstance(batches, int) or batches < 1):
-        raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
+    check_prepared(prepared, f"{what}: prepared")
+    check_batches(data, what)
+    check_number_of_batches(batches)
     inputs = [flat_inputs(prepared, batch, index) for index, batch in enumerate(islice(iter(data), batches))]
     if not inputs:
-        raise CalibrationError(f"{what} saw no data: data yielded no batch; accepted: at least one")
+        raise no_data(what, data)
     return inputs
 
 
@@ -78,7 +77,7 @@ class LayerwiseRun:
             computes the float model, with the float weights of layers that were rounded already.
 
     Raises:
-        CalibrationError: a static activation was never calibrated.
+        CalibrationError: the model was not calibrated.
     """
 
     def __init__(self, prepared: GraphModule, inputs: Inputs, *, quantized: bool) -> None:
@@ -87,7 +86,9 @@ class LayerwiseRun:
         placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
         self._values: list[dict[Node, Any]] = [dict(zip(placeholders, each, strict=True)) for each in inputs]
         self._dying = _last_reads(prepared)
-        self._scales: dict[Node, Tensor] = {}  # of static activations: searching a histogram takes a while
+        # of static activations, None of those that stay in float: searching a histogram takes a while
+        self._scales: dict[Node, Tensor | None] = {}
+        check_calibrated(prepared)
 
     @torch.no_grad()
     def advance(self, node: Node) -> None:
@@ -120,7 +121,7 @@ class LayerwiseRun:
         """Whether a weight, observed or not: read when it is needed, since it may be replaced until then."""
         if node.op == "get_attr":
             return True
-        observes = node.op == "call_module" and isinstance(self._module(node), _OBSERVERS)
+        observes = node.op == "call_module" and isinstance(self._module(node), OBSERVERS)
         return observes and self._is_read_late(node.all_input_nodes[0])
 
     def _value(self, node: Node, values: dict[Node, Any]) -> Any:
@@ -138,7 +139,7 @@ class LayerwiseRun:
         if node.op == "call_method":
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         module = self._module(node)
-        return self._observed(node, args[0]) if isinstance(module, _OBSERVERS) else module(*args, **kwargs)
+        return self._observed(node, args[0]) if isinstance(module, OBSERVERS) else module(*args, **kwargs)
 
     def _observed(self, node: Node, x: Tensor) -> Tensor:
         observer = own_observer(self._module(node))
@@ -150,8 +151,9 @@ class LayerwiseRun:
         if not isinstance(observer, StaticObserver):
             return fake_quantize(x, observer.broadcast_scale(x))
         if node not in self._scales:
-            self._scales[node] = observer.broadcast_scale(x)
-        return fake_quantize(x, self._scales[node])
+            self._scales[node] = observer.broadcast_scale(x) if observer.has_scale() else None
+        scale = self._scales[node]
+        return x if scale is None else fake_quantize(x, scale)
 
     def _module(self, node: Node) -> torch.nn.Module:
         return self.prepared.get_submodule(str(node.target))

@@ -5,16 +5,18 @@ All are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics); t
 ===================  =================================================================================================
 ``minmax``           largest magnitude seen (torchao's MinMaxObserver and PerChannelMinMaxObserver)
 ``moving_average``   moving average of each batch's extremes (torchao's)
-``percentile``       magnitude below which a given percentage of all values lie
+``percentile``       magnitude below which a given percentage of the nonzero values lie
 ``mse``              threshold of least mean squared quantization error
 ``entropy``          threshold of least Kullback-Leibler divergence between the values and their quantization
 ===================  =================================================================================================
 
 The last three read one histogram of magnitudes. torchao's HistogramObserver is not used: it searches a signed range
-greedily and resamples its counts when the range grows, whereas the counts here stay exact.
+greedily and resamples its counts when the range grows, whereas the counts here stay exact. Zeros are exact under every
+scale: averages and histograms leave them out, or a batch of padding would move the threshold.
 
-Every observer knows the layer it belongs to. Converting raises CalibrationError with that name when nothing was
-observed, or NaN or infinity was. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
+Every observer knows the layer it belongs to. Converting raises CalibrationError with that name when NaN or infinity was
+observed, or nothing in the whole model. An activation of which only zeros were seen has no scale: it stays in float,
+with a warning. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ import qframework.kernels  # noqa: F401  registers the operators that convert() 
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import attribute
 from qframework.numerics import (
+    MIN_AMAX,
     MIN_SCALE,
     QMAX,
     QMIN,
@@ -75,8 +78,11 @@ class _ExtremesObserver(StaticObserver):
     def _is_new(self) -> bool:
         return bool(self.min_val.numel() == 0 or (self.min_val > self.max_val).all())
 
-    def threshold(self) -> Tensor | None:
+    def magnitude(self) -> Tensor | None:
         return None if self._is_new() else torch.maximum(-self.min_val, self.max_val).float()
+
+    def threshold(self) -> Tensor | None:
+        return self.magnitude()
 
     def nonfinite(self) -> Tensor:
         held = torch.isfinite(self.min_val) & torch.isfinite(self.max_val)
@@ -91,12 +97,43 @@ class PerTensorMinMax(_ExtremesObserver, MinMaxObserver):
         self.layer = layer
 
 
-class PerTensorMovingAverage(_ExtremesObserver, MovingAverageMinMaxObserver):
+class _MovingAverageObserver(_ExtremesObserver):
+    """torchao's moving average of each batch's extremes, except that groups of zeros leave it as it is.
+
+    Zeros fit every range. Averaged in, a first batch of them would leave a hundredth of the range of the second.
+    """
+
+    averaging_constant: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel():
+            self._average(*self._extremes(x.detach().to(self.min_val.dtype)))
+        return x
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Smallest and largest value of each group."""
+        raise NotImplementedError
+
+    def _average(self, low: Tensor, high: Tensor) -> None:
+        if self.min_val.numel() == 0:  # torchao's per-channel observers start without a size
+            self.min_val.resize_(low.shape).fill_(float("inf"))
+            self.max_val.resize_(high.shape).fill_(float("-inf"))
+        unknown = torch.maximum(-self.min_val, self.max_val) < MIN_AMAX
+        silent = torch.maximum(-low, high) < MIN_AMAX
+        for kept, seen in ((self.min_val, low), (self.max_val, high)):
+            averaged = kept + self.averaging_constant * (seen - kept)
+            kept.copy_(torch.where(unknown, seen, torch.where(silent, kept, averaged)))
+
+
+class PerTensorMovingAverage(_MovingAverageObserver, MovingAverageMinMaxObserver):
     """Moving average of the extremes of each batch: one scale."""
 
     def __init__(self, layer: str, **kwargs: Any) -> None:
         super().__init__(eps=MIN_SCALE, **kwargs)
         self.layer = layer
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.aminmax(x)
 
 
 class _PositionObserver(_ExtremesObserver):
@@ -119,7 +156,7 @@ class _PositionObserver(_ExtremesObserver):
     def scale(self) -> Tensor:
         return super().scale().reshape(*self.positions, 1)
 
-    def convert(self, model: GraphModule, node: Node) -> None:
+    def write(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by qframework.quantize and qframework.dequantize; scales ``(*positions, 1)``."""
         dtype, scale = float_dtype(node), self.scale()
         with model.graph.inserting_before(node):
@@ -138,7 +175,14 @@ class PerTokenMinMax(_PositionObserver, PerChannelMinMaxObserver):
         self.layer, self.positions = layer, positions
 
 
-class PerTokenMovingAverage(_PositionObserver, MovingAveragePerChannelMinMaxObserver):
+class _PerChannelMovingAverage(_MovingAverageObserver, MovingAveragePerChannelMinMaxObserver):
+    ch_axis: int
+
+    def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.aminmax(x.movedim(self.ch_axis, 0).flatten(1), dim=1)
+
+
+class PerTokenMovingAverage(_PositionObserver, _PerChannelMovingAverage):
     """Moving average of the extremes of each position."""
 
     def __init__(self, layer: str, positions: tuple[int, ...], **kwargs: Any) -> None:
@@ -154,7 +198,7 @@ class _HeadObserver(_ExtremesObserver):
     def broadcast_scale(self, x: Tensor) -> Tensor:
         return self.scale().reshape(-1, *[1] * (x.ndim - self.ch_axis - 1))
 
-    def convert(self, model: GraphModule, node: Node) -> None:
+    def write(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by quantize_per_channel and dequantize_per_channel along the heads; scales ``(H,)``."""
         name = attribute_name(self.layer.replace(":", "_"))
         with model.graph.inserting_before(node):
@@ -169,7 +213,7 @@ class PerHeadMinMax(_HeadObserver, PerChannelMinMaxObserver):
         self.layer = layer
 
 
-class PerHeadMovingAverage(_HeadObserver, MovingAveragePerChannelMinMaxObserver):
+class PerHeadMovingAverage(_HeadObserver, _PerChannelMovingAverage):
     """Moving average of the extremes of each head."""
 
     def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:

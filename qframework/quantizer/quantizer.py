@@ -13,6 +13,7 @@ from torchao.quantization.pt2e import ObserverOrFakeQuantize
 from torchao.quantization.pt2e.quantizer import Quantizer
 from torchao.quantization.pt2e.quantizer.quantizer import EdgeOrNode
 
+from qframework.arguments import described
 from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.replace_attention import name_shapes
@@ -33,6 +34,7 @@ from qframework.quantizer.annotate_linear import (
     is_annotated,
     is_linear,
 )
+from qframework.quantizer.arguments import check_graph
 from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.config import LinearConfig
 from qframework.quantizer.fake_quantize import wrap_observers
@@ -145,6 +147,7 @@ class QFrameworkQuantizer(Quantizer):
         Raises:
             UnsupportedError: no kernel can do what was asked.
         """
+        check_graph(model, "QFrameworkQuantizer: model")
         if not self._names(AttentionConfig):
             return model
         name_shapes(model)
@@ -163,6 +166,7 @@ class QFrameworkQuantizer(Quantizer):
         Raises:
             UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel can do what was asked.
         """
+        check_graph(model, "QFrameworkQuantizer: model")
         if not self.rules:
             raise UnsupportedError(
                 "QFrameworkQuantizer has no rules; call set_global(static_int8()) or another set_ method"
@@ -175,6 +179,7 @@ class QFrameworkQuantizer(Quantizer):
 
     def validate(self, model: GraphModule) -> None:
         """Raise UnsupportedError, naming the layer, where no kernel can do what is annotated."""
+        check_graph(model, "QFrameworkQuantizer: model")
         for node, linear in annotated_linears(model):
             check_linear(node, linear.layer, linear.config)
         for node, attention in annotated_attentions(model):
@@ -189,6 +194,10 @@ class QFrameworkQuantizer(Quantizer):
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
         """Configuration of the linear or attention ``node``; None is float."""
+        if not isinstance(node, Node):
+            raise UnsupportedError(
+                f"config_for: node is {described(node)}; accepted: a torch.fx.Node of an exported model"
+            )
         kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() keeps the first of equals, so the latest call goes first
@@ -226,6 +235,12 @@ class QFrameworkQuantizer(Quantizer):
     def _names(self, kind: Kind) -> bool:
         """Whether a rule has a configuration for linears or for attention."""
         return any(rule.config is not None and rule.says(kind) for rule in self.rules)
+
+
+def check_quantizer(quantizer: object, what: str) -> None:
+    """Raise UnsupportedError unless ``quantizer`` is a QFrameworkQuantizer."""
+    if not isinstance(quantizer, QFrameworkQuantizer):
+        raise UnsupportedError(f"{what}: quantizer is {described(quantizer)}; accepted: a QFrameworkQuantizer")
 
 
 def _selects(rule: Rule, node: Node) -> bool:

@@ -21,11 +21,13 @@ from typing import Any, Literal, get_args
 
 from torch.fx import GraphModule
 
-from qframework.errors import CalibrationError, UnsupportedError
+from qframework.arguments import check_can_be_read_again
+from qframework.errors import UnsupportedError
+from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibrate import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import check_choice, check_keys
-from qframework.quantizer.quantizer import QFrameworkQuantizer
+from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
@@ -52,6 +54,8 @@ class Smooth:
     samples: int = 1024
 
     def __post_init__(self) -> None:
+        if not isinstance(self.strengths, Iterable):
+            raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
         object.__setattr__(self, "strengths", tuple(self.strengths))
         if not self.strengths or not all(isinstance(a, int | float) and 0 <= a <= 1 for a in self.strengths):
             raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
@@ -128,9 +132,12 @@ class Recipe:
             "channel_scales": {layer: strength}}``, with the steps that are switched on.
 
         Raises:
+            UnsupportedError: ``exported`` is no exported model, or ``quantizer`` no QFrameworkQuantizer.
             CalibrationError: ``data`` is an iterator, which would be used up by the first step, or does not fit.
         """
-        _check_can_be_read_again(data)
+        check_can_be_read_again(data, "Recipe.before_prepare")
+        check_exported(exported, "Recipe.before_prepare: exported")
+        check_quantizer(quantizer, "Recipe.before_prepare")
         done: dict[str, Any] = {}
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
@@ -147,9 +154,11 @@ class Recipe:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.
 
         Raises:
-            CalibrationError: ``data`` is an iterator, which would be used up by the first step, or does not fit.
+            CalibrationError: ``prepared`` is not prepared; ``data`` is an iterator, which would be used up by the first
+                step, or does not fit.
         """
-        _check_can_be_read_again(data)
+        check_can_be_read_again(data, "Recipe.after_calibrate")
+        check_prepared(prepared, "Recipe.after_calibrate: prepared")
         if self.weight_rounding != "nearest":
             from qframework.quantizer.round_weights import round_weights
 
@@ -170,11 +179,3 @@ class Recipe:
         check_keys(cls, values)
         smooth = values.get("smooth")
         return cls(**{**values, "smooth": None if smooth is None else Smooth.from_dict(smooth)})
-
-
-def _check_can_be_read_again(data: Iterable[Batch]) -> None:
-    if iter(data) is data:
-        raise CalibrationError(
-            f"data is an iterator ({type(data).__name__}), which the first step would use up; "
-            "accepted: a list or a DataLoader"
-        )

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.graph.attributes import attribute
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
-from qframework.numerics import dynamic_scale, exact_matmul, quantize, scale_from_amax
+from qframework.numerics import MIN_AMAX, dynamic_scale, exact_matmul, quantize, scale_from_amax
 from qframework.quantizer.calibrate import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
@@ -160,7 +160,7 @@ def _activation_scale(config: ActivationConfig, name: str, rows: Tensor, amax: T
         return scale_from_amax(amax.max())
     observer = activation_observer(config, name, ())().to(rows.device)
     observer(rows)
-    return observer.scale()
+    return observer.scale() if observer.has_scale() else scale_from_amax(amax.max())
 
 
 def search_smoothing(
@@ -195,9 +195,10 @@ def smoothing_scales(amax_x: Tensor, amax_w: Tensor, free: Tensor, strength: flo
     Args:
         amax_x: ``(channels,)`` float, largest magnitudes of the activation.
         amax_w: ``(channels,)`` float, largest magnitudes in the columns of the weights.
-        free: ``(channels,)`` bool.
+        free: ``(channels,)`` bool. Channels that were always zero keep 1 as well.
         strength: ``a``.
     """
+    free = free & (amax_x >= MIN_AMAX)  # a channel that was always zero may hold anything in use
     log_x, log_w = (a.double().clamp(min=max(float(a.max()) * _SMALLEST_SHARE, 1e-30)).log() for a in (amax_x, amax_w))
     log_s = strength * log_x - (1 - strength) * log_w
     scales = (log_s - log_s[free].mean()).exp().clamp(1 / _LARGEST_SCALE, _LARGEST_SCALE)

@@ -26,8 +26,9 @@ from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import activation_name, is_inactive_dropout
 from qframework.quantizer.annotate_linear import is_linear
+from qframework.quantizer.arguments import check_exported
 from qframework.quantizer.config import LinearConfig
-from qframework.quantizer.quantizer import QFrameworkQuantizer
+from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 
 _aten = torch.ops.aten
 _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack")
@@ -43,6 +44,8 @@ def split_gelu_ranges(exported: GraphModule, quantizer: QFrameworkQuantizer) -> 
         exported: ``torch.export.export(...).module()``, before ``prepare_pt2e``.
         quantizer: the quantizer that ``prepare_pt2e`` will get.
     """
+    check_exported(exported, "split_gelu_ranges: exported")
+    check_quantizer(quantizer, "split_gelu_ranges")
     parts: dict[Node, tuple[Node, Node]] = {}
     split = [node for node in exported.graph.nodes if _reads_gelu(node) and _is_static(node, quantizer)]
     for node in split:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
+from collections import Counter
 from typing import Any
 
 import torch
@@ -13,15 +15,33 @@ from torchao.quantization.pt2e import FROM_NODE_KEY
 from torchao.quantization.pt2e.utils import create_getattr_from_value
 
 from qframework.errors import CalibrationError
-from qframework.numerics import QMAX, QMIN, scale_from_amax
+from qframework.graph.nodes import CALIBRATION_NOTES
+from qframework.numerics import MIN_AMAX, QMAX, QMIN, scale_from_amax
+
+logger = logging.getLogger(__name__)
+
+# How often convert_pt2e found no scale for an activation, or for part of it, by the activation's name.
+uncalibrated: Counter[str] = Counter()
+# Key of a prepared model's meta: the one value that all calibration data consisted of, None where it varied.
+CONSTANT_DATA = "qframework_constant_data"
 
 _DECOMPOSED = torch.ops.quantized_decomposed
 
 
 class StaticObserver:
-    """Mixin of every observer whose scale is fixed at convert; ``threshold`` is what the subclasses define."""
+    """Mixin of every observer whose scale is fixed at convert; ``threshold`` is what the subclasses define.
+
+    Zeros tell nothing about a range. An activation of which calibration saw nothing else has no scale: it stays in
+    float, and converting warns with its name. Positions and heads that were always zero take the largest scale of the
+    others.
+    """
 
     layer: str
+    reported = False
+
+    @abstractmethod
+    def magnitude(self) -> Tensor | None:
+        """Largest magnitude seen, in the shape of ``threshold``; None before anything was observed."""
 
     @abstractmethod
     def threshold(self) -> Tensor | None:
@@ -31,20 +51,39 @@ class StaticObserver:
     def nonfinite(self) -> Tensor:
         """0-dimensional bool: NaN or infinity was observed. On the observer's device, so that asking does not wait."""
 
-    def scale(self) -> Tensor:
-        """Float32 scale, at least MIN_SCALE. Raises CalibrationError if nothing, NaN or infinity was observed."""
+    def observed(self) -> bool:
+        """Whether anything was observed, zeros included."""
+        return self.magnitude() is not None
+
+    def has_scale(self) -> bool:
+        """Whether anything but zeros was observed. Raises CalibrationError for NaN and infinity."""
         if bool(self.nonfinite()):
             raise CalibrationError(
                 f"layer {self.layer!r}: its activation held NaN or infinity during calibration; "
                 "finite values are accepted"
             )
-        threshold = self.threshold()
-        if threshold is None:
+        magnitude = self.magnitude()
+        return magnitude is not None and bool((magnitude >= MIN_AMAX).any())
+
+    def scale(self) -> Tensor:
+        """Float32 scale, at least MIN_SCALE.
+
+        Raises:
+            CalibrationError: nothing was observed, nothing but zeros, or NaN or infinity.
+        """
+        if not self.has_scale():
             raise CalibrationError(
-                f"layer {self.layer!r}: its activation was never observed; "
+                f"layer {self.layer!r}: its activation was always zero during calibration; "
+                "calibrate with data that reaches this layer"
+                if self.observed()
+                else f"layer {self.layer!r}: its activation was never observed; "
                 "run calibrate(prepared, data) before convert_pt2e"
             )
-        return scale_from_amax(threshold)
+        magnitude, threshold = self.magnitude(), self.threshold()
+        assert magnitude is not None
+        assert threshold is not None
+        scale = scale_from_amax(threshold)
+        return torch.where(magnitude >= MIN_AMAX, scale, scale.max())
 
     def broadcast_scale(self, x: Tensor) -> Tensor:
         """Its scale in the shape that broadcasts against what it observes, such as ``x``."""
@@ -56,10 +95,83 @@ class StaticObserver:
         return scale, torch.zeros_like(scale, dtype=torch.int64)
 
     def convert(self, model: GraphModule, node: Node) -> None:
+        """Replace the observer by quantize and dequantize; by nothing where calibration gave no scale.
+
+        Raises:
+            CalibrationError: as ``check_calibrated``; or NaN or infinity was observed.
+        """
+        if self.has_scale():
+            warn_of_constant_data(model)
+            self._report_gaps(node)
+            self.write(model, node)
+            return
+        check_calibrated(model)
+        seen = "saw nothing but zeros in" if self.observed() else "never reached"
+        self._report(node, f"calibration {seen} {{}}, which stays in float")
+        node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
+        model.graph.erase_node(node)
+
+    def _report_gaps(self, node: Node) -> None:
+        magnitude = self.magnitude()
+        assert magnitude is not None
+        empty = int((magnitude < MIN_AMAX).sum())
+        if empty:
+            self._report(
+                node,
+                f"calibration saw nothing but zeros in {empty} of the {magnitude.numel()} positions or heads of {{}}, "
+                "which take the largest scale of the others",
+            )
+
+    def _report(self, node: Node, what: str) -> None:
+        """Log ``what``, with a name in its braces, once; count it; note it for ``explain`` at the layers concerned."""
+        layer, _, role = self.layer.partition(":")
+        for reader in node.users:
+            _note(reader, what.format("its input" if role in ("", "output") else f"its {role}"))
+        if role == "output":
+            _note(node.all_input_nodes[0], what.format("its output"))
+        if not self.reported:  # layers may share an observer
+            self.reported = True
+            uncalibrated[self.layer] += 1
+            logger.warning("qframework: %s", what.format(f"the {role or 'input'} of layer {layer!r}"))
+
+    def write(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by quantize_per_tensor and dequantize_per_tensor."""
         scale = float(self.scale())
         with model.graph.inserting_before(node):
             replace_by_per_tensor(model, node, scale, float_dtype(node))
+
+
+def _note(layer: Node, what: str) -> None:
+    layer.meta[CALIBRATION_NOTES] = [*layer.meta.get(CALIBRATION_NOTES, ()), what]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# A whole model
+
+
+def check_calibrated(model: GraphModule) -> None:
+    """Raise CalibrationError where a prepared model was not calibrated at all, or with nothing but zeros."""
+    observers = [module for module in model.modules() if isinstance(module, StaticObserver)]
+    if observers and not any(observer.observed() for observer in observers):
+        observers[0].scale()  # raises
+    if observers and model.meta.get(CONSTANT_DATA) == 0 and not any(observer.has_scale() for observer in observers):
+        names = list(dict.fromkeys(observer.layer for observer in observers))
+        raise CalibrationError(
+            f"layer {names[0]!r}: the calibration data held nothing but zeros, and so did all {len(names)} static "
+            "activations of the model; calibrate with inputs like those the model will get, or use "
+            "dynamic_int8(), which needs no calibration"
+        )
+
+
+def warn_of_constant_data(model: GraphModule) -> None:
+    """Log, once, that scales come from calibration data of a single value."""
+    value = model.meta.pop(CONSTANT_DATA, None)
+    if value is not None:
+        logger.warning(
+            "qframework: the calibration data held nothing but the value %g; static scales fit other inputs only if "
+            "calibrate(prepared, data) sees inputs like those the model will get",
+            value,
+        )
 
 
 # ----------------------------------------------------------------------------------------------------------------------

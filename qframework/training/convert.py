@@ -17,6 +17,7 @@ from typing import get_args
 
 from torch import nn
 
+from qframework.arguments import check_module
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._blocks import BlockSize, CanonicalSize, block_shape, check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
@@ -95,6 +96,7 @@ def convert_to_int8_training(
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` fits no module.
     """
+    check_module(model, "convert_to_int8_training: model")
     block_size = check_block_size("convert_to_int8_training", block_size)
     if mode not in get_args(Mode):
         raise UnsupportedError(f"mode={mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
@@ -116,6 +118,7 @@ def convert_to_int8_training(
 
 def conversion_report(model: nn.Module) -> ConversionReport:
     """What convert_to_int8_training did to ``model``. Raises QFrameworkError where it was not called."""
+    check_module(model, "conversion_report: model")
     report = model.__dict__.get(_REPORT)
     if report is None:
         raise QFrameworkError(f"{type(model).__name__} is not converted; accepted: a model of convert_to_int8_training")
@@ -128,6 +131,7 @@ def restore_float(model: nn.Module) -> nn.Module:
     Raises:
         QFrameworkError: the model was not converted, or the class of a module has been changed since; nothing is done.
     """
+    check_module(model, "restore_float: model")
     conversion_report(model)
     for name, module in model.named_modules():
         if is_converted(module):

@@ -136,6 +136,5 @@ def test_data_is_checked(data, batches, message):
 
 def test_an_uncalibrated_activation_is_named():
     prepared = prepare_pt2e(exported(Mlp(), torch.randn(3, 8)), QFrameworkQuantizer().set_global(static_int8()))
-    run = LayerwiseRun(prepared, take_batches(prepared, [torch.randn(3, 8)], None, "a test"), quantized=True)
     with pytest.raises(CalibrationError, match="layer 'fc1': its activation was never observed"):
-        run.advance(linears(prepared)[0])
+        LayerwiseRun(prepared, take_batches(prepared, [torch.randn(3, 8)], None, "a test"), quantized=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qframework.errors import CalibrationError
-from qframework.numerics import MIN_SCALE, weight_scale
+from qframework.numerics import MIN_AMAX, MIN_SCALE, weight_scale
 from qframework.quantizer.config import ActivationConfig
 from qframework.quantizer.observers import activation_observer, mse_weight_scale
 
@@ -161,21 +161,69 @@ def test_growth_keeps_every_count(observer):
 @pytest.mark.parametrize("observer", HISTOGRAMS)
 def test_zeros_first_then_data(observer):
     x = heavy_tailed(5000)
-    late = float(observe(make(observer=observer), torch.zeros(8), x).scale())
-    assert late == pytest.approx(float(observe(make(observer=observer), x).scale()), rel=0.1)
+    expected = observe(make(observer=observer), x).scale()
+    assert torch.equal(observe(make(observer=observer), torch.zeros(8), x).scale(), expected)
+    # far more zeros than data, before, between and after
+    many = observe(make(observer=observer), torch.zeros(100_000), *x.chunk(2), torch.full((100_000,), 1e-30)).scale()
+    assert torch.equal(many, observe(make(observer=observer), *x.chunk(2)).scale())
 
 
-@pytest.mark.parametrize("x", [torch.full((64,), 3e38), torch.full((64,), 1e-30), torch.tensor([1e-30, 3e38])])
+@pytest.mark.parametrize("granularity", ["per_tensor", "per_token"])
+def test_a_moving_average_leaves_zeros_out(granularity):
+    batches = torch.randn(3, 2, 5, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    zeros = torch.zeros(2, 5, 6)
+    expected = observe(make(granularity, "moving_average"), *batches).scale()
+    found = observe(make(granularity, "moving_average"), zeros, batches[0], zeros + 1e-30, *batches[1:], zeros).scale()
+    assert torch.equal(found, expected)
+
+
+def test_a_moving_average_of_positions_leaves_out_positions_of_zeros():
+    first, second = torch.ones(2, 2, 5, 6)
+    second[:, 3] = 0
+    scale = observe(make("per_token", "moving_average"), first, 3 * second).scale().flatten() * 127
+    assert scale.tolist() == pytest.approx([1.02, 1.02, 1.02, 1, 1.02])
+
+
+def test_percentile_is_that_of_the_nonzero_values():
+    x = heavy_tailed()
+    sparse = torch.zeros(50 * x.numel())
+    sparse[::50] = x
+    assert torch.equal(
+        observe(make(observer="percentile"), sparse).scale(), observe(make(observer="percentile"), x).scale()
+    )
+
+
+@pytest.mark.parametrize("x", [torch.full((64,), 3e38), torch.full((64,), 2e-16), torch.tensor([1e-30, 3e38])])
 @pytest.mark.parametrize("observer", PER_TENSOR)
 def test_extreme_magnitudes_stay_finite(observer, x):
     scale = float(observe(make(observer=observer), x[:1], x).scale())
     assert MIN_SCALE <= scale <= 3e38 / 127 * (1 + 2**-22)
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e-20, -0.9 * MIN_AMAX])
 @pytest.mark.parametrize(("granularity", "observer"), KINDS)
-def test_all_zero_gets_the_smallest_scale(granularity, observer):
-    scale = observe(make(granularity, observer), torch.zeros(2, 5, 3)).scale()
-    assert torch.equal(scale, torch.full_like(scale, MIN_SCALE))
+def test_zeros_give_no_scale(granularity, observer, value):
+    seen = observe(make(granularity, observer), torch.full((2, 5, 3), value))
+    assert seen.observed()
+    assert not seen.has_scale()
+    with pytest.raises(CalibrationError, match=r"'blocks.0.fc1'.*always zero during calibration; calibrate with data"):
+        seen.scale()
+
+
+@pytest.mark.parametrize("observer", PER_TOKEN)
+def test_positions_of_zeros_take_the_largest_scale_of_the_others(observer):
+    x = torch.ones(2, 5, 3)
+    x[:, 1], x[:, 3], x[:, 4] = 0, 8, 1e-30
+    scale = observe(make("per_token", observer), x).scale()
+    assert torch.equal(scale, torch.tensor([1.0, 8, 1, 8, 8]).reshape(5, 1) / 127)
+
+
+@pytest.mark.parametrize("value", [3.0, -3.0])
+@pytest.mark.parametrize(("granularity", "observer"), KINDS)
+def test_constants_give_a_scale(granularity, observer, value):
+    scale = observe(make(granularity, observer), torch.full((2, 5, 3), value)).scale()
+    # a histogram knows a value to one of its bins, and the constant is the upper end of the last one
+    assert scale.flatten().tolist() == pytest.approx([3 / 127] * scale.numel(), rel=1e-3)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -27,6 +27,7 @@ from quantizer_models import (
 from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+from qframework import explain
 from qframework.errors import CalibrationError, UnsupportedError
 from qframework.numerics import quantize_weight, sqnr_db
 from qframework.quantizer import (
@@ -257,11 +258,17 @@ def test_float_weights_are_freed_inside_modules_too(net, x):
     assert [value.dtype for value in state.values() if value.dim() == 2] == [torch.int8] * 11
 
 
-def test_zero_weight_and_zero_activation_give_the_bias():
-    model = nn.Linear(4, 3)
+@pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
+@pytest.mark.parametrize("observer", ["minmax", "mse"])
+def test_zero_weights_give_the_bias_and_no_warning(weight, observer, caplog):
+    """As adapters begin."""
+    model, x = nn.Linear(4, 3), torch.randn(2, 4)
     nn.init.zeros_(model.weight)
-    x = torch.zeros(2, 4)
-    assert torch.equal(quantized(model, QFrameworkQuantizer().set_global(static_int8()), x)(x), model(x))
+    config = LinearConfig(weight=WeightConfig(weight, observer))
+    converted = quantized(model, QFrameworkQuantizer().set_global(config), x)
+    assert torch.equal(converted(x), model(x))
+    assert [layer.lowered for layer in explain(converted, x).layers] == [True]
+    assert not caplog.records
 
 
 def test_mse_weights_are_used():

@@ -1,0 +1,80 @@
+"""Whether a file can be written, asked before the work whose result it is to hold."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from qframework.errors import QFrameworkError
+
+
+def check_output_file(path: Path, argument: str, *, make_folder: bool = False) -> None:
+    """Raise QFrameworkError, naming ``argument``, unless a file can be made at ``path`` or replaced there.
+
+    What is there stays as it is: a file of another name is made beside it and removed. Asking for permissions would
+    not do, since root has all of them on file systems that refuse root all the same.
+
+    Args:
+        path: the file to be.
+        argument: what the user gave it as, such as ``"--output"``.
+        make_folder: make the folder where it is missing, as the writer would.
+    """
+    try:
+        if path.is_dir():
+            raise _refusal(path, argument, "it is a folder")
+        if path.exists() and not path.is_file():
+            raise _refusal(path, argument, "what is there is no regular file")
+        _check_folder(path, argument, make_folder)
+        # as long a name as a file has that is written first and then takes its place
+        trial = path.with_name(f".{path.name}.{os.getpid()}.writable")
+        trial.open("xb").close()
+        trial.unlink()
+    except OSError as error:
+        raise _refusal(path, argument, error.strerror or str(error)) from error
+
+
+def check_output_folder(path: Path, argument: str) -> None:
+    """Raise QFrameworkError, naming ``argument``, unless files can be made in the folder ``path``, made if missing."""
+    if path.exists() and not path.is_dir():
+        raise QFrameworkError(f"{argument}: cannot write into {path}: it is no folder; accepted: a folder")
+    check_output_file(path / "output", argument, make_folder=True)
+
+
+def output_file(text: str) -> Path:
+    """An argparse type: a file that can be written, its folder made where it is missing."""
+    return _argparse_path(text, folder=False)
+
+
+def output_folder(text: str) -> Path:
+    """An argparse type: a folder that can be written into, made where it is missing."""
+    return _argparse_path(text, folder=True)
+
+
+def _argparse_path(text: str, *, folder: bool) -> Path:
+    path = Path(text)
+    try:
+        if folder:
+            check_output_folder(path, "argument")
+        else:
+            check_output_file(path, "argument", make_folder=True)
+    except QFrameworkError as error:  # argparse names the option itself
+        raise argparse.ArgumentTypeError(str(error).removeprefix("argument: ")) from error
+    return path
+
+
+def _check_folder(path: Path, argument: str, make: bool) -> None:
+    folder = path.parent
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        raise _refusal(path, argument, f"{existing} is no folder")
+    if make:
+        folder.mkdir(parents=True, exist_ok=True)
+    elif existing != folder:
+        raise _refusal(path, argument, f"the folder {folder} does not exist")
+
+
+def _refusal(path: Path, argument: str, reason: str) -> QFrameworkError:
+    return QFrameworkError(
+        f"{argument}: cannot write {path}: {reason}; accepted: a file in a folder that exists and can be written to"
+    )

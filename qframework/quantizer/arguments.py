@@ -1,0 +1,61 @@
+"""Whether the steps around ``prepare_pt2e`` and ``convert_pt2e`` got the model that they work on."""
+
+from __future__ import annotations
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
+from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase
+
+from qframework.arguments import described
+from qframework.errors import CalibrationError, UnsupportedError
+
+OBSERVERS = (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase)
+_PREPARED_META = "_observed_graph_module_attrs"  # torchao's; a converted model keeps it
+
+
+def check_exported(model: object, what: str) -> None:
+    """Raise UnsupportedError unless ``model``, the argument ``what``, is a float graph of ``torch.export``."""
+    state = _state(model)
+    if state != "an exported model":
+        raise UnsupportedError(
+            f"{what} is {state}; accepted: an exported model, torch.export.export(model, inputs).module()"
+        )
+
+
+def check_graph(model: object, what: str) -> None:
+    """Raise UnsupportedError unless ``model``, the argument ``what``, is a graph, of whatever state."""
+    if not isinstance(model, GraphModule):
+        raise UnsupportedError(
+            f"{what} is {_state(model)}; accepted: an exported model, torch.export.export(model, inputs).module()"
+        )
+
+
+def check_prepared(model: object, what: str) -> None:
+    """Raise CalibrationError unless ``model``, the argument ``what``, is what ``prepare_pt2e`` returns."""
+    state = _state(model)
+    if state != "a prepared model":
+        raise CalibrationError(
+            f"{what} is {state}; accepted: a prepared model, prepare_pt2e(exported, quantizer), before convert_pt2e"
+        )
+
+
+def _state(model: object) -> str:
+    """What ``model`` is, with its article."""
+    if isinstance(model, ExportedProgram):
+        return "an ExportedProgram"
+    if not isinstance(model, torch.nn.Module):
+        return described(model)
+    if hasattr(model, "_orig_mod"):
+        return "a compiled model"
+    if not isinstance(model, GraphModule):
+        return f"a {type(model).__name__} that was not exported"
+    if any(isinstance(module, OBSERVERS) for module in model.modules()):
+        return "a prepared model"
+    if any(node.op == "call_function" and "dequantize" in str(node.target) for node in model.graph.nodes):
+        return "a converted model"
+    if _PREPARED_META in model.meta:
+        return "a prepared model"  # in which nothing is to be quantized
+    known = all("val" in node.meta for node in model.graph.find_nodes(op="placeholder"))
+    return "an exported model" if known else "a GraphModule that torch.export did not make"
