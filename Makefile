@@ -15,7 +15,7 @@ BENCHMARKS = $(subst /,.,$(basename $(shell grep -l '__name__ == "__main__"' ben
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test check format test-gpu bench-smoke docs wheel clean
+.PHONY: help demo test test-all check format test-gpu bench-smoke docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,14 +23,21 @@ help:  ## list the targets
 demo: $(DEMO_STAMP)  ## train, quantize, compile and compare a vision transformer on handwritten digits
 	$(BIN)/python examples/digits_demo.py
 
-test: $(DEV_STAMP)  ## all tests that need no GPU, then the Triton kernels in Triton's interpreter
+test: SELECTED := not gpu and not full
+test: run-tests  ## all tests that need no GPU, then the Triton kernels in Triton's interpreter; samples of the longest
+
+test-all: SELECTED := not gpu
+test-all: run-tests  ## the same without sampling: every case of every test that needs no GPU
+
+.PHONY: run-tests
+run-tests: $(DEV_STAMP)
 	@status=0; \
 	echo "== tests =="; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
-		-m "not gpu and not interpreter" || status=1; \
+		-m "$(SELECTED) and not interpreter" || status=1; \
 	echo "== Triton kernels, interpreted =="; \
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) \
-		-m "interpreter and not gpu" tests/kernels || status=1; \
+		-m "$(SELECTED) and interpreter" tests/kernels || status=1; \
 	exit $$status
 
 check: $(DEV_STAMP)  ## lint, formatting and types

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+from collections import defaultdict
 from collections.abc import Generator, Iterator
 from functools import cache
 from importlib.metadata import version
@@ -63,6 +65,33 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     for mark, reason in (("gpu", why_no_gpu), ("interpreter", why_no_triton)):
         if item.get_closest_marker(mark) is not None and (why := reason()) is not None:
             pytest.skip(why)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``sample``, mark what is outside the sample as ``full``, which ``make test`` leaves out."""
+    tests: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("sample") is not None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for name, cases in tests.items():
+        mark = cases[0].get_closest_marker("sample")
+        assert mark is not None
+        for case in outside_sample(name, cases, *mark.args):
+            case.add_marker("full")
+
+
+def outside_sample(name: str, cases: list[pytest.Function], share: float) -> list[pytest.Function]:
+    """What is outside a share of the cases that is the same in every run and holds every value of each parameter."""
+    shuffled = random.Random(name).sample(cases, len(cases))
+    seen: set[tuple[str, str]] = set()
+    repeated = []
+    for case in shuffled:
+        values = {(parameter, repr(value)) for parameter, value in case.callspec.params.items()}
+        if values <= seen:
+            repeated.append(case)
+        seen |= values
+    return repeated[max(0, round(share * len(cases)) - (len(cases) - len(repeated))) :]
 
 
 def pytest_collection_finish() -> None:

@@ -214,6 +214,7 @@ def uses_fp16(chip: str, text: str) -> bool:
     return re.search(FP16_PRODUCT.get(chip, r"mma\.sync\S*\.f16\.f16"), text) is not None
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_attention(launches, chip, variant, tmp_path):
@@ -283,6 +284,7 @@ FEATURES = {
 }
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.parametrize("chip", ["sm_80", "sm_90"])
 def test_features_compile_and_fit(launches, chip, feature, tmp_path):

@@ -36,6 +36,7 @@ def compile_anywhere(chip, tile, block_size, out, k):
     return compile_for(chip, _block_linear_kernel, types, tile_constants(tile, k, block_size, True), **options)
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("m", [8192, 200], ids=["large", "small"])
 @pytest.mark.parametrize("out", ["bf16", "i8"])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -78,6 +79,7 @@ def described(kind, rows, columns):
     return f"tensordesc<{kind}[{rows}, {columns}],{layout(rows, columns, DTYPES[kind])!r}>"
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("out", DTYPES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)

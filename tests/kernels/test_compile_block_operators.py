@@ -87,6 +87,7 @@ def check(chip, name, block_size, tmp_path, columns=COLUMNS):
     return compiled
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("chip", CHIPS)
@@ -95,6 +96,7 @@ def test_every_chip(chip, name, block_size, tmp_path):
         check(chip, name, block_size, tmp_path)
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("block_size", [size for size in BLOCK_SIZES if size not in (32, (1, 128))])
 @pytest.mark.parametrize("name", KERNELS)
 def test_every_block_size(name, block_size, tmp_path):
@@ -169,6 +171,7 @@ def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
     assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", check("sm_90", name, 32, tmp_path).asm["ptx"])
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("columns", [16, 48, 272, COLUMNS])
 @pytest.mark.parametrize("name", ["add", "statistics"])

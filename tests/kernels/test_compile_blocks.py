@@ -38,6 +38,7 @@ def compiled_for(chip, name, block_size):
     return compile_for(chip, kernel, TYPES | {"x_ptr": f"*{dtype}"}, constants, num_warps=warps)
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("chip", CHIPS)

@@ -26,6 +26,7 @@ MODES = {
 }
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("chip", CHIPS)

@@ -166,6 +166,7 @@ def described(kind: str, rows: int, columns: int) -> str:
     return f"tensordesc<{kind}[{rows}, {columns}],{specialized.layout(rows, columns, dtype)!r}>"
 
 
+@pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("per_row", [False, True], ids=["per_tensor", "per_row"])
 @pytest.mark.parametrize("shape", [LARGE, SMALL], ids=["large", "small"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
@@ -201,6 +202,7 @@ def test_hopper_without_descriptors(epilogue, tmp_path):
     assert stack_bytes(compile_int8_linear("sm_90", tile, flags, True), tmp_path) <= MAX_STACK
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("single", [False, True], ids=["any number of tiles", "one tile"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("tile", [PINGPONG, COOPERATIVE], ids=["pingpong", "cooperative"])
