@@ -27,8 +27,8 @@ from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from qframework.evaluation.training_files import LOSSES, SUMMARY
+from qframework.files import atomic_write
 from qframework.kernels._blocks import block_size_name
-from qframework.serialization import atomic_write
 
 SCHEMA = 1
 PATIENCE = 30.0  # seconds, for processes to end

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qframework.serialization import atomic_write
+from qframework.files import atomic_write
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
