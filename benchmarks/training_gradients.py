@@ -28,8 +28,8 @@ from benchmarks.machine import describe_machine
 from benchmarks.training_parity import CONFIGURATIONS
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.training_tasks import TextTask
+from qframework.files import atomic_write
 from qframework.outputs import output_file
-from qframework.serialization import atomic_write
 from qframework.training import convert_to_int8_training
 
 SCHEMA = 1

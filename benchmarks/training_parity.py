@@ -35,9 +35,9 @@ from qframework.evaluation import digits_vit
 from qframework.evaluation.training_files import Curves, draw_curves
 from qframework.evaluation.training_loop import Place, RunConfig, TrainingTask, train
 from qframework.evaluation.training_tasks import DigitsTask, TextTask
+from qframework.files import atomic_write
 from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.outputs import output_folder
-from qframework.serialization import atomic_write
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "training"
 BUILD = REPOSITORY / "build" / "training_parity"

@@ -27,9 +27,9 @@ from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from qframework.evaluation.training_files import LOSSES, SUMMARY
+from qframework.files import atomic_write
 from qframework.kernels._blocks import block_size_name
 from qframework.outputs import output_file
-from qframework.serialization import atomic_write
 
 SCHEMA = 1
 PATIENCE = 30.0  # seconds, for processes to end

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import stat
 import subprocess
 import sys
 import zipfile
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 import qframework
 from qframework import serialization
 from qframework.backend import explain
-from qframework.errors import FileFormatError, QFrameworkError
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.evaluation import quantize_model
 from qframework.quantizer import LinearConfig, QFrameworkQuantizer, dynamic_int8, qattn_paper, static_int8
 
@@ -184,6 +185,70 @@ def test_a_failed_save_leaves_the_old_file(saved: Path, monkeypatch: pytest.Monk
     assert list(saved.parent.iterdir()) == [saved]
 
 
+_ON_A_FULL_DISK = """
+import resource, sys, torch, qframework
+path, model = sys.argv[1], qframework.load(sys.argv[2])
+inputs, kept = (torch.randn(4, 5, 16),), open(path, "rb").read()
+qframework.save(model, path + ".whole", inputs)
+whole, hard = len(open(path + ".whole", "rb").read()), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+for part in range(0, 10):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole * part // 10, hard))
+    try:
+        qframework.save(model, path, inputs)
+    except OSError:
+        assert open(path, "rb").read() == kept
+    else:
+        raise SystemExit(f"nothing was raised at {part} tenths")
+"""
+
+
+def test_a_full_disk_is_an_exception_and_leaves_the_old_file(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "old"
+    path.write_bytes(b"old")
+    arguments = [sys.executable, "-c", _ON_A_FULL_DISK, str(path), str(saved)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert sorted(each.name for each in tmp_path.iterdir()) == [saved.name, "old", "old.whole"]
+
+
+def test_save_keeps_the_mode_and_follows_links(converted: torch.fx.GraphModule, saved: Path, tmp_path: Path) -> None:
+    saved.chmod(0o600)
+    (tmp_path / "link.pt2").symlink_to(saved)
+    qframework.save(converted, tmp_path / "link.pt2", (torch.randn(4, 5, 16),))
+    assert (tmp_path / "link.pt2").is_symlink()
+    assert stat.S_IMODE(saved.stat().st_mode) == 0o600
+    assert serialization.read_metadata(saved)["config"] == {}
+
+
+def test_save_refuses_what_load_would_refuse(tmp_path: Path) -> None:
+    class Detector(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.ops.torchvision.nms(x, x[:, 0], 0.5)
+
+    import torchvision  # noqa: F401 (registers the operator)
+
+    program = torch.export.export(Detector(), (torch.rand(5, 4),))
+    with pytest.raises(UnsupportedError, match=r"save: load would refuse.*torchvision\.nms"):
+        qframework.save(program, tmp_path / "m.pt2", ())
+    assert not list(tmp_path.iterdir())
+
+
+def test_conditions_on_inputs_are_kept(tmp_path: Path) -> None:
+    class Pair(nn.Module):
+        def forward(self, x: Tensor, y: dict[str, Tensor]) -> Tensor:
+            if x.shape[0] == 2 * y["a"].shape[0]:
+                return x.sum() + y["a"].sum()
+            return x
+
+    x, y = torch.randn(4, 3), {"a": torch.randn(2, 3)}
+    shapes = {"x": {0: torch.export.Dim.DYNAMIC}, "y": {"a": {0: torch.export.Dim.DYNAMIC}}}
+    qframework.save(torch.export.export(Pair(), (x, y), dynamic_shapes=shapes), tmp_path / "m.pt2", ())
+    model = qframework.load(tmp_path / "m.pt2")
+    assert torch.equal(model(x, y), Pair()(x, y))
+    with pytest.raises((AssertionError, RuntimeError)):
+        model(torch.randn(5, 3), y)
+
+
 # What load refuses
 
 
@@ -333,6 +398,10 @@ def test_pickled_weights_are_refused(saved: Path) -> None:
     rewrite(saved, "/data/weights/weight_0", bomb)
     with pytest.raises(FileFormatError, match="holds pickled objects"):
         qframework.load(saved)
+
+
+def test_new_files_hold_no_pickle(saved: Path) -> None:
+    assert zipfile.ZipFile(saved).read("archive/data/sample_inputs/model.pt") == b""
 
 
 def test_machine_code_is_refused(saved: Path) -> None:

@@ -7,12 +7,10 @@ innermost module that calls ``F.scaled_dot_product_attention``; a second call in
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +20,7 @@ from torch.fx import GraphModule
 from qframework.attention.drop_in import checked_spec
 from qframework.attention.layer_scope import ROOT, LayerScope, rewrite_graph, split_name
 from qframework.errors import FileFormatError, QFrameworkError
+from qframework.files import read_json, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -167,7 +166,7 @@ class AttentionChoice(Mapping[str, str]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the choice to ``path`` as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1, allow_nan=False) + "\n")
+        write_json(path, self.to_dict())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionChoice:
@@ -177,10 +176,7 @@ class AttentionChoice(Mapping[str, str]):
             FileFormatError: not such a file, or one of a newer format.
             FileNotFoundError: there is no such file.
         """
-        try:
-            values = json.loads(Path(path).read_text())
-        except ValueError as error:
-            raise FileFormatError(f"{path} is no attention choice: {error}") from error
+        values = read_json(path, "attention choice")
         try:
             return cls.from_dict(values)
         except FileFormatError as error:

@@ -84,9 +84,10 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
 def _describe(variant: str, query: Tensor) -> str:
     """The operator, and what bfloat16 products run in where a variant's FP16 accumulator is not used."""
     chosen = None if variant == "auto" else resolve(variant)
-    if chosen is not None and (chosen.pv, chosen.accumulator, query.dtype) == ("fp16", "fp16", torch.bfloat16):
-        if values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
-            variant += ", P and V in bfloat16, FP32 accumulator"
+    if chosen is None or (chosen.pv, chosen.accumulator, query.dtype) != ("fp16", "fp16", torch.bfloat16):
+        pass
+    elif values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
+        variant += ", P and V in bfloat16, FP32 accumulator"
     return f"qframework::sage_attention ({variant})"
 
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qframework.files import atomic_write
 from qframework.outputs import check_output_file
-from qframework.serialization import atomic_write
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

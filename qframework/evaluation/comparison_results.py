@@ -12,7 +12,7 @@ from rich.table import Table
 
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation.distributed import Processes
-from qframework.serialization import atomic_write
+from qframework.files import open_regular, write_text
 
 SCHEMA = 1
 _NAMES = {"top1": "top-1 %", "top5": "top-5 %", "miou": "mIoU %", "pixel_iou": "pixel IoU %"}
@@ -105,14 +105,17 @@ class Results:
 
     def _read(self, path: Path) -> None:
         try:
-            document = json.loads(path.read_text())
+            with open_regular(path) as file:
+                document = json.loads(file.read())  # a metric can be NaN
             if document["schema"] != SCHEMA:
                 raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
             rows = [Row.from_json(row) for row in document["rows"]]
             partial = document.get("partial")
             self._partial = None if partial is None else Partial(**partial)
             self.description, self.configurations = document["description"], document["configurations"]
-        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        except FileFormatError:
+            raise
+        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
             raise FileFormatError(f"{path} is no file of a comparison: {error!r}") from error
         self.rows = {row.configuration: row for row in rows}
 
@@ -166,8 +169,7 @@ class Results:
         if self.path is None or not self.is_writer:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self.path) as file:
-            file.write((json.dumps(self.to_json(), indent=2) + "\n").encode())
+        write_text(self.path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @property
     def ordered(self) -> list[Row]:

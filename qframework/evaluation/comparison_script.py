@@ -17,8 +17,8 @@ from qframework.evaluation.comparison import Configuration, Settings, compare, s
 from qframework.evaluation.comparison_results import Results
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
 from qframework.evaluation.tasks import Task
+from qframework.files import atomic_write
 from qframework.outputs import check_output_file
-from qframework.serialization import atomic_write
 
 BAD_INPUT = 2
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

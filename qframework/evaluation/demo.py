@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.sqnr import layer_sqnr
+from qframework.files import write_json
 from qframework.quantizer import (
     QFrameworkQuantizer,
     QuantizationConfig,
@@ -66,8 +66,7 @@ class Demo:
 
     def write_json(self, path: Path) -> None:
         """The rows as a list of objects."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps([asdict(row) for row in self.rows], indent=2) + "\n")
+        write_json(path, [asdict(row) for row in self.rows], indent=2)
 
     def table(self) -> Table:
         """The rows for people; weight bytes also as a share of FP32's."""

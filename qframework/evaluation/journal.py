@@ -5,6 +5,7 @@ One JSON object to a line: first the settings that all measurements depend on, t
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from qframework.errors import QFrameworkError
+from qframework.files import open_regular, write_text
 
 Value = TypeVar("Value")
 
@@ -39,7 +41,6 @@ class Journal:
             self._values = {entry["key"]: entry["value"] for entry in whole[1:]}
             _write(path, whole)  # without the line that was cut off
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             _write(path, [{"settings": settings}])
 
     def __call__(self, key: str, measure: Callable[[], Value]) -> Value:
@@ -58,20 +59,27 @@ class Journal:
     def _append(self, entry: Mapping[str, Any]) -> None:
         if self._path is None:
             return
-        with self._path.open("a") as file:
-            file.write(json.dumps(entry) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        line = (json.dumps(entry) + "\n").encode()
+        with self._path.open("ab", buffering=0) as file:
+            end = file.tell()
+            try:
+                if file.write(line) < len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
+                os.fsync(file.fileno())
+            except BaseException:
+                file.truncate(end)  # or the next entry would continue half a line
+                raise
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
     """The objects of all whole lines; the last line may have been cut off."""
     entries = []
-    *lines, rest = path.read_text().split("\n")
+    with open_regular(path) as file:
+        *lines, rest = file.read().decode(errors="replace").split("\n")
     for number, line in enumerate(lines, 1):
         try:
             entries.append(json.loads(line))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise QFrameworkError(f"{path}, line {number}: no journal of measurements: {error}") from error
     if not entries and rest:
         raise QFrameworkError(f"{path} is no journal of measurements; name another file or remove it")
@@ -96,7 +104,4 @@ def _check(path: Path, entries: list[Any], settings: Mapping[str, Any]) -> None:
 
 
 def _write(path: Path, entries: list[Any]) -> None:
-    from qframework.serialization import atomic_write
-
-    with atomic_write(path) as file:
-        file.write("".join(json.dumps(entry) + "\n" for entry in entries).encode())
+    write_text(path, "".join(json.dumps(entry) + "\n" for entry in entries))

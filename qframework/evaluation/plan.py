@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from qframework.backend.options import parse_options
 from qframework.errors import FileFormatError, UnsupportedError
+from qframework.files import read_json
 from qframework.quantizer import AttentionConfig, LinearConfig, QFrameworkQuantizer, Recipe
 
 FORMAT = 1
@@ -83,10 +83,7 @@ class Plan:
             FileNotFoundError: there is no such file.
             UnsupportedError: rules, options or a recipe that this version does not know.
         """
-        try:
-            values = json.loads(path.read_text())
-        except ValueError as error:  # UnicodeDecodeError too
-            raise FileFormatError(f"{path} is no plan: {error}") from error
+        values = read_json(path, "plan")
         try:
             return cls.from_dict(values)
         except FileFormatError as error:

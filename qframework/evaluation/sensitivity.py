@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -20,6 +19,7 @@ from qframework.evaluation.layer_times import STATIC
 from qframework.evaluation.layers import Layer, find_layers
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.pt2e import export_model
+from qframework.files import write_json
 from qframework.quantizer import Recipe
 
 if TYPE_CHECKING:
@@ -71,8 +71,7 @@ class Sensitivity:
 
     def save(self, path: Path) -> None:
         """Write ``to_dict()`` to ``path`` as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(path, self.to_dict(), indent=2)
 
     def table(self) -> Table:
         """The rows for people, the worst first."""

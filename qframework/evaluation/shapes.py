@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation.shape_outlines import OUTLINES, Outline
+from qframework.files import atomic_write, write_json
 from qframework.outputs import output_folder
 
 Split = Literal["train", "held_out"]
@@ -218,7 +218,8 @@ def write_coco(folder: str | Path, count: int, split: Split = "held_out", *, siz
     annotations: list[dict[str, Any]] = []
     for index, scene in enumerate(scenes(count, split, size=size, seed=seed)):
         name = f"{index:06d}.png"
-        PillowImage.fromarray(scene.image).save(folder / "images" / name)
+        with atomic_write(folder / "images" / name) as file:
+            PillowImage.fromarray(scene.image).save(file, format="PNG")
         images.append({"id": index + 1, "file_name": name, "height": size, "width": size})
         annotations += [_annotation(shape, index + 1) for shape in scene.shapes]
     for identifier, annotation in enumerate(annotations, start=1):
@@ -227,7 +228,7 @@ def write_coco(folder: str | Path, count: int, split: Split = "held_out", *, siz
     info = {"description": "Textured shapes over scikit-image's photographs", "split": split, "seed": seed}
     document = {"info": info, "images": images, "annotations": annotations, "categories": categories}
     path = folder / "instances.json"
-    path.write_text(json.dumps(document) + "\n")
+    write_json(path, document, indent=None)
     return path
 
 

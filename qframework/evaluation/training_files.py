@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from qframework.errors import FileFormatError, QFrameworkError
-from qframework.serialization import atomic_write
+from qframework.files import atomic_write
 
 CHECKPOINT, LOSSES, PLOT, SUMMARY = "checkpoint.pt", "losses.csv", "losses.png", "summary.json"
 _COLOURS = ("#44403c", "#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#a16207", "#0e7490")
@@ -131,8 +131,18 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], map_location: torch
     """
     try:
         fields = torch.load(path, map_location=map_location, weights_only=True)
-        checkpoint = Checkpoint(**{**fields, "curves": Curves.from_dict(fields["curves"])})
-    except (RuntimeError, pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        checkpoint = Checkpoint(
+            **{**fields, "settings": dict(fields["settings"]), "curves": Curves.from_dict(fields["curves"])}
+        )
+    except (
+        RuntimeError,
+        pickle.UnpicklingError,
+        EOFError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+    ) as error:
         raise FileFormatError(f"{path} is no checkpoint of a training run: {error!r}"[:300]) from error
     wanted = json.loads(json.dumps(dict(settings)))
     names = sorted({*checkpoint.settings, *wanted})

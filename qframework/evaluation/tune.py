@@ -26,6 +26,7 @@ from qframework.evaluation.pt2e import export_model
 from qframework.evaluation.sensitivity import checked_metric
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.tune_search import Cost, Costs, climb, ladder, pareto, rungs, total_time
+from qframework.files import write_json
 from qframework.quantizer import Recipe, dynamic_attention
 
 if TYPE_CHECKING:
@@ -113,8 +114,7 @@ class Tuning:
 
     def save(self, path: Path) -> None:
         """Write ``to_dict()`` to ``path`` as JSON."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.to_dict(), indent=2, allow_nan=False) + "\n")
+        write_json(path, self.to_dict(), indent=2)
 
     def plot(self, path: Path) -> None:
         """Draw drop against speed to a PNG. Raises ModuleNotFoundError where matplotlib is missing."""

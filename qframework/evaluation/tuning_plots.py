@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qframework.files import atomic_write
+
 if TYPE_CHECKING:
     from qframework.evaluation.sensitivity import Sensitivity
     from qframework.evaluation.tune import Tuning
@@ -34,7 +36,8 @@ def _figure(path: Path, **size: Any) -> Iterator[Any]:
     FigureCanvasAgg(figure)
     yield figure
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, format="png", dpi=120, metadata={"Software": None})
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=120, metadata={"Software": None})
 
 
 def draw_sensitivity(result: Sensitivity, path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,18 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(path: Path, content: str)
     with pytest.raises(QFrameworkError, match=r"a\.jsonl"):
         Journal(path, {})
     assert path.read_text() == content
+
+
+def test_half_a_line_of_a_full_disk_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path, SETTINGS)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full_disk)
+        with pytest.raises(OSError, match="No space left"):
+            journal("a", lambda: 1)
+    assert journal("b", lambda: 2) == 2
+    assert "b" in Journal(path, SETTINGS)
+    assert "a" not in Journal(path, SETTINGS)
+
+
+def full_disk(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

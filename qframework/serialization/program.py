@@ -1,0 +1,286 @@
+"""The exported program in a saved model: checked against a grammar, then given to PyTorch as values, never as a file.
+
+PyTorch's own reader of such programs unpickles, evaluates expressions, imports modules by name and compiles Python
+source that it makes of names, conditions and structures. So each of these is described here. What is not described is
+refused (custom objects, operators, containers) or left out (metadata other than the modules' names).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
+
+from qframework.errors import FileFormatError
+from qframework.files import parse_json
+from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
+from qframework.serialization.grammar import (
+    BOOL,
+    DEVICE,
+    DTYPES,
+    FLOAT,
+    FQN,
+    INT,
+    NAME,
+    PLAIN,
+    SIZE,
+    TENSOR_META,
+    Rule,
+    many,
+    mapping,
+    one_of,
+    optional,
+    record,
+    refuse,
+    symbolic,
+    text,
+    variant,
+)
+from qframework.serialization.operators import PYTHON_OPERATORS, TARGET
+
+_LOADING = threading.Lock()  # PyTorch's reader keeps its state in a global
+_CONTAINERS = {"builtins.tuple": None, "builtins.list": None, "builtins.dict": dict, "collections.OrderedDict": dict}
+_MODULE_STACK = text(r"[\w .,:;@<>\[\]'()+/=|-]{0,20000}", "names of modules and their types")
+
+
+def check_program(document: Any) -> dict[str, Any]:
+    """What of a program's JSON document PyTorch may see.
+
+    Raises:
+        FileFormatError: it holds anything that the grammar does not know.
+    """
+    return _PROGRAM(document, "the program")
+
+
+def build_program(
+    checked: Mapping[str, Any], weights: dict[str, Tensor], constants: dict[str, Tensor]
+) -> ExportedProgram:
+    """The program of a checked document and its tensors."""
+    from torch._export.serde import schema
+    from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
+
+    serialized = _dict_to_dataclass(schema.ExportedProgram, checked)
+    with _LOADING:
+        return ExportedProgramDeserializer().deserialize(serialized, weights, constants, _example_inputs(checked))
+
+
+def _example_inputs(checked: Mapping[str, Any]) -> Any:
+    """Inputs of the right structure and no content; PyTorch builds the checks of inputs where there are any."""
+    signature = checked["graph_module"]["module_call_graph"][0]["signature"]
+    spec = pytree.treespec_loads(signature["in_spec"])
+    return pytree.tree_unflatten([torch.empty(0)] * spec.num_leaves, spec)
+
+
+# Values in the graph
+
+
+def _graph(value: Any, where: str) -> dict[str, Any]:
+    return _GRAPH(value, where)  # a graph can hold graphs
+
+
+_ARGUMENT_NAME = text(re.compile(r"(?:(?!__)[A-Za-z_]\w{0,200})?", re.ASCII), "the name of an argument")
+_NAMED = record(name=NAME)
+_NAME_OR_INT = variant(as_name=NAME, as_int=INT)
+_NAME_OR_FLOAT = variant(as_name=NAME, as_float=FLOAT)
+_NAME_OR_BOOL = variant(as_name=NAME, as_bool=BOOL)
+_TENSOR_OR_NONE = variant(as_tensor=_NAMED, as_none=BOOL)
+_SCALARS: dict[str, Rule] = {
+    "as_none": BOOL,
+    "as_int": INT,
+    "as_float": FLOAT,
+    "as_bool": BOOL,
+    "as_sym_int": _NAME_OR_INT,
+    "as_sym_float": _NAME_OR_FLOAT,
+    "as_sym_bool": _NAME_OR_BOOL,
+}
+_ARGUMENT = variant(
+    **_SCALARS,
+    as_tensor=_NAMED,
+    as_tensors=many(_NAMED),
+    as_optional_tensor=_TENSOR_OR_NONE,
+    as_optional_tensors=many(_TENSOR_OR_NONE),
+    as_nested_tensors=many(many(_NAMED)),
+    as_ints=many(INT),
+    as_int_lists=many(many(INT)),
+    as_floats=many(FLOAT),
+    as_float_lists=many(many(FLOAT)),
+    as_bools=many(BOOL),
+    as_complex=record(real=FLOAT, imag=FLOAT),
+    as_string=PLAIN,
+    as_strings=many(PLAIN),
+    as_sym_ints=many(_NAME_OR_INT),
+    as_sym_floats=many(_NAME_OR_FLOAT),
+    as_sym_bools=many(_NAME_OR_BOOL),
+    as_scalar_type=one_of(DTYPES),
+    as_memory_format=one_of(range(1, 5)),
+    as_layout=one_of([7]),
+    as_device=DEVICE,
+    as_graph=record(name=NAME, graph=_graph),
+)
+_OPERAND = record(name=_ARGUMENT_NAME, arg=_ARGUMENT, kind=optional(one_of(range(3))))
+
+
+def _operand(value: Any, where: str) -> dict[str, Any]:
+    match value:
+        case {"name": "assert_msg", "arg": {"as_string": str(message)}}:  # quotes names; said to people only
+            value = {**value, "arg": {"as_string": NOT_PLAIN.sub(" ", message)[:1000]}}
+    return _OPERAND(value, where)
+
+
+_NODE = record(
+    target=TARGET,
+    inputs=many(_operand),
+    outputs=many(_ARGUMENT),
+    metadata=record(nn_module_stack=optional(_MODULE_STACK)),
+    is_hop_single_tensor_return=optional(BOOL),
+    name=optional(NAME),
+)
+
+
+def _node(value: Any, where: str) -> dict[str, Any]:
+    node = _NODE(value, where)
+    if node["target"] in PYTHON_OPERATORS:
+        for each in node["inputs"]:
+            variant(**_SCALARS)(each["arg"], f"{where}: an operand of {node['target']}")
+    return node
+
+
+_GRAPH = record(
+    inputs=many(_ARGUMENT),
+    outputs=many(_ARGUMENT),
+    nodes=many(_node),
+    tensor_values=mapping(NAME, TENSOR_META),
+    sym_int_values=mapping(NAME, SIZE),
+    sym_bool_values=mapping(NAME, symbolic(as_bool=BOOL)),
+    is_single_tensor_return=optional(BOOL),
+    sym_float_values=optional(mapping(NAME, symbolic(as_float=FLOAT))),
+)
+
+# What goes in and out
+
+_CONSTANT = variant(as_none=BOOL, as_int=INT, as_float=FLOAT, as_string=PLAIN, as_bool=BOOL)
+_INPUT = variant(
+    user_input=record(arg=_ARGUMENT),
+    parameter=record(arg=_NAMED, parameter_name=FQN),
+    buffer=record(arg=_NAMED, buffer_name=FQN, persistent=BOOL),
+    tensor_constant=record(arg=_NAMED, tensor_constant_name=FQN),
+    constant_input=record(name=NAME, value=_CONSTANT),
+)
+_OUTPUT = variant(
+    user_output=record(arg=_ARGUMENT),
+    loss_output=record(arg=_NAMED),
+    buffer_mutation=record(arg=_NAMED, buffer_name=FQN),
+    parameter_mutation=record(arg=_NAMED, parameter_name=FQN),
+    user_input_mutation=record(arg=_NAMED, user_input_name=NAME),
+)
+
+
+def _structure(value: Any, where: str) -> str:
+    """Nested tuples, lists and dictionaries: a JSON document inside a string, as ``pytree`` writes it."""
+    if not isinstance(value, str):
+        refuse(value, where, "a structure of containers")
+    protocol = parse_json(value)
+    if not isinstance(protocol, list) or len(protocol) != 2 or protocol[0] != 1:
+        refuse(value, where, "a structure of containers in protocol 1")
+    return json.dumps([1, _container(protocol[1], where)])
+
+
+def _container(value: Any, where: str) -> dict[str, Any]:
+    node = record(type=optional(PLAIN), context=optional(lambda text, _: text), children_spec=many(_container))(
+        value, where
+    )
+    kind, context, children = node.get("type"), node.get("context"), node["children_spec"]
+    if kind is None and context is None and not children:
+        return {"type": None, "context": None, "children_spec": []}
+    if _CONTAINERS.get(kind, dict) is None and context == "null":
+        return {"type": kind, "context": "null", "children_spec": children}
+    keyed = _CONTAINERS.get(kind) is dict or _is_output_class(kind)
+    keys = parse_json(context) if keyed and isinstance(context, str) else None
+    if not isinstance(keys, list) or len(keys) != len(children):
+        refuse(kind, where, f"one of {', '.join(_CONTAINERS)} with as many names as elements")
+    rule = PLAIN if kind in _CONTAINERS else NAME
+    return {
+        "type": kind,
+        "context": json.dumps([key if type(key) is int else rule(key, where) for key in keys]),
+        "children_spec": children,
+    }
+
+
+def _is_output_class(kind: str | None) -> bool:
+    """Whether this process has registered a class of dictionaries under that name: transformers' ``ModelOutput``."""
+    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind or "")
+    plain = known is not None and pytree.SUPPORTED_SERIALIZED_TYPES[known].from_dumpable_context is None
+    return plain and isinstance(known, type) and issubclass(known, OrderedDict)
+
+
+def _input_structure(value: Any, where: str) -> str:
+    """The structure of ``(args, kwargs)``; the names of ``kwargs`` become those of parameters."""
+    written = _structure(value, where)
+    top = json.loads(written)[1]
+    kinds = [child["type"] for child in top["children_spec"]]
+    if top["type"] != "builtins.tuple" or kinds != ["builtins.tuple", "builtins.dict"]:
+        refuse(value, where, "a tuple of a tuple and a dictionary")
+    many(NAME)(json.loads(top["children_spec"][1]["context"]), where)
+    return written
+
+
+_CALL = record(
+    inputs=many(_ARGUMENT),
+    outputs=many(_ARGUMENT),
+    in_spec=_input_structure,
+    out_spec=_structure,
+    forward_arg_names=optional(many(NAME)),
+)
+_MODULE_CALL = record(fqn=lambda value, where: "" if value == "" else FQN(value, where), signature=optional(_CALL))
+
+
+def _module_calls(value: Any, where: str) -> list[dict[str, Any]]:
+    calls = many(_MODULE_CALL)(value, where)
+    if not calls or calls[0]["fqn"] != "" or calls[0].get("signature") is None:
+        refuse(value, where, "a list whose first entry is the model's own")
+    return calls
+
+
+# Sizes and conditions
+
+
+def _range_name(value: Any, where: str) -> str:
+    """A symbol, or an expression of symbols; PyTorch counts up to the number of one that starts with u."""
+    PLAIN(value, where)
+    if SYMBOL.fullmatch(value) is None and re.match(r"u|zuf", value):
+        refuse(value, where, "a symbol like s0 or u0")
+    return value
+
+
+def _condition(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        refuse(value, where, "a condition on inputs")
+    try:
+        return condition(value)
+    except FileFormatError as error:
+        raise FileFormatError(f"{where}: {error}") from error
+
+
+_PROGRAM = record(
+    graph_module=record(
+        graph=_graph,
+        signature=record(input_specs=many(_INPUT), output_specs=many(_OUTPUT)),
+        module_call_graph=_module_calls,
+    ),
+    opset_version=mapping(NAME, INT),
+    range_constraints=mapping(_range_name, record(min_val=optional(INT), max_val=optional(INT))),
+    schema_version=record(major=INT, minor=INT),
+    verifiers=lambda value, where: (
+        many(one_of(["TRAINING", "ATEN"]))(value, where) or refuse(value, where, "a list with an element")
+    ),
+    torch_version=optional(PLAIN),
+    guards_code=optional(many(_condition)),
+)

@@ -1,0 +1,75 @@
+"""Saved models that were tampered with, for the tests of loading, and a canary that tells whether code from one ran."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CANARY = "qframework_canary"
+CODE = f"__import__('sys').__setattr__('{CANARY}', True)"
+MODEL = Path(__file__).parent / "data" / "saved_by_torch_2.15.pt2"
+PROGRAM, WEIGHTS, CONSTANTS = (
+    "archive/models/model.json",
+    "archive/data/weights/model_weights_config.json",
+    "archive/data/constants/model_constants_config.json",
+)
+Members = list[tuple[str, bytes]]
+
+
+class Bomb:
+    """What runs code when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return exec, (CODE.replace("__setattr__", "__dict__.__setitem__"),)
+
+
+def pickled_bomb() -> bytes:
+    return pickle.dumps(Bomb(), protocol=2)
+
+
+def torch_bomb() -> bytes:
+    buffer = io.BytesIO()
+    torch.save(Bomb(), buffer, pickle_protocol=2)
+    return buffer.getvalue()
+
+
+def code_ran() -> bool:
+    """Whether the canary is set; it is taken away."""
+    return sys.__dict__.pop(CANARY, False)
+
+
+def members() -> Members:
+    with zipfile.ZipFile(MODEL) as archive:
+        return [(name, archive.read(name)) for name in archive.namelist()]
+
+
+def write(path: Path, content: Members) -> None:
+    """An archive of these members in this order; a name may come more than once."""
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in content:
+            info = zipfile.ZipInfo("x")
+            info.filename = name  # as it is, without ZipInfo's corrections
+            archive.writestr(info, data)
+
+
+def with_member(name: str, data: bytes, before: str | None = None) -> Members:
+    """All members, one of them replaced or added; ``before`` puts a second one of that name in front of it."""
+    content = members()
+    if before is not None:
+        return [(name, data), *content] if before == "first" else [*content, (name, data)]
+    return [(n, data if n == name else d) for n, d in content] + ([] if name in dict(content) else [(name, data)])
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Members:
+    """All members, a JSON document among them changed in place (or replaced by what ``change`` returns)."""
+    document = json.loads(dict(members())[name])
+    replaced = change(document)
+    return with_member(name, json.dumps(document if replaced is None else replaced).encode())
