@@ -83,11 +83,11 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
 
 def _describe(variant: str, query: Tensor) -> str:
     """The operator, and what bfloat16 products run in where a variant's FP16 accumulator is not used."""
-    chosen = None if variant == "auto" else resolve(variant)
-    if chosen is not None and (chosen.pv, chosen.accumulator, query.dtype) == ("fp16", "fp16", torch.bfloat16):
-        if values_dtype(chosen, query.dtype, capability_of(query.device)) == torch.bfloat16:
-            variant += ", P and V in bfloat16, FP32 accumulator"
-    return f"qframework::sage_attention ({variant})"
+    other = ""
+    if variant != "auto" and resolve(variant).accumulator == "fp16" and resolve(variant).pv == "fp16":
+        stays = values_dtype(resolve(variant), query.dtype, capability_of(query.device)) == torch.bfloat16
+        other = ", P and V in bfloat16, FP32 accumulator" if stays else ""
+    return f"qframework::sage_attention ({variant}{other})"
 
 
 def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
