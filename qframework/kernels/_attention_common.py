@@ -33,7 +33,8 @@ class AttentionShape(NamedTuple):
     def of(cls, x: Tensor, starts: Tensor | None = None, longest: int = 0) -> AttentionShape:
         """Sizes of ``x``; ``starts`` and ``longest`` belong to a packed tensor."""
         if starts is None:
-            return cls(*x.shape, total=x.shape[2])
+            batch, heads, tokens, channels = x.shape
+            return cls(batch, heads, tokens, channels, total=tokens)
         return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts, x.shape[0])
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
