@@ -179,13 +179,15 @@ def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -
 def find_epilogue(linear: Node) -> Epilogue:
     """Follow the only user of each value for as long as ``int8_linear`` can compute it.
 
-    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place.
+    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place. What
+    the epilogue itself writes is its own result.
     """
-    epilogue, reads = Epilogue(linear), _reads(linear)
+    epilogue, reads, own = Epilogue(linear), _reads(linear), set()
     while len(epilogue.end.users) == 1:
         user = next(iter(epilogue.end.users))
-        if written_between(linear.next, user, reads) is not None:
+        if written_between(linear.next, user, reads, own) is not None:
             break
+        own.add(user)
         if is_inactive_dropout(user):
             epilogue.end = user
         elif epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
