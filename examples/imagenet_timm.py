@@ -17,7 +17,7 @@ from pathlib import Path
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation.comparison_script import comparison_parser, read_names, run_script
-from qframework.evaluation.models import DIGITS, check_data_fits, images_for, load_classifier
+from qframework.evaluation.models import DIGITS, check_data_fits, check_model_name, images_for, load_classifier
 from qframework.evaluation.tasks import Classification
 
 
@@ -44,6 +44,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def make_task(options: argparse.Namespace) -> Classification:
     """What is measured: the model on the data."""
+    check_model_name(options.model)
     if options.model != DIGITS and not (options.pretrained or options.checkpoint):
         raise QFrameworkError(
             f"model {options.model!r} would have random weights; pass --pretrained or --checkpoint FILE"

@@ -295,7 +295,7 @@ def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.M
     never_load(monkeypatch)
     Path("file").touch()
     expect_bad_input(
-        f"data '{data}' does not hold one folder of images per class",
+        f"data '{data}' is no directory; accepted: ",
         command,
         TIMM_MODEL,
         "--pretrained",

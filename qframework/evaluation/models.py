@@ -98,7 +98,7 @@ def check_data_fits(model: str, data: str) -> None:
     if (data == DIGITS) != (model == DIGITS):
         raise QFrameworkError(f"data {data!r} does not fit model {model!r}; digits go with digits")
     if data != DIGITS and not (data and Path(data).is_dir()):
-        raise QFrameworkError(f"data {data!r} does not hold one folder of images per class: it is no folder")
+        raise QFrameworkError(f"data {data!r} is no directory; accepted: 'digits' or a folder of class folders")
 
 
 def images_for(
