@@ -182,7 +182,8 @@ def find_epilogue(linear: Node) -> Epilogue:
     The operator reads its operands where the epilogue ends: no node up to there may change one of them in place. What
     the epilogue itself writes is its own result.
     """
-    epilogue, reads, own = Epilogue(linear), _reads(linear), set()
+    own: set[Node] = set()
+    epilogue, reads = Epilogue(linear), _reads(linear)
     while len(epilogue.end.users) == 1:
         user = next(iter(epilogue.end.users))
         if written_between(linear.next, user, reads, own) is not None:
