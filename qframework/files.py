@@ -37,7 +37,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
         QFrameworkError: ``path`` is a FIFO, a device, a folder or anything else that is no regular file.
         OSError: the file cannot be written, for example because the disk is full; the old file is intact.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(os.path.realpath(os.fspath(path)))
     old = _existing(target, path)
     _remove_abandoned(target)
     try:
@@ -88,6 +88,7 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
         FileFormatError: a FIFO, on which opening or reading might wait for ever, a device or a folder.
         FileNotFoundError: there is no such file.
     """
+    path = os.fspath(path)  # a number would be taken for an open file
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise FileFormatError(f"{os.fspath(path)} is {_kind(os.stat(path).st_mode)}; accepted: a regular file")
     return open(path, "rb")

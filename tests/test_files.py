@@ -321,3 +321,11 @@ def test_a_choice_is_written_through_a_link_and_keeps_the_mode(old: Path) -> Non
     AttentionChoice({}).save(old.parent / "link")
     assert stat.S_IMODE(old.stat().st_mode) == 0o600
     assert AttentionChoice.load(old).layers == {}
+
+
+@pytest.mark.parametrize("path", [5, None, 1.5])
+def test_what_is_no_path_is_no_open_file_either(path):
+    with pytest.raises(TypeError, match="PathLike"):
+        open_regular(path)
+    with pytest.raises(TypeError, match="PathLike"), atomic_write(path):
+        pass

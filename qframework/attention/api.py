@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._common import transform_in_force
-from qframework.kernels.attention_variants import AttentionVariant
+from qframework.kernels.attention_variants import AttentionVariant, resolve
 
 TensorLayout = Literal["HND", "NHD"]
 
@@ -224,8 +224,8 @@ def _exchange(name: str, x: Tensor) -> Tensor:
 
 
 def spec_of(variant: str | AttentionVariant) -> str:
-    """A variant as the string that operators take."""
-    return variant if isinstance(variant, str) else variant.spec
+    """A variant as the string that operators take. Raises UnsupportedError for what is neither a name nor a variant."""
+    return variant if isinstance(variant, str) else resolve(variant).spec
 
 
 def autocast(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

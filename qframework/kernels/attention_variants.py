@@ -150,12 +150,14 @@ def resolve(variant: str | AttentionVariant) -> AttentionVariant:
     """
     if isinstance(variant, AttentionVariant):
         return variant
+    if not isinstance(variant, str):
+        raise _unknown(variant)
     if variant in VARIANTS:
         return VARIANTS[variant]
     return AttentionVariant.from_spec(variant)
 
 
-def _unknown(variant: str) -> UnsupportedError:
+def _unknown(variant: object) -> UnsupportedError:
     parts = ", ".join(field.name for field in fields(AttentionVariant))
     return UnsupportedError(
         f"variant={variant!r} is unknown; accepted: auto, {', '.join(VARIANTS)}, or an AttentionVariant({parts})"

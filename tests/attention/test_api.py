@@ -278,6 +278,7 @@ BAD = {
     "two scales": ({"scale": 0.1, "sm_scale": 0.1}, QFrameworkError, "are the same thing; give one"),
     "layout": ({"tensor_layout": "BSHD"}, UnsupportedError, "tensor_layout='BSHD' is unknown; accepted: HND, NHD"),
     "variant": ({"variant": "sage9"}, UnsupportedError, "variant='sage9' is unknown; accepted: auto, sage_t"),
+    "no variant": ({"variant": 5}, UnsupportedError, "variant=5 is unknown; accepted: auto, sage_t"),
     "dtype": ({"query": X.double()}, UnsupportedError, "query has dtype torch.float64; accepted: float32"),
     "mixed dtypes": ({"key": X.half()}, QFrameworkError, "key is torch.float16 but query is torch.float32"),
     "mask dtype": ({"attn_mask": torch.zeros(8, 8, dtype=torch.int32)}, UnsupportedError, "attn_mask has dtype"),

@@ -28,6 +28,10 @@ def graph_of(run, *inputs):
     return graphs[0]
 
 
+def set_first_row(x, y):
+    x[0] = 1.0
+
+
 def names_of_written(gm):
     return {x.name for node in gm.graph.nodes for x in written_inputs(node)}
 
@@ -54,7 +58,7 @@ def names_of_written(gm):
         lambda x, y: operator.iadd(x, y),
         lambda x, y: x.__iadd__(y),
         lambda x, y: x.__ior__(y > 0) if x.dtype == torch.bool else x.__imul__(y),
-        lambda x, y: operator.setitem(x, 0, 1.0),
+        set_first_row,
         lambda x, y: torch.add(x, y, out=x),
         lambda x, y: torch.clamp(y, 0, 1, out=x),
         lambda x, y: x.copy_(y),
