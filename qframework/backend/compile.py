@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
@@ -29,13 +29,15 @@ from qframework.backend.warm_up import warm_up
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
-from qframework.graph.nodes import Constants, layer_name
+from qframework.graph.nodes import Constants, differentiates, layer_name, linear_call
 
 logger = logging.getLogger(__name__)
 
 # How often a layer that was to be quantized was left in float, by reason. Each (layer, reason) is logged once.
 fallbacks: Counter[str] = Counter()
 _warned: set[str] = set()
+_DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
+_HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
 # Inductor checks strides and alignment at every call, of every argument of every repeated block: host time, for what
 # Dynamo's guards hold of the inputs and tests of our operators.
 _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
@@ -43,6 +45,9 @@ _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[LayerReport]:
     """Run every lowering pass over the graph, in place; report on every layer."""
+    inside = _inside_other_graphs(gm, options)
+    if differentiates(gm):
+        return _left_whole(gm, options) + inside
     constants, scales = Constants(gm, example_inputs), ScaleConstants(gm)
     expand_multi_head_attention(gm)
     expand_einsum(gm)
@@ -56,7 +61,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
         lowered = [report for report in reports if report.lowered]
         reports = lowered + lower_float_linear(gm, constants, scales, freeze_weights=options.freeze_weights)
     expand_patch_embedding(gm)  # after the linears, of which it is to be none
-    reports = sorted(attention + reports, key=lambda report: order.get(report.name, len(order)))
+    reports = sorted(attention + reports + inside, key=lambda report: order.get(report.name, len(order)))
     lower_quantize(gm, scales)
     group_weights(gm, constants)
     keep_dynamic_quantize(gm)
@@ -64,6 +69,24 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
     gm.recompile()
     _count_fallbacks(reports)
     return reports
+
+
+def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
+    """Reports on a graph that no INT8 operator may go into."""
+    reports = [_float_layer(node, _DERIVATIVES, options) for node in gm.graph.nodes if linear_call(node) is not None]
+    _count_fallbacks(reports)
+    return reports
+
+
+def _inside_other_graphs(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
+    """Reports on linears in the graphs that a higher-order operator of this one calls, which no pass looks into."""
+    graphs = [module for module in gm.modules() if isinstance(module, GraphModule) and module is not gm]
+    nodes = [node for module in graphs for node in module.graph.nodes if linear_call(node) is not None]
+    return [_float_layer(node, _HIGHER_ORDER, options) for node in nodes]
+
+
+def _float_layer(node: Node, reason: str, options: BackendOptions) -> LayerReport:
+    return LayerReport(layer_name(node), False, "float linear", reason, fallback=options.linear != "off")
 
 
 def _layer_order(gm: GraphModule) -> dict[str, int]:
@@ -97,7 +120,7 @@ def qframework_backend(
         example_inputs: its inputs, parameters and buffers among them.
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration. Each
-            call quantizes the weights as they are then; ``"freeze_weights": True`` does so once, when the model is
+            call quantizes the weights as they are then; ``"freeze_weights": True`` does so when the model is
             compiled, and ignores what is written to them later.
             ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed, and ``"auto"``,
             the default, does so unless PyTorch's own is faster, as on Hopper; the name of a variant does so
@@ -128,6 +151,8 @@ def qframework_backend(
         **quantize_decompositions,
         **int8_linear_decompositions,
     }
+    if lowered:
+        _forget_grad_mode(gm)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
@@ -139,6 +164,14 @@ def qframework_backend(
             gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
         )
     return _below_autograd(compiled) if lowered and on_cpu else compiled
+
+
+def _forget_grad_mode(gm: GraphModule) -> None:
+    """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
+    for node in list(gm.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            gm.graph.erase_node(node)
+    gm.recompile()
 
 
 def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ To::
 
 Each call of the compiled model reads the float weight, as any compiled model does, so that no write to it is missed:
 an optimizer's, one through ``.data``, a new parameter's, or one inside ``forward``. With ``"freeze_weights": True``
-each weight is quantized once, when the model is compiled, and later writes to it have no effect.
+each weight is quantized when the model is compiled, and writes to it have no effect until it is compiled again.
 """
 
 from __future__ import annotations
@@ -29,10 +29,18 @@ from qframework.backend.lower_linear import (
     ScaleConstants,
     find_epilogue,
     insert_int8_linear,
-    reason_against_width,
+    reason_against_operands,
 )
 from qframework.backend.report import LayerReport
-from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, why_not_plain
+from qframework.graph.nodes import (
+    Constants,
+    LinearCall,
+    fake_value,
+    guard_identity,
+    layer_name,
+    linear_call,
+    why_not_plain,
+)
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES
 
@@ -72,7 +80,7 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
     for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):
         if reason := _not_computable(fake_value(operand)):
             return f"its {role} {reason}"
-    return reason_against_width(call)
+    return reason_against_operands(call)
 
 
 def _not_computable(fake: Tensor | None) -> str | None:
@@ -120,7 +128,11 @@ def _flat_scale(gm: GraphModule, weight: Quantized, linear: Node) -> Quantized:
 
 
 class _FrozenWeights:
-    """Weights quantized while the model is compiled, as buffers of the graph; one that layers share, once."""
+    """Weights quantized while the model is compiled, as buffers of the graph; one that layers share, once.
+
+    Dynamo runs the same code for another model of the same class, with its parameters as inputs. So it is told to
+    compile anew for any other parameter.
+    """
 
     def __init__(self, gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
         self._gm, self._constants, self._scales = gm, constants, scales
@@ -133,6 +145,7 @@ class _FrozenWeights:
             value = self._constants.value(weight)
             if value is None or written_between(first, last, [weight]) is not None:
                 return None
+            guard_identity(weight)
             q, scale = numerics.quantize_weight(value.detach())
             self._frozen[weight] = Quantized(self._scales.buffer(q), self._scales.buffer(scale))
         return self._frozen[weight]

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
 from qframework.backend.lower_linear import ScaleConstants, erase_unused, find_epilogue, static_quantize_scale
-from qframework.graph.nodes import Constants, argument, fake_value, linear_call, operation
+from qframework.graph.nodes import Constants, argument, fake_value, guard_identity, linear_call, operation
 
 _ours = torch.ops.qframework
 
@@ -38,6 +38,8 @@ def fold_channel_scale(
         product = next(iter(end.users)) if len(end.users) == 1 else None
         factor = _channel_factor(product, end, constants) if product is not None else None
         if product is not None and factor is not None:
+            if freeze_weights:
+                guard_identity(factor)
             _fold(gm, product, end, factor, constants.value(factor) if freeze_weights else None, scales)
 
 

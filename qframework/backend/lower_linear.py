@@ -34,6 +34,7 @@ from qframework.graph.nodes import (
     is_inactive_dropout,
     layer_name,
     linear_call,
+    why_not_plain,
 )
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
@@ -105,18 +106,25 @@ def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
 def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
     """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
 
-    Raises Refused and QFrameworkError as ``dequantized`` does, and Refused where both are quantized and too wide.
+    Raises Refused and QFrameworkError as ``dequantized`` does, and Refused where both are quantized and no kernel takes
+    the layer's bias or width.
     """
     a = dequantized(call.input, constants, layer, "input")
     b = dequantized(call.weight, constants, layer, "weight", axis=0)
-    if a is not None and b is not None and (reason := reason_against_width(call)):
+    if a is not None and b is not None and (reason := reason_against_operands(call)):
         raise Refused(reason)
     return a, b
 
 
-def reason_against_width(call: LinearCall) -> str | None:
-    """Why no kernel sums up as many products as this layer has input features; None where one does."""
-    weight = fake_value(call.weight)
+def reason_against_operands(call: LinearCall) -> str | None:
+    """Why no kernel takes a bias like this layer's, or sums up as many products; None where one does."""
+    weight, bias = fake_value(call.weight), fake_value(call.bias) if call.bias is not None else None
+    if weight is not None and bias is not None:
+        if reason := why_not_plain(bias):
+            return f"its bias {reason}"
+        if bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES:
+            accepted = f"({weight.shape[0]},) in float32, float16 or bfloat16"
+            return f"its bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; accepted: {accepted}"
     features = weight.shape[-1] if weight is not None else 0
     if isinstance(features, int) and features > MAX_INT8_PRODUCTS:
         return f"its INT32 sums over {features} input features can overflow; accepted: up to {MAX_INT8_PRODUCTS}"

@@ -191,6 +191,29 @@ class Constants:
         return self._inputs[node][0] if node in self._inputs else None
 
 
+def guard_identity(node: Node) -> None:
+    """Have Dynamo compile anew where the input that ``node`` stands for is another object; nothing for an attribute.
+
+    While a backend runs, Dynamo has not built its guards yet.
+    """
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    if source is not None and torch._guards.TracingContext.try_get() is not None:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def differentiates(gm: GraphModule) -> bool:
+    """Whether the graph itself computes derivatives: with ``torch.func``, or in forward mode."""
+    for node in gm.graph.nodes:
+        fake = fake_value(node)
+        if fake is not None and torch._C._functorch.is_gradtrackingtensor(fake):
+            return True
+        if "dual" in str(node.target):  # torch.autograd.forward_ad.make_dual and what it calls
+            return True
+    return False
+
+
 def _is_module_state(node: Node, value: Any) -> bool:
     static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
     return isinstance(value, torch.nn.Parameter) or static is not None

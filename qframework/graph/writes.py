@@ -90,10 +90,11 @@ def _observed(node: Node) -> set[Node]:
     """The inputs that a node writes when it is run on fake tensors like those that tracing recorded."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
+        tensors = [(x, t) for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
+        owners = {_storage(t): x for x, t in tensors}  # before the call, which may give a tensor other memory
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with _WrittenMemory() as written:
             _callable(node)(*args, **kwargs)
-    owners = {_storage(t): x for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)}
     return {owners[memory] for memory in written.memory if memory in owners}
 
 
@@ -138,12 +139,10 @@ def _may_hold_a_tensor(node: Node) -> bool:
 def _memory(node: Node) -> set[int] | None:
     """What tells the memory of a node's tensors, and of their views, from that of others; None where it is unknown."""
     value = node.meta.get("example_value", node.meta.get("val"))
-    if value is None:
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    if value is None or any(map(why_not_plain, tensors)):  # a subclass may hold tensors whose memory it does not show
         return None
-    try:
-        return {_storage(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)}
-    except (RuntimeError, NotImplementedError):  # a subclass, or a tensor of a transform, without memory of its own
-        return None
+    return {_storage(tensor) for tensor in tensors}
 
 
 def _storage(tensor: Tensor) -> int:

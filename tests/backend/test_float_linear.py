@@ -201,20 +201,35 @@ class TestLeftInFloat:
         ("run", "reason"),
         [
             (lambda layer, x: torch.vmap(layer)(x), "torch.vmap"),
-            (lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1], "transform of torch.func"),
+            (lambda layer, x: torch.func.jvp(layer, (x,), (x,))[1], "computes derivatives"),
+            (lambda layer, x: torch.func.grad(lambda r: F.gelu(layer(x) + r).sum())(x[..., :16] * 1.0), "derivatives"),
+            (lambda layer, x: F.linear(x, layer.weight, layer.one), "shape (1,)"),
+            (lambda layer, x: F.linear(x, layer.weight, layer.table), "shape (2, 7, 16)"),
             (lambda layer, x: layer(nested(x)).values(), "NestedTensor"),
             (lambda layer, x: layer.double()(x.double()), "float64"),
             (lambda layer, x: F.linear(x, layer.bias.new_parameter), "shape (32,)"),
         ],
-        ids=["vmap", "jvp", "nested", "float64", "vector"],
+        ids=["vmap", "jvp", "grad", "bias of one", "bias for each row", "nested", "float64", "vector"],
     )
     def test_layer_is_left_whole(self, run, reason):
         layer, x, reports = nn.Linear(32, 16).eval(), example(), []
         layer.bias.new_parameter = nn.Parameter(torch.randn(32))
+        layer.one, layer.table = nn.Parameter(torch.randn(1)), nn.Parameter(torch.randn(2, 7, 16))
         y = torch.compile(lambda x: run(layer, x), backend=eager_backend(reports))(x)
         assert [(r.lowered, r.fallback) for r in reports] == [(False, True)]
         assert reason in reports[0].reason
         torch.testing.assert_close(y, run(layer, x))
+
+    def test_a_linear_inside_a_higher_order_operator_is_reported(self):
+        layer, x, reports = nn.Linear(32, 16).eval(), example(), []
+
+        def run(x):
+            return torch.cond(x.sum() > 0, lambda x: layer(x), lambda x: layer(x) * 2, (x,))
+
+        y = torch.compile(run, backend=eager_backend(reports), fullgraph=True)(x)
+        assert [(r.lowered, r.fallback) for r in reports] == [(False, True)] * 2
+        assert "higher-order" in reports[0].reason
+        torch.testing.assert_close(y, run(x))
 
     def test_attention_inside_vmap(self):
         q, reports = torch.randn(3, 2, 8, 16), []
@@ -250,3 +265,18 @@ class TestLeftInFloat:
 
 def nested(x):
     return torch.nested.nested_tensor([x[0], x[1, :3]], layout=torch.jagged)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_graph_that_switches_gradients_off_and_on_compiles():
+    layer = nn.Linear(32, 16).eval()
+
+    def run(x):
+        with torch.no_grad():
+            mean = x.mean()
+        return layer(x - mean)
+
+    x = example()
+    y = torch.compile(run, backend="qframework", options={"linear": "int8_dynamic"})(x)
+    assert numerics.sqnr_db(run(x), y) > 30
+    assert not y.requires_grad

@@ -111,6 +111,30 @@ def test_a_frozen_weight_is_what_it_was_when_the_model_was_compiled():
     assert torch.equal(compiled(x), live)
 
 
+def test_frozen_weights_are_those_of_their_own_model():
+    """Dynamo runs one piece of code for both models, which have one class."""
+    x, layers = example(), [nn.Linear(32, 16).eval() for _ in range(3)]
+    for layer in layers:
+        assert_follows(torch.compile(layer, backend=frozen), layer, x)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)).eval()
+    wanted = model(x)
+    for layer in model:
+        layer.compile(backend=frozen)
+    assert numerics.sqnr_db(wanted, model(x)) > 30
+
+
+def test_another_parameter_in_the_place_of_a_frozen_one_is_compiled_for():
+    layer, x = nn.Linear(32, 16).eval(), example()
+    compiled = torch.compile(lambda state, x: functional_call(layer, state, (x,)), backend=frozen)
+    for _ in range(3):
+        state = {"weight": nn.Parameter(torch.randn(16, 32)), "bias": nn.Parameter(torch.randn(16))}
+        assert numerics.sqnr_db(functional_call(layer, state, (x,)), compiled(state, x)) > 30
+    compiled = torch.compile(layer, backend=frozen)
+    compiled(x)
+    layer.weight = nn.Parameter(torch.randn(16, 32))
+    assert_follows(compiled, layer, x)
+
+
 # Written inside forward -----------------------------------------------------------------------------------------------
 
 

@@ -121,6 +121,27 @@ def test_a_write_through_a_view_reaches_what_is_viewed_and_nothing_else():
     assert written_between(kept, last, [kept]) is None
 
 
+def test_a_tensor_that_gets_other_memory_is_written():
+    def run(x, y):
+        z = x * 1.0
+        z.set_(y * 2.0)
+        return z + 1
+
+    assert "z" in names_of_written(graph_of(run, X, Y))
+
+
+def test_a_write_through_a_subclass_may_reach_anything():
+    def run(x, offsets):
+        kept = x * 1.0
+        nested = torch.nested.nested_tensor_from_jagged(kept, offsets)
+        nested.mul_(2)
+        return kept + 1
+
+    gm = graph_of(run, X, torch.tensor([0, 1, 4]))
+    kept, *_, last = [node for node in gm.graph.nodes if node.op.startswith("call")]
+    assert written_between(kept, last, [kept]) is not None
+
+
 def test_a_parameter_written_through_data_is_seen():
     gm = graph_of(lambda x, y: (x.data.mul_(2), x + y)[1], X, Y)
     placeholder = next(iter(gm.graph.nodes))
