@@ -276,7 +276,10 @@ def test_the_package_writes_files_through_this_module_alone() -> None:
         for line in module.read_text().splitlines()
         if direct.search(line)
     }
-    assert found == {'evaluation/journal.py: with self._path.open("ab", buffering=0) as file:'}
+    assert found == {
+        'evaluation/journal.py: with self._path.open("ab", buffering=0) as file:',
+        'outputs.py: trial.open("xb").close()',  # created and removed, to see whether a file can be
+    }
 
 
 def test_write_text_makes_the_folder(tmp_path: Path) -> None:
