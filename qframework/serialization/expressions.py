@@ -22,8 +22,8 @@ _LONGEST = 20_000
 _LARGEST_INTEGER = 2**63
 _LARGEST_EXPONENT = 4
 # SymPy multiplies sums out and compares each argument with each. Sizes of models stay far below this.
-_MOST_CALLS, _MOST_ARGUMENTS, _MOST_TERMS = 64, 16, 32
-_DEEPEST = 12
+_MOST_CALLS, _MOST_ARGUMENTS, _MOST_TERMS = 128, 16, 64
+_DEEPEST = 20
 _MOST_DIGITS = 38  # before the point; float32 has no larger number
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?(?:e[+-]?\d{1,3})?", re.ASCII)
 _POWERS = frozenset({"Pow", "FloatPow", "PowByNatural"})
@@ -86,7 +86,7 @@ def _is_small_sympy(node: ast.expr) -> bool:
         "calls": (len(calls), _MOST_CALLS),
         "arguments of a call": (max((len(call.args) for call in calls), default=0), _MOST_ARGUMENTS),
         "levels": (_depth(node), _DEEPEST),
-        "terms, multiplied out": (_terms(node), _MOST_TERMS),
+        "terms, multiplied out": (_terms(node)[1], _MOST_TERMS),
     }
     for what, (found, most) in limits.items():
         if found > most:
@@ -98,16 +98,21 @@ def _depth(node: ast.expr) -> int:
     return 1 + max(map(_depth, node.args), default=0) if isinstance(node, ast.Call) else 0
 
 
-def _terms(node: ast.expr) -> int:
-    """Of the longest sum that multiplying out gives anywhere inside."""
-    match node:
-        case ast.Call(func=ast.Name(id=name), args=[base, exponent]) if name in _POWERS:
-            return _terms(base) ** math.ceil(_exponent(exponent))
-        case ast.Call(func=ast.Name(id="Add"), args=arguments):
-            return sum(map(_terms, arguments))
-        case ast.Call(args=[_, *_] as arguments):  # rounding and comparing multiply out a product of their arguments
-            return math.prod(map(_terms, arguments))
-    return 1
+def _terms(node: ast.expr) -> tuple[int, int]:
+    """Of the sum that multiplying out gives: for the expression as a factor, and the most anywhere inside."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return 1, 1
+    factors, inside = zip(*map(_terms, node.args), strict=True)
+    match node.func:
+        case ast.Name(id=name) if name in _POWERS:
+            whole = own = factors[0] ** math.ceil(_exponent(node.args[1]))
+        case ast.Name(id="Add"):
+            whole = own = sum(factors)
+        case ast.Name(id="Mul"):
+            whole = own = math.prod(factors)
+        case _:  # rounds or compares: one term to the outside, but (a // b) // c becomes a // (b * c)
+            whole, own = math.prod(factors), math.prod(factors[1:])
+    return own, max(whole, *inside)
 
 
 def _is_sympy(node: ast.expr) -> bool:

@@ -278,7 +278,7 @@ def _container(value: Any, where: str) -> dict[str, Any]:
     kind, context, children = node.get("type"), node.get("context"), node["children_spec"]
     if kind is None and context is None and not children:
         return {"type": None, "context": None, "children_spec": []}
-    if _CONTAINERS.get(kind, dict) is None and context == "null":
+    if context == "null" and (_CONTAINERS.get(kind, dict) is None or _has_fields(kind, len(children))):
         return {"type": kind, "context": "null", "children_spec": children}
     keyed = _CONTAINERS.get(kind) is dict or _is_output_class(kind)
     keys = parse_json(context) if keyed and isinstance(context, str) else None
@@ -290,6 +290,12 @@ def _container(value: Any, where: str) -> dict[str, Any]:
         "context": json.dumps([key if type(key) is int else rule(key, where) for key in keys]),
         "children_spec": children,
     }
+
+
+def _has_fields(kind: str | None, count: int) -> bool:
+    """Whether that is one of PyTorch's own tuples of ``count`` fields: ``torch.return_types.topk``."""
+    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind or "")
+    return getattr(known, "__module__", None) == "torch.return_types" and getattr(known, "n_fields", None) == count
 
 
 def _is_output_class(kind: str | None) -> bool:
