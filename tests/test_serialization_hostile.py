@@ -34,7 +34,8 @@ from hypothesis import strategies as st
 
 import qframework
 from qframework.errors import FileFormatError
-from qframework.serialization import read_metadata
+from qframework.serialization import grammar, read_metadata
+from qframework.serialization.archive import Archive
 from qframework.serialization.expressions import condition, sympy_expression
 
 OFFSET = {"by": torch.ones(16)}
@@ -104,8 +105,6 @@ MEMBERS: dict[str, Callable[[], Members]] = {
     "opaque object": lambda: constant_object("opaque_obj_", pickled_bomb()),
     "custom object": lambda: constant_object("custom_obj_", torch_bomb()),
     "opaque object that is no pickle": lambda: constant_object("opaque_obj_", b""),
-    "sample inputs": lambda: with_member("archive/data/sample_inputs/model.pt", torch_bomb()),
-    "sample inputs in the old format": lambda: with_member("archive/data/sample_inputs/model.pt", pickled_bomb()),
     "machine code": lambda: with_member("archive/data/aotinductor/model/model.so", b"\x7fELF"),
     "second model": lambda: with_member("archive/models/other.json", dict(members())[PROGRAM]),
     "executorch": lambda: with_member("archive/executorch/model.pte", b"x"),
@@ -147,6 +146,13 @@ def test_members_that_save_does_not_write_are_refused(tmp_path: Path, attack: Ca
     assert not code_ran()
 
 
+@pytest.mark.parametrize("data", [torch_bomb(), pickled_bomb(), b"PK" * 99], ids=["zip", "pickle", "neither"])
+def test_sample_inputs_are_never_opened(tmp_path: Path, data: bytes) -> None:
+    write(tmp_path / "m.pt2", with_member("archive/data/sample_inputs/model.pt", data))
+    qframework.load(tmp_path / "m.pt2")
+    assert not code_ran()
+
+
 # Ways through the program
 
 
@@ -180,6 +186,10 @@ def expression(text: str) -> Callable[[Any], None]:
     return lambda program: tensor(program).update(sizes=[{"as_expr": {"expr_str": text, "hint": {"as_int": 2}}}])
 
 
+def symbol(index: int) -> str:
+    return f"Symbol('s{index}', integer=True)"
+
+
 EXPRESSIONS = [
     CODE,
     f"Symbol({CODE!r})",
@@ -211,6 +221,14 @@ EXPRESSIONS = [
     "Symbol('u99999999999999')",
     "Add(" * 3000 + "Integer(1)" + ")" * 3000,
     "Integer(1)" + " " * 100_000,
+    "floor(Float('1e999'))",
+    "floor(Float('1e-99'))",
+    "Pow(Integer(2), Integer(5))",
+    f"Max({', '.join(map(symbol, range(17)))})",
+    f"Mul({', '.join(f'Max({symbol(i)}, Add({symbol(i + 1)}, Integer(1)))' for i in range(15))})",
+    f"Mod(Mul({', '.join(f'Add({symbol(i)}, {symbol(i + 9)})' for i in range(7))}), Integer(7))",
+    f"Mod(Pow(Add({', '.join(map(symbol, range(10)))}), Integer(4)), Integer(7))",
+    "FloorDiv(" * 21 + symbol(1) + ", Integer(3))" * 21,
     "5!",
     "",
     "\0",
@@ -421,6 +439,81 @@ def test_metadata_of_nodes_reaches_no_interpreter(tmp_path: Path) -> None:
     assert not any("source_fn_stack" in each.meta or "stack_trace" in each.meta for each in model.graph.nodes)
 
 
+GRAD = "torch.ops.higher_order.wrap_with_set_grad_enabled"
+
+
+def by_position(**value: Any) -> dict[str, Any]:
+    return {"name": "", "arg": value, "kind": 1}
+
+
+def graph(*nodes: Any) -> dict[str, Any]:
+    empty: dict[str, Any] = {"tensor_values": {}, "sym_int_values": {}, "sym_bool_values": {}}
+    return {"inputs": [], "outputs": [], "nodes": list(nodes), **empty}
+
+
+def scope(*inputs: Any, target: str = GRAD) -> dict[str, Any]:
+    return {"target": target, "inputs": list(inputs), "outputs": [], "metadata": {}}
+
+
+def wrapped(inside: Any, name: str = "submod_7") -> dict[str, Any]:
+    return by_position(as_graph={"name": name, "graph": inside})
+
+
+def nested(depth: int) -> dict[str, Any]:
+    inner = scope(target="torch.ops.aten.relu.default")  # has no operand
+    for _ in range(depth):
+        inner = scope(by_position(as_bool=True), wrapped(graph(inner)))
+    return inner
+
+
+FLAG = by_position(as_bool=True)
+SCOPES: dict[str, Any] = {
+    "a tensor's method": scope(FLAG, wrapped(graph(), "tofile")),
+    "a module's method": scope(FLAG, wrapped(graph(), "to_folder")),
+    "no graph": scope(FLAG),
+    "a tensor for a graph": scope(FLAG, by_position(as_tensor={"name": "x"})),
+    "two graphs": scope(FLAG, wrapped(graph()), wrapped(graph(), "submod_8")),
+    "graph first": scope(wrapped(graph()), FLAG),
+    "graph by name": scope(FLAG, {**wrapped(graph()), "name": "wrapped_func"}),
+    "text": scope(FLAG, wrapped(graph()), by_position(as_string="/tmp/x")),
+    "graph of an operator": scope(wrapped(graph()), target="torch.ops.aten.relu.default"),
+    "autocast of a file": scope(
+        *(by_position(as_string="/tmp/x"), by_position(as_none=True), FLAG, FLAG, wrapped(graph())),
+        target="torch.ops.higher_order.wrap_with_autocast",
+    ),
+    "deep": nested(20),
+}
+
+
+@pytest.mark.parametrize("node", SCOPES.values(), ids=SCOPES)
+def test_scopes_that_export_does_not_write_are_refused(tmp_path: Path, node: Any) -> None:
+    def change(program: Any) -> None:
+        program["graph_module"]["graph"]["nodes"].insert(0, node)
+
+    write(tmp_path / "m.pt2", changed(PROGRAM, change))
+    with pytest.raises(FileFormatError, match=r"as_graph|inputs|graphs stand") as caught:
+        qframework.load(tmp_path / "m.pt2")
+    assert len(str(caught.value)) < 2000
+    assert isinstance(caught.value.__cause__, FileFormatError)  # PyTorch never saw it
+
+
+@pytest.mark.parametrize("name", ["self", "torch", "device", "inf", "fx_pytree", "pytree"])
+def test_values_do_not_take_the_names_that_generated_source_needs(tmp_path: Path, name: str) -> None:
+    write(tmp_path / "m.pt2", changed(PROGRAM, lambda p: rename(p, "linear", name)))
+    with pytest.raises(FileFormatError, match="source does not need"):
+        qframework.load(tmp_path / "m.pt2")
+
+
+def test_generated_source_is_held_against_the_names_that_it_binds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever name slips through the list."""
+    monkeypatch.setattr(grammar, "_NEEDED", set())
+    write(tmp_path / "m.pt2", changed(PROGRAM, lambda p: rename(p, "linear", "self")))
+    with pytest.raises(FileFormatError, match="'self'"):
+        qframework.load(tmp_path / "m.pt2")
+
+
 # Ways to more memory, and to memory that is not the file's
 
 
@@ -450,6 +543,7 @@ TENSORS: dict[str, Callable[[], Members]] = {
     "no type": weight(dtype=None),
     "text for a size": weight(sizes=[CODE]),
     "symbol for a size": weight(sizes=[], storage_offset={"as_expr": {"expr_str": "Symbol('s77')", "hint": None}}),
+    "rank": weight(sizes=[2**63 - 1] * 65, strides=[1] * 65),
     "no data": lambda: with_member("archive/data/weights/weight_0", b""),
     "less data": lambda: with_member("archive/data/weights/weight_0", b"abc"),
     "other end": lambda: with_member("archive/byteorder", b"big"),
@@ -483,6 +577,21 @@ def test_tensors_that_do_not_fit_their_data_are_refused(tmp_path: Path, attack: 
     write(tmp_path / "m.pt2", attack())
     with pytest.raises(FileFormatError, match=r"m\.pt2"):
         qframework.load(tmp_path / "m.pt2")
+
+
+def test_names_of_one_device_share_the_memory_of_one_storage(tmp_path: Path) -> None:
+    def change(document: Any) -> None:
+        config = document["config"]
+        for index in range(4):
+            entry = json.loads(json.dumps(config["blocks.0.qkv.bias"]))
+            entry["tensor_meta"]["device"] = {"type": "cpu", "index": index}
+            config[f"copy{index}"] = entry
+
+    write(tmp_path / "m.pt2", changed(WEIGHTS, change))
+    with open(tmp_path / "m.pt2", "rb") as file:
+        archive = Archive(file, "m.pt2")
+        weights, _ = archive.tensors(*archive.payloads())
+    assert len({weights[name].data_ptr() for name in ("blocks.0.qkv.bias", "copy0", "copy1", "copy3")}) == 1
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])

@@ -27,11 +27,12 @@ from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.files import atomic_write, open_regular
 from qframework.serialization.archive import METADATA, PROGRAM, Archive
 from qframework.serialization.grammar import INT, PLAIN, many, mapping, one_of, record, refuse
-from qframework.serialization.program import build_program, check_program
+from qframework.serialization.program import build_model, check_program
 
 __all__ = ["FORMAT", "load", "read_metadata", "save"]
 
 FORMAT = 1
+_LONGEST_REASON = 1000  # characters
 
 
 def _config(value: Any, where: str) -> dict[str, Any]:
@@ -80,8 +81,10 @@ def save(
         file.seek(0)
         try:
             archive, _ = _checked_archive(file, path)
-            check_program(archive.json(PROGRAM))
             archive.payloads()
+            checked = check_program(archive.json(PROGRAM))
+            # As load does, on the tensors that are here.
+            _build(checked, dict(program.state_dict), dict(program.constants))
         except FileFormatError as error:
             raise UnsupportedError(f"save: load would refuse this model: {error}") from error
 
@@ -101,16 +104,14 @@ def load(path: str | os.PathLike[str]) -> GraphModule:
         _check_devices(metadata["devices"], path)
         weights, constants = archive.payloads()
         try:
-            program = check_program(archive.json(PROGRAM))
-            return build_program(program, *archive.tensors(weights, constants)).module()
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
+            checked = check_program(archive.json(PROGRAM))
+            return _build(checked, *archive.tensors(weights, constants))
+        except FileFormatError as error:
             versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
-            reason = str(error) if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}"
+            reason = (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
             raise FileFormatError(
                 f"{path}: PyTorch {torch.__version__} cannot load the program in it, which was written by {versions}: "
-                f"{reason}".splitlines()[0]
+                f"{reason}"
             ) from error
 
 
@@ -123,6 +124,17 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     with open_regular(path) as file:
         return _checked_archive(file, path)[1]
+
+
+def _build(checked: Mapping[str, Any], weights: dict[str, Any], constants: dict[str, Any]) -> GraphModule:
+    """The model; whatever PyTorch finds wrong with it is the file's fault."""
+    try:
+        return build_model(checked, weights, constants)
+    except (MemoryError, torch.OutOfMemoryError, FileFormatError):
+        raise
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0][:_LONGEST_REASON]
+        raise FileFormatError(f"{type(error).__name__}: {reason}") from error
 
 
 def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> Any:

@@ -7,6 +7,7 @@ Python, ``L['x'].size()[0] % 2 == 0``. What comes back is written anew from what
 from __future__ import annotations
 
 import ast
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +20,11 @@ PLAIN_TEXT = re.compile(r"[\w .,:;<>=+*/%@()\[\]-]{0,1000}")
 NOT_PLAIN = re.compile(r"[^\w .,:;<>=+*/%@()\[\]-]")
 _LONGEST = 20_000
 _LARGEST_INTEGER = 2**63
-_LARGEST_EXPONENT = 8
+_LARGEST_EXPONENT = 4
+# SymPy multiplies sums out and compares each argument with each. Sizes of models stay far below this.
+_MOST_CALLS, _MOST_ARGUMENTS, _MOST_TERMS = 128, 16, 64
+_DEEPEST = 20
+_MOST_DIGITS = 38  # before the point; float32 has no larger number
 _NUMBER = re.compile(r"-?\d{1,40}(?:\.\d{1,40})?(?:e[+-]?\d{1,3})?", re.ASCII)
 _POWERS = frozenset({"Pow", "FloatPow", "PowByNatural"})
 _SYMPY_FUNCTIONS = _POWERS | {
@@ -48,7 +53,7 @@ def sympy_expression(text: str) -> str:
     Raises:
         FileFormatError: it is anything else.
     """
-    return _checked(text, _is_sympy)
+    return _checked(text, _is_small_sympy)
 
 
 def condition(text: str) -> str:
@@ -73,6 +78,43 @@ def _checked(text: str, understands: Callable[[ast.expr], bool]) -> str:
     raise FileFormatError(f"{text[:80]!r} is no expression of integers, symbols and arithmetic; nothing else is read")
 
 
+def _is_small_sympy(node: ast.expr) -> bool:
+    if not _is_sympy(node):
+        return False
+    calls = [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+    limits = {
+        "calls": (len(calls), _MOST_CALLS),
+        "arguments of a call": (max((len(call.args) for call in calls), default=0), _MOST_ARGUMENTS),
+        "levels": (_depth(node), _DEEPEST),
+        "terms, multiplied out": (_terms(node)[1], _MOST_TERMS),
+    }
+    for what, (found, most) in limits.items():
+        if found > most:
+            raise FileFormatError(f"an expression has {found} {what}; accepted: up to {most}")
+    return True
+
+
+def _depth(node: ast.expr) -> int:
+    return 1 + max(map(_depth, node.args), default=0) if isinstance(node, ast.Call) else 0
+
+
+def _terms(node: ast.expr) -> tuple[int, int]:
+    """Of the sum that multiplying out gives: for the expression as a factor, and the most anywhere inside."""
+    if not isinstance(node, ast.Call) or not node.args:
+        return 1, 1
+    factors, inside = zip(*map(_terms, node.args), strict=True)
+    match node.func:
+        case ast.Name(id=name) if name in _POWERS:
+            whole = own = factors[0] ** math.ceil(_exponent(node.args[1]))
+        case ast.Name(id="Add"):
+            whole = own = sum(factors)
+        case ast.Name(id="Mul"):
+            whole = own = math.prod(factors)
+        case _:  # rounds or compares: one term to the outside, but (a // b) // c becomes a // (b * c)
+            whole, own = math.prod(factors), math.prod(factors[1:])
+    return own, max(whole, *inside)
+
+
 def _is_sympy(node: ast.expr) -> bool:
     match node:
         case ast.Name(id="true" | "false"):
@@ -80,7 +122,7 @@ def _is_sympy(node: ast.expr) -> bool:
         case ast.Call(func=ast.Name(id="Symbol"), args=[ast.Constant(value=str(name))], keywords=assumptions):
             return SYMBOL.fullmatch(name) is not None and all(map(_is_assumption, assumptions))
         case ast.Call(func=ast.Name(id="Float"), args=[ast.Constant(value=str(digits))], keywords=precision):
-            return _NUMBER.fullmatch(digits) is not None and all(map(_is_precision, precision))
+            return _is_number(digits) and all(map(_is_precision, precision))
         case ast.Call(func=ast.Name(id="Integer"), args=[value], keywords=[]):
             return _integer(value) is not None
         case ast.Call(func=ast.Name(id="Rational"), args=[above, below], keywords=[]):
@@ -90,6 +132,11 @@ def _is_sympy(node: ast.expr) -> bool:
         case ast.Call(func=ast.Name(id=name), args=[_, *_] as arguments, keywords=[]):
             return name in _SYMPY_FUNCTIONS - _POWERS and all(map(_is_sympy, arguments))
     return False
+
+
+def _is_number(digits: str) -> bool:
+    value = float(digits) if _NUMBER.fullmatch(digits) else math.inf
+    return value == 0 or 10.0**-_MOST_DIGITS <= abs(value) < 10.0 ** (_MOST_DIGITS + 1)
 
 
 def _is_assumption(keyword: ast.keyword) -> bool:
@@ -113,17 +160,23 @@ def _integer(node: ast.expr) -> int | None:
 
 
 def _is_small(node: ast.expr) -> bool:
-    """Whether a number, ``Integer(2)``, ``Float('0.5')`` or ``0.5``, is small enough for an exponent."""
+    return _exponent(node) <= _LARGEST_EXPONENT
+
+
+def _exponent(node: ast.expr) -> float:
+    """The size of a number, ``Integer(2)``, ``Float('0.5')`` or ``0.5``; infinite for anything else."""
     match node:
-        case ast.Call(func=ast.Name(id="Float"), args=[ast.Constant(value=str(digits))]):
-            return _is_sympy(node) and abs(float(digits)) <= _LARGEST_EXPONENT
-        case ast.Call(func=ast.Name(id="Integer" | "Rational"), args=[value, *_]):
-            return _is_sympy(node) and abs(_integer(value) or 0) <= _LARGEST_EXPONENT
+        case ast.Call(func=ast.Name(id="Float"), args=[ast.Constant(value=str(digits))]) if _is_sympy(node):
+            return abs(float(digits))
+        case ast.Call(func=ast.Name(id="Integer"), args=[value]) if _is_sympy(node):
+            return abs(_integer(value) or 0)
+        case ast.Call(func=ast.Name(id="Rational"), args=[above, below]) if _is_sympy(node):
+            return max(abs(_integer(above) or 0), abs(_integer(below) or 0))
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(value) | int(value))):
-            return abs(value) <= _LARGEST_EXPONENT
+            return abs(value)
         case ast.Constant(value=float(value) | int(value)):
-            return abs(value) <= _LARGEST_EXPONENT
-    return False
+            return abs(value)
+    return math.inf
 
 
 def _has_power(node: ast.expr) -> bool:

@@ -44,8 +44,11 @@ DTYPES = {
     34: torch.uint32,
     35: torch.uint64,
 }
-_DEVICES = ("cpu", "cuda", "mps", "xpu", "meta")
+DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "meta")
 _LARGEST = 2**63 - 1
+_HIGHEST_RANK = 64  # that of PyTorch
+# Modules, types and constants in the source that PyTorch writes, beside Python's own.
+_NEEDED = {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "math", "operator", "_operator"}
 
 
 def refuse(value: Any, where: str, accepted: str) -> NoReturn:
@@ -94,12 +97,14 @@ def variant(**cases: Rule) -> Rule:
     return rule
 
 
-def many(rule: Rule) -> Rule:
-    """A list."""
+def many(rule: Rule, most: int | None = None) -> Rule:
+    """A list of up to ``most`` elements."""
 
     def each(value: Any, where: str) -> list[Any]:
         if not isinstance(value, list):
             refuse(value, where, "a list")
+        if most is not None and len(value) > most:
+            refuse(len(value), f"the length of {where}", f"up to {most}")
         return [rule(element, f"{where}[{index}]") for index, element in enumerate(value)]
 
     return each
@@ -169,12 +174,14 @@ def NAME(value: Any, where: str) -> str:
     named = isinstance(value, str) and re.fullmatch(r"(?!__)[A-Za-z_]\w{0,500}", value, re.ASCII) is not None
     if not named or keyword.iskeyword(value):
         refuse(value, where, "a name of letters, digits and _")
+    if value in _NEEDED:
+        refuse(value, where, "a name that PyTorch's source does not need itself")
     return value
 
 
 PLAIN = text(PLAIN_TEXT, "plain text without quotes")
 # A module's or tensor's path; PyTorch writes what is no identifier between quotes.
-FQN = text(r"(?!__)[\w +:/@-]{1,200}(?:\.(?!__)[\w +:/@-]{1,200}){0,50}", "a path of names like blocks.0.weight")
+FQN = text(r"(?!__)[\w +:/@()-]{1,200}(?:\.(?!__)[\w +:/@()-]{1,200}){0,50}", "a path of names like blocks.0.weight")
 
 
 def _expression(value: Any, where: str) -> str:
@@ -193,13 +200,13 @@ def symbolic(**plain: Rule) -> Rule:
 
 
 SIZE = symbolic(as_int=INT)
-DEVICE = record(type=one_of(_DEVICES), index=optional(one_of(range(64))))
+DEVICE = record(type=one_of(DEVICE_TYPES), index=optional(one_of(range(64))))
 TENSOR_META = record(
     dtype=one_of(DTYPES),
-    sizes=many(SIZE),
+    sizes=many(SIZE, _HIGHEST_RANK),
     requires_grad=BOOL,
     device=DEVICE,
-    strides=many(SIZE),
+    strides=many(SIZE, _HIGHEST_RANK),
     storage_offset=SIZE,
     layout=one_of([7]),  # strided
 )

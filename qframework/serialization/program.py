@@ -7,6 +7,7 @@ refused (custom objects, operators, containers) or left out (metadata other than
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import threading
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.export import ExportedProgram
+from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qframework.errors import FileFormatError
@@ -25,6 +26,7 @@ from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
 from qframework.serialization.grammar import (
     BOOL,
     DEVICE,
+    DEVICE_TYPES,
     DTYPES,
     FLOAT,
     FQN,
@@ -60,16 +62,43 @@ def check_program(document: Any) -> dict[str, Any]:
     return _PROGRAM(document, "the program")
 
 
-def build_program(
-    checked: Mapping[str, Any], weights: dict[str, Tensor], constants: dict[str, Tensor]
-) -> ExportedProgram:
-    """The program of a checked document and its tensors."""
+def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constants: dict[str, Tensor]) -> GraphModule:
+    """The model of a checked document and its tensors.
+
+    Raises:
+        FileFormatError: a name in the source that PyTorch makes of it hides one that the source needs.
+    """
     from torch._export.serde import schema
     from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
 
     serialized = _dict_to_dataclass(schema.ExportedProgram, checked)
     with _LOADING:
-        return ExportedProgramDeserializer().deserialize(serialized, weights, constants, _example_inputs(checked))
+        program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, _example_inputs(checked))
+    model = program.module()
+    for name, part in model.named_modules():
+        if isinstance(part, GraphModule) and name != "_guards_fn":  # made of checked conditions; inputs have methods
+            _check_source(part.code, name)
+    return model
+
+
+def _check_source(source: str, where: str) -> None:
+    """Refuse a value with the name of what the source calls or takes attributes of: ``self``, ``torch``.
+
+    ``self.tofile(...)`` is a submodule only while ``self`` is the module.
+    """
+    tree = ast.parse(source)
+    owners = {id(function.args.args[0]) for function in tree.body if isinstance(function, ast.FunctionDef)}
+    bound, needed = set(), set()
+    for each in ast.walk(tree):
+        match each:
+            case ast.Name(id=name, ctx=ast.Store() | ast.Del()):
+                bound.add(name)
+            case ast.arg(arg=name) if id(each) not in owners:
+                bound.add(name)
+            case ast.Attribute(value=ast.Name(id=name)) | ast.Call(func=ast.Name(id=name)):
+                needed.add(name)
+    if hidden := sorted(bound & needed):
+        refuse(hidden[0], f"the name of a value in the graph {where!r}", "a name that the source does not need itself")
 
 
 def _example_inputs(checked: Mapping[str, Any]) -> Any:
@@ -82,8 +111,15 @@ def _example_inputs(checked: Mapping[str, Any]) -> Any:
 # Values in the graph
 
 
+_SUBGRAPH = ".as_graph.graph"
+_DEEPEST = 4
+
+
 def _graph(value: Any, where: str) -> dict[str, Any]:
-    return _GRAPH(value, where)  # a graph can hold graphs
+    # A graph can hold graphs. PyTorch's message on a faulty node doubles with each.
+    if where.count(_SUBGRAPH) > _DEEPEST:
+        raise FileFormatError(f"graphs stand {_DEEPEST + 1} deep in one another; accepted: up to {_DEEPEST}")
+    return _GRAPH(value, where)
 
 
 _ARGUMENT_NAME = text(re.compile(r"(?:(?!__)[A-Za-z_]\w{0,200})?", re.ASCII), "the name of an argument")
@@ -101,7 +137,7 @@ _SCALARS: dict[str, Rule] = {
     "as_sym_float": _NAME_OR_FLOAT,
     "as_sym_bool": _NAME_OR_BOOL,
 }
-_ARGUMENT = variant(
+_VALUES: dict[str, Rule] = dict(
     **_SCALARS,
     as_tensor=_NAMED,
     as_tensors=many(_NAMED),
@@ -123,9 +159,34 @@ _ARGUMENT = variant(
     as_memory_format=one_of(range(1, 5)),
     as_layout=one_of([7]),
     as_device=DEVICE,
-    as_graph=record(name=NAME, graph=_graph),
 )
-_OPERAND = record(name=_ARGUMENT_NAME, arg=_ARGUMENT, kind=optional(one_of(range(3))))
+_ARGUMENT = variant(**_VALUES)
+_WRAPPED = variant(as_graph=record(name=text(r"submod_[0-9]{1,9}", "a name like submod_1"), graph=_graph))
+_KIND = optional(one_of(range(3)))
+_OPERAND = record(name=_ARGUMENT_NAME, arg=_ARGUMENT, kind=_KIND)
+_SCOPE_INPUT = variant(**_SCALARS, as_tensor=_NAMED)
+
+
+def _any(value: Any, where: str) -> Any:
+    return value
+
+
+def _scope(*settings: Rule) -> Rule:
+    """The operands of a scope, all by position: its settings, the one graph that it wraps, that graph's inputs."""
+    operand = record(name=one_of([""]), arg=_any, kind=_KIND)
+
+    def rule(value: Any, where: str) -> list[dict[str, Any]]:
+        operands = many(operand)(value, where)
+        rules = [*settings, _WRAPPED]
+        if len(operands) < len(rules):
+            refuse(len(operands), f"the number of {where}", f"{len(rules)} or more")
+        rules += [_SCOPE_INPUT] * (len(operands) - len(rules))
+        return [
+            {**operand, "arg": rule(operand["arg"], f"{where}[{index}].arg")}
+            for index, (rule, operand) in enumerate(zip(rules, operands, strict=True))
+        ]
+
+    return rule
 
 
 def _operand(value: Any, where: str) -> dict[str, Any]:
@@ -135,18 +196,35 @@ def _operand(value: Any, where: str) -> dict[str, Any]:
     return _OPERAND(value, where)
 
 
-_NODE = record(
-    target=TARGET,
-    inputs=many(_operand),
-    outputs=many(_ARGUMENT),
-    metadata=record(nn_module_stack=optional(_MODULE_STACK)),
-    is_hop_single_tensor_return=optional(BOOL),
-    name=optional(NAME),
-)
+def _call_of(operands: Rule) -> Rule:
+    return record(
+        target=TARGET,
+        inputs=operands,
+        outputs=many(_ARGUMENT),
+        metadata=record(nn_module_stack=optional(_MODULE_STACK)),
+        is_hop_single_tensor_return=optional(BOOL),
+        name=optional(NAME),
+    )
+
+
+_NODE = _call_of(many(_operand))
+_SETTING = variant(as_bool=BOOL)
+_SCOPES = {
+    "torch.ops.higher_order.wrap_with_set_grad_enabled": _call_of(_scope(_SETTING)),
+    "torch.ops.higher_order.wrap_with_autocast": _call_of(
+        _scope(
+            variant(as_string=one_of(DEVICE_TYPES)),
+            variant(as_scalar_type=one_of(DTYPES), as_none=BOOL),
+            _SETTING,
+            variant(as_bool=BOOL, as_none=BOOL),
+        )
+    ),
+}
 
 
 def _node(value: Any, where: str) -> dict[str, Any]:
-    node = _NODE(value, where)
+    target = value.get("target") if isinstance(value, dict) else None
+    node = (_SCOPES.get(target, _NODE) if isinstance(target, str) else _NODE)(value, where)
     if node["target"] in PYTHON_OPERATORS:
         for each in node["inputs"]:
             variant(**_SCALARS)(each["arg"], f"{where}: an operand of {node['target']}")
@@ -200,7 +278,7 @@ def _container(value: Any, where: str) -> dict[str, Any]:
     kind, context, children = node.get("type"), node.get("context"), node["children_spec"]
     if kind is None and context is None and not children:
         return {"type": None, "context": None, "children_spec": []}
-    if _CONTAINERS.get(kind, dict) is None and context == "null":
+    if context == "null" and (_CONTAINERS.get(kind, dict) is None or _has_fields(kind, len(children))):
         return {"type": kind, "context": "null", "children_spec": children}
     keyed = _CONTAINERS.get(kind) is dict or _is_output_class(kind)
     keys = parse_json(context) if keyed and isinstance(context, str) else None
@@ -212,6 +290,12 @@ def _container(value: Any, where: str) -> dict[str, Any]:
         "context": json.dumps([key if type(key) is int else rule(key, where) for key in keys]),
         "children_spec": children,
     }
+
+
+def _has_fields(kind: str | None, count: int) -> bool:
+    """Whether that is one of PyTorch's own tuples of ``count`` fields: ``torch.return_types.topk``."""
+    known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind or "")
+    return getattr(known, "__module__", None) == "torch.return_types" and getattr(known, "n_fields", None) == count
 
 
 def _is_output_class(kind: str | None) -> bool:
