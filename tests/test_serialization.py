@@ -150,6 +150,27 @@ def test_save_refuses_a_config_that_json_cannot_hold(converted: torch.fx.GraphMo
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("inputs", "arguments", "message"),
+    [
+        ((torch.randn(4, 5, 16),), {"config": 3}, "config is int"),
+        ((torch.randn(4, 5, 16),), {"config": [(1, 2)]}, "config is list"),
+        ((torch.randn(4, 5, 16),), {"dynamic_shapes": 3}, "cannot trace the model"),
+        ((), {}, "cannot trace the model"),
+    ],
+)
+def test_save_names_arguments_that_cannot_be(inputs, arguments, message, converted, tmp_path: Path) -> None:
+    with pytest.raises(QFrameworkError, match=message):
+        qframework.save(converted, tmp_path / "m.pt2", inputs, **arguments)
+    assert not list(tmp_path.iterdir())
+
+
+def test_explain_names_inputs_that_the_model_does_not_take(fresh_dynamo: None) -> None:
+    for inputs in (None, (), {"a": 1}):
+        with pytest.raises(QFrameworkError, match="explain: the model cannot be called with inputs"):
+            qframework.explain(torch.nn.Linear(4, 3), inputs)
+
+
 def test_save_refuses_other_modules(converted: torch.fx.GraphModule, tmp_path: Path) -> None:
     x = (torch.randn(4, 5, 16),)
     with pytest.raises(QFrameworkError, match="Block; accepted: a GraphModule"):

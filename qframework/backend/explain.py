@@ -28,7 +28,8 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
         A Report with one LayerReport per linear layer; ``print`` it for a table.
 
     Raises:
-        QFrameworkError: no model; a model compiled with another backend, or an error the backend itself would raise.
+        QFrameworkError: no model, or inputs that it does not take; a model compiled with another backend; an error
+            that the backend itself would raise.
     """
     if isinstance(model, type | torch.export.ExportedProgram) or not callable(model):
         check_module(model, "explain: model")
@@ -44,8 +45,14 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
         layers.extend(lower(copy.deepcopy(gm), example_inputs, options))
         return gm.forward
 
-    with torch.no_grad():
-        torch.compile(original, backend=report_only)(*args, **kwargs)
+    try:
+        with torch.no_grad():
+            torch.compile(original, backend=report_only)(*args, **kwargs)
+    except TypeError as error:
+        raise QFrameworkError(
+            f"explain: the model cannot be called with inputs={inputs!r:.60}: {error}; accepted: its input, a tuple of "
+            "inputs, or a dict of keyword inputs"
+        ) from error
     return Report(layers)
 
 

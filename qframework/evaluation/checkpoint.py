@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from qframework.files import atomic_write
+from qframework.files import atomic_write, open_regular
 from qframework.outputs import check_output_file
 
 if TYPE_CHECKING:
@@ -38,10 +38,12 @@ def load_or_train(
         train: the trained model of ``config``.
 
     Raises:
-        QFrameworkError: the model has to be trained, and ``path`` cannot be written.
+        QFrameworkError: ``path`` is no regular file, or the model has to be trained and ``path`` cannot be written.
     """
     path = Path(path)
     if path.exists():
+        with open_regular(path):  # a FIFO would be waited on, and nothing but a file can be replaced
+            pass
         try:
             return _load(path, config, build)
         except _StaleCheckpoint as error:

@@ -107,7 +107,7 @@ class Recipe:
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedError(f"Recipe: {name}={getattr(self, name)!r}; accepted: True, False")
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
-        if self.batches is not None and (not isinstance(self.batches, int) or self.batches < 1):
+        if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
             raise UnsupportedError(f"Recipe: batches={self.batches!r}; accepted: None or a positive number")
 
     @classmethod

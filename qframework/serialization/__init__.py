@@ -154,12 +154,21 @@ def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...
         raise QFrameworkError(
             f"save: example_inputs is {type(example_inputs).__name__}; accepted: a tuple of positional inputs"
         )
-    return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    try:
+        return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    except Exception as error:  # PyTorch raises what the model's own code does, and errors of many kinds
+        reason = (str(error).strip().splitlines() or [""])[0][:_LONGEST_REASON]
+        raise QFrameworkError(
+            f"save: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
 
 def _describe(program: ExportedProgram, config: Mapping[str, Any] | None) -> str:
     import qframework
 
+    if not isinstance(config, Mapping | None):
+        raise QFrameworkError(f"save: config is {type(config).__name__}; accepted: a mapping of JSON-able values")
     metadata = {
         "format": FORMAT,
         "versions": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from qframework.errors import FileFormatError
 from qframework.evaluation import checkpoint
 
 
@@ -59,3 +61,11 @@ def test_another_configuration_is_another_model(
     assert load(path, other, trained).first.in_features == 3
     assert trained == [Config(), other]
     assert str(path) in caplog.text
+
+
+def test_a_fifo_is_refused_and_not_waited_on(tmp_path: Path, trained: list[Config]) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(FileFormatError, match="accepted: a regular file"):
+            load(path, Config(), trained)
+    assert not trained
