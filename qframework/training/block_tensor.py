@@ -231,6 +231,11 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None =
     return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
 
 
+def put_into(x: Tensor, y: Tensor) -> Tensor:
+    """``x`` after the blocks ``y`` have been written to it, as a module does that works in place; differentiable."""
+    return x.copy_(y.dequantize() if isinstance(y, BlockTensor) and not isinstance(x, BlockTensor) else y)
+
+
 def new_seed(device: torch.device | str) -> Tensor:
     """A seed for stochastic rounding or dropout: one int64 on ``device``, from torch's generator of that device.
 
