@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, canonical_size, check_block_size
 from qframework.kernels.block_activation import check_kind
-from qframework.training.block_tensor import BlockTensor, as_blocks, wrap_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, wrap_blocks
 from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
 
@@ -71,6 +71,8 @@ class Int8Activation(nn.Module):
         UnsupportedError: another kind or block size.
     """
 
+    writes_input = False  # set where the module that it was put its result into its input
+
     def __init__(self, kind: str, block_size: BlockSize = 32) -> None:
         super().__init__()
         check_kind("Int8Activation", kind)
@@ -78,6 +80,8 @@ class Int8Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
+        if self.writes_input:  # the gradient needs what ``x`` was
+            return put_into(x, Int8ActivationFunction.apply(x.clone(), self.kind, self.block_size))
         return Int8ActivationFunction.apply(x, self.kind, self.block_size)
 
     def extra_repr(self) -> str:

@@ -24,7 +24,15 @@ from torch.utils._pytree import tree_any, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.kernels._blocks import CanonicalSize, row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
-from qframework.training.block_tensor import BlockTensor, Handler, as_blocks, blocks_of, float_of, wrap_blocks
+from qframework.training.block_tensor import (
+    BlockTensor,
+    Handler,
+    as_blocks,
+    blocks_of,
+    check_views,
+    float_of,
+    wrap_blocks,
+)
 
 log = logging.getLogger("qframework")
 aten = torch.ops.aten
@@ -51,9 +59,16 @@ def reset_fallbacks() -> None:
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``func`` in INT8 where its handler can, else in float."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, BlockTensor):
+            check_views(x)
     handler = _handlers.get(func)
     result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-    return _in_float(func, args, kwargs) if result is NotImplemented else result
+    result = _in_float(func, args, kwargs) if result is NotImplemented else result
+    for x in _written(func, args, kwargs):
+        if x.copied_view is not None:
+            x.copied_view = x.copied_view[0], x.copied_view[1] + 1  # PyTorch counts this write after the call
+    return result
 
 
 def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
@@ -78,7 +93,15 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     result = func(*float_args, **float_kwargs)
     for x in written:
         _write_back(func, x, floats[id(x)])
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+        _note_view(func, args[0])
     return result  # of an in-place operator PyTorch returns the operand, whatever this is
+
+
+def _note_view(func: OpOverload, x: Any) -> None:
+    """PyTorch takes the result for a view of ``x``: a write to it counts as one to ``x``, which check_views sees."""
+    if isinstance(x, BlockTensor) and x.copied_view is None and not x.is_inference():
+        x.copied_view = func.name(), x._version
 
 
 def _count(name: str) -> None:

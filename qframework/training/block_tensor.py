@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError
+from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels._blocks import BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels._common import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
@@ -74,6 +74,7 @@ class BlockTensor(Tensor):
     scale: Tensor
     block_size: CanonicalSize
     statistics: Tensor | None
+    copied_view: tuple[str, int] | None = None  # the operator that gave a float copy as a view, and the version then
 
     @staticmethod
     def __new__(
@@ -156,8 +157,21 @@ def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
     return wrap_blocks(q, scale, block_size, x.dtype)
 
 
+def check_views(x: BlockTensor) -> None:
+    """Raise UnsupportedError where something was written to a view of ``x`` that is a float copy: it would be lost."""
+    if torch.compiler.is_dynamo_compiling() or x.copied_view is None or x.is_inference():
+        return
+    name, version = x.copied_view
+    if x._version != version:
+        raise UnsupportedError(
+            f"a BlockTensor of shape {tuple(x.shape)} was written to through a view of {name}, which is a float copy; "
+            "accepted: writing to a tensor that dequantize() gives, or torch.where and masked_fill"
+        )
+
+
 def float_of(x: BlockTensor) -> Tensor:
     """``x`` dequantized to its dtype, outside autograd: for Functions."""
+    check_views(x)
     return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, x.dtype)
 
 
@@ -169,6 +183,7 @@ def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
     """
     if not isinstance(x, BlockTensor):
         return blocks_of(x, block_size, seed)
+    check_views(x)
     if x.block_size != canonical_size(block_size):
         raise QFrameworkError(
             f"a tensor in blocks of {x.block_size} reached a layer with blocks of {canonical_size(block_size)}; "
@@ -229,6 +244,11 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None =
         return as_blocks(x, block_size)
     check_float_input("quantize_blocks", x)
     return QuantizeBlocks.apply(x, canonical_size(block_size), seed)
+
+
+def put_into(x: Tensor, y: Tensor) -> Tensor:
+    """``x`` after the blocks ``y`` have been written to it, as a module does that works in place; differentiable."""
+    return x.copy_(y.dequantize() if isinstance(y, BlockTensor) and not isinstance(x, BlockTensor) else y)
 
 
 def new_seed(device: torch.device | str) -> Tensor:

@@ -165,6 +165,8 @@ def _set_boundaries(model: nn.Module, plan: Plan, stochastic: bool) -> None:
     for block in _last_blocks(model, plan.blocks):
         block.register_forward_hook(LeaveBlocks(stochastic))
     for module in plan.floats:
+        if getattr(module, "inplace", False):  # it writes to its input, which a float copy would hide
+            continue
         module.register_forward_pre_hook(FloatInputs(stochastic), with_kwargs=True, prepend=True)
 
 

@@ -8,7 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, check_block_size
-from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, new_seed, quantize_blocks, wrap_blocks
+from qframework.training.block_tensor import (
+    BlockTensor,
+    as_blocks,
+    float_of,
+    new_seed,
+    put_into,
+    quantize_blocks,
+    wrap_blocks,
+)
 from qframework.training.function import Int8Function
 
 
@@ -56,7 +64,8 @@ class Int8Dropout(nn.Dropout):
         """``(..., C)`` to the same shape, in blocks."""
         if not self.training or self.p == 0.0:
             return quantize_blocks(x, self.block_size)
-        return Int8DropoutFunction.apply(x, float(self.p), new_seed(x.device), self.block_size)
+        dropped = Int8DropoutFunction.apply(x, float(self.p), new_seed(x.device), self.block_size)
+        return put_into(x, dropped) if self.inplace else dropped
 
     def extra_repr(self) -> str:
         return f"p={self.p}, block_size={self.block_size}"

@@ -24,6 +24,7 @@ from qframework.training.roles import (
     is_block,
     is_gated_mlp,
     linear_role,
+    lookalike,
     obstacle,
     own_forward,
     role_of,
@@ -156,7 +157,9 @@ def _exchangeable(role: Role | None, places: list[_Place], attentions: list[bool
 
 
 def _keep_or_object(plan: Plan, module: nn.Module, places: list[_Place], attentions: list[bool]) -> None:
-    if not any(attentions) or _has_matrices(module):
+    if not any(attentions) and role_of(module) is None and (reason := lookalike(module)) is not None:
+        _keep(plan, module, places[0].name, reason)
+    elif not any(attentions) or _has_matrices(module):
         plan.obstacles.append(Kept(places[0].name, type(module).__name__, _NO_MODULE))
     elif all(attentions):
         plan.kept.append(Kept(places[0].name, type(module).__name__, _INSIDE_ATTENTION))

@@ -21,7 +21,7 @@ from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear
 from qframework.training.linear_baselines import PerTensorConv1D, PerTensorLinear, PerTokenConv1D, PerTokenLinear
 from qframework.training.norm import Int8LayerNorm, Int8RMSNorm
-from qframework.training.roles import Role, activation_kind, norm_eps
+from qframework.training.roles import Role, activation_kind, norm_eps, writes_input
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 
 _ORIGIN = "_float_origin"
@@ -124,15 +124,24 @@ def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any
     """Pickling and copying by the two classes, since a joined one has no name to be imported by."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
-        _, _, *rest = super(_joined(kind, own), self).__reduce_ex__(max(protocol, 2))
-        return _new, (kind, own), *rest
+        joined = _joined(kind, own)
+        build, args, *rest = super(joined, self).__reduce_ex__(max(protocol, 2))
+        build, *args = (own if value is joined else value for value in (build, *args))
+        origin: _Origin = self.__dict__[_ORIGIN]
+        brought = {name: self.__dict__[name] for name in (*origin.added, _ORIGIN) if name in self.__dict__}
+        return _rebuilt, (kind, own, build, tuple(args), brought), *rest
 
     return __reduce_ex__
 
 
-def _new(kind: type[nn.Module], own: type[nn.Module]) -> nn.Module:
-    joined = _joined(kind, own)
-    return joined.__new__(joined)
+def _rebuilt(
+    kind: type[nn.Module], own: type[nn.Module], build: Callable[..., Any], args: tuple[Any, ...], brought: Any
+) -> nn.Module:
+    """What ``own`` says it is rebuilt from, as the joined class, with what the conversion brought."""
+    module: nn.Module = build(*args)
+    object.__setattr__(module, "__class__", _joined(kind, own))
+    module.__dict__.update(brought)
+    return module
 
 
 # What each role becomes
@@ -158,7 +167,11 @@ def _rms_norm(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _activation(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    return Replacement(Int8Activation, {"kind": activation_kind(module), "block_size": block_size})
+    return Replacement(Int8Activation, {"kind": activation_kind(module), "block_size": block_size, **_writes(module)})
+
+
+def _writes(module: Any) -> dict[str, bool]:
+    return {"writes_input": True} if writes_input(module) else {}
 
 
 def _dropout(module: Any, output: str, block_size: BlockSize) -> Replacement:
@@ -166,7 +179,7 @@ def _dropout(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _layer_scale(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    return Replacement(Int8LayerScale, {"block_size": block_size})
+    return Replacement(Int8LayerScale, {"block_size": block_size, **_writes(module)})
 
 
 def _drop_path(module: Any, output: str, block_size: BlockSize) -> Replacement:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.kernels._blocks import BlockSize, check_block_size
-from qframework.training.block_tensor import BlockTensor, as_blocks, quantize_blocks, wrap_blocks
+from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, quantize_blocks, wrap_blocks
 from qframework.training.function import Int8Function
 
 
@@ -62,6 +62,8 @@ class Int8DropPathFunction(Int8Function):
 class Int8LayerScale(nn.Module):
     """timm's LayerScale, ``x * gamma``, in and out in blocks; a float input is quantized."""
 
+    writes_input = False  # set where the module that it was put its result into its input
+
     def __init__(self, gamma: nn.Parameter, block_size: BlockSize = 32) -> None:
         super().__init__()
         self.gamma = gamma
@@ -69,6 +71,8 @@ class Int8LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
+        if self.writes_input:  # the gradient needs what ``x`` was
+            return put_into(x, Int8LayerScaleFunction.apply(quantize_blocks(x.clone(), self.block_size), self.gamma))
         return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), self.gamma)
 
 
