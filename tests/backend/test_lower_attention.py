@@ -223,7 +223,7 @@ FILLS = {
 @pytest.mark.parametrize("name", FILLS)
 def test_rows_that_are_filled_everywhere(name, dtype):
     if dtype == torch.float16 and name == "biased":
-        pytest.skip("float16 has no -1e9")
+        name = "-1e4"  # float16 has no -1e9
     fill = FILLS[name] if dtype != torch.float16 or name != "lowest" else FILLS["where"]
     q, k, v = (x.to(dtype) for x in qkv())
 
