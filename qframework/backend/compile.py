@@ -29,7 +29,7 @@ from qframework.backend.warm_up import warm_up
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
-from qframework.graph.nodes import Constants, differentiates, layer_name, linear_call
+from qframework.graph.nodes import Constants, differentiates, layer_name, linear_call, operation
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,14 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
 
 def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
     """Reports on a graph that no INT8 operator may go into."""
-    reports = [_float_layer(node, _DERIVATIVES, options) for node in gm.graph.nodes if linear_call(node) is not None]
+    reports = []
+    for node in gm.graph.nodes:
+        if linear_call(node) is not None:
+            reports.append(_float_layer(node, _DERIVATIVES, options))
+        elif operation(node) == "scaled_dot_product_attention":
+            wanted = options.attention not in ("auto", "off")
+            kind = "scaled_dot_product_attention"
+            reports.append(LayerReport(layer_name(node), False, kind, _DERIVATIVES, wanted, kind="attention"))
     _count_fallbacks(reports)
     return reports
 
@@ -86,7 +93,8 @@ def _inside_other_graphs(gm: GraphModule, options: BackendOptions) -> list[Layer
 
 
 def _float_layer(node: Node, reason: str, options: BackendOptions) -> LayerReport:
-    return LayerReport(layer_name(node), False, "float linear", reason, fallback=options.linear != "off")
+    quantized = any("dequantize" in str(operand.target) for operand in node.all_input_nodes)
+    return LayerReport(layer_name(node), False, "float linear", reason, fallback=quantized or options.linear != "off")
 
 
 def _layer_order(gm: GraphModule) -> dict[str, int]:

@@ -7,7 +7,7 @@ added as INT32. The weight is converted at each call: a float copy kept beside i
 
 In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
 epilogue. No form of a weight is kept between calls, so that none can be out of date: oneDNN's packed weights gain
-nothing over ``torch._int_mm``, and packing one takes as long as multiplying 1,500 rows with it.
+nothing over ``torch._int_mm``, and packing one takes longer than multiplying hundreds of rows with it.
 """
 
 from __future__ import annotations

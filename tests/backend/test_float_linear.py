@@ -243,6 +243,20 @@ class TestLeftInFloat:
         assert "torch.vmap" in reports[0].reason
         torch.testing.assert_close(y, F.scaled_dot_product_attention(q, q, q))
 
+    def test_attention_beside_a_derivative_is_reported(self):
+        q, reports = torch.randn(2, 2, 8, 16), []
+
+        def run(q):
+            return torch.func.grad(lambda q: F.scaled_dot_product_attention(q, q, q).sum())(q)
+
+        def backend(gm, example_inputs):
+            reports.extend(lower(gm, example_inputs, BackendOptions(attention="sage_b")))
+            return gm.forward
+
+        torch.testing.assert_close(torch.compile(run, backend=backend)(q), run(q))
+        assert [(r.kind, r.lowered, r.fallback) for r in reports] == [("attention", False, True)]
+        assert "computes derivatives" in reports[0].reason
+
     @pytest.mark.parametrize(
         ("add", "dtype"),
         [
