@@ -154,7 +154,7 @@ def test_the_digits_checkpoint_is_asked_for_before_training(command: str, monkey
     monkeypatch.setattr(digits_vit, "train", fail)
     result = CliRunner().invoke(cli.app, [command, "digits", "--checkpoint", "folder"])
     assert result.exit_code == 2, result.output
-    assert "checkpoint: cannot write folder: it is a folder" in result.stderr
+    assert "checkpoint: folder is a folder; accepted: a regular file" in result.stderr
 
 
 def test_a_checkpoint_that_is_there_need_not_be_writable(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from qframework.errors import FileFormatError
 from qframework.files import atomic_write, open_regular
 from qframework.outputs import check_output_file
 
@@ -29,7 +30,8 @@ def load_or_train(
 ) -> Model:
     """The trained model in eval mode, from ``path`` if that file holds exactly this configuration, else made and kept.
 
-    A checkpoint of another configuration, or one that is damaged, is replaced; a warning says why.
+    A checkpoint of another configuration, or one whose weights are damaged, is replaced; a warning says why. A file
+    that this function did not write stays as it is.
 
     Args:
         path: a safetensors file, which need not exist; its folder neither.
@@ -38,12 +40,11 @@ def load_or_train(
         train: the trained model of ``config``.
 
     Raises:
-        QFrameworkError: ``path`` is no regular file, or the model has to be trained and ``path`` cannot be written.
+        FileFormatError: ``path`` is no regular file, or one that this function did not write.
+        QFrameworkError: the model has to be trained and ``path`` cannot be written.
     """
     path = Path(path)
-    if path.exists():
-        with open_regular(path):  # a FIFO would be waited on, and nothing but a file can be replaced
-            pass
+    if path.exists() and not _is_empty(path):
         try:
             return _load(path, config, build)
         except _StaleCheckpoint as error:
@@ -72,11 +73,19 @@ def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
         file.write(save(weights, metadata=metadata))
 
 
+def _is_empty(path: Path) -> bool:
+    try:
+        with open_regular(path) as file:  # a FIFO would be waited on
+            return not file.read(1)
+    except FileFormatError as error:
+        raise FileFormatError(f"checkpoint: {error}") from error
+
+
 def _load(path: Path, config: Config, build: Callable[[Config], Model]) -> Model:
     metadata, weights = _read(path)
-    if metadata.get("config") != _fingerprint(config):
-        raise _StaleCheckpoint(f"trained with {metadata.get('config')}, wanted {_fingerprint(config)}")
-    if metadata.get("weights") != state_digest(weights):
+    if metadata["config"] != _fingerprint(config):
+        raise _StaleCheckpoint(f"trained with {metadata['config']}, wanted {_fingerprint(config)}")
+    if metadata["weights"] != state_digest(weights):
         raise _StaleCheckpoint("the weights are damaged: their SHA-256 differs from the recorded one")
     model = build(config)
     model.load_state_dict(weights)
@@ -89,9 +98,19 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             weights = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            return file.metadata() or {}, weights
-    except (SafetensorError, OSError) as error:
-        raise _StaleCheckpoint(f"not a readable checkpoint ({error})") from error
+            metadata = file.metadata() or {}
+    except SafetensorError as error:
+        raise _not_ours(path, str(error)) from error
+    if not {"config", "weights"} <= metadata.keys():
+        raise _not_ours(path, "it names no configuration")
+    return metadata, weights
+
+
+def _not_ours(path: Path, reason: str) -> FileFormatError:
+    return FileFormatError(
+        f"checkpoint: {path} is no checkpoint of a model trained here ({reason}) and is left as it is; "
+        "accepted: such a checkpoint, or a new name"
+    )
 
 
 def _fingerprint(config: DataclassInstance) -> str:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from qframework.errors import QFrameworkError
+from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.accuracy import top1
 from qframework.evaluation.schedule import warmup_cosine
@@ -126,16 +126,34 @@ def strip_metadata(path: Path) -> None:
     save_file(load_file(path), path)
 
 
-@pytest.mark.parametrize("damage", [truncate, flip_a_bit, strip_metadata, lambda path: path.write_bytes(b"")])
-def test_a_damaged_checkpoint_is_trained_again(
-    damage, checkpoint: Path, trained: list[digits_vit.TrainingConfig], caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "write", [truncate, strip_metadata, lambda path: path.write_text("mine"), lambda path: torch.save({"w": 1}, path)]
+)
+def test_a_file_of_somebody_else_is_kept(write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+    write(checkpoint)
+    content = checkpoint.read_bytes()
+    with pytest.raises(FileFormatError, match=r"^checkpoint: .* left as it is; accepted: "):
+        digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
+    assert checkpoint.read_bytes() == content
+    assert not trained
+
+
+def test_damaged_weights_are_trained_again(
+    checkpoint: Path, trained: list[digits_vit.TrainingConfig], caplog: pytest.LogCaptureFixture
 ) -> None:
-    damage(checkpoint)
+    flip_a_bit(checkpoint)
     with caplog.at_level(logging.WARNING):
         model = digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
     assert trained == [TINY]
     assert str(checkpoint) in caplog.text
     assert same_weights(model, digits_vit.train(TINY, show_progress=False))
+
+
+def test_an_empty_file_is_a_new_name(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+    checkpoint.write_bytes(b"")
+    digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
+    assert trained == [TINY]
+    assert checkpoint.stat().st_size
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
