@@ -64,7 +64,9 @@ def check_activation_granularity(granularity: str) -> None:
 
 def scale_from_amax(amax: Tensor) -> Tensor:
     """Scale of a symmetric INT8 group from its largest magnitude (any shape) as float32; NaN and inf pass through."""
-    return (amax.float() / QMAX).clamp(min=MIN_SCALE)
+    amax = amax.float()
+    # by a tensor, since CUDA multiplies by the rounded reciprocal of a number
+    return (amax / amax.new_full((), QMAX)).clamp(min=MIN_SCALE)
 
 
 def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:

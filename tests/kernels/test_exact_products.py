@@ -148,10 +148,11 @@ def test_row_bias_of_packed_keys():
 @pytest.mark.parametrize("packed", [False, True])
 def test_smooth_q_copies_no_keys(packed):
     """Nor does it leave a product to PyTorch: a kernel reads keys as they lie."""
-    q, k, v = (x.half() for x in operands(200))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = (x.half().to(device) for x in operands(200))
     with Recorded() as recorded:
         if packed:
-            starts = torch.tensor([0, 90, 200], dtype=torch.int32)
+            starts = torch.tensor([0, 90, 200], dtype=torch.int32, device=device)
             rows = (x[0].transpose(0, 1) for x in (q, k, v))
             module._sage_attention_varlen_triton(*rows, starts, starts, 110, 110, variant="sage2_int4")
         else:

@@ -17,6 +17,12 @@ SHAPES = [
 ]
 
 
+@pytest.fixture
+def device():
+    """Interpreted kernels read the CPU's memory."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def run(weights):
     return quantize_weights(weights) if weights[0].is_cuda else quantize_weights_triton(weights)
 

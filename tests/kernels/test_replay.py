@@ -14,6 +14,7 @@ import torch
 from operator_calls import CALLS
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from qframework.kernels import _launch, _replay, quantize
 from qframework.kernels._launch import launch
@@ -272,7 +273,7 @@ def test_replays_of_an_operator_are_its_calls(name, monkeypatch):
     run = replayed(implementation)
     torch.manual_seed(0)
     for _ in range(4):
-        arguments = [x.to(device) if isinstance(x, Tensor) else x for x in CALLS[name]()]
+        arguments = tree_map_only(Tensor, lambda x: x.to(device), CALLS[name]())
         got, expected = run(*arguments), implementation(*arguments)
         pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
         for mine, theirs in pairs:
