@@ -28,7 +28,7 @@ from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
 MOST = 8  # weights of one call
 _ALIGNMENT = 128
-_TILE = {"BLOCK_N": 4, "BLOCK_K": 1024, "num_warps": 4}
+_TILE = {"BLOCK_N": 4, "BLOCK_K": 512, "num_warps": 4}
 
 
 def places(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -434,7 +434,9 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     import triton
 
     monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
-    monkeypatch.setattr(QUANTIZE_MODULES[0], "launch", lambda kernel, grid: kernel[grid])
+    monkeypatch.setattr(_launch, "_compiled", {})
+    for implementation in _launch.cuda_implementations.values():  # of earlier tests' calls, which would launch unseen
+        implementation.replays.clear()
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     ahead: dict[str, list[bool]] = defaultdict(list)
