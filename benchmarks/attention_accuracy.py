@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from qframework.attention import sage_attention
-from qframework.kernels.attention_variants import VARIANTS
+from qframework.kernels.attention.variants import VARIANTS
 
 SHAPE, SMOKE_SHAPE = (1, 4, 1776, 64), (1, 2, 70, 16)
 MEASURED = (*VARIANTS, "8-per_thread-fp16-fp32")

@@ -25,9 +25,9 @@ from benchmarks.attention_oracle import (
 )
 from benchmarks.harness import Check, UnavailableError, one_step_apart
 from qframework import numerics
-from qframework.kernels._attention_common import Bias, QuantizedQK, Values
-from qframework.kernels.attention_variants import VARIANTS, AttentionVariant, choose_variant, resolve
-from qframework.kernels.sage_attention import _TORCH, _TRITON, _quantize_qk, _quantize_values
+from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
+from qframework.kernels.attention.pipeline import _TORCH, _TRITON, _quantize_qk, _quantize_values
+from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, choose_variant, resolve
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
 MATH_BYTES = 2**33  # SDPA's unfused path keeps the logits of all heads in float32

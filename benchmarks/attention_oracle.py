@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness import ROUNDOFF, Check, WrongResultError, relative_error, require_shape
-from qframework.kernels.attention_variants import QUERY_BLOCK, AttentionVariant, token_groups
+from qframework.kernels.attention.variants import QUERY_BLOCK, AttentionVariant, token_groups
 
 ORACLE_BYTES = 2**29  # of logits at a time
 TOTAL = 1.25  # over all rows a right result has 0.84 to 1.05 times the error predicted, on an H100 too

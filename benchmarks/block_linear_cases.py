@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from benchmarks.harness import ROUNDOFF, UnavailableError, require_quantized, rows_within
 from benchmarks.int8_linear_cases import Shape, checked_rows
 from benchmarks.torchao_training import quantize_for_fp8_training, quantize_for_training
-from qframework.kernels import block_linear_launch, block_quantize
-from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
-from qframework.kernels.block_linear_tiles import COOPERATIVE, SINGLE, Choice
+from qframework.kernels import block_quantize
+from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
+from qframework.kernels.blocks.linear import launch as block_linear_launch
+from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
 from qframework.training.linear_baselines import PerTensorLinear, PerTokenLinear

@@ -20,7 +20,7 @@ import torch
 from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands, provider_of
 from benchmarks.harness import Record, Results, argument_parser, comma_separated
 from benchmarks.timing import time_kernel
-from qframework.kernels._blocks import BLOCK_SIZES, block_size_name, parse_block_size
+from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name, parse_block_size
 
 TOKENS = 8192
 SHAPES: tuple[Shape, ...] = tuple((TOKENS, hidden) for hidden in (1024, 2048, 4096, 8192))

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from benchmarks.harness import ROUNDOFF, WrongResultError, relative_error
-from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name, spread_scale
-from qframework.kernels.block_dropout import factor_of, keep_mask_ref
+from qframework.kernels.blocks.dropout import factor_of, keep_mask_ref
+from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name, spread_scale
 
 Shape = tuple[int, int]
 Blocks = tuple[Tensor, Tensor]

@@ -2,8 +2,8 @@
 
 Many calls are issued one after the other, at sizes so small that the GPU keeps up, and nothing waits for results.
 ``qframework`` is the operator as it is registered; ``qframework_as_written`` its implementation in Python, with every
-check and choice at every call, which a replay leaves out (qframework/kernels/_replay.py). The peers are what PyTorch
-calls in 16 bit for the same work. Without a GPU the CPU's implementations run, whose times say nothing of this.
+check and choice at every call, which a replay leaves out (qframework/kernels/runtime/replay.py). The peers are what
+PyTorch calls in 16 bit for the same work. Without a GPU the CPU's implementations run, whose times say nothing of this.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Record, Results, UnavailableError, WrongResultError, argument_parser, comma_separated
 from benchmarks.timing import Timing
-from qframework.kernels._launch import cuda_implementations
+from qframework.kernels.runtime.launch import cuda_implementations
 
 CALLS, SAMPLES, SMOKE_SAMPLES = 100, 50, 2
 BLOCK_SIZE = [1, 128]

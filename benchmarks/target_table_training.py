@@ -10,7 +10,7 @@ from benchmarks.block_linear import SHAPES
 from benchmarks.block_operators import TOKENS
 from benchmarks.block_operators_cases import OPERATORS, provider_of
 from benchmarks.target_table import Target
-from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
+from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 
 HIDDEN = training_block.HIDDEN
 PROMISED_AT = 8192  # columns

@@ -38,7 +38,7 @@ from benchmarks.harness import (
 )
 from benchmarks.timing import time_provider
 from benchmarks.torchao_training import quantize_for_fp8_training, quantize_for_training
-from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
+from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.training import BlockTensor
 from qframework.training.convert import convert_to_int8_training
 

@@ -36,7 +36,7 @@ from qframework.evaluation.training_files import Curves, draw_curves
 from qframework.evaluation.training_loop import Place, RunConfig, TrainingTask, train
 from qframework.evaluation.training_tasks import DigitsTask, TextTask
 from qframework.files import atomic_write
-from qframework.kernels._blocks import BLOCK_SIZES, BlockSize, block_size_name
+from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.outputs import output_folder
 
 RESULTS = REPOSITORY / "benchmarks" / "results" / "training"

@@ -28,7 +28,7 @@ from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from qframework.evaluation.training_files import LOSSES, SUMMARY
 from qframework.files import atomic_write
-from qframework.kernels._blocks import block_size_name
+from qframework.kernels.blocks.format import block_size_name
 from qframework.outputs import output_file
 
 SCHEMA = 1

@@ -26,15 +26,15 @@ from torch import Tensor
 from benchmarks.int8_linear import SMALL_M
 from benchmarks.machine import describe_machine
 from benchmarks.timing import time_in_graph, time_kernel
-from qframework.kernels._common import chip_of
-from qframework.kernels.int8_linear import apply_activation
-from qframework.kernels.int8_linear_launch import Operands, Plan, run_plan
-from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Epilogue, Tile
+from qframework.kernels.linear.int8_linear import apply_activation
+from qframework.kernels.linear.launch import Operands, Plan, run_plan
+from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Epilogue, Tile
+from qframework.kernels.runtime.chip import chip_of
 from qframework.outputs import output_file
 
 # Widths of ViT-B, ViT-L and SAM-H, and their rows: batch 1, 8, 64 and 256 of 197 tokens; 1 and 8 images of 4,096.
 WIDTHS = {768: (197, 1576, 12608, 50432), 1024: (197, 1576, 12608, 50432), 1280: (4096, 32768)}
-TABLES = Path(__file__).parent.parent / "qframework" / "kernels" / "tiles"
+TABLES = Path(__file__).parent.parent / "qframework" / "kernels" / "linear"
 REP_MS = 25.0
 
 
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     major, minor = chip_of(torch.device("cuda", 0))[0]
     machine = describe_machine("cuda")
     results = tune(list(problems(arguments.rows, arguments.widths or list(WIDTHS))), arguments.jobs)
-    table = arguments.table or TABLES / f"int8_linear_sm_{major}{minor}.json"
+    table = arguments.table or TABLES / f"tiles_sm_{major}{minor}.json"
     table.parent.mkdir(exist_ok=True)
     partial = arguments.rows or arguments.widths
     old = json.loads(table.read_text())["tiles"] if partial and table.exists() else []

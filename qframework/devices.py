@@ -7,7 +7,7 @@ import argparse
 import torch
 
 from qframework.errors import UnsupportedError
-from qframework.kernels import _common
+from qframework.kernels.runtime import chip
 
 ACCEPTED = "accepted: cpu, or cuda, cuda:0, ... where there is a GPU"
 
@@ -29,7 +29,7 @@ def checked_device(name: torch.device | str, argument: str) -> torch.device:
         raise UnsupportedError(
             f"{argument} {str(name)!r} is not there, this machine has {cuda} CUDA devices; {ACCEPTED}"
         )
-    _common.check_device(device)
+    chip.check_device(device)
     return device
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from qframework.kernels._common import MIN_CAPABILITY
-from qframework.kernels.int8_linear_cpu import cpu_choice
+from qframework.kernels.linear.cpu import cpu_choice
+from qframework.kernels.runtime.chip import MIN_CAPABILITY
 
 _PACKAGES = ("qframework", "torch", "triton", "torchao", "torchvision", "timm", "scikit-learn")
 

@@ -179,7 +179,7 @@ def test_doctor() -> None:
 
 def test_doctor_says_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     from qframework import diagnosis
-    from qframework.kernels.int8_linear_cpu import CpuChoice
+    from qframework.kernels.linear.cpu import CpuChoice
 
     choice = CpuChoice("float32", {"int_mm": "it is not exact on this processor"})
     monkeypatch.setattr(diagnosis, "cpu_choice", lambda: choice)

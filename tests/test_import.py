@@ -81,12 +81,12 @@ print(json.dumps({"imported": imported, "compiled": has_inductor()}))
 NAME_GONE = """
 import json, logging
 messages = []
-logging.getLogger("qframework.kernels._gluon").addFilter(lambda record: messages.append(record.getMessage()))
+logging.getLogger("qframework.kernels.runtime.gluon").addFilter(lambda record: messages.append(record.getMessage()))
 from triton.experimental.gluon.language.nvidia import hopper
 del hopper.warpgroup_mma
 import qframework, torch
-from qframework.kernels import _gluon, int8_linear_tiles
-print(json.dumps({"gluon": _gluon.HAS_GLUON, "messages": messages}))
+from qframework.kernels.runtime import gluon
+print(json.dumps({"gluon": gluon.HAS_GLUON, "messages": messages}))
 """
 
 

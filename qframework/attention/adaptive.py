@@ -26,7 +26,7 @@ from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model
 from qframework.devices import checked_device
 from qframework.errors import CalibrationError
-from qframework.kernels.attention_variants import AttentionVariant, resolve
+from qframework.kernels.attention.variants import AttentionVariant, resolve
 
 PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
 

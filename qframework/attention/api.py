@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._common import transform_in_force
-from qframework.kernels.attention_variants import AttentionVariant, resolve
+from qframework.kernels.attention.variants import AttentionVariant, resolve
+from qframework.kernels.runtime.operator import transform_in_force
 
 TensorLayout = Literal["HND", "NHD"]
 
@@ -81,7 +81,7 @@ def sage_attention(
         scale: of the logits; ``1 / sqrt(D)`` when None.
         enable_gqa: allow Hkv < Hq where Hkv divides Hq.
         tensor_layout: ``"HND"`` is ``(..., heads, tokens, channels)``, ``"NHD"`` is ``(..., tokens, heads, channels)``.
-        variant: ``"auto"``, a name of ``qframework.kernels.attention_variants.VARIANTS`` or an ``AttentionVariant``.
+        variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS`` or an ``AttentionVariant``.
         smooth_k: subtract the mean over tokens from ``key``; exact in the softmax, and kinder to INT8.
         return_lse: also return the logarithm of the sum of exponentials.
         sm_scale: another name of ``scale``.

@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from qframework.attention.api import attend, autocast, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.errors import UnsupportedError
-from qframework.kernels._common import transform_in_force
-from qframework.kernels.attention_variants import AttentionVariant, resolve
+from qframework.kernels.attention.variants import AttentionVariant, resolve
+from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES
 
 log = logging.getLogger("qframework")
@@ -59,7 +59,7 @@ class use_sage_attention(TorchFunctionMode):
     in :data:`fallbacks`.
 
     Args:
-        variant: ``"auto"``, a name of ``qframework.kernels.attention_variants.VARIANTS``, an ``AttentionVariant``, or
+        variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS``, an ``AttentionVariant``, or
             ``"off"``.
         smooth_k: subtract the mean over tokens from the keys.
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import AttentionVariant
+from qframework.kernels.attention.variants import AttentionVariant
 
 # What a model may hand over that changes the result and that no variant knows: Gemma 2's cap on logits, sinks.
 _REFUSED = ("softcap", "s_aux")

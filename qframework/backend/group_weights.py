@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import Constants, argument, fake_value
 from qframework.graph.writes import written_between
-from qframework.kernels.quantize_weights import MOST, places
+from qframework.kernels.linear.quantize_weights import MOST, places
 
 _MOST_BYTES = 2**30  # of INT8 values kept through a call
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default

@@ -31,8 +31,8 @@ from qframework.graph.attention_patterns import (
 )
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
-from qframework.kernels._common import MIN_CAPABILITY, capability_of
-from qframework.kernels.attention_variants import resolve, values_dtype
+from qframework.kernels.attention.variants import resolve, values_dtype
+from qframework.kernels.runtime.chip import MIN_CAPABILITY, capability_of
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant

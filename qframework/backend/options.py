@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import VARIANTS, resolve
+from qframework.kernels.attention.variants import VARIANTS, resolve
 
 # Our options: the values each accepts, the default first.
 KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {

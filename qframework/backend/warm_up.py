@@ -20,11 +20,11 @@ from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import argument, fake_value
-from qframework.kernels._launch import finished
-from qframework.kernels._triton import HAS_TRITON, INTERPRET, triton
-from qframework.kernels.int8_linear_launch import warm_up_int8_linear
+from qframework.kernels.linear.launch import warm_up_int8_linear
+from qframework.kernels.linear.quantize_weights import warm_up_quantize_weights
 from qframework.kernels.quantize import warm_up_dynamic_quantize
-from qframework.kernels.quantize_weights import warm_up_quantize_weights
+from qframework.kernels.runtime.launch import finished
+from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET, triton
 
 logger = logging.getLogger(__name__)
 

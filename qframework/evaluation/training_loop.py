@@ -23,7 +23,7 @@ from qframework.evaluation.distributed import Processes
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.evaluation.training_files import CHECKPOINT, Checkpoint, Curves, load_checkpoint, save_checkpoint
-from qframework.kernels._blocks import BlockSize, block_size_name, check_block_size
+from qframework.kernels.blocks.format import BlockSize, block_size_name, check_block_size
 from qframework.training.convert import Mode, convert_to_int8_training
 
 PRECISIONS = ("fp32", "bf16", "int8")

@@ -18,7 +18,7 @@ from qframework.evaluation.distributed import Processes, device_of_process, join
 from qframework.evaluation.training_files import LOSSES, PLOT, SUMMARY, draw_curves
 from qframework.evaluation.training_loop import PRECISIONS, Outcome, Place, RunConfig, TrainingTask, train
 from qframework.files import atomic_write
-from qframework.kernels._blocks import BLOCK_SIZES, block_size_name, parse_block_size
+from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name, parse_block_size
 from qframework.outputs import check_output_folder
 from qframework.training.convert import Mode
 

@@ -20,20 +20,20 @@ import torch
 from torch import Tensor
 
 from qframework import numerics
-from qframework.kernels._common import (
-    LIBRARY,
-    check_device,
+from qframework.kernels.runtime.checks import (
     check_dtype,
     check_float_input,
     check_positive_scale,
     check_same_device,
-    round_to_int8,
     row_scale,
     rows_of,
 )
-from qframework.kernels._launch import cdiv, cuda_implementation, launch, power_of_2, warm_up
-from qframework.kernels._overlap import wait_for_previous_kernel
-from qframework.kernels._triton import tl, triton
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2, warm_up
+from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
 _MAX_BLOCK_C = 8192

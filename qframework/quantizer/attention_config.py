@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import resolve
+from qframework.kernels.attention.variants import resolve
 from qframework.quantizer.config import (
     ActivationConfig,
     LinearConfig,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
-from qframework.kernels._common import refuse_transforms
+from qframework.kernels.runtime.operator import refuse_transforms
 from qframework.numerics import QMAX, QMIN, rounded_steps
 from qframework.quantizer.observers import DynamicObserver, WeightObserver
 from qframework.quantizer.static_observer import StaticObserver

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import BlockSize, canonical_size, check_block_size
-from qframework.kernels.block_activation import check_kind
+from qframework.kernels.blocks.activation import check_kind
+from qframework.kernels.blocks.format import BlockSize, canonical_size, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, wrap_blocks
 from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient

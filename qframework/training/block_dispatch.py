@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import CanonicalSize, row_count
+from qframework.kernels.blocks.format import CanonicalSize, row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 from qframework.training.block_tensor import (
     BlockTensor,

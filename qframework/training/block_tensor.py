@@ -1,7 +1,7 @@
 """BlockTensor: an INT8 tensor in blocks that autograd and a stranger's model take for the float tensor it stands for.
 
 Outside it has the shape and dtype of a float tensor; inside are ``q`` (int8) and ``scale`` (fp32, one value for each
-block, qframework/kernels/_blocks.py), so that what is saved for the backward pass costs a byte a value. Gradients
+block, qframework/kernels/blocks/format.py), so that what is saved for the backward pass costs a byte a value. Gradients
 are BlockTensors too wherever the data flow is INT8. What an ATen operator does with one is in block_dispatch.py.
 
 Functions of this package follow one pattern, which runs in eager mode, under ``torch.compile(fullgraph=True)`` and
@@ -45,8 +45,8 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import BlockSize, CanonicalSize, canonical_size, check_blocks
-from qframework.kernels._common import check_dtype, check_float_input
+from qframework.kernels.blocks.format import BlockSize, CanonicalSize, canonical_size, check_blocks
+from qframework.kernels.runtime.checks import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
 from qframework.training.function import Int8Function
 

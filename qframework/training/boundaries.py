@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import BlockSize
+from qframework.kernels.blocks.format import BlockSize
 from qframework.training.block_tensor import BlockTensor, new_seed, quantize_blocks
 
 _STATES = ("hidden_states", "x", "src", "input")  # where models pass by name what goes from block to block

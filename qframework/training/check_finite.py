@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import NonFiniteError
-from qframework.kernels._common import LIBRARY
+from qframework.kernels.runtime.operator import LIBRARY
 from qframework.training.activation import Int8GatedMLP
 from qframework.training.block_tensor import BlockTensor, wrap_blocks
 from qframework.training.function import Int8Function

@@ -19,7 +19,7 @@ from torch import nn
 
 from qframework.arguments import check_module
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import BlockSize, CanonicalSize, block_shape, check_block_size
+from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_shape, check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import BlockSize, check_block_size
+from qframework.kernels.blocks.format import BlockSize, check_block_size
 from qframework.training.block_tensor import (
     BlockTensor,
     as_blocks,

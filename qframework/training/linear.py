@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import BlockSize, CanonicalSize, check_block_size, operand_size
+from qframework.kernels.blocks.format import BlockSize, CanonicalSize, check_block_size, operand_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
 from qframework.training.function import Int8Function
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import BlockSize, check_block_size
+from qframework.kernels.blocks.format import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
 from qframework.training.function import Int8Function
 

@@ -13,7 +13,7 @@ from typing import Literal
 from torch import nn
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import CanonicalSize
+from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.replace import Replacement, gated_mlp, is_converted, replacement, taken_name
 from qframework.training.roles import (
     GATED,

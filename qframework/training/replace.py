@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 from qframework.errors import QFrameworkError
-from qframework.kernels._blocks import BlockSize
+from qframework.kernels.blocks.format import BlockSize
 from qframework.training.activation import Int8Activation, Int8GatedMLP
 from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Conv1D, Int8Linear

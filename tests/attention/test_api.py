@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qframework import sage_attention, sage_attention_varlen
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention_variants import VARIANTS, AttentionVariant
+from qframework.kernels.attention.variants import VARIANTS, AttentionVariant
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> None:

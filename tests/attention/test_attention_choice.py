@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import qframework
 from qframework.attention import AttentionChoice, use_sage_attention
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
-from qframework.kernels.attention_variants import VARIANTS
+from qframework.kernels.attention.variants import VARIANTS
 
 BY_HAND = {"layers.0": "sage_vb", "layers.1": "off", "layers.2": "sage2_int4"}
 

@@ -394,7 +394,7 @@ def test_on_a_gpu(dtype: torch.dtype) -> None:
 
 
 def test_variants_may_be_written_out(data: list[Tensor]) -> None:
-    from qframework.kernels.attention_variants import AttentionVariant
+    from qframework.kernels.attention.variants import AttentionVariant
 
     variant = AttentionVariant(8, "per_warp", "int8", smooth_v=True)
     choice = choose(Net(), data, variants=[variant])

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from qframework import sage_attention, use_sage_attention
 from qframework.attention import fallbacks
-from qframework.kernels.attention_variants import AttentionVariant
+from qframework.kernels.attention.variants import AttentionVariant
 
 SDPA = F.scaled_dot_product_attention
 pytestmark = pytest.mark.usefixtures("no_fallbacks_yet")

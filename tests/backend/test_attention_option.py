@@ -10,7 +10,7 @@ from attention_models import VARIANT, Attention, Capture, compiled, qkv
 from qframework.backend import lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import VARIANTS
+from qframework.kernels.attention.variants import VARIANTS
 
 
 class TestOptions:

@@ -8,7 +8,7 @@ from attention_models import Attention, randomize
 from test_timm_models import MODELS
 
 import qframework
-from qframework.kernels.attention_variants import choose_variant
+from qframework.kernels.attention.variants import choose_variant
 from qframework.numerics import sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]

@@ -26,20 +26,21 @@ from qframework.backend.keep_quantize import keep_dynamic_quantize
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import Constants, fake_value
-from qframework.kernels import _launch, int8_linear_launch
-from qframework.kernels import int8_linear_specialized as specialized
-from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
-from qframework.kernels.int8_linear_launch import int8_linear_triton, warm_up_int8_linear
-from qframework.kernels.int8_linear_tiles import choose_tile
+from qframework.kernels.linear import hopper as specialized
+from qframework.kernels.linear import launch as int8_linear_launch
+from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
+from qframework.kernels.linear.quantize_weights import _quantize_weights_kernel, quantize_weights_triton
+from qframework.kernels.linear.tiles import choose_tile
+from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _dynamic_quantize_triton, warm_up_dynamic_quantize
-from qframework.kernels.quantize_weights import _quantize_weights_kernel, quantize_weights_triton
+from qframework.kernels.runtime import launch as _launch
+from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel, _quantize_weights_kernel)
 # The package has functions of these names.
-QUANTIZE_MODULES = [import_module(f"qframework.kernels.{name}") for name in ("quantize", "quantize_weights")]
+QUANTIZE_MODULES = [import_module(f"qframework.kernels.{name}") for name in ("quantize", "linear.quantize_weights")]
 CUDA = torch.device("cuda", 0)
 _ours = torch.ops.qframework
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import qframework.training  # noqa: F401  registers the operators
-from qframework.kernels._blocks import BlockSize, block_shape, operand_size
+from qframework.kernels.blocks.format import BlockSize, block_shape, operand_size
 
 Step = tuple[str, tuple[Tensor, ...]]
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32}

@@ -8,7 +8,7 @@ from operator_calls import CALLS
 from torch import Tensor
 
 import qframework.training  # noqa: F401  defines operators too
-from qframework.kernels._common import LIBRARY
+from qframework.kernels.runtime.operator import LIBRARY
 
 
 def operator(name):

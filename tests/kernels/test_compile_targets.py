@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from qframework.kernels import int8_linear as _public  # noqa: F401  (registers the operators)
-from qframework.kernels import int8_linear_specialized as specialized
-from qframework.kernels import int8_linear_tiles
-from qframework.kernels._triton import HAS_TRITON, INTERPRET
-from qframework.kernels.int8_linear_kernel import _int8_linear_kernel
-from qframework.kernels.int8_linear_launch import epilogue_of, tile_constants
-from qframework.kernels.int8_linear_tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
+from qframework.kernels.linear import hopper as specialized
+from qframework.kernels.linear import tiles as int8_linear_tiles
+from qframework.kernels.linear.launch import epilogue_of, tile_constants
+from qframework.kernels.linear.quantize_weights import _quantize_weights_kernel
+from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
+from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
-from qframework.kernels.quantize_weights import _quantize_weights_kernel
+from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
@@ -236,9 +236,7 @@ def test_hopper_where_its_tiles_are_largest(epilogue, shape, tmp_path):
 
 
 def measured_tiles() -> dict[str, tuple[Tile, str]]:
-    rows = json.loads((Path(int8_linear_tiles.__file__).parent / "tiles" / "int8_linear_sm_90.json").read_text())[
-        "tiles"
-    ]
+    rows = json.loads((Path(int8_linear_tiles.__file__).parent / "tiles_sm_90.json").read_text())["tiles"]
     flags = {"float": "fp16", "residual": "residual", "int8": "qkv_int8", "activation": "gelu_int8"}
     flags["activation_float"] = "gelu_fp16"
     found = {(Tile(**row["tile"]), flags[row["epilogue"]]) for row in rows}

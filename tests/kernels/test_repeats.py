@@ -15,7 +15,7 @@ import pytest
 import torch
 from block_chain import Chain, differences, poison
 
-from qframework.kernels._blocks import BLOCK_SIZES, block_size_name
+from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name
 
 SECONDS = 5.0
 

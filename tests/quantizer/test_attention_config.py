@@ -5,7 +5,7 @@ import json
 import pytest
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention_variants import VARIANTS
+from qframework.kernels.attention.variants import VARIANTS
 from qframework.quantizer import (
     AttentionConfig,
     QFrameworkQuantizer,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qframework.kernels._blocks import CanonicalSize
+from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.block_tensor import as_blocks, as_grad_of, blocks_of, float_of
 from qframework.training.function import Int8Function

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import BLOCK_SIZES, dequantize_blocks_ref, spread_scale
+from qframework.kernels.blocks.format import BLOCK_SIZES, dequantize_blocks_ref, spread_scale
 from qframework.training import BlockTensor, fallbacks, quantize_blocks, reset_fallbacks
 from qframework.training.activation import Int8Activation, Int8GatedMLP, gated_activation
 from qframework.training.dropout import Int8Dropout

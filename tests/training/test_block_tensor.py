@@ -14,7 +14,7 @@ from block_models import Residual, loss_and_gradients
 from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import BlockSize, dequantize_blocks_ref, spread_scale
+from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, spread_scale
 from qframework.training import BlockTensor, fallbacks, new_seed, quantize_blocks, reset_fallbacks
 from qframework.training.block_tensor import as_blocks, as_grad_of
 

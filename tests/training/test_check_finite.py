@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from training_models import MODELS, inputs, logits_of, loss_of, vit
 
 from qframework.errors import NonFiniteError
-from qframework.kernels._blocks import CanonicalSize
+from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training import convert_to_int8_training, fallbacks, reset_fallbacks, restore_float
 
 LAYERS = {

@@ -15,7 +15,7 @@ from training_models import MODELS, gpt2, inputs, llama, logits_of, loss_of, vit
 
 from benchmarks.training_block import Block, saved_bytes
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import BLOCK_SIZES, CanonicalSize
+from qframework.kernels.blocks.format import BLOCK_SIZES, CanonicalSize
 from qframework.training import (
     BlockTensor,
     conversion_report,

@@ -16,9 +16,9 @@ from training_models import inputs, vit
 import qframework.training
 from qframework.attention import sage_attention
 from qframework.errors import UnsupportedError
-from qframework.kernels.block_linear import block_linear
-from qframework.kernels.int8_linear import int8_linear
-from qframework.kernels.rope_quantize import rope_mean
+from qframework.kernels.attention.rope import rope_mean
+from qframework.kernels.blocks.linear.block_linear import block_linear
+from qframework.kernels.linear.int8_linear import int8_linear
 from qframework.quantizer.fake_quantize import fake_quantize
 from qframework.training import convert_to_int8_training, quantize_blocks
 from qframework.training.activation import Int8Activation, gated_activation

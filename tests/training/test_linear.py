@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels._blocks import (
+from qframework.kernels.blocks.format import (
     BLOCK_SIZES,
     dequantize_blocks_ref,
     is_square,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels._blocks import BLOCK_SIZES, CanonicalSize, block_shape
+from qframework.kernels.blocks.format import BLOCK_SIZES, CanonicalSize, block_shape
 from qframework.training import quantize_blocks
 from qframework.training.linear import Int8Linear
 from qframework.training.norm import Int8LayerNorm

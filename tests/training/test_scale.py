@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import CanonicalSize, block_shape
+from qframework.kernels.blocks.format import CanonicalSize, block_shape
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.scale import Int8DropPath, Int8LayerScale
 

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of, vit
 
 from qframework.errors import UnsupportedError
-from qframework.kernels._blocks import dequantize_blocks_ref, quantize_blocks_ref
+from qframework.kernels.blocks.format import dequantize_blocks_ref, quantize_blocks_ref
 from qframework.training import BlockTensor, convert_to_int8_training, restore_float
 from qframework.training.linear import Int8Conv1D, Int8Linear
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
-from qframework.kernels._blocks import CanonicalSize
+from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks, reset_fallbacks
 from qframework.training.dropout import Int8Dropout
 

@@ -1,0 +1,242 @@
+"""Arguments of the attention operators: checked once, and brought to the kernels' four dimensions.
+
+Only metadata is looked at, so the same checks run on fake tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.numerics import FLOAT_DTYPES
+
+MAX_HEAD_DIM = 256
+
+
+class Canonical(NamedTuple):
+    """``q (B, H, N, D)``, ``k``, ``v (B, Hkv, Nk, D)``; the rest 4-D, broadcasting where a dimension is 1."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    rel_h: Tensor | None
+    rel_w: Tensor | None
+
+
+def canonical(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None
+) -> Canonical:
+    """3-D to 5-D tensors as 4-D; a view wherever one exists."""
+    lead = _lead(query)  # checked: key and value broadcast to it
+    q, k, v = (
+        _four(x if _lead(x) == lead else x.expand(*lead, *x.shape[len(lead) :]), lead) for x in (query, key, value)
+    )
+    mask = _four_broadcasting(attn_mask, query.ndim, lead, periodic=True)
+    rel_h, rel_w = (_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w))
+    return Canonical(q, k, v, mask, rel_h, rel_w)
+
+
+def _lead(x: Tensor) -> torch.Size:
+    """The batch dimensions of queries, keys or values."""
+    return x.shape[:1] if x.ndim == 3 else x.shape[:-3]
+
+
+def _four(x: Tensor, lead: torch.Size) -> Tensor:
+    if x.ndim == 4:
+        return x
+    return x.unsqueeze(1) if x.ndim == 3 else x.reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: bool = False) -> Tensor | None:
+    """A mask or a relative position of up to ``ndim`` dimensions as (B or 1, H or 1, N or 1, Nk or 1).
+
+    ``periodic`` allows a batch that divides B.
+    """
+    if x is None:
+        return None
+    x = x.reshape(*[1] * (ndim - x.ndim), *x.shape)
+    if ndim == 3:
+        return x.unsqueeze(1)
+    if len(lead) == 1:
+        return x
+    if periodic and x.shape[0] == 1:  # one mask for each window of every image: batch b uses b % windows
+        return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+    if all(size == 1 for size in x.shape[:-3]):
+        return x.reshape(1, *x.shape[-3:])
+    return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
+
+
+def cast_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A float mask in ``dtype``, where finite numbers stay finite: the lowest float32 must not become -inf."""
+    limits = torch.finfo(dtype)
+    if limits.max < torch.finfo(mask.dtype).max:
+        mask = torch.where(mask.isinf(), mask, mask.clamp(limits.min, limits.max))
+    return mask.to(dtype)
+
+
+def default_scale(query: Tensor, scale: float | None) -> float:
+    """``scale``, or 1 / sqrt(D)."""
+    return scale if scale is not None else 1.0 / math.sqrt(max(query.shape[-1], 1))
+
+
+def empty_result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty ``(..., H, N, Dv)`` whose memory order is (..., N, H, Dv)."""
+    *lead, heads, tokens, _ = query.shape if query.ndim > 3 else (query.shape[0], 1, *query.shape[1:])
+    out = query.new_empty((*lead, tokens, heads, value.shape[-1]), dtype=dtype).transpose(-3, -2)
+    return out if query.ndim > 3 else out.squeeze(1)
+
+
+def check_sage_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    enable_gqa: bool,
+    rel_h: Tensor | None,
+    rel_w: Tensor | None,
+    name: str = "sage_attention",
+    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
+) -> None:
+    """Raise UnsupportedError or QFrameworkError for what the kernels cannot do, naming the argument."""
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        check_dtype(name, argument, x, dtypes)
+        if x.dtype != query.dtype:
+            raise QFrameworkError(f"{name}: {argument} is {x.dtype} but query is {query.dtype}; make them the same")
+        if not 3 <= x.ndim <= 5 or x.ndim != query.ndim:
+            raise UnsupportedError(
+                f"{name}: {argument} has shape {tuple(x.shape)} and query {tuple(query.shape)}; accepted: all of "
+                "3 (B, N, D) to 5 (..., H, N, D) dimensions"
+            )
+        if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{name}: {argument} has head dimension {x.shape[-1]}; accepted: 1 to {MAX_HEAD_DIM}"
+            )
+    check_same_device(name, query, key=key, value=value, attn_mask=attn_mask, rel_h=rel_h, rel_w=rel_w)
+    if key.shape[-1] != query.shape[-1]:
+        raise QFrameworkError(
+            f"{name}: key has head dimension {key.shape[-1]} but query has {query.shape[-1]}; they must be equal"
+        )
+    if key.shape[-2] != value.shape[-2]:
+        raise QFrameworkError(f"{name}: key has {key.shape[-2]} tokens but value has {value.shape[-2]}")
+    lead = _lead(query)
+    if not _lead(key) == _lead(value) == lead:
+        lead = _broadcast(name, "key and value's batch", lead, _lead(key), _lead(value))
+    if lead != _lead(query):
+        raise QFrameworkError(
+            f"{name}: key and value have batch {tuple(lead)} but query has {tuple(_lead(query))}; accepted: the "
+            "same or 1"
+        )
+    _check_heads(name, query, key, value, enable_gqa)
+    logits = (*query.shape[:-1], key.shape[-2])
+    if attn_mask is not None:
+        check_dtype(name, "attn_mask", attn_mask, (torch.bool, *FLOAT_DTYPES))
+        _check_broadcast(name, "attn_mask", attn_mask.shape, logits)
+    _check_relative(name, rel_h, rel_w, logits)
+
+
+def _check_heads(name: str, query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    if query.ndim == 3:
+        return
+    heads, key_heads, value_heads = (x.shape[-3] for x in (query, key, value))
+    fits = heads % key_heads == 0 if enable_gqa and key_heads else heads == key_heads
+    if key_heads != value_heads or not fits:
+        raise QFrameworkError(
+            f"{name}: {heads} query heads with {key_heads} key and {value_heads} value heads; accepted: the same "
+            "number, or with enable_gqa=True a divisor of the query heads"
+        )
+
+
+def _broadcast(name: str, what: str, *shapes: torch.Size) -> torch.Size:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        shown = ", ".join(str(tuple(shape)) for shape in shapes)
+        raise QFrameworkError(f"{name}: {what} dimensions {shown} do not broadcast") from None
+
+
+def _check_broadcast(name: str, argument: str, shape: torch.Size, logits: tuple[int, ...]) -> None:
+    sizes = logits[len(logits) - len(shape) :]
+    if len(shape) > len(logits) or any(a not in (1, b) for a, b in zip(shape, sizes, strict=True)):
+        raise QFrameworkError(
+            f"{name}: {argument} has shape {tuple(shape)}; accepted: any that broadcasts to {tuple(logits)}"
+        )
+
+
+def _check_relative(name: str, rel_h: Tensor | None, rel_w: Tensor | None, logits: tuple[int, ...]) -> None:
+    if rel_h is None and rel_w is None:
+        return
+    if rel_h is None or rel_w is None:
+        raise QFrameworkError(
+            f"{name}: rel_h and rel_w come together; got only {'rel_w' if rel_h is None else 'rel_h'}"
+        )
+    for argument, x in (("rel_h", rel_h), ("rel_w", rel_w)):
+        check_dtype(name, argument, x, FLOAT_DTYPES)
+        _check_broadcast(name, argument, x.shape, (*logits[:-1], x.shape[-1]))
+    if rel_h.shape[-1] * rel_w.shape[-1] != logits[-1]:
+        raise QFrameworkError(
+            f"{name}: rel_h and rel_w cover {rel_h.shape[-1]} x {rel_w.shape[-1]} keys; accepted: {logits[-1]} together"
+        )
+
+
+def check_varlen_arguments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """Raise UnsupportedError or QFrameworkError for packed sequences that cannot be right."""
+    name = "sage_attention_varlen"
+    for argument, x in (("query", query), ("key", key), ("value", value)):
+        check_dtype(name, argument, x, FLOAT_DTYPES)
+        if x.ndim != 3 or x.dtype != query.dtype or not 1 <= x.shape[2] <= MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{name}: {argument} has shape {tuple(x.shape)} and dtype {x.dtype}; accepted: (tokens, heads, head "
+                f"dimension up to {MAX_HEAD_DIM}) of query's dtype {query.dtype}"
+            )
+    if key.shape[:2] != value.shape[:2] or key.shape[2] != query.shape[2] or query.shape[1] % max(key.shape[1], 1):
+        raise QFrameworkError(
+            f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit; "
+            "accepted: the same head dimension, and key heads that divide the query heads"
+        )
+    check_same_device(name, query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    for argument, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_dtype(name, argument, starts, (torch.int32,))
+        if starts.ndim != 1 or starts.shape != cu_seqlens_q.shape or starts.shape[0] < 2:
+            raise QFrameworkError(
+                f"{name}: {argument} has shape {tuple(starts.shape)}; accepted: (sequences + 1,), the same for both"
+            )
+    for argument, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if longest < 0:
+            raise QFrameworkError(f"{name}: {argument}={longest}; accepted: the length of the longest sequence")
+
+
+def check_sequences(side: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[slice]:
+    """The tokens of each packed sequence. Reads ``starts``, which is a synchronization on a GPU.
+
+    Raises:
+        QFrameworkError: ``cu_seqlens_<side>`` does not rise from 0 to ``tokens`` at most, or by more than ``longest``.
+    """
+    name, argument = "sage_attention_varlen", f"cu_seqlens_{side}"
+    ends = starts.tolist()
+    if ends[0] != 0:
+        raise QFrameworkError(f"{name}: {argument}[0]={ends[0]}; accepted: 0, where the first sequence starts")
+    for i, (start, end) in enumerate(pairwise(ends)):
+        if not start <= end <= tokens:
+            raise QFrameworkError(f"{name}: {argument}[{i + 1}]={end} follows {start}; accepted: {start} to {tokens}")
+        if longest is not None and end - start > longest:
+            raise QFrameworkError(
+                f"{name}: sequence {i} of {argument} has {end - start} tokens; accepted: at most "
+                f"max_seqlen_{side}={longest}"
+            )
+    return [slice(start, end) for start, end in pairwise(ends)]

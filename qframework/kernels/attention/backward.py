@@ -1,0 +1,307 @@
+"""The gradient of quantized attention: that of exact attention at the same inputs.
+
+Formula: rounding has no useful derivative, so the gradient passes straight through it. With ``S`` the logits,
+``P = softmax(S)`` and ``O = P V``::
+
+    dV = P^T dO        dS = P * (dO V^T - rowsum(dO * O) + dlse)        dQ = scale dS K        dK = scale dS^T Q
+    dmask = dS         drel_h = dS summed over key columns              drel_w = dS summed over key rows
+
+Nothing of the forward pass is kept but its inputs. The backward operators recompute through
+``F.scaled_dot_product_attention``, whose own kernels keep this at O(N) memory; only relative positions, a causal mask
+beside another mask, and the gradient of the log-sum-exp build N x N tensors.
+
+A row whose mask is the lowest float32 everywhere has equal weights in the forward pass, since its logits are rounded
+away. The gradient uses those weights on a CPU; on a GPU, where looking for such rows would cost a synchronization, it
+uses the weights that the logits alone would give. Float32 products are PyTorch's own, in TF32 where it is allowed.
+
+Smoothing changes nothing here: it cancels in the softmax. Reference: the operators are their own, being plain torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import qframework.kernels.attention.pipeline  # noqa: F401  (defines the operators)
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention.arguments import cast_mask, check_sequences
+from qframework.kernels.runtime.operator import LIBRARY
+from qframework.numerics import exact_matmul
+
+_ARGUMENTS = 12  # of sage_attention
+_VARLEN_INPUTS = 3
+
+
+class _Inputs(NamedTuple):
+    """What a gradient can be asked for."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+
+
+class _Settings(NamedTuple):
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+
+
+def _triangle(query: Tensor, key: Tensor) -> Tensor:
+    return torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
+
+
+def _masked(logits: Tensor, mask: Tensor) -> Tensor:
+    return logits.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else logits + mask
+
+
+def _biases(x: _Inputs) -> Iterator[Tensor]:
+    """What is added to the logits, or hides them."""
+    if x.rel_h is not None and x.rel_w is not None:
+        yield (x.rel_h.unsqueeze(-1) + x.rel_w.unsqueeze(-2)).flatten(-2)
+    if x.attn_mask is not None:
+        yield x.attn_mask
+
+
+def _one_mask(x: _Inputs, is_causal: bool) -> tuple[Tensor | None, bool]:
+    """All that is added to the logits as one SDPA ``attn_mask``, and whether ``is_causal`` stays a flag beside it."""
+    mask: Tensor | None = None
+    for part in _biases(x):
+        mask = part if mask is None else _masked(mask.float(), part)
+    if is_causal and mask is not None:
+        visible = _triangle(x.query, x.key)
+        mask = mask & visible if mask.dtype == torch.bool else _masked(mask, visible)
+        is_causal = False
+    return mask, is_causal
+
+
+_ROUNDED, _ABSORBED = -(2.0**8), -(2.0**20)
+
+
+def _highest(mask: Tensor) -> Tensor:
+    """The maximum of each row of a float mask, ``(..., 1)``; 0 where it is -inf or NaN."""
+    return mask.detach().amax(-1, keepdim=True).nan_to_num(0.0, neginf=0.0)
+
+
+def _raised(mask: Tensor) -> Tensor:
+    """A float mask whose low rows have a maximum of 0 instead: the same softmax, and a log-sum-exp with its digits.
+
+    PyTorch's fused kernels derive the weights from it: a row of the lowest float would get weights of 1 each.
+    """
+    top = _highest(mask)
+    return mask - torch.where(top < _ROUNDED, top, 0.0)
+
+
+def _absorbs(mask: Tensor) -> bool:
+    """Whether rows of a float mask round all logits away; never on a GPU, where the look costs a synchronization."""
+    return mask.device.type == "cpu" and bool((_highest(mask) < _ABSORBED).any())
+
+
+def _attention(x: _Inputs, settings: _Settings) -> Tensor:
+    """SDPA; 3-D tensors get a batch of one, without which PyTorch has no fused kernel for them."""
+    mask, is_causal = _one_mask(x, settings.is_causal)
+    if mask is not None and mask.dtype != torch.bool:
+        if _absorbs(mask):
+            return _weighted_values(x, settings)
+        mask = cast_mask(_raised(mask), x.query.dtype)
+    three = x.query.ndim == 3
+    query, key, value = (t.unsqueeze(0) if three else t for t in (x.query, x.key, x.value))
+    out = F.scaled_dot_product_attention(
+        query, key, value, mask, is_causal=is_causal, scale=settings.scale, enable_gqa=settings.enable_gqa
+    )
+    return out.squeeze(0) if three else out
+
+
+def _logits(x: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
+    """``(..., Hq, Nq, Nk)`` float32 less each row's maximum, and that ``(..., Hq, Nq, 1)``; -inf: nothing is seen."""
+    scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
+    logits = exact_matmul(x.query.float(), _of_all_heads(x.key, x, settings).float().mT) * scale
+    mask, is_causal = _one_mask(x, settings.is_causal)
+    for part in (mask, _triangle(x.query, x.key) if is_causal else None):
+        logits = logits if part is None else _masked(logits, part)
+    top = logits.detach().amax(-1, keepdim=True)
+    dead = top == -torch.inf  # their weights are constant: no gradient, not NaN
+    return (logits - top.masked_fill(dead, 0.0)).masked_fill(dead, 0.0), top
+
+
+def _of_all_heads(x: Tensor, inputs: _Inputs, settings: _Settings) -> Tensor:
+    """Heads of keys or values repeated to those of the queries."""
+    if not settings.enable_gqa or x.ndim == 3:
+        return x
+    return x.repeat_interleave(inputs.query.shape[-3] // x.shape[-3], dim=-3)
+
+
+def _weighted_values(x: _Inputs, settings: _Settings) -> Tensor:
+    """Attention from explicit logits, which are rounded as the forward pass rounds them."""
+    logits, top = _logits(x, settings)
+    weights = logits.softmax(-1).masked_fill(top == -torch.inf, 0.0)
+    return exact_matmul(weights, _of_all_heads(x.value, x, settings).float()).to(x.query.dtype)
+
+
+def _log_sum_exp(x: _Inputs, settings: _Settings) -> Tensor:
+    """``(..., Hq, Nq)`` float32 from explicit logits; only its gradient needs them."""
+    logits, top = _logits(x, settings)
+    return logits.logsumexp(-1).masked_fill(top.squeeze(-1) == -torch.inf, -torch.inf) + top.squeeze(-1)
+
+
+def _exact_gradients(
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    x: _Inputs,
+    settings: _Settings,
+    needed: Sequence[bool],
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """Gradients of those inputs that are ``needed``, in their order."""
+    if x.query.numel() == 0 or x.key.numel() == 0:
+        return [torch.zeros_like(t) for t, need in zip(x, needed, strict=True) if need and t is not None]
+    outputs: list[Tensor] = []
+    if grad_out is not None:
+        outputs.append(_attention(x, settings))
+    if grad_lse is not None:
+        outputs.append(_log_sum_exp(x, settings))
+    grads = [g for g in (grad_out, grad_lse) if g is not None]
+    wanted = [t for t, need in zip(x, needed, strict=True) if need and t is not None]
+    found = torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+@contextmanager
+def _autograd(device: str) -> Iterator[None]:
+    """Plain autograd, though an operator may run below it: under a dispatch mode (a profiler, a counter) it does."""
+    keys = torch._C.DispatchKey
+    with (
+        torch.enable_grad(),
+        torch.autocast(device, enabled=False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
+        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
+    ):
+        yield
+
+
+def _recompute(
+    grad_out: Tensor | None, grad_lse: Tensor | None, x: _Inputs, settings: _Settings, needed: Sequence[bool]
+) -> list[Tensor]:
+    """First derivatives, outside of any graph."""
+    # An active use_sage_attention must not see this SDPA.
+    with _autograd(x.query.device.type), torch._C.DisableTorchFunction():
+        leaves = _Inputs._make(t if t is None else t.detach().requires_grad_(n) for t, n in zip(x, needed, strict=True))
+        return [g.contiguous() for g in _exact_gradients(grad_out, grad_lse, leaves, settings, needed)]
+
+
+# Dense ----------------------------------------------------------------------------------------------------------------
+
+
+def _sage_attention_backward(
+    grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
+):
+    inputs = _Inputs(query, key, value, attn_mask, rel_h, rel_w)
+    return _recompute(grad_out, grad_lse, inputs, _Settings(is_causal, scale, enable_gqa), needed)
+
+
+def _sage_attention_backward_fake(
+    grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
+):
+    inputs = (query, key, value, attn_mask, rel_h, rel_w)
+    return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
+
+
+def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    query, key, value, attn_mask, is_causal, scale, enable_gqa, _, _, return_lse, rel_h, rel_w = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(query, key, value, attn_mask, rel_h, rel_w)
+    ctx.settings = _Settings(is_causal, scale, enable_gqa)
+    ctx.return_lse = return_lse
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    passed = len(ctx.needs_input_grad)  # the dispatcher drops trailing arguments that equal their defaults
+    flags = (*ctx.needs_input_grad, *(False,) * (_ARGUMENTS - passed))
+    needed = [*flags[:4], *flags[10:]]
+    grad_lse = grad_lse if ctx.return_lse else None
+    if grad_out is None and grad_lse is None:
+        return (None,) * passed
+    inputs = _Inputs(*ctx.saved_tensors)
+    if torch.is_grad_enabled():  # create_graph=True: second derivatives, which only the math kernel has
+        with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunction():
+            # Aliases: where one input is another, or was computed from it, its gradient is still its own part alone.
+            aliases = _Inputs._make(t if t is None else t.view_as(t) for t in inputs)
+            found = _exact_gradients(grad_out, grad_lse, aliases, ctx.settings, needed, create_graph=True)
+    else:
+        found = torch.ops.qframework.sage_attention_backward(grad_out, grad_lse, *inputs, *ctx.settings, needed)
+    rest = iter(found)
+    query, key, value, mask, rel_h, rel_w = (next(rest) if need else None for need in needed)
+    return (query, key, value, mask, None, None, None, None, None, None, rel_h, rel_w)[:passed]
+
+
+# Packed sequences -----------------------------------------------------------------------------------------------------
+
+
+def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed):
+    """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
+    settings = _Settings(is_causal, scale, True)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
+    sequences = check_sequences("q", cu_seqlens_q, query.shape[0]), check_sequences("k", cu_seqlens_k, key.shape[0])
+    for q, k in zip(*sequences, strict=True):
+        heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in ((query, q), (key, k), (value, k)))
+        grad = grad_out[q].transpose(0, 1).unsqueeze(0)
+        gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*needed, False, False, False]))
+        for total, tokens, need in zip(found, (q, k, k), needed, strict=True):
+            if need:
+                total[tokens] = next(gradients).squeeze(0).transpose(0, 1)
+    return [total for total, need in zip(found, needed, strict=True) if need]
+
+
+def _sage_attention_varlen_backward_fake(
+    grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed
+):
+    return [t.new_empty(t.shape) for t, need in zip((query, key, value), needed, strict=True) if need]
+
+
+def _save_varlen_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    query, key, value, cu_seqlens_q, cu_seqlens_k, _, _, is_causal, scale, *_ = inputs
+    ctx.save_for_backward(query, key, value, cu_seqlens_q, cu_seqlens_k)
+    ctx.settings = (is_causal, scale)
+
+
+def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            "sage_attention_varlen: create_graph=True asks for second derivatives; accepted: first derivatives here, "
+            "or sage_attention on one sequence at a time"
+        )
+    passed = len(ctx.needs_input_grad)
+    needed = list(ctx.needs_input_grad[:_VARLEN_INPUTS])
+    found = iter(
+        torch.ops.qframework.sage_attention_varlen_backward(grad_out, *ctx.saved_tensors, *ctx.settings, needed)
+    )
+    return (*(next(found) if need else None for need in needed), *(None,) * (passed - _VARLEN_INPUTS))
+
+
+LIBRARY.define(
+    "sage_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor? attn_mask, Tensor? rel_h, Tensor? rel_w, bool is_causal, float? scale, bool enable_gqa, bool[] needed) "
+    "-> Tensor[]"
+)
+LIBRARY.define(
+    "sage_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
+    "Tensor cu_seqlens_k, bool is_causal, float? scale, bool[] needed) -> Tensor[]"
+)
+for _name, _implementation, _fake in (
+    ("sage_attention_backward", _sage_attention_backward, _sage_attention_backward_fake),
+    ("sage_attention_varlen_backward", _sage_attention_varlen_backward, _sage_attention_varlen_backward_fake),
+):
+    torch.library.impl(LIBRARY, _name, "CompositeExplicitAutograd")(_implementation)
+    torch.library.register_fake(f"qframework::{_name}", _fake, lib=LIBRARY)
+torch.library.register_autograd("qframework::sage_attention", _backward, setup_context=_save_inputs, lib=LIBRARY)
+torch.library.register_autograd(
+    "qframework::sage_attention_varlen", _varlen_backward, setup_context=_save_varlen_inputs, lib=LIBRARY
+)

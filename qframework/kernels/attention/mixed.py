@@ -1,0 +1,216 @@
+"""QAttn's static mixed-precision attention: INT8 in, INT8 or 16 bit out, softmax and P V in floating point.
+
+Formula (QAttn eq. 15-18)::
+
+    S = s_q s_k / sqrt(d) * (Q8 K8^T)        INT32, exact
+    O = softmax(S) (V8 * s_v)                P and V8 in float16 (V8 is exact there), FP32 accumulator
+    out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
+
+Layout: as ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
+Reference: ``attention_reference.quantized_attention_ref``. CPU: PyTorch's attention of the integers as float32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qframework import numerics
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention.arguments import canonical, check_sage_arguments, default_scale, empty_result
+from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, last_contiguous
+from qframework.kernels.attention.quantized_attention import quantized_attention_triton
+from qframework.kernels.attention.reference import quantized_attention_ref
+from qframework.kernels.attention.variants import AttentionVariant
+from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.launch import cuda_implementation
+from qframework.kernels.runtime.operator import LIBRARY
+from qframework.numerics import FLOAT_DTYPES
+
+_NAME = "mixed_attention"
+_VARIANT = AttentionVariant(8, "per_head", "int8_dequantized")
+
+
+def _heads(x: Tensor) -> int:
+    return x.shape[-3] if x.ndim > 3 else 1
+
+
+def _per_head(scale: Tensor, x: Tensor, heads: int) -> Tensor:
+    """A scale per tensor or per head as ``(B, H, 1)``, contiguous."""
+    return scale.reshape(1, -1, 1).expand(x.shape[0], heads, 1).contiguous()
+
+
+def _check(
+    query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
+    rel_h, rel_w,
+) -> None:  # fmt: skip
+    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w, _NAME, dtypes=(torch.int8,))
+    scales = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale, "out_scale": out_scale}
+    check_same_device(_NAME, query, **scales)
+    for (argument, scale), x in zip(scales.items(), (query, key, value, query), strict=True):
+        if scale is None:
+            continue
+        check_dtype(_NAME, argument, scale, (torch.float32,))
+        heads = _heads(x)
+        if scale.shape not in ((), (1,), (heads, 1, 1)):
+            raise QFrameworkError(
+                f"{_NAME}: {argument} has shape {tuple(scale.shape)}; accepted: () or (1,) per tensor, ({heads}, 1, 1) "
+                "per head"
+            )
+    if out_scale is not None and out_dtype not in (None, torch.int8):
+        raise UnsupportedError(f"{_NAME}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
+    if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
+        raise UnsupportedError(
+            f"{_NAME}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
+        )
+
+
+def _result_dtype(out_scale: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
+    return torch.int8 if out_scale is not None else out_dtype or torch.float16
+
+
+def _operands(query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w):
+    call = canonical(query, key, value, attn_mask, rel_h, rel_w)
+    qk = QuantizedQK(
+        last_contiguous(call.q),
+        _per_head(query_scale, call.q, call.q.shape[1]),
+        last_contiguous(call.k),
+        _per_head(key_scale, call.k, call.k.shape[1]),
+        query.shape[-1],
+    )
+    values = Values(last_contiguous(call.v), _per_head(value_scale, call.v, call.v.shape[1]))
+    return qk, values, Bias(call.mask, call.rel_h, call.rel_w, is_causal)
+
+
+def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: float) -> Tensor:
+    """The same attention through PyTorch's: int8 products are exact in float32, 127**2 * 256 is below 2**24."""
+    assert qk.q_scale is not None
+    assert values.scale is not None
+    group = qk.q.shape[1] // qk.k.shape[1]
+    q_scale = qk.q_scale * qk.k_scale.repeat_interleave(group, dim=1) * logit_scale
+    wide = numerics.product_dtype(qk.q.device)
+    q = qk.q.to(wide) * q_scale[..., None]
+    mask = bias.masks_of(q.shape[0])
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(wide)
+    if bias.causal and mask is not None:
+        keep = torch.ones(q.shape[2], qk.k.shape[2], dtype=torch.bool).tril()
+        mask = mask & keep if mask.dtype == torch.bool else mask.masked_fill(~keep, -torch.inf)
+    k, v = qk.k.to(wide), values.v.to(wide)
+    causal = bias.causal and mask is None
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=1.0, enable_gqa=group > 1)
+    return out.float() * values.scale.repeat_interleave(group, dim=1)[..., None]
+
+
+LIBRARY.define(
+    "mixed_attention(Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
+    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False, Tensor? out_scale=None, "
+    "ScalarType? out_dtype=None, Tensor? rel_h=None, Tensor? rel_w=None) -> Tensor"
+)
+
+
+@torch.library.impl(LIBRARY, "mixed_attention", "CPU")
+def _mixed_attention_cpu(
+    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
+    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
+):  # fmt: skip
+    _check(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
+        rel_h, rel_w,
+    )  # fmt: skip
+    result = empty_result(query, value, _result_dtype(out_scale, out_dtype))
+    if result.numel() == 0 or key.numel() == 0:
+        return result.zero_()
+    qk, values, bias = _operands(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w
+    )
+    logit_scale = default_scale(query, scale)
+    if rel_h is None:
+        out = _float_products(qk, values, bias, logit_scale)
+    else:
+        out, _ = quantized_attention_ref(qk, values, bias, _VARIANT, logit_scale * LOG2_E)
+    if out_scale is not None:
+        out = numerics.quantize(out, out_scale)
+    return result.copy_(out.view(result.shape))
+
+
+@cuda_implementation("mixed_attention")
+def _mixed_attention_triton(
+    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
+    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
+):  # fmt: skip
+    _check(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
+        rel_h, rel_w,
+    )  # fmt: skip
+    check_device(query.device)
+    dtype = _result_dtype(out_scale, out_dtype)
+    if query.numel() == 0 or key.numel() == 0:
+        return empty_result(query, value, dtype).zero_()
+    qk, values, bias = _operands(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w
+    )
+    logit_scale = default_scale(query, scale) * LOG2_E
+    scale_of_out = out_scale.reshape(-1) if out_scale is not None else None
+    out, _ = quantized_attention_triton(qk, values, bias, _VARIANT, logit_scale, dtype, scale_of_out)
+    return out.view(*query.shape[:-1], value.shape[-1])
+
+
+@torch.library.register_fake("qframework::mixed_attention", lib=LIBRARY)
+def _mixed_attention_fake(
+    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
+    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
+):  # fmt: skip
+    _check(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
+        rel_h, rel_w,
+    )  # fmt: skip
+    return empty_result(query, value, _result_dtype(out_scale, out_dtype))
+
+
+def mixed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_scale: Tensor,
+    key_scale: Tensor,
+    value_scale: Tensor,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    rel_h: Tensor | None = None,
+    rel_w: Tensor | None = None,
+) -> Tensor:
+    """Attention of tensors that are INT8 already, with static scales.
+
+    Args:
+        query: ``(..., H, N, D)`` int8, 3-D to 5-D, any strides.
+        key: ``(..., Hkv, Nk, D)`` int8.
+        value: ``(..., Hkv, Nk, Dv)`` int8.
+        query_scale: fp32, dequantizes ``query``: ``()`` or ``(1,)`` per tensor, ``(H, 1, 1)`` per head.
+        key_scale: the same for ``key``, ``(Hkv, 1, 1)`` per head.
+        value_scale: the same for ``value``.
+        attn_mask: bool (True attends) or float, broadcastable to ``(..., H, N, Nk)``.
+        is_causal: query ``i`` sees keys ``0..i``.
+        scale: of the logits, default ``1 / sqrt(D)``.
+        enable_gqa: allow ``Hkv`` to divide ``H``.
+        out_scale: the result is quantized to int8 with it, per tensor or per head (QAttn eq. 17).
+        out_dtype: float16 (default), bfloat16 or float32 (QAttn eq. 18).
+        rel_h: ``(..., H, N, Kh)``: adds ``rel_h[k // Kw] + rel_w[k % Kw]`` to the logits of key ``k``.
+        rel_w: ``(..., H, N, Kw)``, with ``rel_h``; ``Kh * Kw`` is ``Nk``.
+
+    Returns:
+        ``(..., H, N, Dv)``, in memory ``(..., N, H, Dv)``. A row without any key is zero.
+
+    Raises:
+        UnsupportedError, QFrameworkError: dtype, device, shape or scale, by argument; a GPU below sm_80.
+    """
+    return torch.ops.qframework.mixed_attention(
+        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, scale, enable_gqa, out_scale,
+        out_dtype, rel_h, rel_w,
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""What the attention kernels share: how a tensor of heads is addressed, dense or packed with variable lengths."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.errors import UnsupportedError
+from qframework.kernels.attention.variants import KEYS_PER_FP16_SUM, AttentionVariant, fp8_ranges
+from qframework.kernels.runtime.triton import tl, triton
+
+_MAX_OFFSET = 2**31 - 1
+LOG2_E = math.log2(math.e)
+
+
+class AttentionShape(NamedTuple):
+    """Sizes of a tensor of heads: dense ``(B, H, N, D)``, or packed ``(total, H, D)`` with ``starts (B + 1,)`` int32.
+
+    ``tokens`` is N, or the longest sequence when packed; ``total`` the tokens of all sequences, N when dense.
+    """
+
+    batch: int
+    heads: int
+    tokens: int
+    channels: int
+    starts: Tensor | None = None
+    total: int = 0
+
+    @classmethod
+    def of(cls, x: Tensor, starts: Tensor | None = None, longest: int = 0) -> AttentionShape:
+        """Sizes of ``x``; ``starts`` and ``longest`` belong to a packed tensor."""
+        if starts is None:
+            batch, heads, tokens, channels = x.shape
+            return cls(batch, heads, tokens, channels, total=tokens)
+        return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts, x.shape[0])
+
+    def strides(self, x: Tensor) -> tuple[int, int, int]:
+        """Strides of batch, head and token in elements; packed tensors have no batch."""
+        if self.starts is None:
+            return x.stride(0), x.stride(1), x.stride(2)
+        return 0, x.stride(1), x.stride(0)
+
+
+def last_contiguous(x: Tensor) -> Tensor:
+    """``x`` itself where its last dimension is contiguous, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def check_offsets(operator: str, **tensors: Tensor) -> None:
+    """Raise UnsupportedError where one head spans more than 2**31 elements: kernels count inside a head in 32 bits."""
+    for name, x in tensors.items():
+        token = -2 if x.ndim == 4 else 0
+        span = (x.shape[token] - 1) * x.stride(token) if x.shape[token] else 0
+        if span > _MAX_OFFSET:
+            raise UnsupportedError(
+                f"{operator}: {name} of shape {tuple(x.shape)} has strides {x.stride()}; its tokens span {span} "
+                f"elements, accepted: at most {_MAX_OFFSET}. Make it contiguous."
+            )
+
+
+def query_memory_order(batch: int, heads: int, tokens: int, channels: int, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty (B, H, N, D) whose memory order is (B, N, H, D), so that merging the heads is a view."""
+    return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
+
+
+@triton.jit
+def sequence_of(starts_ptr, b, TOTAL, LONGEST):
+    """Start and length of packed sequence ``b``; what lies outside of the tensor, or of the launch, is cut off."""
+    start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), TOTAL)
+    end = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), TOTAL)
+    return start.to(tl.int64), tl.minimum(end - start, LONGEST)
+
+
+class QuantizedQK(NamedTuple):
+    """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries."""
+
+    q: Tensor  # (B, H, N, D) int8, or half the channels for INT4; packed (total, H, D) with variable lengths
+    q_scale: Tensor | None  # (B, H, Gq) fp32; None: q is float, and the kernel quantizes its own tile of it
+    k: Tensor  # (B, Hkv, Nk, D) int8
+    k_scale: Tensor  # (B, Hkv, Gk) fp32
+    channels: int  # D, which INT4 halves
+    row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
+
+
+class Values(NamedTuple):
+    """Values as the second product reads them."""
+
+    v: Tensor  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) when `transposed`
+    scale: Tensor | None = None  # (B, Hkv, Dv) fp32 per channel, or (B, Hkv, 1)
+    mean: Tensor | None = None  # (B, Hkv, Dv) fp32, smooth V
+
+    def channels(self, transposed: bool) -> int:
+        return self.v.shape[-2 if transposed else -1]
+
+
+class Lengths(NamedTuple):
+    """Packed sequences: where each starts, ``(B + 1,)`` int32, and the longest."""
+
+    q_starts: Tensor
+    k_starts: Tensor
+    longest_q: int
+    longest_k: int
+
+
+class Bias(NamedTuple):
+    """What is added to the logits besides Q K^T."""
+
+    mask: Tensor | None = None  # bool or float, (M, H, N, Nk), batch b uses b % M, other dimensions of 1 broadcast
+    rel_h: Tensor | None = None  # (B, H, N, Kh)
+    rel_w: Tensor | None = None  # (B, H, N, Kw)
+    causal: bool = False
+
+    def masks_of(self, batch: int) -> Tensor | None:
+        """The mask with a batch of 1 or ``batch``."""
+        if self.mask is None or self.mask.shape[0] in (1, batch):
+            return self.mask
+        return self.mask.repeat(batch // self.mask.shape[0], 1, 1, 1)
+
+
+def transposes_values(pv: str) -> bool:
+    """8-bit products read V along the tokens."""
+    return pv in ("int8", "fp8")
+
+
+def p_range(variant: AttentionVariant) -> float:
+    """The number that 1 in P becomes. With FP16 sums of a block of keys it is 1/64: they stay as small as V itself."""
+    if variant.pv == "fp8":
+        return fp8_ranges(variant.accumulator)[0]
+    if variant.pv == "int8":
+        return 127.0
+    return 1.0 / KEYS_PER_FP16_SUM if variant.accumulator == "fp16" else 1.0

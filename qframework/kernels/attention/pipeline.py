@@ -1,0 +1,333 @@
+"""Scaled dot product attention with quantized products: the whole pipeline as one operator.
+
+Formula::
+
+    K' = K - mean(K)          smooth K: softmax does not change      (SageAttention eq. 6)
+    Q' = Q - mean(Q_block)    smooth Q: its logits Q_block K'^T are added back exactly      (SageAttention2)
+    out = softmax(quantized(Q') quantized(K')^T + ...) quantized(V)
+
+Layout: ``query (..., H, N, D)``, ``key`` and ``value (..., Hkv, Nk, D)``, 3-D (one head) to 5-D, any strides. The
+result lies in memory as (..., N, H, D), so that merging the heads afterwards is a view.
+Reference: the same pipeline over the references of its steps, which is also the CPU implementation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.attention.arguments import (
+    Canonical,
+    canonical,
+    check_sage_arguments,
+    check_sequences,
+    check_varlen_arguments,
+    default_scale,
+    empty_result,
+)
+from qframework.kernels.attention.operands import (
+    LOG2_E,
+    AttentionShape,
+    Bias,
+    Lengths,
+    QuantizedQK,
+    Values,
+    last_contiguous,
+    transposes_values,
+)
+from qframework.kernels.attention.quantize_qk import _attention_quantize_triton, attention_quantize_ref
+from qframework.kernels.attention.quantize_v import _value_quantize_triton, value_quantize_ref, values_in_fp16
+from qframework.kernels.attention.quantized_attention import quantized_attention_triton
+from qframework.kernels.attention.reference import quantized_attention_ref
+from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
+from qframework.kernels.attention.token_statistics import _block_statistics_triton, block_statistics_ref
+from qframework.kernels.attention.variants import (
+    QUERY_BLOCK,
+    AttentionVariant,
+    choose_variant,
+    fp8_ranges,
+    resolve,
+    token_groups,
+    values_dtype,
+)
+from qframework.kernels.runtime.chip import capability_of, check_device
+from qframework.kernels.runtime.launch import cuda_implementation
+from qframework.kernels.runtime.operator import LIBRARY
+
+
+class _Steps(NamedTuple):
+    """One implementation of the pipeline's steps."""
+
+    block_sums: Callable[..., Tensor]
+    row_bias: Callable[..., Tensor]
+    quantize: Callable[..., tuple[Tensor, Tensor]]
+    quantize_values: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    attend: Callable[..., tuple[Tensor, Tensor | None]]
+    fuses: bool  # whether attention can quantize queries itself, and keys their own mean
+
+
+def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
+    out, sums = quantized_attention_ref(qk, values, bias, variant)
+    return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), sums if lse else None
+
+
+def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
+    return quantized_attention_triton(qk, values, bias, variant, factor, dtype, lse=lse, lengths=lengths)
+
+
+_TORCH = _Steps(
+    lambda x, starts, longest: block_statistics_ref(x).sum,
+    lambda q_mean, k, k_mean, starts, longest: row_bias_ref(q_mean, k, k_mean),
+    lambda x, mean, factor, variant, role, starts, longest: attention_quantize_ref(
+        x, mean, factor, variant.granularity, role, variant.qk_bits
+    ),
+    lambda v, kind, v_range, smooth, starts, longest: value_quantize_ref(v, kind, v_range, smooth),
+    _attend_ref,
+    fuses=False,
+)
+_TRITON = _Steps(
+    lambda x, starts, longest: (
+        _block_statistics_triton(last_contiguous(x), AttentionShape.of(x, starts, longest), extremes=False).sum
+    ),
+    row_bias_triton,
+    lambda x, mean, factor, variant, role, starts, longest: _attention_quantize_triton(
+        x, mean, factor, variant.granularity, role, variant.qk_bits, starts, longest
+    ),
+    _value_quantize_triton,
+    _attend_triton,
+    fuses=True,
+)
+
+
+def _token_counts(tokens: int, starts: Tensor | None) -> Tensor | int:
+    """Tokens of each sequence, shaped to divide (B, H, M, D)."""
+    return tokens if starts is None else (starts[1:] - starts[:-1]).clamp(min=1).view(-1, 1, 1, 1)
+
+
+def _block_means(sums: Tensor, tokens: int, starts: Tensor | None) -> Tensor:
+    """Means of blocks of queries; the last block may be short."""
+    first = torch.arange(sums.shape[2], device=sums.device) * QUERY_BLOCK
+    return sums / (_token_counts(tokens, starts) - first.view(1, 1, -1, 1)).clamp(1, QUERY_BLOCK)
+
+
+def _quantize_qk(
+    q: Tensor,
+    k: Tensor,
+    variant: AttentionVariant,
+    scale: float,
+    smooth_k: bool,
+    steps: _Steps,
+    lengths: Lengths | None,
+) -> tuple[QuantizedQK, Tensor | None]:
+    """Quantized Q and K, and K's mean ``(B, Hkv, 1, D)`` where it was subtracted."""
+    q_of = (lengths.q_starts, lengths.longest_q) if lengths else (None, q.shape[2])
+    k_of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
+    k_mean = q_mean = row_bias = None
+    if smooth_k:
+        k_mean = steps.block_sums(k, *k_of).sum(2, keepdim=True) / _token_counts(k_of[1], k_of[0])
+    if variant.smooth_q:
+        q_mean = _block_means(steps.block_sums(q, *q_of), q_of[1], q_of[0])
+        row_bias = steps.row_bias(q_mean * (scale * LOG2_E), k, k_mean, *k_of)
+    q8, q_scale = steps.quantize(q, q_mean, scale * LOG2_E, variant, "query", *q_of)
+    k8, k_scale = steps.quantize(k, k_mean, 1.0, variant, "key", *k_of)
+    return QuantizedQK(q8, q_scale, k8, k_scale, q.shape[-1], row_bias), k_mean
+
+
+# Up to this many keys every program reads them all for their mean, from the cache: cheaper than a kernel for the mean.
+_FEW_KEYS = 512
+
+
+def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, lengths: Lengths | None) -> QuantizedQK:
+    """Quantized K beside the queries as they are: the attention kernel quantizes its own tile of them."""
+    starts, longest = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
+    smooth_within = smooth_k and longest <= _FEW_KEYS
+    k_mean = None
+    if smooth_k and not smooth_within:
+        k_mean = _TRITON.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
+    k8, k_scale = _attention_quantize_triton(
+        k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
+    )
+    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1])
+
+
+def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
+    """INT8 groups of queries that fit a tile; wide heads have no registers left, and LSE needs K's mean."""
+    spans = token_groups(variant.granularity, "query").span <= QUERY_BLOCK
+    return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
+
+
+def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, lengths: Lengths | None) -> Values:
+    of = (lengths.k_starts, lengths.longest_k) if lengths else (None, 0)
+    if transposes_values(variant.pv):
+        v_range = 127.0 if variant.pv == "int8" else fp8_ranges(variant.accumulator)[1]
+        q, scale, mean = steps.quantize_values(v, variant.pv, v_range, variant.smooth_v, *of)
+        return Values(q, scale, mean if variant.smooth_v else None)
+    if variant.pv == "int8_dequantized":
+        whole = AttentionVariant(8, "per_tensor" if variant.granularity == "per_tensor" else "per_head")
+        q, scale = steps.quantize(v, None, 1.0, whole, "key", *of)
+        return Values(q, scale)
+    if values_dtype(variant, v.dtype, capability_of(v.device)) != v.dtype:
+        v, scale = values_in_fp16(v, packed=lengths is not None)
+        return Values(v, scale.expand(lengths.q_starts.shape[0] - 1, -1, -1).contiguous() if lengths else scale)
+    return Values(last_contiguous(v))
+
+
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias,
+    variant: AttentionVariant,
+    scale: float,
+    smooth_k: bool,
+    return_lse: bool,
+    steps: _Steps,
+    lengths: Lengths | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
+    values = _quantize_values(v, variant, steps, lengths)
+    if steps.fuses and _can_fuse(q, variant, return_lse):
+        qk = _fused(q, k, variant, smooth_k, lengths)
+        return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths, scale * LOG2_E)
+    qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
+    out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
+    if lse is not None and k_mean is not None:  # softmax does not see the mean, the sum of exponentials does
+        group = q.shape[1] // k.shape[1]
+        lse = lse + (q.float() * k_mean.repeat_interleave(group, dim=1)).sum(-1) * scale
+    return out, lse
+
+
+def _variant_for(query: Tensor, queries: int, keys: int, variant: str) -> AttentionVariant:
+    """The variant of a call: ``variant`` itself, or what ``"auto"`` stands for there."""
+    if variant == "auto":
+        variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype)
+    return resolve(variant)
+
+
+def _sage_attention(
+    steps, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
+):
+    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w)
+    chosen = _variant_for(query, query.shape[-2], key.shape[-2], variant)
+    shape = (*query.shape[:-1], value.shape[-1])
+    call: Canonical = canonical(query, key, value, attn_mask, rel_h, rel_w)
+    if call.q.numel() == 0 or call.k.numel() == 0 or value.shape[-1] == 0:
+        return empty_result(query, value, query.dtype).zero_(), _empty_lse(query, return_lse).fill_(-torch.inf)
+    bias = Bias(call.mask, call.rel_h, call.rel_w, is_causal)
+    out, lse = _attention(
+        call.q, call.k, call.v, bias, chosen, default_scale(query, scale), smooth_k, return_lse, steps
+    )
+    return out.view(shape), lse.view(shape[:-1]) if lse is not None else _empty_lse(query, False)
+
+
+def _empty_lse(query: Tensor, return_lse: bool) -> Tensor:
+    return query.new_empty(query.shape[:-1] if return_lse else (0,), dtype=torch.float32)
+
+
+LIBRARY.define(
+    "sage_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, "
+    "float? scale=None, bool enable_gqa=False, str variant='auto', bool smooth_k=True, bool return_lse=False, "
+    "Tensor? rel_h=None, Tensor? rel_w=None) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "sage_attention", "CPU")
+def _sage_attention_cpu(
+    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
+    return_lse=False, rel_h=None, rel_w=None,
+):  # fmt: skip
+    return _sage_attention(
+        _TORCH, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
+    )
+
+
+@cuda_implementation("sage_attention")
+def _sage_attention_triton(
+    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
+    return_lse=False, rel_h=None, rel_w=None,
+):  # fmt: skip
+    check_device(query.device)
+    return _sage_attention(
+        _TRITON, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
+    )
+
+
+@torch.library.register_fake("qframework::sage_attention", lib=LIBRARY)
+def _sage_attention_fake(
+    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
+    return_lse=False, rel_h=None, rel_w=None,
+):  # fmt: skip
+    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w)
+    if variant != "auto":
+        resolve(variant)
+    return empty_result(query, value, query.dtype), _empty_lse(query, return_lse)
+
+
+# Packed sequences -----------------------------------------------------------------------------------------------------
+
+LIBRARY.define(
+    "sage_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal=False, float? scale=None, str variant='auto', "
+    "bool smooth_k=True) -> Tensor"
+)
+
+
+# On a GPU a look at the offsets would cost every call a synchronization; the kernels cut off what lies outside.
+_CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
+
+
+def _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    return (
+        check_sequences("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
+        check_sequences("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
+    )
+
+
+@torch.library.impl(LIBRARY, "sage_attention_varlen", "CPU")
+def _sage_attention_varlen_cpu(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
+    variant="auto", smooth_k=True,
+):  # fmt: skip
+    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
+    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    sequences = _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    for q_rows, k_rows in zip(*sequences, strict=True):
+        q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
+        if q.numel() and k.numel():
+            bias = Bias(causal=is_causal)
+            dense, _ = _attention(q, k, v, bias, chosen, default_scale(query, scale), smooth_k, False, _TORCH)
+            out[q_rows] = dense[0].transpose(0, 1)
+    return out
+
+
+@cuda_implementation("sage_attention_varlen")
+def _sage_attention_varlen_triton(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
+    variant="auto", smooth_k=True,
+):  # fmt: skip
+    check_device(query.device)
+    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    if _CHECK_ON_GPU:
+        _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
+    if query.numel() == 0 or key.numel() == 0:
+        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
+    lengths = Lengths(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+    query, key, value = last_contiguous(query), last_contiguous(key), last_contiguous(value)
+    bias, scale = Bias(causal=is_causal), default_scale(query, scale)
+    out, _ = _attention(query, key, value, bias, chosen, scale, smooth_k, False, _TRITON, lengths)
+    return out
+
+
+@torch.library.register_fake("qframework::sage_attention_varlen", lib=LIBRARY)
+def _sage_attention_varlen_fake(
+    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
+    variant="auto", smooth_k=True,
+):  # fmt: skip
+    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return query.new_empty((*query.shape[:-1], value.shape[-1]))

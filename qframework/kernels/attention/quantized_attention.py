@@ -1,0 +1,338 @@
+"""Attention of quantized queries and keys, with P and V in 16 bit, INT8 or FP8: one kernel for every published variant.
+
+Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1, in base 2)::
+
+    S_j = Q8 K8_j^T * s_q s_k * logit_scale + row_bias_j + mask_j + relative positions
+    m   = max(m, rowmax(S_j)),   P_j = P_range * exp2(S_j - m),   l = l * exp2(m_old - m) + rowsum(P_j)
+    O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
+
+``P_range`` (127 for INT8, 448 or 224 for FP8, 1/64 for FP16 accumulators, else 1) is folded into the exponent and
+leaves through ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys
+and then join the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32 accumulator
+are summed in O itself.
+
+Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)`` int8 with scales ``(B, H, G)``; ``v (B, Hkv, Nk, Dv)`` in 16 or 32 bit
+or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``out (B, H, N, Dv)`` in the memory order
+(B, N, H, Dv), so that merging the heads is a view. Reference:
+``attention_reference.quantized_attention_ref``. Causal is aligned top-left.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention.operands import (
+    AttentionShape,
+    Bias,
+    Lengths,
+    QuantizedQK,
+    Values,
+    check_offsets,
+    last_contiguous,
+    p_range,
+    query_memory_order,
+    transposes_values,
+)
+from qframework.kernels.attention.quantize_v import padded_tokens
+from qframework.kernels.attention.reference import quantized_attention_ref
+from qframework.kernels.attention.tiles import attention_tile
+from qframework.kernels.attention.triton import _quantized_attention_kernel
+from qframework.kernels.attention.variants import (
+    QUERY_BLOCK,
+    AttentionVariant,
+    check_fp16_ranges,
+    fp8_ranges,
+    resolve,
+    token_groups,
+)
+from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2
+from qframework.kernels.runtime.operator import LIBRARY
+from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+
+
+def quantized_attention_triton(
+    qk: QuantizedQK,
+    values: Values,
+    bias: Bias,
+    variant: AttentionVariant,
+    logit_scale: float,
+    dtype: torch.dtype,
+    out_scale: Tensor | None = None,
+    lse: bool = False,
+    lengths: Lengths | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel; ``(out, lse)`` with ``out`` of ``dtype``, int8 where ``out_scale`` is given.
+
+    With ``lengths`` queries and keys are packed, ``(total, H, D)``.
+    """
+    check_device(qk.q.device)
+    transposed = transposes_values(variant.pv)
+    q_starts, k_starts = (lengths.q_starts, lengths.k_starts) if lengths else (None, None)
+    q_shape = AttentionShape.of(qk.q, q_starts, lengths.longest_q if lengths else 0)
+    k_shape = AttentionShape.of(qk.k, k_starts, lengths.longest_k if lengths else 0)
+    v_strides = values.v.stride()[:3] if transposed else AttentionShape.of(values.v, k_starts).strides(values.v)
+    channels = values.channels(transposed)
+    check_offsets("attention", query=qk.q, key=qk.k, value=values.v)
+    batch, heads, tokens, stored = q_shape[:4]
+    if lengths:
+        out = values.v.new_empty((qk.q.shape[0], heads, channels), dtype=dtype)
+    else:
+        out = query_memory_order(batch, heads, tokens, channels, qk.q, dtype)
+    sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
+    if out.numel() == 0 or k_shape.tokens == 0:
+        return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
+    mode = _mode(variant, values.v)
+    q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
+    quantize_q = qk.q_scale is None
+    tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode)
+    if quantize_q:
+        tile = tile.holding(q_groups.span)
+    whole_rows = bias.rel_w is not None and bias.rel_w.shape[-1] == tile.block_n
+    if whole_rows and tile.block_m >= 128:  # the width's factor stays in registers beside the accumulator
+        tile = tile._replace(num_warps=8)
+    accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
+    if accumulate_fp16 and mode == "fp8":
+        check_fp16_ranges(tile.block_n, *fp8_ranges("fp16"))
+    mask = bias.mask
+    rel_h, rel_w = (last_contiguous(x) if x is not None else None for x in (bias.rel_h, bias.rel_w))
+    some = qk.q  # stands where the kernel reads nothing
+    launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(
+        qk.q,
+        qk.k,
+        values.v,
+        qk.q_scale if qk.q_scale is not None else some,
+        qk.k_scale,
+        values.scale if values.scale is not None else some,
+        values.mean if values.mean is not None else some,
+        qk.row_bias if qk.row_bias is not None else some,
+        some if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
+        rel_h if rel_h is not None else some,
+        rel_w if rel_w is not None else some,
+        out_scale if out_scale is not None else some,
+        out,
+        sums if sums is not None else some,
+        q_starts if q_starts is not None else some,
+        k_starts if k_starts is not None else some,
+        logit_scale,
+        heads,
+        tokens,
+        k_shape.tokens,
+        q_shape.total,
+        k_shape.total,
+        rel_w.shape[-1] if rel_w is not None else 1,
+        mask.shape[0] if mask is not None else 1,
+        qk.q_scale.shape[2] if qk.q_scale is not None else 1,
+        qk.k_scale.shape[2],
+        qk.row_bias.shape[2] if qk.row_bias is not None else 1,
+        *q_shape.strides(qk.q),
+        *k_shape.strides(qk.k),
+        *v_strides,
+        *_broadcast_strides(mask, 4),
+        *_broadcast_strides(rel_h, 3),
+        *_broadcast_strides(rel_w, 3),
+        *q_shape._replace(channels=channels).strides(out),
+        D=stored,
+        DV=channels,
+        GROUP=heads // k_shape.heads,
+        P_SHIFT=math.log2(p_range(variant)),
+        MODE=mode,
+        ACCUMULATE_FP16=accumulate_fp16,
+        ROUND_FP8=mode == "fp8" and values.v.dtype == torch.float16,
+        INT4=variant.qk_bits == 4,
+        QUANTIZE_Q=quantize_q,
+        MIN_SCALE=MIN_SCALE,
+        Q_SPAN=q_groups.span,
+        Q_GROUPS=q_groups.groups,
+        Q_MODULO=q_groups.modulo,
+        Q_DIVISOR=q_groups.divisor,
+        K_SPAN=k_groups.span,
+        K_GROUPS=k_groups.groups,
+        K_MODULO=k_groups.modulo,
+        K_DIVISOR=k_groups.divisor,
+        V_SCALE="none" if values.scale is None else "head" if values.scale.shape[-1] == 1 < channels else "channel",
+        SMOOTH_V=values.mean is not None,
+        ROW_BIAS=qk.row_bias is not None,
+        MASK="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
+        RELATIVE=rel_h is not None,
+        WHOLE_ROWS=whole_rows,
+        CAUSAL=bias.causal,
+        OUT_SCALE="none" if out_scale is None else "tensor" if out_scale.numel() == 1 else "head",
+        LSE=lse,
+        VARLEN=lengths is not None,
+        QUERY_BLOCK=QUERY_BLOCK,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_D=max(power_of_2(stored), 32),
+        BLOCK_DV=max(power_of_2(channels), 32),
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
+    return out, sums
+
+
+def _mode(variant: AttentionVariant, v: Tensor) -> str:
+    """The kernel's product of P and V: the variant's, with V's own float dtype where it stays in float."""
+    return "fp32" if variant.pv == "fp16" and v.dtype == torch.float32 else variant.pv
+
+
+def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
+    """The first ``count`` strides, 0 where a dimension of 1 broadcasts; ones where there is no tensor."""
+    if x is None:
+        return (1,) * count
+    return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+LIBRARY.define(
+    "quantized_attention(Tensor q, Tensor q_scale, Tensor k, Tensor k_scale, Tensor v, Tensor? v_scale=None, "
+    "Tensor? v_mean=None, Tensor? row_bias=None, Tensor? attn_mask=None, Tensor? rel_h=None, Tensor? rel_w=None, "
+    "bool is_causal=False, float logit_scale=1.0, str variant='sage_b', SymInt? channels=None, bool return_lse=False, "
+    "ScalarType? out_dtype=None) -> (Tensor, Tensor)"
+)
+
+
+def _operands(
+    q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+) -> tuple[QuantizedQK, Values, Bias, AttentionVariant]:
+    name, chosen = "quantized_attention", resolve(variant)
+    others = {"v_scale": v_scale, "v_mean": v_mean, "row_bias": row_bias, "attn_mask": attn_mask}
+    others |= {"rel_h": rel_h, "rel_w": rel_w}
+    check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, **others)
+    for argument, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
+    for argument, x in (("q", q), ("k", k)):
+        check_dtype(name, argument, x, (torch.int8,))
+    if chosen.pv == "fp16":
+        check_dtype(name, "v", v, FLOAT_DTYPES)
+    elif v_scale is None:
+        raise QFrameworkError(
+            f"{name}: variant={variant!r} quantizes v, and v_scale is None; pass value_quantize's scale"
+        )
+    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+        raise QFrameworkError(
+            f"{name}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit; accepted: (B, H, N, D) and (B, Hkv, Nk, D) "
+            "where Hkv divides H"
+        )
+    for argument, scale, x, role in (("q_scale", q_scale, q, "query"), ("k_scale", k_scale, k, "key")):
+        check_dtype(name, argument, scale, (torch.float32,))
+        expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
+        if scale.shape != expected:
+            raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
+    _check_values(name, v, k, transposes_values(chosen.pv))
+    if attn_mask is not None and attn_mask.ndim != 4:
+        raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
+    width = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
+    if max(width, q.shape[3]) > MAX_HEAD_DIM:
+        raise UnsupportedError(f"{name}: q has shape {tuple(q.shape)}; accepted: head dimensions up to {MAX_HEAD_DIM}")
+    scales = (x.contiguous() if x is not None else None for x in (v_scale, v_mean))
+    bias = row_bias.contiguous() if row_bias is not None else None
+    qk = QuantizedQK(last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), width, bias)
+    values = v.contiguous() if transposes_values(chosen.pv) else last_contiguous(v)
+    return qk, Values(values, *scales), Bias(attn_mask, rel_h, rel_w, is_causal), chosen
+
+
+def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
+    """Raise QFrameworkError where ``v`` has fewer tokens than the kernel reads, or other heads than ``k``."""
+    keys = padded_tokens(k.shape[2]) if transposed else k.shape[2]
+    if v.shape[:2] != k.shape[:2] or v.shape[3 if transposed else 2] != keys:
+        layout = f"(B, Hkv, Dv, {keys}) from value_quantize" if transposed else f"(B, Hkv, {keys}, Dv)"
+        raise QFrameworkError(f"{name}: v has shape {tuple(v.shape)} with k {tuple(k.shape)}; accepted: {layout}")
+
+
+@torch.library.impl(LIBRARY, "quantized_attention", "CPU")
+def _quantized_attention_cpu(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    qk, values, bias, chosen = _operands(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+    )
+    out, lse = quantized_attention_ref(qk, values, bias, chosen, logit_scale)
+    batch, heads, tokens, width = out.shape
+    result = query_memory_order(batch, heads, tokens, width, q, out_dtype or torch.float16)
+    return result.copy_(out), lse if return_lse else lse.new_empty(0)
+
+
+@cuda_implementation("quantized_attention")
+def _quantized_attention_cuda(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    qk, values, bias, chosen = _operands(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
+    )
+    dtype = out_dtype or torch.float16
+    out, lse = quantized_attention_triton(qk, values, bias, chosen, logit_scale, dtype, lse=return_lse)
+    return out, lse if lse is not None else q_scale.new_empty(0)
+
+
+@torch.library.register_fake("qframework::quantized_attention", lib=LIBRARY)
+def _quantized_attention_fake(
+    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
+    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
+):  # fmt: skip
+    width = v.shape[2] if transposes_values(resolve(variant).pv) else v.shape[3]
+    out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], width, q, out_dtype or torch.float16)
+    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+
+
+def quantized_attention(
+    q: Tensor,
+    q_scale: Tensor,
+    k: Tensor,
+    k_scale: Tensor,
+    v: Tensor,
+    v_scale: Tensor | None = None,
+    v_mean: Tensor | None = None,
+    row_bias: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    rel_h: Tensor | None = None,
+    rel_w: Tensor | None = None,
+    is_causal: bool = False,
+    logit_scale: float = 1.0,
+    variant: str = "sage_b",
+    channels: int | None = None,
+    return_lse: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries and keys that are integers already, for pipelines that quantize elsewhere (RoPE, a cache).
+
+    Args:
+        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``.
+        q_scale: its scales, ``(B, H, G)`` fp32.
+        k: ``(B, Hkv, Nk, D)`` int8, quantized with role ``"key"``; ``Hkv`` divides ``H``.
+        k_scale: its scales.
+        v: ``(B, Hkv, Nk, Dv)`` float for ``pv="fp16"``, int8 with ``v_scale (B, Hkv, 1)`` for
+            ``pv="int8_dequantized"``, else ``value_quantize``'s.
+        v_scale: V's scale, with quantized values.
+        v_mean: ``value_quantize``'s mean, with smooth V.
+        row_bias: ``(B, H, ceil(N / 128), Nk)`` float32, smooth Q's logits in base 2.
+        attn_mask: bool or float, four dimensions, 1 where it broadcasts.
+        rel_h: decomposed relative positions as in ``mixed_attention``.
+        rel_w: with ``rel_h``.
+        is_causal: query ``i`` sees keys ``0..i``.
+        logit_scale: what one unit of ``q k`` is in base-2 logits; 1.0 where ``attention_quantize`` folded it into Q.
+        variant: says what the operands are.
+        channels: D of packed INT4 operands with an odd head dimension.
+        return_lse: also the log of the sum of exponentials, not corrected for K's mean.
+        out_dtype: float16 by default.
+
+    Returns:
+        ``out (B, H, N, Dv)``, in memory (B, N, H, Dv), and ``lse (B, H, N)`` float32 or an empty tensor.
+
+    Raises:
+        UnsupportedError, QFrameworkError: dtype, device, shape or scale, by argument; a GPU below sm_80.
+    """
+    return torch.ops.qframework.quantized_attention(
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, logit_scale, variant,
+        channels, return_lse, out_dtype,
+    )  # fmt: skip

@@ -1,0 +1,109 @@
+"""The reference of quantized attention: the kernel's arithmetic in plain torch, in any float dtype.
+
+Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`. In float32 it is the
+CPU implementation, in float64 the oracle of the kernel's own error.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, p_range, transposes_values
+from qframework.kernels.attention.quantize_qk import unpack_int4
+from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, token_groups
+from qframework.numerics import exact_matmul
+
+
+def quantized_attention_ref(
+    qk: QuantizedQK,
+    values: Values,
+    bias: Bias,
+    variant: AttentionVariant,
+    logit_scale: float = 1.0,
+    block_n: int = KEY_BLOCK,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """``(out (B, H, N, Dv), lse (B, H, N))`` in ``dtype``, block by block like the kernel.
+
+    With float64 it is the oracle of the kernel's own error: the same quantized operands, exact arithmetic between the
+    roundings that define the variant.
+    """
+    q, k = (unpack_int4(x, qk.channels) if variant.qk_bits == 4 else x for x in (qk.q, qk.k))
+    assert qk.q_scale is not None, "only the Triton kernel quantizes queries itself"
+    batch, heads, tokens, _ = q.shape
+    keys, group = k.shape[2], heads // k.shape[1]
+    unit = _unit(bias)
+    q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(tokens, q.device)] * logit_scale / unit
+    k_scale = qk.k_scale[:, :, token_groups(variant.granularity, "key").index(keys, k.device)]
+    v = values.v.transpose(2, 3)[:, :, :keys] if transposes_values(variant.pv) else values.v
+    v = v if v.is_floating_point() and v.dtype != torch.float8_e4m3fn else v.to(dtype)
+    top = q.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
+    total = torch.zeros_like(top)
+    out = q.new_zeros((batch, heads, tokens, values.channels(transposes_values(variant.pv))), dtype=dtype)
+    for start in range(0, keys, block_n):
+        n = slice(start, min(start + block_n, keys))
+        products = q.to(dtype) @ _repeat(k[:, :, n].to(dtype), group).transpose(2, 3)  # exact: below 2**24
+        s = products * (q_scale.to(dtype)[..., None] * _repeat(k_scale[:, :, n].to(dtype), group)[:, :, None])
+        s = _add_bias(s, qk.row_bias, bias, n, keys, unit)
+        new_top = torch.maximum(top, s.amax(-1))
+        finite_top = torch.where(new_top == -torch.inf, 0.0, new_top)
+        p = torch.exp2((s - finite_top[..., None]) * unit) * p_range(variant)
+        rescale = torch.exp2((top - finite_top) * unit)
+        total = total * rescale + p.sum(-1)
+        out = out * rescale[..., None] + _product_pv(p, _repeat(v[:, :, n], group), variant).to(dtype)
+        top = new_top
+    out = out / torch.where(total == 0, 1.0, total)[..., None]
+    if values.scale is not None:
+        out = out * _repeat(values.scale.to(dtype), group)[:, :, None]
+    if values.mean is not None:
+        out = torch.where((total == 0)[..., None], 0.0, out + _repeat(values.mean.to(dtype), group)[:, :, None])
+    lse = top * (unit / LOG2_E) + (torch.log2(total) - math.log2(p_range(variant))) / LOG2_E
+    return out, torch.where(total == 0, -torch.inf, lse)
+
+
+def _repeat(x: Tensor, group: int) -> Tensor:
+    return x if group == 1 else x.repeat_interleave(group, dim=1)
+
+
+def _unit(bias: Bias) -> float:
+    """What a logit is multiplied by to be one of base 2: 1, except that beside a float mask logits are natural ones.
+
+    The lowest float32, which masks hold, has no multiple in float32.
+    """
+    return LOG2_E if bias.mask is not None and bias.mask.dtype != torch.bool else 1.0
+
+
+def _add_bias(s: Tensor, row_bias: Tensor | None, bias: Bias, n: slice, keys: int, unit: float) -> Tensor:
+    """Everything beside Q K^T, in the unit of ``s``, for the keys of slice ``n``."""
+    tokens = s.shape[2]
+    if row_bias is not None:
+        s = s + row_bias[..., n].repeat_interleave(QUERY_BLOCK, dim=2)[:, :, :tokens].to(s.dtype) / unit
+    if (mask := bias.masks_of(s.shape[0])) is not None:
+        mask = mask[..., n] if mask.shape[-1] == keys and keys > 1 else mask
+        s = s.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else s + mask.to(s.dtype)
+    if bias.rel_h is not None and bias.rel_w is not None:
+        key = torch.arange(n.start, n.stop, device=s.device)
+        width = bias.rel_w.shape[-1]
+        relative = bias.rel_h[..., key // width].to(s.dtype) + bias.rel_w[..., key % width].to(s.dtype)
+        s = s + relative * (LOG2_E / unit)
+    if bias.causal:
+        query = torch.arange(tokens, device=s.device)[:, None]
+        s = s.masked_fill(torch.arange(n.start, n.stop, device=s.device) > query, -torch.inf)
+    return s
+
+
+def _product_pv(p: Tensor, v: Tensor, variant: AttentionVariant) -> Tensor:
+    """P V of one block of keys with the variant's roundings of P; sums in P's dtype."""
+    if variant.pv == "int8":
+        return torch.round(p) @ v.to(p.dtype)
+    if variant.pv == "fp8":
+        p = p.float().to(torch.float8_e4m3fn).to(p.dtype)
+    elif v.dtype != torch.float32:
+        low = v.dtype if v.dtype in (torch.float16, torch.bfloat16) else torch.float16
+        p = p.float().to(low).to(p.dtype)
+    product = exact_matmul(p, v.float()) if p.dtype == torch.float32 else p @ v.to(p.dtype)
+    narrow = variant.accumulator == "fp16" and (variant.pv == "fp8" or v.dtype == torch.float16)
+    return product.to(torch.float16).to(p.dtype) if narrow else product

@@ -1,0 +1,170 @@
+"""Arithmetic of the kernels between blocks that the compiler would not find by itself: an instruction where it can be.
+
+Triton functions of values and of scales. On NVIDIA they are PTX, elsewhere and in the interpreter what they stand for.
+"""
+
+from __future__ import annotations
+
+from qframework.kernels.runtime.triton import INTERPRET, tl, triton
+
+_INTERPRETED = tl.constexpr(INTERPRET)
+_FOUR_BYTES_TO_FLOAT = tl.constexpr(
+    "{ .reg .b32 biased, high; xor.b32 biased, $4, 0x80808080; mov.b32 high, 0x4B000000;"
+    " prmt.b32 $0, biased, high, 0x7440; prmt.b32 $1, biased, high, 0x7441;"
+    " prmt.b32 $2, biased, high, 0x7442; prmt.b32 $3, biased, high, 0x7443; }"
+)
+_SUMS_OF_FOUR = tl.constexpr(
+    "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
+    " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
+)
+# A difference's top bit says whether the 15 bits below were at least the threshold; PRMT makes a byte of ones of it.
+_KEPT_OF_FOUR = tl.constexpr(
+    "{ .reg .b32 first, second; or.b32 first, $2, 0x80008000; or.b32 second, $3, 0x80008000;"
+    " sub.u32 first, first, $4; sub.u32 second, second, $4;"
+    " prmt.b32 first, first, second, 0xFDB9; and.b32 $0, $1, first; }"
+)
+
+
+@tl.core.builtin
+def _on_cuda(_semantic=None):
+    """Whether the kernel is compiled for an NVIDIA GPU."""
+    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
+@triton.jit
+def int8_to_float(q):
+    """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
+
+    A byte becomes the lowest of a float's mantissa, and an addition takes the rest away. PTX inserts it in one
+    instruction, which no compiler finds by itself; the interpreter and AMD get the same without it.
+    """
+    if _INTERPRETED:
+        value = q.to(tl.float32)
+    elif _on_cuda():
+        biased = tl.inline_asm_elementwise(
+            _FOUR_BYTES_TO_FLOAT, "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4
+        )
+        value = biased - 8388736.0  # 2**23 + 128
+    else:
+        value = q.to(tl.float32)
+    return value
+
+
+@triton.jit
+def sums_of_four(q, FOURS: tl.constexpr):
+    """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
+
+    FOURS: whether the values of a thread are neighbours in a row, four at least. On NVIDIA an instruction then adds
+    four of them into the first, the others are constant zeros; of other layouts it would add up different rows.
+    """
+    if _INTERPRETED or not FOURS:
+        value = q.to(tl.int32)
+        square = value * value
+    elif _on_cuda():
+        value, square = tl.inline_asm_elementwise(
+            _SUMS_OF_FOUR,
+            "=r,=r,=r,=r,=r,=r,=r,=r,r",
+            [q],
+            dtype=(tl.int32, tl.int32),
+            is_pure=True,
+            pack=4,
+        )
+    else:
+        value = q.to(tl.int32)
+        square = value * value
+    return value, square
+
+
+@triton.jit
+def kept_steps(q, bits, threshold):
+    """An int8 tile where the low 15 bits of ``bits``, uint16 like it, are at least ``threshold``, and 0 elsewhere.
+
+    ``threshold`` is a scalar, 0 to 2**15. On NVIDIA six instructions for four values, none of which becomes a number.
+    """
+    if _INTERPRETED:
+        kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
+    elif _on_cuda():
+        twice = tl.full((), threshold, tl.uint32) * 0x10001
+        kept = tl.inline_asm_elementwise(
+            _KEPT_OF_FOUR, "=r,r,r,r,r,r,r,r", [q, bits, twice], dtype=tl.int8, is_pure=True, pack=4
+        )
+    else:
+        kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
+    return kept
+
+
+@triton.jit
+def prefetch(pointers):
+    """Ask L2 for the 32 bytes around each of them; on NVIDIA alone."""
+    if _INTERPRETED:
+        pass
+    elif _on_cuda():
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def reciprocal(x):
+    """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction on NVIDIA, as division is not."""
+    if _INTERPRETED:
+        r = 1.0 / x
+    elif _on_cuda():
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        root = tl.rsqrt(x)
+        r = root * root
+    return r
+
+
+@triton.jit
+def saturated_product(x, y):
+    """``x * y`` between 0 and 1, NaN as 0: one instruction on NVIDIA."""
+    if _INTERPRETED:
+        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
+    elif _on_cuda():
+        z = tl.inline_asm_elementwise(
+            "mul.sat.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
+    return z
+
+
+@triton.jit
+def tanh(x):
+    """On NVIDIA one instruction, off by at most 2^-11 of itself; elsewhere to float32's precision of 1."""
+    if _INTERPRETED:
+        t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+    elif _on_cuda():
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        t = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+    return t
+
+
+@triton.jit
+def over_127(x):
+    """``x / 127`` as a division rounds it, bit for bit where x is normal; infinity becomes NaN.
+
+    A product and what it leaves over, both fused; a division takes three times as many instructions, and a branch.
+    """
+    if _INTERPRETED:  # which fuses nothing
+        y = tl.math.div_rn(x, 127.0)
+    else:
+        y = x * (1.0 / 127.0)
+        y = tl.fma(tl.fma(y, -127.0, x), 1.0 / 127.0, y)
+    return y
+
+
+@triton.jit
+def inverse(scale):
+    """``1 / scale``, to half a unit of its last place and hardly more, as a division is; infinity becomes NaN."""
+    if _INTERPRETED:
+        y = tl.math.div_rn(1.0, scale)
+    elif _on_cuda():
+        y = reciprocal(scale)
+        y = tl.fma(tl.fma(-y, scale, 1.0), y, y)
+    else:
+        y = tl.math.div_rn(1.0, scale)
+    return y

@@ -1,0 +1,178 @@
+"""Dropout from blocks to blocks, its mask made again from a seed instead of kept.
+
+Formula (Jetfire, appendix A), in float32 between the formats::
+
+    y = Q(m x / (1 - p))        dx = Q(m dy / (1 - p)), the same operator with the same seed
+
+The mask m depends on the seed, the row and the column, and on nothing else: not on the block size, the tile or the
+device; CPU and GPU make the same one bit for bit. Eight columns share one call of Philox4x32-7, counter ``(column //
+8, row, 0, 0)`` and key ``seed``: 16 bits of its 128 for each, the low half of a word first. A value is dropped where
+the low 15 of them are below ``round(32768 p)``: p is met to within 2^-16, and the factor is that of the p which is met,
+so that the mean stays exact. Layout: blocks as in qframework/kernels/blocks/format.py; 2 bytes of traffic a value.
+Reference: ``block_dropout_ref``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError
+from qframework.kernels.blocks.arithmetic import int8_to_float, kept_steps
+from qframework.kernels.blocks.format import (
+    PHILOX_ROUNDS,
+    BlockSize,
+    block_shape,
+    dequantize_blocks_ref,
+    quantize_blocks_ref,
+    row_count,
+)
+from qframework.kernels.blocks.primitives import load_scales, load_steps, quantize_scaled_tile, store_tile, tile_bits
+from qframework.kernels.blocks.tiles import (
+    FEW_VALUES,
+    VALUES_PER_THREAD,
+    Blocks,
+    check_alike,
+    empty_blocks,
+    register_block_operator,
+    rows_and_columns,
+    tile_of,
+    tile_origin,
+    tiles_of,
+)
+from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.launch import cdiv, launch
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.triton import tl, triton
+
+_LEVELS = 32768  # of 15 random bits
+_SHARED = 8  # columns that share a call of Philox
+_WORD = 0xFFFFFFFF
+
+
+def threshold_of(p: float) -> int:
+    """Random 15-bit numbers below this are dropped."""
+    return round(p * _LEVELS)
+
+
+def factor_of(p: float) -> float:
+    """What values that stay are multiplied with: 1 / (1 - p) for the p that 15 bits can meet; 0 where none stays."""
+    kept = _LEVELS - threshold_of(p)
+    return _LEVELS / kept if kept else 0.0
+
+
+def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-7 of counters ``(c0, c1, 0, 0)``, whole int64 below 2^32, which broadcast: four words like that.
+
+    Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Products of 64 bits may wrap: as bits they are
+    right, and only bits are read.
+    """
+    key0, key1 = int(seed) & _WORD, (int(seed) >> 32) & _WORD
+    c0, c1 = torch.broadcast_tensors(c0, c1)
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    for _ in range(PHILOX_ROUNDS):
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ key0, second & _WORD
+        c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ key1, first & _WORD
+        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
+    return c0, c1, c2, c3
+
+
+def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
+    """Which values of a tensor of ``shape`` stay: bool of that shape, on the seed's device."""
+    rows, columns = row_count(shape), shape[-1]
+    groups = torch.arange(cdiv(columns, _SHARED), device=seed.device)
+    words = philox_ref(seed, groups[None, :], torch.arange(rows, device=seed.device)[:, None])
+    bits = torch.stack([half for word in words for half in (word & 0x7FFF, word >> 16 & 0x7FFF)], dim=-1)
+    return (bits.flatten(1)[:, :columns] >= threshold_of(p)).reshape(shape)
+
+
+def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
+    """Reference of ``qframework::block_dropout``."""
+    kept = keep_mask_ref(seed, x.shape, p)
+    value = dequantize_blocks_ref(x, x_scale, block_size)
+    # What is not finite shows, dropped or not.
+    return quantize_blocks_ref(torch.where(kept, value * factor_of(p), value * 0.0), block_size)
+
+
+@triton.jit
+def _block_dropout_kernel(
+    x_ptr,  # (R, C) int8
+    x_scale_ptr,  # (ceil(R / BLOCK[0]), ceil(C / BLOCK[1])) fp32
+    seed_ptr,  # (1,) int64
+    y_ptr,  # (R, C) int8
+    y_scale_ptr,
+    R,
+    C,
+    threshold,
+    factor,
+    BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    EVEN: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """y = m x / (1 - p). A program computes one tile."""
+    wait_for_previous_kernel(OVERLAP)
+    row, column = tile_origin(TILE_M, TILE_N)
+    q = load_steps(x_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    kept = kept_steps(q, tile_bits(tl.load(seed_ptr), row, column, TILE_M, TILE_N), threshold)
+    y, y_scale = quantize_scaled_tile(int8_to_float(kept), scale * factor, BLOCK)
+    store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
+
+
+def values_in_a_thread(block_size: BlockSize) -> int:
+    """As many as let two programs of a block of 128 x 128 run at a time."""
+    return FEW_VALUES if block_shape(block_size)[0] == 128 else VALUES_PER_THREAD
+
+
+def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
+    sizes = rows_and_columns(x)
+    y, y_scale = empty_blocks(x, block_size)
+    if x.numel() > 0:
+        tile = tile_of(*sizes, block_size, values_in_a_thread(block_size))
+        launch(_block_dropout_kernel, tiles_of(x, tile))(
+            x.contiguous(), x_scale.contiguous(), seed, y, y_scale, *sizes, threshold_of(p), factor_of(p), **tile
+        )
+    return y, y_scale
+
+
+def _check(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> None:
+    check_alike("block_dropout", block_size, x=(x, x_scale))
+    check_dtype("block_dropout", "seed", seed, (torch.int64,))
+    check_same_device("block_dropout", x, seed=seed)
+    if seed.numel() != 1:
+        raise QFrameworkError(f"block_dropout: seed has shape {tuple(seed.shape)}; accepted: one value")
+    if not 0.0 <= p <= 1.0:
+        raise QFrameworkError(f"block_dropout: p is {p}; accepted: 0 to 1")
+
+
+register_block_operator(
+    "block_dropout(Tensor x, Tensor x_scale, float p, Tensor seed, int[2] block_size) -> (Tensor, Tensor)",
+    _check,
+    block_dropout_ref,
+    _block_dropout_triton,
+    lambda x, x_scale, p, seed, block_size: empty_blocks(x, block_size),
+)
+
+
+def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize = 32) -> Blocks:
+    """``m x / (1 - p)`` from blocks to blocks, with m from the seed; its gradient is itself with the same seed.
+
+    Args:
+        x: ``(..., C)`` int8.
+        x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
+        p: how likely a value is dropped, in [0, 1]; met to within 2^-16.
+        seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another one.
+        block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
+
+    Returns:
+        The same format: int8 like ``x``, contiguous, and its scale; off by half a step of its block. A block whose
+        scale is not finite keeps one that is not, whatever is dropped.
+
+    Raises:
+        UnsupportedError: block size, dtype, or a GPU below sm_80.
+        QFrameworkError: p outside [0, 1], a seed of more than one value or on another device, a scale of another shape.
+    """
+    return torch.ops.qframework.block_dropout(x, x_scale, p, seed, block_size)

@@ -1,0 +1,1 @@
+"""The product of two operands in blocks: ``qframework::block_linear``."""

@@ -1,0 +1,123 @@
+"""Linear layer of INT8 training: both operands, and the result where asked, in blocks with one scale each.
+
+Formula (Jetfire, section 5.3 and algorithm 1; i, j, k number blocks of B rows, columns and inner columns)::
+
+    out[i, j] = sum over k of (a_int8[i, k] @ b_int8[j, k].T) * a_scale[i, k] * b_scale[j, k]  + bias[j]
+                              INT32, exact                      float32 from here on
+
+    out is rounded once to out_dtype, or to int8 blocks with scales of their own
+
+All three products of training are this one: ``Y = block_linear(X, W)``, ``dX = block_linear(dY, W^T)`` and
+``dW = block_linear(dY^T, X^T)``, the transposed operands from ``block_transpose`` or ``block_quantize_both``.
+
+Layout: ``a (..., K)``, ``b (N, K)``, both with K innermost, since tensor cores read 8-bit operands no other way; scales
+as in blocks/format.py. Reference and CPU implementation: ``block_linear_ref``. CUDA: launch.py chooses between
+triton.py, which takes everything, and hopper.py for Hopper.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qframework.kernels.blocks.format import (
+    BlockSize,
+    dequantize_blocks_ref,
+    operand_size,
+    quantize_blocks_ref,
+    scale_shape,
+)
+from qframework.kernels.blocks.linear.arguments import check_arguments
+from qframework.kernels.blocks.linear.launch import block_linear_triton
+from qframework.kernels.runtime.launch import cuda_implementation
+from qframework.kernels.runtime.operator import LIBRARY, refuse_gradients
+from qframework.numerics import product_dtype
+
+
+def block_linear_ref(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None,
+    block_size: BlockSize,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Reference of ``qframework::block_linear``: the float32 product of the dequantized operands."""
+    left = dequantize_blocks_ref(a, a_scale, block_size)
+    right = dequantize_blocks_ref(b, b_scale, operand_size(block_size))
+    wide = product_dtype(left.device)
+    y = F.linear(left.to(wide), right.to(wide), None if bias is None else bias.to(wide)).float()
+    if out_dtype == torch.int8:
+        return quantize_blocks_ref(y, block_size)
+    return y.to(out_dtype), no_scale(y)
+
+
+def no_scale(like: Tensor) -> Tensor:
+    """What stands for the scale of a float result: fp32 of shape (0, 0)."""
+    return like.new_empty((0, 0), dtype=torch.float32)
+
+
+LIBRARY.define(
+    "block_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[2] block_size, "
+    "ScalarType out_dtype) -> (Tensor, Tensor)"
+)
+
+
+@torch.library.impl(LIBRARY, "block_linear", "CPU")
+def _block_linear_cpu(a, a_scale, b, b_scale, bias, block_size, out_dtype):
+    check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
+    return block_linear_ref(a, a_scale, b, b_scale, bias, block_size, out_dtype)
+
+
+@cuda_implementation("block_linear")
+def _block_linear_cuda(a, a_scale, b, b_scale, bias, block_size, out_dtype):
+    return block_linear_triton(a, a_scale, b, b_scale, bias, block_size, out_dtype)
+
+
+@torch.library.register_fake("qframework::block_linear", lib=LIBRARY)
+def _block_linear_fake(a, a_scale, b, b_scale, bias, block_size, out_dtype):
+    check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
+    out = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
+    if out_dtype != torch.int8:
+        return out, no_scale(a)
+    return out, a.new_empty(scale_shape(out.shape, block_size), dtype=torch.float32)
+
+
+def block_linear(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    block_size: BlockSize = 32,
+    out_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """``a @ b.T + bias`` of operands in blocks, INT8 within a block and float32 across (Jetfire, algorithm 1).
+
+    Args:
+        a: ``(..., K)`` int8, contiguous.
+        a_scale: ``(ceil(R / B), ceil(K / B))`` fp32 for the R rows of ``a``, dequantizes it.
+        b: ``(N, K)`` int8, contiguous.
+        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``; of blocks as ``block_transpose`` makes them.
+        bias: ``(N,)`` fp32, fp16 or bf16.
+        block_size: of ``a`` and the result: 32, 64, 128, (32, 128) or (1, 128). K is summed up in INT8 over the columns
+            of a block at a time: the more, the faster.
+        out_dtype: float32, float16, bfloat16, or int8 for a result in blocks.
+
+    Returns:
+        ``(..., N)`` of ``out_dtype``, contiguous, and its scale ``(ceil(R / B), ceil(N / B))`` fp32; ``(0, 0)`` where
+        the result is float.
+
+    Numerics: the product of two blocks is exact; those along K are summed in float32, in an order that depends on the
+    device and the shape alone. The result is rounded once. A block of int8 results has the scale of its own largest
+    magnitude, so nothing saturates; on a GPU a value next to a tie may round the other way. NaN and infinity of a scale
+    or the bias reach the results they touch.
+
+    Raises:
+        UnsupportedError: a dtype, block size or device no kernel can do.
+        QFrameworkError: shapes or devices that do not fit together; a bias that a gradient is wanted of.
+    """
+    refuse_gradients("block_linear", "qframework.training.linear.Int8Linear", bias=bias)
+    return torch.ops.qframework.block_linear(a, a_scale, b, b_scale, bias, block_size, out_dtype)

@@ -1,0 +1,328 @@
+"""block_linear's kernel for Hopper: a warp loads, and warpgroups that take turns multiply while others dequantize.
+
+Written in Gluon, as linear/hopper.py, whose ring of stages and barriers it shares. A warpgroup owns 128 rows
+and 128 columns of a tile as float32 sums in registers, and multiplies 64 rows of one inner block at a time into INT32
+registers, which its CUDA cores then scale and add: two instructions an element, a conversion and a multiply-add. While
+they do, the tensor cores belong to the other warpgroup:
+
+    warpgroup 0   multiply upper | dequantize upper | multiply lower | dequantize lower | ...
+    warpgroup 1                  | multiply upper   | dequantize ... | multiply lower   | ...
+
+- two consumers: a tile of 256 x 128, whose rows of b both warpgroups read; ``turn`` barriers keep them in step.
+- one consumer: a tile of 128 x 128, two programs on a multiprocessor, which fall into such turns by themselves; one
+  also stores its tile while the other multiplies.
+
+Only where operands can be described to TMA; everything else is triton.py's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qframework.kernels.blocks.primitives import _PUSH as PUSH
+from qframework.kernels.blocks.primitives import pushed_to_int8, quantize_tile
+from qframework.kernels.linear.triton import place
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.numerics import MIN_SCALE
+
+ROWS = 64  # of a part of the result, which is stored at once
+COLUMNS = 128
+
+if HAS_GLUON:
+    from qframework.kernels.runtime.gluon import (
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        next_stage,
+        tma,
+        tma_load,
+        tma_store,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    _MIN_SCALE = gl.constexpr(MIN_SCALE)
+
+    @gluon.jit
+    def _place(index, M, N, K, STEPS, BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
+        """Part of K, its first step and the step after its last, first row and column of the ``index``-th tile."""
+        tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128)
+        part = index // tiles
+        start_m, start_n = place(index % tiles, M, N, BLOCK_M, 128, GROUP_M)
+        first = part * STEPS
+        return part, first, gl.minimum(first + STEPS, gl.cdiv(K, BLOCK[1])), start_m, start_n
+
+    @gluon.jit
+    def _produce(
+        a_desc,
+        b_desc,
+        a_stages,
+        b_stages,
+        ready,
+        free,
+        sizes,
+        BLOCK: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+    ):
+        """The loading warp."""
+        M, N, K, STEPS, PARTS = sizes
+        slot = 0
+        phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
+        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
+        for index in range(gl.program_id(0), end, gl.num_programs(0)):
+            _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
+            for step in range(first, last):
+                mbarrier.wait(free.index(slot), phase)
+                mbarrier.expect(ready.index(slot), (BLOCK_M + 128) * BLOCK[1])
+                tma_load(a_desc, [start_m, step * BLOCK[1]], ready.index(slot), a_stages.index(slot))
+                tma_load(b_desc, [start_n, step * BLOCK[1]], ready.index(slot), b_stages.index(slot))
+                slot, phase = next_stage(slot, phase, STAGES)
+
+    @gluon.jit
+    def _spread(
+        scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr
+    ):
+        """Scales of LENGTH rows, HEIGHT > 1 to a scale: see spread_scales in triton.py."""
+        row = gl.arange(0, LENGTH, layout=layout)
+        first = start // HEIGHT
+        last = (SIZE - 1) // HEIGHT
+        first_scale = gl.load(scale_ptr + gl.minimum(first, last) * across + block)
+        scale = gl.full([LENGTH], first_scale, gl.float32, layout)
+        for i in gl.static_range(1, LENGTH // HEIGHT):
+            other = gl.load(scale_ptr + gl.minimum(first + i, last) * across + block)
+            scale = gl.where(row >= i * HEIGHT, other, scale)
+        return scale
+
+    @gluon.jit
+    def _scales_of_rows(scale_ptr, start, SIZE, block, across, layout: gl.constexpr):
+        """Scales of two halves of 64 rows that have one each, in the last inner block where ``block`` is past it."""
+        row = start + gl.arange(0, 64, layout=layout)
+        block = gl.minimum(block, across - 1)
+        # Offsets are added up before they become addresses: kept from step to step, those take registers that spill.
+        upper = gl.load(scale_ptr + (gl.minimum(row, SIZE - 1) * across + block))
+        lower = gl.load(scale_ptr + (gl.minimum(row + 64, SIZE - 1) * across + block))
+        return upper, lower
+
+    @gluon.jit
+    def _multiply(a, b, turn, own_turn, WHO: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr):
+        """``a (64, B) @ b (B, 128)`` as INT32. The other warpgroup's turn begins when this product is under way."""
+        acc = gl.zeros((64, 128), gl.int32, layout)
+        if CONSUMERS == 2:
+            mbarrier.wait(turn.index(WHO), own_turn)
+        acc = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+        if CONSUMERS == 2:
+            mbarrier.arrive(turn.index(1 - WHO), count=1)
+        return warpgroup_mma_wait(0, deps=(acc,))
+
+    @gluon.jit
+    def _dequantize(acc, of_rows, of_columns, total):
+        return gl.fma(acc.to(gl.float32), of_rows[:, None] * of_columns[None, :], total)
+
+    @gluon.jit
+    def _consume(
+        WHO: gl.constexpr,
+        pointers,
+        shared,
+        sizes,
+        BLOCK: gl.constexpr,
+        BLOCK_B: gl.constexpr,
+        HAS_BIAS: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        TMA_STORE: gl.constexpr,
+    ):
+        """A warpgroup that multiplies, 0 or 1: 128 rows as two halves of 64."""
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr = pointers
+        out_desc, a_stages, b_stages, out_stages, ready, free, turn = shared
+        M, N, K, STEPS, PARTS = sizes
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+        of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+        of_columns: gl.constexpr = gl.SliceLayout(0, layout)
+        FIRST_ROW: gl.constexpr = WHO * 128
+        across = gl.cdiv(K, BLOCK[1])
+        own_turn = 1 - WHO  # the phase to wait for: the first warpgroup may begin at once
+        slot = 0
+        phase = 0
+        end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
+        for index in range(gl.program_id(0), end, gl.num_programs(0)):
+            part, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
+            start_m += FIRST_ROW
+            upper = gl.zeros((64, 128), gl.float32, layout)
+            lower = gl.zeros((64, 128), gl.float32, layout)
+            if BLOCK[0] == 1:
+                ahead = _scales_of_rows(a_scale_ptr, start_m, M, first, across, of_rows)
+            for step in range(first, last):
+                mbarrier.wait(ready.index(slot), phase)
+                a = a_stages.index(slot)
+                b = b_stages.index(slot).permute((1, 0))
+                # Scales are asked for before the product and used after it: memory answers in the meantime.
+                columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
+                if BLOCK[0] == 1:
+                    # A step ahead: they lie in as many lines as there are rows, more than the L1 cache keeps.
+                    rows, rows_below = ahead
+                    ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, of_rows)
+                else:
+                    rows = _spread(a_scale_ptr, start_m, M, step, across, 64, BLOCK[0], of_rows)
+                acc = _multiply(a.slice(FIRST_ROW, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
+                own_turn ^= 1
+                upper = _dequantize(acc, rows, columns, upper)
+                if BLOCK[0] == 1:
+                    rows = rows_below
+                elif BLOCK[0] < 128:
+                    rows = _spread(a_scale_ptr, start_m + 64, M, step, across, 64, BLOCK[0], of_rows)
+                acc = _multiply(a.slice(FIRST_ROW + 64, 64), b, turn, own_turn, WHO, CONSUMERS, layout)
+                own_turn ^= 1
+                mbarrier.arrive(free.index(slot), count=1)
+                lower = _dequantize(acc, rows, columns, lower)
+                slot, phase = next_stage(slot, phase, STAGES)
+
+            m = start_m + gl.arange(0, 64, layout=of_rows)
+            n = start_n + gl.arange(0, 128, layout=of_columns)
+            # Loaded where there is none too, from no column: else ptxas spills registers in the loop over K.
+            biased = N if HAS_BIAS else 0
+            bias = gl.load(bias_ptr + n, mask=n < biased, other=0.0).to(gl.float32)[None, :]
+            upper += bias
+            lower += bias
+            if out_desc.dtype == gl.int8 and TMA_STORE:
+                upper = gl.where((m < M)[:, None] & (n < N)[None, :], upper, 0.0)
+                lower = gl.where((m + 64 < M)[:, None] & (n < N)[None, :], lower, 0.0)
+                _store_int8(upper, lower, out_scale_ptr, out_desc, out_stages.index(WHO), start_m, start_n, M, N, BLOCK)
+            elif TMA_STORE:
+                _store_half(upper.to(out_desc.dtype), out_desc, out_stages.index(WHO), start_m, start_n)
+                _store_half(lower.to(out_desc.dtype), out_desc, out_stages.index(WHO), start_m + 64, start_n)
+            else:
+                out_dtype: gl.constexpr = out_ptr.dtype.element_ty
+                rows = (part * M + m).to(gl.int64)[:, None]
+                inside = (n < N)[None, :]
+                gl.store(out_ptr + rows * N + n[None, :], upper.to(out_dtype), mask=(m < M)[:, None] & inside)
+                rows += 64
+                gl.store(out_ptr + rows * N + n[None, :], lower.to(out_dtype), mask=(m + 64 < M)[:, None] & inside)
+        if TMA_STORE:
+            tma.store_wait(0)
+
+    @gluon.jit
+    def _store_half(values, out_desc, stage, start_m, start_n):
+        tma.store_wait(0)  # the half before has left the buffer
+        stage.store(values)
+        fence_async_shared()
+        tma_store(out_desc, [start_m, start_n], stage)
+
+    @gluon.jit
+    def _magnitude(x):
+        """As an integer, which orders floats the same way and loses no NaN."""
+        return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
+
+    @gluon.jit
+    def _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
+        """Both halves in blocks: one of 128 x 128 for both, or smaller ones within each."""
+        if BLOCK[0] == 128:
+            amax = gl.max(gl.max(gl.maximum(_magnitude(upper), _magnitude(lower)), 1), 0)
+            scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
+            scale = gl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+            inverse = gl.div_rn(1.0, scale)
+            if (start_m < M) & (start_n < N):
+                gl.store(out_scale_ptr + (start_m // 128) * gl.cdiv(N, 128) + start_n // 128, scale)
+            _store_half(pushed_to_int8(upper * inverse + PUSH), out_desc, stage, start_m, start_n)
+            _store_half(pushed_to_int8(lower * inverse + PUSH), out_desc, stage, start_m + 64, start_n)
+        else:
+            q, scale = quantize_tile(upper, BLOCK)
+            _store_scales(scale, out_scale_ptr, start_m, start_n, M, N, BLOCK)
+            _store_half(gl.convert_layout(q, upper.type.layout), out_desc, stage, start_m, start_n)
+            q, scale = quantize_tile(lower, BLOCK)
+            _store_scales(scale, out_scale_ptr, start_m + 64, start_n, M, N, BLOCK)
+            _store_half(gl.convert_layout(q, upper.type.layout), out_desc, stage, start_m + 64, start_n)
+
+    @gluon.jit
+    def _store_scales(scale, scale_ptr, start_m, start_n, M, N, BLOCK: gl.constexpr):
+        layout: gl.constexpr = scale.type.layout
+        m = start_m // BLOCK[0] + gl.arange(0, scale.shape[0], layout=gl.SliceLayout(1, layout))
+        n = start_n // BLOCK[1] + gl.arange(0, scale.shape[1], layout=gl.SliceLayout(0, layout))
+        across = gl.cdiv(N, BLOCK[1])
+        inside = (m < gl.cdiv(M, BLOCK[0]))[:, None] & (n < across)[None, :]
+        gl.store(scale_ptr + m[:, None] * across + n[None, :], scale, mask=inside)
+
+    @gluon.jit(do_not_specialize=["M", "STEPS", "PARTS"])
+    def _block_linear_specialized_kernel(
+        a_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(K, BLOCK[1])) fp32
+        b_scale_ptr,  # (cdiv(N, BLOCK_B[0]), cdiv(K, BLOCK_B[1])) fp32
+        a_desc,  # of (M, K) int8
+        b_desc,  # of (N, K) int8
+        bias_ptr,  # (N,) float
+        out_desc,  # of (M, N) 16 bit or int8; without TMA_STORE something unused
+        out_ptr,  # (PARTS, M, N) float
+        out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, of an int8 result
+        M,
+        N,
+        K,
+        STEPS,  # inner blocks in a part
+        PARTS,  # of K, each with a result of its own
+        BLOCK: gl.constexpr,  # of a and the result
+        BLOCK_B: gl.constexpr,  # as many columns
+        HAS_BIAS: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        CONSUMERS: gl.constexpr,
+        TMA_STORE: gl.constexpr,
+        OVERLAP: gl.constexpr = False,
+    ):
+        """out = a @ b.T + bias. Any number of programs; each takes every such tile, of every part, of a line."""
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK[1]], a_desc.layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, 128, BLOCK[1]], b_desc.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        out_stages = b_stages
+        if TMA_STORE:
+            out_stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 64, 128], out_desc.layout)
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(free.index(i), count=CONSUMERS)
+        if CONSUMERS == 2:  # begun and unused, they would lie where Triton has the shared memory of reductions
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
+        pointers = (a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr)
+        shared = (out_desc, a_stages, b_stages, out_stages, ready, free, turn)
+        sizes = (M, N, K, STEPS, PARTS)
+        if CONSUMERS == 2:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                    )),
+                    (_consume, (
+                        gl.constexpr(1), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                    )),
+                    (_produce, (
+                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
+                    )),
+                ],
+                [4, 1],  # warps of the second and third
+                [240, 24],  # their registers; what is left are the first one's
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                [
+                    (_consume, (
+                        gl.constexpr(0), pointers, shared, sizes,
+                        BLOCK, BLOCK_B, HAS_BIAS, BLOCK_M, GROUP_M, STAGES, CONSUMERS, TMA_STORE,
+                    )),
+                    (_produce, (
+                        a_desc, b_desc, a_stages, b_stages, ready, free, sizes, BLOCK, BLOCK_M, GROUP_M, STAGES,
+                    )),
+                ],
+                [1],
+                [24],
+            )  # fmt: skip
+
+    kernel: Any = _block_linear_specialized_kernel

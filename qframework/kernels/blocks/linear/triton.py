@@ -1,0 +1,88 @@
+"""block_linear's Triton kernel, for every size and chip. The operator and its formula are in block_linear.py."""
+
+from __future__ import annotations
+
+from qframework.kernels.blocks.primitives import quantize_tile, store_tile
+from qframework.kernels.linear.triton import place
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.triton import tl, triton
+
+
+@triton.jit(do_not_specialize=["M", "DEPTH"])
+def _block_linear_kernel(
+    a_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(K, BLOCK[1])) fp32
+    b_scale_ptr,  # (cdiv(N, BLOCK_B[0]), cdiv(K, BLOCK_B[1])) fp32
+    a_ptr,  # (M, K) int8; a descriptor with TMA, like b
+    b_ptr,  # (N, K) int8
+    bias_ptr,  # (N,) float
+    out_ptr,  # (parts, M, N) float, or (M, N) int8
+    out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, of an int8 result
+    M,
+    N,
+    K,
+    DEPTH,  # inner blocks of a part
+    BLOCK: tl.constexpr,  # of a and the result
+    BLOCK_B: tl.constexpr,  # as many columns
+    HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    TMA: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """out = a @ b.T + bias. Grid (tiles, parts): a program computes one tile, or one part of K of it."""
+    wait_for_previous_kernel(OVERLAP)
+    start_m, start_n = place(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    part = tl.program_id(1)
+    across = tl.cdiv(K, BLOCK[1])
+    m = start_m + tl.arange(0, BLOCK_M)
+    n = start_n + tl.arange(0, BLOCK_N)
+    # Rows past the edge wrap around instead of being masked: their results are never stored.
+    k = tl.arange(0, BLOCK[1])
+    a_rows = (m % M).to(tl.int64)[:, None] * K + k[None, :]
+    b_rows = (n % N).to(tl.int64)[None, :] * K + k[:, None]
+    y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for block in range(part * DEPTH, tl.minimum(part * DEPTH + DEPTH, across)):
+        # Scales are asked for before the product and used after it: memory answers while the tensor cores work.
+        of_rows = spread_scales(a_scale_ptr, start_m, M, block, across, BLOCK_M, BLOCK[0])
+        of_columns = spread_scales(b_scale_ptr, start_n, N, block, across, BLOCK_N, BLOCK_B[0])
+        start = block * BLOCK[1]
+        if TMA:
+            acc = tl.dot(a_ptr.load([start_m, start]), b_ptr.load([start_n, start]).T, out_dtype=tl.int32)
+        elif EVEN_K:
+            acc = tl.dot(tl.load(a_ptr + a_rows + start), tl.load(b_ptr + b_rows + start), out_dtype=tl.int32)
+        else:
+            a = tl.load(a_ptr + a_rows + start, mask=k[None, :] < K - start, other=0)
+            b = tl.load(b_ptr + b_rows + start, mask=k[:, None] < K - start, other=0)
+            acc = tl.dot(a, b, out_dtype=tl.int32)
+        y = tl.fma(acc.to(tl.float32), of_rows[:, None] * of_columns[None, :], y)
+    inside = (m < M)[:, None] & (n < N)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    if out_ptr.dtype.element_ty == tl.int8:
+        q, scale = quantize_tile(tl.where(inside, y, 0.0), BLOCK)
+        store_tile(out_ptr, out_scale_ptr, q, scale, start_m, start_n, M, N, BLOCK)
+    else:
+        rows = part.to(tl.int64) * M + m
+        tl.store(out_ptr + rows[:, None] * N + n[None, :], y.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def spread_scales(scale_ptr, start, SIZE, block, across, LENGTH: tl.constexpr, HEIGHT: tl.constexpr):
+    """Scales of LENGTH rows from ``start`` on, of SIZE, HEIGHT to a scale, in inner block ``block``: fp32 (LENGTH,).
+
+    Those of several rows are loaded once each, as scalars, and chosen by a comparison that the compiler can decide for
+    columns: there a thread's registers differ by what it knows. A vector of addresses would be a load for every column.
+    """
+    row = tl.arange(0, LENGTH)
+    if HEIGHT == 1:
+        scale = tl.load(scale_ptr + tl.minimum(start + row, SIZE - 1) * across + block)
+    else:
+        first = start // HEIGHT
+        last = (SIZE - 1) // HEIGHT
+        scale = tl.load(scale_ptr + tl.minimum(first, last) * across + block) + tl.zeros((LENGTH,), tl.float32)
+        for i in tl.static_range(1, LENGTH // HEIGHT):
+            other = tl.load(scale_ptr + tl.minimum(first + i, last) * across + block)
+            scale = tl.where(row >= i * HEIGHT, other, scale)
+    return scale

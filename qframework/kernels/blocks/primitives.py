@@ -1,0 +1,228 @@
+"""Triton functions on tiles of tensors in blocks: load and dequantize, quantize and store, random numbers.
+
+Tiles are fp32 values of ``(TILE_M, TILE_N)``, both multiples of B, that begin at a multiple of B. ``load_tile``
+dequantizes one, ``quantize_tile`` and ``store_tile`` are its way back; everything between them is fp32 in registers.
+"""
+
+from __future__ import annotations
+
+from qframework.kernels.blocks.arithmetic import int8_to_float, inverse, over_127
+from qframework.kernels.blocks.format import PHILOX_ROUNDS
+from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.triton import INTERPRET, tl, triton
+from qframework.numerics import MIN_SCALE
+
+_MIN_SCALE = tl.constexpr(MIN_SCALE)
+_PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
+_INTERPRETED = tl.constexpr(INTERPRET)
+_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def block_amax(x, BLOCK: tl.constexpr):
+    """Largest magnitude of every block of an fp32 tile (M, N), (M / BLOCK[0], N / BLOCK[1]); NaN is the largest."""
+    blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
+    if _INTERPRETED:  # as integers, which are ordered the same way: its own maximum loses NaN, and any other is slow
+        magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.max(tl.max(magnitude, 3), 1).to(tl.float32, bitcast=True)
+    else:  # one instruction a value, magnitude and NaN included
+        amax = tl.reduce(tl.reduce(tl.abs(blocks), 3, _larger), 1, _larger)
+    return amax
+
+
+@triton.jit
+def tile_scale(x, BLOCK: tl.constexpr):
+    """Scale of every block of an fp32 tile; a comparison, because Triton's maximum drops NaN."""
+    scale = over_127(block_amax(x, BLOCK))
+    return tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+
+
+@triton.jit
+def times_blocks(x, factor, BLOCK: tl.constexpr):
+    """An fp32 tile (M, N) times the factor (M / BLOCK[0], N / BLOCK[1]) of each of its blocks."""
+    blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
+    return tl.reshape(blocks * factor[:, None, :, None], (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def spread_blocks(factor, BLOCK: tl.constexpr):
+    """Numbers of blocks (M / BLOCK[0], N / BLOCK[1]), once for each of their values: (M, N)."""
+    M: tl.constexpr = factor.shape[0]
+    N: tl.constexpr = factor.shape[1]
+    blocks = tl.broadcast_to(factor[:, None, :, None], (M, BLOCK[0], N, BLOCK[1]))
+    return tl.reshape(blocks, (M * BLOCK[0], N * BLOCK[1]))
+
+
+@triton.jit
+def pushed_to_int8(pushed):
+    """Rounded steps + 1.5 * 2**23 as int8: the lowest byte."""
+    return pushed.to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def quantize_tile(x, BLOCK: tl.constexpr):
+    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK[0], N / BLOCK[1])).
+
+    Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
+    """
+    scale = tile_scale(x, BLOCK)
+    return pushed_to_int8(times_blocks(x, inverse(scale), BLOCK) + _PUSH), scale
+
+
+@triton.jit
+def quantize_scaled_tile(x, factor, BLOCK: tl.constexpr):
+    """``quantize_tile`` of x times the factor, at least 0, of each of its blocks, which no value is multiplied by."""
+    scale = block_amax(x, BLOCK) * factor * (1.0 / 127.0)
+    scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
+    return pushed_to_int8(times_blocks(x, factor * inverse(scale), BLOCK) + _PUSH), scale
+
+
+@triton.jit
+def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
+    """Like ``quantize_tile``, rounding x / scale + noise down; ``noise`` (M, N) is uniform in (0, 1)."""
+    scale = tile_scale(x, BLOCK)
+    steps = tl.math.floor(times_blocks(x, inverse(scale), BLOCK) + noise)
+    return round_to_int8(steps), scale
+
+
+@triton.jit
+def _philox(seed, c0, c1):
+    """Four words of Philox4x32-7, counter ``(c0, c1, 0, 0)``, key ``seed``: ``philox_ref``.
+
+    Triton's own takes two instructions for each product of 64 bits, one of them slow.
+    """
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c2 = c0 * 0
+    c3 = c0 * 0
+    for _ in tl.static_range(_ROUNDS):
+        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
+        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def tile_bits(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """16 random bits for each value of a tile, uint16 (TILE_M, TILE_N), whose ``column`` is a multiple of 16.
+
+    Philox of the seed and each value's row and column, nothing else. Eight columns share a call, counter ``(column //
+    8, row, 0, 0)``: of its four words in their order the low half, then the high one. A thread makes two calls: it has
+    the 16 neighbours that it loads of an int8 tile.
+    """
+    eighths = (column // 8 + 2 * tl.arange(0, TILE_N // 16)).to(tl.uint32)[None, :]
+    rows = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
+    eighths, rows = tl.broadcast(eighths, rows)
+    a, b, c, d = _philox(seed, eighths, rows)
+    e, f, g, h = _philox(seed, eighths + 1, rows)
+    # The last dimension that join adds runs fastest.
+    words = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
+    return tl.reshape(tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16)), (TILE_M, TILE_N))
+
+
+@triton.jit
+def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Uniform values in (0, 1), (TILE_M, TILE_N), of ``tile_bits``: the middles of 2**16 equal steps.
+
+    Their mean is exactly a half.
+    """
+    return tile_bits(seed, row, column, TILE_M, TILE_N).to(tl.int32).to(tl.float32) * 2.0**-16 + 2.0**-17
+
+
+@triton.jit
+def load_scales(
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """Scales (TILE_M / BLOCK[0], TILE_N / BLOCK[1]) of the tile that begins at ``row``, ``column``; 0 outside."""
+    where, inside = _scales_of_tile(row, column, R, C, TILE_M // BLOCK[0], TILE_N // BLOCK[1], BLOCK)
+    return tl.load(scale_ptr + where) if EVEN else tl.load(scale_ptr + where, mask=inside, other=0.0)
+
+
+@triton.jit
+def _scales_of_tile(row, column, R, C, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
+    """Where the scales (M, N) of the blocks from ``row`` and ``column`` on lie, and which of them exist."""
+    m = row // BLOCK[0] + tl.arange(0, M)
+    n = column // BLOCK[1] + tl.arange(0, N)
+    across = tl.cdiv(C, BLOCK[1])
+    return m.to(tl.int64)[:, None] * across + n[None, :], (m < tl.cdiv(R, BLOCK[0]))[:, None] & (n < across)[None, :]
+
+
+@triton.jit
+def _values_of_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Where the values of a tile lie, and which of them exist."""
+    r = row + tl.arange(0, TILE_M)
+    c = column + tl.arange(0, TILE_N)
+    return r.to(tl.int64)[:, None] * C + c[None, :], (r < R)[:, None] & (c < C)[None, :]
+
+
+@triton.jit
+def load_steps(q_ptr, row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr, EVEN: tl.constexpr):
+    """The int8 tile (TILE_M, TILE_N) that begins at ``row``, ``column``; 0 outside."""
+    where, inside = _values_of_tile(row, column, R, C, TILE_M, TILE_N)
+    return tl.load(q_ptr + where) if EVEN else tl.load(q_ptr + where, mask=inside, other=0)
+
+
+@triton.jit
+def load_tile(
+    q_ptr,
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """The dequantized tile, fp32, that begins at ``row``, ``column`` of a tensor (R, C) in blocks; 0 outside.
+
+    EVEN: R and C are multiples of the tile, so nothing is outside.
+    """
+    q, scale = load_blocks(q_ptr, scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    return times_blocks(q, scale, BLOCK)
+
+
+@triton.jit
+def load_blocks(
+    q_ptr,
+    scale_ptr,
+    row,
+    column,
+    R,
+    C,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EVEN: tl.constexpr = False,
+):
+    """``load_tile`` before its product: whole steps (TILE_M, TILE_N) fp32, and the scales of their blocks."""
+    q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
+    scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
+    return int8_to_float(q), scale
+
+
+@triton.jit
+def store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK: tl.constexpr, EVEN: tl.constexpr = False):
+    """Store a quantized tile and its scales where ``load_tile`` reads them."""
+    where, inside = _values_of_tile(row, column, R, C, q.shape[0], q.shape[1])
+    which, exist = _scales_of_tile(row, column, R, C, scale.shape[0], scale.shape[1], BLOCK)
+    if EVEN:
+        tl.store(q_ptr + where, q)
+        tl.store(scale_ptr + which, scale)
+    else:
+        tl.store(q_ptr + where, q, mask=inside)
+        tl.store(scale_ptr + which, scale, mask=exist)

@@ -1,0 +1,198 @@
+"""INT8 linear on the CPU: the faster product of int8 values that is exact on this machine, and an epilogue in torch.
+
+``int_mm``: ``torch._int_mm``, oneDNN's product of signed values.
+``float32``: the float product of the same integers, for processors without INT8 instructions (VNNI), where the other
+may saturate at INT16 and takes 24 times as long. 1024 inner columns at a time are exact in float32, and their sums are
+added as INT32. The weight is converted at each call: a float copy kept beside it would take four times its memory.
+
+In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
+epilogue. No form of a weight is kept between calls, so that none can be out of date: oneDNN's packed weights gain
+nothing over ``torch._int_mm``, and packing one takes longer than multiplying hundreds of rows with it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework import numerics
+from qframework.kernels.linear.arguments import Activation, check_arguments, flat_out_scale
+from qframework.kernels.linear.int8_linear import epilogue_ref, int8_linear_ref
+from qframework.kernels.runtime.checks import check_positive_scale, row_scale, rows_of
+from qframework.kernels.runtime.operator import LIBRARY
+
+logger = logging.getLogger(__name__)
+
+
+class CpuChoice(NamedTuple):
+    """The chosen implementation, and why one that comes before it was not taken."""
+
+    name: str
+    rejected: dict[str, str]
+
+
+def cpu_implementation() -> str:
+    """``"int_mm"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
+    return cpu_choice().name
+
+
+@functools.cache
+def cpu_choice() -> CpuChoice:
+    """PyTorch's INT8 product where it is exact here and faster than the float one; found by trying, once a process.
+
+    With INT8 instructions it takes a quarter of the float product's time, without them 24 times as much: noise does
+    not change the choice.
+    """
+    reason = _reason_against(_int_mm)
+    if reason is None:
+        return CpuChoice("int_mm", {})
+    logger.info("qframework: the CPU's INT8 product is not used: %s", reason)
+    return CpuChoice("float32", {"int_mm": reason})
+
+
+def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch.set_default_device says
+    a = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
+    b = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=generator, device="cpu")
+    a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums: where a narrow accumulator saturates
+    try:
+        if not torch.equal(product(a, b).double(), a.double() @ b.double().t()):
+            return "it is not exact on this processor"
+    except (RuntimeError, AttributeError, NotImplementedError) as error:
+        return f"it is not available: {error}"
+    ratio = _relative_time(product, a, b)
+    return None if ratio < 1 else f"it takes {ratio:.1f} times as long as the float product"
+
+
+def _relative_time(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
+    """Time of a product over that of the float product: the least of ten calls in turn, none of which is the first.
+
+    Processor time of one thread: several would wait for each other, and for whatever else the machine computes.
+    """
+    products = product, _float_product
+    seconds: tuple[list[float], list[float]] = [], []
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(11):
+            for run, found in zip(products, seconds, strict=True):
+                start = time.thread_time()
+                run(a, b)
+                found.append(time.thread_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    return min(seconds[0][1:]) / max(min(seconds[1][1:]), 1e-9)
+
+
+LIBRARY.define("int8_product(Tensor a, Tensor b) -> Tensor")
+
+
+@torch.library.impl(LIBRARY, "int8_product", "CPU")
+def _int8_product_cpu(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T``, ``(M, K)`` and ``(N, K)`` int8 to ``(M, N)`` int32, exact for K up to 131,071."""
+    if 0 in (a.numel(), b.numel()):
+        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    return _product(a.contiguous(), b).int()
+
+
+@torch.library.register_fake("qframework::int8_product", lib=LIBRARY)
+def _int8_product_fake(a: Tensor, b: Tensor) -> Tensor:
+    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.int32)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Exact: int32, or float32 where it holds every sum."""
+    return _int_mm(a, b) if cpu_implementation() == "int_mm" else _float_product(a, b)
+
+
+@torch.library.impl(LIBRARY, "int8_linear", "CPU")
+def _int8_linear_cpu(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+    check_positive_scale("int8_linear", "b_scale", b_scale)
+    a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
+    shape = torch.Size((*a.shape[:-1], b.shape[0]))
+    if out_scale is not None:
+        check_positive_scale("int8_linear", "out_scale", out_scale)
+        flat_out_scale(out_scale, shape)
+    if 0 in (a.numel(), b.numel()):
+        return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
+    y = _product(rows_of(a).contiguous(), b).float().mul_(b_scale).view(shape)
+    a_scale = a_scale if a_period.numel() > 1 else a_period
+    if bias is None:
+        y.mul_(a_scale)
+    else:
+        torch.addcmul(bias.float(), y, a_scale, out=y)
+    y = _activate_in_place(y, activation)
+    if residual is not None:
+        y.add_(residual)
+    return numerics.quantize_in_place(y, out_scale) if out_scale is not None else y.to(out_dtype or torch.float32)
+
+
+def _decomposed(
+    a: Tensor,
+    a_scale: Tensor,
+    b: Tensor,
+    b_scale: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation = "none",
+    residual: Tensor | None = None,
+    out_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """``int8_linear`` on the CPU as the operator ``int8_product`` and torch; whole on other devices."""
+    if a.device.type != "cpu":
+        return NotImplemented
+    rows = a.reshape(-1, a.shape[-1])
+    acc = torch.ops.qframework.int8_product(rows, b).reshape(*a.shape[:-1], b.shape[0]).float()
+    return epilogue_ref(acc, a_scale, b_scale, bias, activation, residual, out_scale, out_dtype)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: _decomposed}
+
+
+def _activate_in_place(y: Tensor, activation: str) -> Tensor:
+    """As ``apply_activation``; a new tensor of this size would cost more in page faults than the arithmetic."""
+    if activation == "gelu":
+        return torch.ops.aten.gelu_(y)
+    if activation == "gelu_tanh":
+        return torch.ops.aten.gelu_(y, approximate="tanh")
+    if activation == "silu":
+        return torch.ops.aten.silu_(y)
+    return y.relu_() if activation == "relu" else y
+
+
+def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    return torch._int_mm(a, b.t())
+
+
+# 128 * 128 * 1024 is 2**24: to there float32 holds every integer, so that no order of adding products rounds. Where the
+# user lets oneDNN multiply in bfloat16 or TF32 (torch.set_float32_matmul_precision), it still is exact: both hold every
+# int8, and they are added in float32.
+_EXACT_COLUMNS = 1024
+
+
+def _float_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b.T`` of int8 values, exact: float32, or int32 where the sum needs it."""
+    if a.shape[1] <= _EXACT_COLUMNS:
+        return a.float() @ b.float().t()
+    product = a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
+    for start in range(0, a.shape[1], _EXACT_COLUMNS):
+        part = slice(start, start + _EXACT_COLUMNS)
+        product += (a[:, part].float() @ b[:, part].float().t()).int()
+    return product

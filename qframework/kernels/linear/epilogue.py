@@ -1,0 +1,149 @@
+"""What int8_linear's Triton kernels do to their accumulator: dequantize, bias, activation, residual, requantize."""
+
+from __future__ import annotations
+
+from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.triton import tl, triton
+
+
+@triton.constexpr_function
+def _is_folded(b_per_channel, activation, has_residual, out_scale):
+    """Whether ``1 / out_scale`` goes into the scale and the bias of the columns: nothing else happens in between."""
+    return (
+        activation == "none"
+        and not has_residual
+        and (out_scale == "tensor" or (out_scale == "channel" and b_per_channel))
+    )
+
+
+@triton.jit
+def load_columns(
+    a_scale_ptr,
+    b_scale_ptr,
+    bias_ptr,
+    out_scale_ptr,
+    n,  # columns
+    N,
+    A_SCALE: tl.constexpr,  # "tensor", "row" or "position"
+    B_PER_CHANNEL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
+):
+    """Scale of the product, bias and ``1 / out_scale`` of columns; something unused for what there is not."""
+    scale = tl.load(b_scale_ptr + n, mask=n < N, other=0.0) if B_PER_CHANNEL else tl.load(b_scale_ptr)
+    if A_SCALE == "tensor":
+        scale *= tl.load(a_scale_ptr)
+    bias = tl.load(bias_ptr + n, mask=n < N, other=0.0) if HAS_BIAS else scale
+    inverse = scale
+    if OUT_SCALE == "channel":
+        inverse = _reciprocal(tl.load(out_scale_ptr + n, mask=n < N, other=1.0))
+    elif OUT_SCALE == "tensor":
+        inverse = _reciprocal(tl.load(out_scale_ptr))
+    if _is_folded(B_PER_CHANNEL, ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
+        scale *= inverse
+        bias = bias.to(tl.float32) * inverse
+    return scale, bias, inverse
+
+
+@triton.jit
+def load_rows(
+    a_scale_ptr,  # (PA,) fp32, PA is 1, M or the number of positions
+    out_scale_ptr,  # (PO,), likewise
+    m,  # rows
+    M,
+    PA,
+    PO,
+    A_SCALE: tl.constexpr,
+    OUT_SCALE: tl.constexpr,
+):
+    """Scale and ``1 / out_scale`` of rows; something unused where they have none of their own."""
+    scale = m if A_SCALE == "tensor" else _row_scale(a_scale_ptr, m, M, PA, A_SCALE)
+    inverse = scale
+    if OUT_SCALE == "row" or OUT_SCALE == "position":
+        inverse = _reciprocal(_row_scale(out_scale_ptr, m, M, PO, OUT_SCALE))
+    return scale, inverse
+
+
+@triton.jit
+def _row_scale(scale_ptr, m, M, P, KIND: tl.constexpr):
+    """One for each row, or one for each of P positions, which repeat."""
+    return tl.load(scale_ptr + m, mask=m < M, other=1.0) if KIND == "row" else tl.load(scale_ptr + m % P)
+
+
+@triton.jit
+def _reciprocal(x):
+    """``1 / x``, approximate and one Newton step: the exact division is a call that spills the accumulator."""
+    y = 1.0 / x
+    off = 1.0 - x * y
+    return tl.where(tl.abs(off) < 0.5, y + y * off, y)  # 0, infinity and what is too small have no better one
+
+
+@triton.jit
+def finish(
+    acc,  # (rows, columns) int32
+    columns,  # of load_columns
+    rows,  # of load_rows
+    residual,  # like acc, float
+    out_dtype: tl.constexpr,
+    A_SCALE: tl.constexpr,
+    B_PER_CHANNEL: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    OUT_SCALE: tl.constexpr,
+):
+    """The epilogue: ``(rows, columns)`` of out_dtype, INT8 where OUT_SCALE is not "none"."""
+    column_scale, bias, column_inverse = columns
+    row_scale, row_inverse = rows
+    y = acc.to(tl.float32)
+    if A_SCALE != "tensor":
+        y *= row_scale[:, None]
+    y = y * column_scale[None, :] if B_PER_CHANNEL else y * column_scale
+    if HAS_BIAS:
+        y += bias.to(tl.float32)[None, :]
+    y = _activate(y, ACTIVATION, EXACT=out_dtype == tl.float32)
+    if HAS_RESIDUAL:
+        y += residual.to(tl.float32)
+    if OUT_SCALE == "none":
+        out = y.to(out_dtype)
+    elif _is_folded(B_PER_CHANNEL, ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
+        out = round_to_int8(y)
+    elif OUT_SCALE == "tensor":
+        out = round_to_int8(y * column_inverse)
+    elif OUT_SCALE == "channel":
+        out = round_to_int8(y * column_inverse[None, :])
+    else:
+        out = round_to_int8(y * row_inverse[:, None])
+    return out
+
+
+@triton.jit
+def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
+    """EXACT: to float32's own precision, which 16 and 8 bit cannot hold."""
+    if ACTIVATION == "gelu":
+        y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476)) if EXACT else fast_gelu(y)
+    elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2 u)
+        y = y * tl.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))
+    elif ACTIVATION == "relu":
+        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "silu":
+        y = y * tl.sigmoid(y)
+    return y
+
+
+@triton.jit
+def fast_gelu(x):
+    """``x Phi(x)`` as ``max(x, 0) - |x| 2^q(|x|)``: the logarithm of erfc is smooth enough for a polynomial.
+
+    Off by less than 1e-6, and less than 1e-5 of itself where |x| < 1. Coefficients: a minimax fit on [0, 6] with
+    q(0) = -1; beyond, 2^q only falls.
+    """
+    t = tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL)  # infinity times 0 would be NaN
+    q = -0.00048810212 * t + 0.0071987184
+    q = q * t - 0.052146632
+    q = q * t - 0.45959583
+    q = q * t - 1.1510005
+    q = q * t - 1.0
+    return tl.maximum(x, 0.0) - t * tl.exp2(q)

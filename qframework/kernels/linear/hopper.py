@@ -1,0 +1,314 @@
+"""int8_linear's kernel for Hopper: a warp that loads, and two warpgroups that multiply and finish.
+
+Written in Gluon, Triton's dialect in which layouts, shared memory and barriers are the author's. The loading warp fills
+a ring of stages with tiles of a and b by TMA; ``ready`` barriers hand a stage to the multiplying warpgroups, ``free``
+barriers hand it back. Two ways to share the work (CUTLASS has both, as "pingpong" and "cooperative" kernels):
+
+- pingpong: the warpgroups take turns at whole tiles, so that one multiplies while the other finishes. For small K,
+  where finishing takes as long as multiplying.
+- cooperative: each has half of the rows of every tile, which may thus be twice as large: fewer bytes a product. For
+  large K.
+
+Only where operands and result can be described to TMA; everything else is triton.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
+from qframework.kernels.linear.triton import place
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+
+if HAS_GLUON:
+    from qframework.kernels.runtime.gluon import (
+        TensorDescriptor,
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        next_stage,
+        tma,
+        tma_load,
+        tma_store,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    @gluon.jit
+    def _tiles_of_program(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SINGLE: gl.constexpr):
+        """Its first tile, where they end, and how far apart they are."""
+        first = 0
+        end = 1
+        by = 1
+        if not SINGLE:
+            first = gl.program_id(0)
+            end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, BLOCK_N)
+            by = gl.num_programs(0)
+        return first, end, by
+
+    @gluon.jit
+    def _place(tile, M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, GROUP_M: gl.constexpr, SINGLE: gl.constexpr):
+        start_m = gl.program_id(0) * BLOCK_M
+        start_n = gl.program_id(1) * BLOCK_N
+        if not SINGLE:
+            start_m, start_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        return start_m, start_n
+
+    @gluon.jit
+    def _load(
+        a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot,
+        BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    ):  # fmt: skip
+        """Ask for the tiles of a and b from column ``start`` on, to lie in stage ``slot``."""
+        mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
+        tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
+        tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
+
+    @gluon.jit
+    def _produce(
+        a_desc,
+        b_desc,
+        a_stages,
+        b_stages,
+        ready,
+        free,
+        M,
+        N,
+        K,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        BLOCK_K: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        SINGLE: gl.constexpr,
+    ):
+        """The loading warp. The first stages of the first tile have been asked for."""
+        first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        asked_for = gl.where(K > BLOCK_K, 2, 1)
+        slot = asked_for
+        phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
+        for tile in range(first, end, by):
+            start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+            for start in range(gl.where(tile == first, asked_for * BLOCK_K, 0), K, BLOCK_K):
+                mbarrier.wait(free.index(slot), phase)
+                _load(
+                    a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot, BLOCK_M, BLOCK_N, BLOCK_K
+                )
+                slot, phase = next_stage(slot, phase, STAGES)
+
+    @gluon.jit
+    def _consume(
+        WHO: gl.constexpr,
+        scales,  # what load_columns and load_rows read
+        shared,
+        sizes,
+        A_SCALE: gl.constexpr,
+        B_PER_CHANNEL: gl.constexpr,
+        ACTIVATION: gl.constexpr,
+        HAS_BIAS: gl.constexpr,
+        HAS_RESIDUAL: gl.constexpr,
+        OUT_SCALE: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        BLOCK_K: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        PINGPONG: gl.constexpr,
+        SINGLE: gl.constexpr,
+    ):
+        """One of the two warpgroups that multiply, 0 or 1. It holds 128 rows as two accumulators of 64."""
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr = scales
+        residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed = shared
+        M, N, K, PA, PO = sizes
+        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
+        of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+        of_columns: gl.constexpr = gl.SliceLayout(0, layout)
+        FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * (BLOCK_M // 2)
+        TURNS: gl.constexpr = 2 if PINGPONG else 1  # tiles from one of its own to the next
+        BUFFERS: gl.constexpr = out_stages.shape[0] // 2
+        # With many tiles, these registers cost more than the wait; but three vectors beside the product are too many.
+        EARLY: gl.constexpr = SINGLE or OUT_SCALE == "channel"
+        out_dtype: gl.constexpr = out_desc.dtype
+        first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        steps = gl.cdiv(K, BLOCK_K)
+        arrived = 0  # the phase of ``landed``
+        own_turn = 1 - WHO  # the phase to wait for: the first warpgroup may begin at once
+        skipped = WHO if PINGPONG else 0
+        total = skipped * steps  # steps of all tiles before the next
+        for tile in range(first + skipped * by, end, TURNS * by):
+            start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+            start_m += FIRST_ROW
+            n = start_n + gl.arange(0, BLOCK_N, layout=of_columns)
+            m_upper = start_m + gl.arange(0, 64, layout=of_rows)
+            m_lower = m_upper + 64
+            if EARLY:
+                columns = load_columns(
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                )  # fmt: skip
+                rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, A_SCALE, OUT_SCALE)
+                rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, A_SCALE, OUT_SCALE)
+            if HAS_RESIDUAL:  # into the buffers in which the result will wait
+                tma.store_wait(0)
+                mbarrier.expect(landed.index(WHO), 2 * 64 * BLOCK_N * (out_dtype.primitive_bitwidth // 8))
+                for half in gl.static_range(2):
+                    stage = out_stages.index(WHO * BUFFERS + half)
+                    tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
+            if PINGPONG and not SINGLE:
+                # A phase is known by its parity alone, so nobody may wait for a round of stages after the next.
+                mbarrier.wait(turn.index(WHO), own_turn)
+                own_turn ^= 1
+            slot = total % STAGES
+            phase = (total // STAGES) & 1
+            upper = gl.zeros((64, BLOCK_N), gl.int32, layout)
+            lower = gl.zeros((64, BLOCK_N), gl.int32, layout)
+            for step in range(steps):
+                mbarrier.wait(ready.index(slot), phase)
+                a = a_stages.index(slot)
+                b = b_stages.index(slot).permute((1, 0))
+                upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
+                lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
+                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))  # those of the step before are done
+                if step > 0:
+                    mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+                slot, phase = next_stage(slot, phase, STAGES)
+            if PINGPONG and not SINGLE:
+                mbarrier.arrive(turn.index(1 - WHO), count=1)
+            upper, lower = warpgroup_mma_wait(0, deps=(upper, lower))
+            mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
+            total += TURNS * steps
+
+            if not EARLY:
+                columns = load_columns(
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                )  # fmt: skip
+            if HAS_RESIDUAL:
+                mbarrier.wait(landed.index(WHO), arrived)
+                arrived ^= 1
+            for half in gl.static_range(2):
+                stage = out_stages.index(WHO * BUFFERS + half % BUFFERS)
+                acc = upper if half == 0 else lower
+                if EARLY:
+                    rows = rows_upper if half == 0 else rows_lower
+                else:
+                    m = m_upper if half == 0 else m_lower
+                    rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
+                residual = stage.load(layout) if HAS_RESIDUAL else acc
+                out = finish(
+                    acc, columns, rows, residual,
+                    out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                )  # fmt: skip
+                if not HAS_RESIDUAL:
+                    tma.store_wait(BUFFERS - 1)
+                stage.store(out)
+                fence_async_shared()
+                tma_store(out_desc, [start_m + half * 64, start_n], stage)
+        tma.store_wait(0)
+
+    @gluon.jit(do_not_specialize=["M", "PA", "PO"])
+    def _int8_linear_specialized_kernel(
+        a_desc,  # of (M, K) int8, like b
+        a_scale_ptr,  # (PA,) fp32, PA is 1, M or the number of positions
+        b_desc,  # of (N, K) int8
+        b_scale_ptr,  # (N,) or (1,) fp32
+        bias_ptr,  # (N,) float
+        residual_desc,  # of (M, N), like out
+        out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
+        out_desc,  # of (M, N) 16 bit or int8
+        M,
+        N,
+        K,
+        PA,
+        PO,
+        A_SCALE: gl.constexpr,
+        B_PER_CHANNEL: gl.constexpr,
+        ACTIVATION: gl.constexpr,
+        HAS_BIAS: gl.constexpr,
+        HAS_RESIDUAL: gl.constexpr,
+        OUT_SCALE: gl.constexpr,
+        BLOCK_M: gl.constexpr,
+        BLOCK_N: gl.constexpr,
+        BLOCK_K: gl.constexpr,
+        GROUP_M: gl.constexpr,
+        STAGES: gl.constexpr,
+        PINGPONG: gl.constexpr,  # else cooperative
+        SINGLE: gl.constexpr,  # a grid of two dimensions, a program for every tile; else any number of programs
+        OVERLAP: gl.constexpr = False,
+    ):
+        """out = epilogue(a @ b.T)."""
+        a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
+        b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
+        BUFFERS: gl.constexpr = 4 if PINGPONG or HAS_RESIDUAL else 2  # in which results wait to be stored
+        out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, BLOCK_N], out_desc.layout)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        gl.static_assert(STAGES > 2)
+        # Memory takes longer to answer than all that has to be set up here: ask first.
+        mbarrier.init(ready.index(0), count=1)
+        mbarrier.init(ready.index(1), count=1)
+        fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
+        first, _, _ = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
+        start_m, start_n = _place(first, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
+        _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, 0, 0, BLOCK_M, BLOCK_N, BLOCK_K)
+        if K > BLOCK_K:
+            _load(a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, BLOCK_K, 1, BLOCK_M, BLOCK_N, BLOCK_K)
+        for i in gl.static_range(STAGES):
+            if i > 1:
+                mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(free.index(i), count=1 if PINGPONG else 2)
+        if PINGPONG and not SINGLE:
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        if HAS_RESIDUAL:
+            for i in gl.static_range(2):
+                mbarrier.init(landed.index(i), count=1)
+        fence_async_shared()
+        scales = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr)
+        shared = (residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed)
+        sizes = (M, N, K, PA, PO)
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    gl.constexpr(0), scales, shared, sizes,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                )),
+                (_consume, (
+                    gl.constexpr(1), scales, shared, sizes,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
+                )),
+                (_produce, (
+                    a_desc, b_desc, a_stages, b_stages, ready, free, M, N, K,
+                    BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, SINGLE,
+                )),
+            ],
+            [4, 1],  # warps of the second and third
+            [240, 24],  # their registers; what is left are the first one's
+        )  # fmt: skip
+
+    kernel: Any = _int8_linear_specialized_kernel
+
+ROWS = 64  # of a part of the result, which is stored at once
+_GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}
+
+
+@functools.cache
+def layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    """How a block lies in shared memory."""
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, _GLUON_DTYPES[dtype]))
+
+
+def describe(x: Tensor, shape: tuple[int, int], row: int, block: tuple[int, int]) -> Any:
+    """Gluon's tensor descriptor of ``x`` as a matrix of ``shape`` whose rows are ``row`` elements apart."""
+    return TensorDescriptor(x, shape, (row, 1), list(block), layout(*block, x.dtype))

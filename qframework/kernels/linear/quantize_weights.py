@@ -1,0 +1,219 @@
+"""Quantize many linear weights in one launch, for compiled models that quantize their float weights at each call.
+
+Formula, for each weight ``w (N, K)`` and each of its rows, as ``dynamic_quantize`` per token::
+
+    scale = max|w| / 127        q = clamp(round_half_even(w * (1 / scale)), -127, 127)
+
+Layout: results lie one behind the other in two tensors, int8 values and fp32 scales. ``places`` says where each
+begins; values begin at multiples of 128 bytes, where tensor descriptors may.
+Reference: ``quantize_weights_ref``. A launch for each weight costs ViT-B 5 percent of its time at batch 256 on an H100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qframework import numerics
+from qframework.errors import UnsupportedError
+from qframework.kernels.quantize import row_scale_of
+from qframework.kernels.runtime.checks import check_dtype
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, warm_up
+from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.triton import tl, triton
+from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+
+MOST = 8  # weights of one call
+_ALIGNMENT = 128
+_TILE = {"BLOCK_N": 4, "BLOCK_K": 512, "num_warps": 4}
+
+
+def places(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Where each weight's values and scales begin; behind the last entry, where they end."""
+    found = [(0, 0)]
+    for n, k in shapes:
+        value, scale = found[-1]
+        found.append((value + cdiv(n * k, _ALIGNMENT) * _ALIGNMENT, scale + n))
+    return found
+
+
+def quantize_weights_ref(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Reference of ``qframework::quantize_weights``; zeros between the weights, where its kernel writes nothing."""
+    values, scales = (x.zero_() for x in _empty(weights))
+    for weight, (value, scale) in zip(weights, places(_shapes(weights)), strict=False):
+        n, k = weight.shape
+        q, weight_scale = numerics.quantize_weight(weight)
+        values[value : value + n * k] = q.reshape(-1)
+        scales[scale : scale + n] = weight_scale
+    return values, scales
+
+
+_SIZES = [f"{size}{i}" for size in "nk" for i in range(MOST)]
+
+
+@triton.jit(do_not_specialize=_SIZES)
+def _quantize_weights_kernel(
+    w0_ptr,  # (n0, k0) float, contiguous, and likewise the others
+    w1_ptr,
+    w2_ptr,
+    w3_ptr,
+    w4_ptr,
+    w5_ptr,
+    w6_ptr,
+    w7_ptr,
+    values_ptr,  # int8
+    scales_ptr,  # fp32
+    n0,
+    n1,
+    n2,
+    n3,
+    n4,
+    n5,
+    n6,
+    n7,
+    k0,
+    k1,
+    k2,
+    k3,
+    k4,
+    k5,
+    k6,
+    k7,
+    MIN_SCALE: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Grid (cdiv(largest N, BLOCK_N), weights); a program quantizes BLOCK_N rows of one weight, read twice if long."""
+    wait_for_previous_kernel(OVERLAP)
+    weights = (w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr)
+    rows = (n0, n1, n2, n3, n4, n5, n6, n7)
+    columns = (k0, k1, k2, k3, k4, k5, k6, k7)
+    which = tl.program_id(1)
+    w_ptr, N, K = w0_ptr, n0, k0
+    value, scale = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # where this weight's begin
+    for i in tl.static_range(1, 8):
+        if which >= i:
+            value += (N.to(tl.int64) * K + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+            scale += N
+            w_ptr, N, K = weights[i], rows[i], columns[i]
+    if EVEN_K:  # tells the compiler that rows begin where it may load 16 bytes at a time
+        K = K // 16 * 16
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if tl.program_id(0) * BLOCK_N < N:
+        start = n.to(tl.int64)[:, None] * K
+        amax = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+        nan = tl.zeros((BLOCK_N, BLOCK_K), tl.int32)
+        for first in range(0, K, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)[None, :]
+            w = tl.load(w_ptr + start + k, mask=(n[:, None] < N) & (k < K), other=0.0).to(tl.float32)
+            amax = tl.maximum(amax, tl.abs(w))
+            nan = nan | (w != w).to(tl.int32)
+        row = row_scale_of(tl.max(amax, 1), tl.max(nan, 1), MIN_SCALE)
+        tl.store(scales_ptr + scale + n, row, mask=n < N)
+        inverse = tl.math.div_rn(1.0, row)[:, None]
+        for first in range(0, K, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)[None, :]
+            inside = (n[:, None] < N) & (k < K)
+            w = tl.load(w_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+            tl.store(values_ptr + value + start + k, round_to_int8(w * inverse), mask=inside)
+
+
+def quantize_weights_triton(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Launch the kernel."""
+    check_device(weights[0].device)
+    values, scales, grid, arguments, constants = _launch(weights)
+    launch(_quantize_weights_kernel, grid)(*arguments, **constants)
+    return values, scales
+
+
+def warm_up_quantize_weights(device: torch.device, weights: Sequence[Tensor]) -> Any:
+    """Compile what ``quantize_weights`` launches for weights like these, which may lie on "meta"."""
+    _check(weights)
+    _, _, grid, arguments, constants = _launch(weights)
+    return warm_up(_quantize_weights_kernel, grid)(*arguments, **constants)
+
+
+def _launch(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Results to be written; grid, arguments and constants of the launch that writes them."""
+    values, scales = _empty(weights)
+    missing = MOST - len(weights)
+    pointers = [weight.contiguous() for weight in weights]
+    shapes = _shapes(weights) + [(0, 0)] * missing
+    rows, columns = zip(*shapes, strict=True)
+    arguments = (*pointers, *pointers[:1] * missing, values, scales, *rows, *columns)
+    grid = (cdiv(max(rows), _TILE["BLOCK_N"]), len(weights))
+    constants = {"MIN_SCALE": MIN_SCALE, "ALIGNMENT": _ALIGNMENT, "EVEN_K": all(k % 16 == 0 for k in columns)}
+    return values, scales, grid, arguments, constants | _TILE
+
+
+def _empty(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    end, scales = places(_shapes(weights))[-1]
+    like = weights[0]
+    return like.new_empty(end, dtype=torch.int8), like.new_empty(scales, dtype=torch.float32)
+
+
+def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(weight.shape[0], weight.shape[1]) for weight in weights]
+
+
+def _check(weights: Sequence[Tensor]) -> None:
+    if not 1 <= len(weights) <= MOST:
+        raise UnsupportedError(f"quantize_weights: weights has {len(weights)} tensors; accepted: 1 to {MOST}")
+    for place, weight in enumerate(weights):
+        check_dtype("quantize_weights", f"weights[{place}]", weight, FLOAT_DTYPES)
+        if weight.ndim != 2 or weight.numel() == 0:
+            raise UnsupportedError(
+                f"quantize_weights: weights[{place}] has shape {tuple(weight.shape)}; accepted: (N, K), not empty"
+            )
+        if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
+            raise UnsupportedError(
+                f"quantize_weights: weights[{place}] is {weight.dtype} on {weight.device}, weights[0] is "
+                f"{weights[0].dtype} on {weights[0].device}; they must agree"
+            )
+
+
+LIBRARY.define("quantize_weights(Tensor[] weights) -> (Tensor, Tensor)")
+
+
+@torch.library.impl(LIBRARY, "quantize_weights", "CPU")
+def _quantize_weights_cpu(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _check(weights)
+    return quantize_weights_ref(weights)
+
+
+@cuda_implementation("quantize_weights")
+def _quantize_weights_cuda(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _check(weights)
+    return quantize_weights_triton(weights)
+
+
+@torch.library.register_fake("qframework::quantize_weights", lib=LIBRARY)
+def _quantize_weights_fake(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
+    _check(weights)
+    return _empty(weights)
+
+
+def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Quantize up to eight linear weights at once, a scale for each output channel.
+
+    Args:
+        weights: ``(N, K)`` each, fp32, fp16 or bf16, all of one dtype on one device.
+
+    Returns:
+        Values, int8 ``(E,)``, and scales, fp32 ``(sum of N,)``; weight ``i`` begins at ``places(shapes)[i]`` of both.
+        A row of zeros gets a tiny positive scale; one with NaN or infinity a scale that dequantizes to NaN.
+
+    Raises:
+        UnsupportedError: number of weights, dtype, shape, device, or a GPU below sm_80.
+    """
+    values, scales = torch.ops.qframework.quantize_weights(list(weights))
+    return values, scales

@@ -1,0 +1,143 @@
+"""Tiles of int8_linear: what was measured on a chip where there is a table, else a rule that fills the chip.
+
+``python -m benchmarks.tune_int8_linear`` measures and writes the table. It is looked up by chip, bucket of rows,
+columns, inner size and epilogue; a shape it does not hold takes the first candidate of its chip that gives every
+multiprocessor work. Nothing is searched at run time.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from importlib.resources import files
+from typing import Literal, NamedTuple
+
+import torch
+
+from qframework.kernels.runtime.chip import chip_of
+from qframework.kernels.runtime.gluon import HAS_GLUON
+
+# What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
+Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
+Specialized = Literal["", "pingpong", "cooperative"]
+
+
+class Tile(NamedTuple):
+    """The compile-time choices of the kernel, and its grid."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    # Programs a multiprocessor runs at a time, each going from tile to tile: while one stores, the other multiplies.
+    # 0: a program for every tile.
+    programs: int = 0
+    subtiles: int = 1  # parts of a tile's columns that are finished and stored one after the other
+    tma: bool = False  # operands through tensor descriptors
+    tma_store: bool = False  # and the result
+    group_m: int = 8  # rows of tiles before the next column of tiles
+    specialized: Specialized = ""  # the kernel of hopper.py, and how its warpgroups share the work
+
+
+_SPECIALIZED = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
+PINGPONG = _SPECIALIZED
+COOPERATIVE = _SPECIALIZED._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
+# Candidates for a chip, largest first. The last one also serves everything smaller.
+_BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
+_CANDIDATES: dict[str, list[Tile]] = {
+    "sm_90": [PINGPONG, Tile(64, 64, 128, 4, 4, tma=True, tma_store=True)],
+    "sm_90 wide": [
+        Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=True),
+        Tile(64, 128, 128, 4, 3, programs=3, tma=True, tma_store=True),
+        Tile(64, 64, 128, 4, 4, tma=True, tma_store=True),
+    ],
+    "sm_90 by pointers": _BY_POINTERS,
+    "sm_100": _BY_POINTERS,
+    "sm_80": [*_BY_POINTERS, Tile(16, 64, 128, 4, 4)],
+    "99 KB": [
+        Tile(128, 128, 64, 8, 3, subtiles=2),
+        Tile(64, 128, 64, 4, 3),
+        Tile(64, 64, 128, 4, 3),
+        Tile(16, 64, 128, 4, 4),
+    ],
+    "amd": [Tile(128, 128, 64, 8, 2, subtiles=2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
+}
+INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
+
+
+def choose_tile(
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    epilogue: Epilogue,
+    tma: bool = True,
+    wide: bool = False,
+) -> Tile:
+    """Tile for a problem on a chip.
+
+    Args:
+        m: rows of ``a (M, K)``.
+        n: rows of ``b (N, K)``, columns of the result.
+        k: the inner size.
+        capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
+        processors: multiprocessors of the chip.
+        epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
+        tma: whether the operands lie in memory as tensor descriptors need it.
+        wide: whether the result is float32, or the residual of another dtype than the result: not what was measured.
+    """
+    chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
+        capability, "99 KB"
+    )
+    if chip == "sm_90":
+        wide |= not HAS_GLUON
+        large = k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors
+        if tma and not wide and (found := _measured(chip, m, n, k, epilogue) or (COOPERATIVE if large else None)):
+            return _with_room(found, epilogue)
+        chip = "sm_90 by pointers" if not tma else "sm_90 wide" if wide else chip
+    for tile in _CANDIDATES[chip]:
+        if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
+            break
+    return tile if k > 64 or tile.specialized else tile._replace(block_k=64)
+
+
+def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
+    """For a residual, which waits in shared memory where a stage of a cooperative tile would be."""
+    cooperative = tile.specialized == "cooperative" and epilogue in ("residual", "all")
+    return tile._replace(num_stages=min(tile.num_stages, 3)) if cooperative else tile
+
+
+def _tiles(tile: Tile, m: int, n: int) -> int:
+    return math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
+
+
+def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue) -> Tile | None:
+    """The tile of the table, of the same shape with a plain epilogue where this one was not measured."""
+    table = _table(chip)
+    return table.get((_bucket(m), n, k, epilogue)) or table.get((_bucket(m), n, k, "float"))
+
+
+def _bucket(m: int) -> int:
+    """The power of two that holds ``m`` rows."""
+    return 1 << (m - 1).bit_length()
+
+
+@functools.cache
+def _table(chip: str) -> dict[tuple[int, int, int, str], Tile]:
+    path = files("qframework.kernels.linear") / f"tiles_{chip}.json"
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text())["tiles"]
+    return {(row["m"], row["n"], row["k"], row["epilogue"]): Tile(**row["tile"]) for row in rows}
+
+
+@functools.lru_cache(4096)
+def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool, wide: bool) -> Tile:
+    """``choose_tile`` on ``device``."""
+    if device.type != "cuda":
+        return INTERPRETED
+    capability, processors = chip_of(device)
+    return choose_tile(m, n, k, capability, processors, epilogue, tma, wide)

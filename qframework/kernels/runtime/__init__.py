@@ -1,0 +1,1 @@
+"""What every operator runs on: Triton, launches, replays, checks."""

@@ -1,0 +1,283 @@
+"""LayerNorm and RMSNorm from blocks to blocks, on every implementation, against float64 autograd."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from block_oracle import CASES, UNIT, assert_blocks, block_of, operand, values
+from torch.nn import functional as F
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import (
+    block_layer_norm,
+    block_layer_norm_backward,
+    block_quantize,
+    block_rms_norm,
+    block_rms_norm_backward,
+)
+
+forward_module = importlib.import_module("qframework.kernels.blocks.norm")
+backward_module = importlib.import_module("qframework.kernels.blocks.norm_backward")
+sums_module = importlib.import_module("qframework.kernels.blocks.sum_rows")
+OPERATORS = {
+    "cpu": (block_layer_norm, block_layer_norm_backward, block_rms_norm, block_rms_norm_backward),
+    "triton": (
+        forward_module._block_layer_norm_triton,
+        backward_module._block_layer_norm_backward_triton,
+        forward_module._block_rms_norm_triton,
+        backward_module._block_rms_norm_backward_triton,
+    ),
+}
+EPS = 1e-5
+# Of rstd: an approximate root, and a variance of a few roundings.
+ROOT = 16 * UNIT
+
+
+@pytest.fixture
+def layer_norm(implementation):
+    return OPERATORS[implementation][0]
+
+
+@pytest.fixture
+def layer_norm_backward(implementation):
+    return OPERATORS[implementation][1]
+
+
+@pytest.fixture
+def rms_norm(implementation):
+    return OPERATORS[implementation][2]
+
+
+@pytest.fixture
+def rms_norm_backward(implementation):
+    return OPERATORS[implementation][3]
+
+
+def vectors(columns, place, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(5)
+    return tuple((1 + 0.5 * torch.randn(columns, generator=generator)).to(dtype).to(place) for _ in range(2))
+
+
+def normalized(x, is_rms):
+    """n, rstd, and what float32 may be off in n, of float64 rows."""
+    mean = torch.zeros(x.shape[0], 1, dtype=torch.float64) if is_rms else x.mean(1, keepdim=True)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
+    n = (x - mean) * rstd
+    return n, rstd, ROOT * n.abs() + 16 * UNIT * (x.abs() + x.abs().mean(1, keepdim=True)) * rstd
+
+
+def assert_gradients(got, exact, x, dy, weight, is_rms, shape, block_size):
+    """dx within a step and what three float32 terms may be off; parameters' sums within their roundings."""
+    n, rstd, n_off = normalized(x, is_rms)
+    g = dy * weight
+    terms = g.abs() + g.abs().mean(1, keepdim=True) + n.abs() * (g * n).abs().mean(1, keepdim=True)
+    spread = n_off * (g * n).abs().mean(1, keepdim=True) + n.abs() * (g.abs() * n_off).mean(1, keepdim=True)
+    error = rstd * (4 * ROOT * terms + 2 * spread)
+    assert_blocks(got[0], got[1], exact[0].view(shape), error.view(shape), block_size)
+    off = 64 * UNIT * (dy * n).abs().sum(0) + (dy.abs() * n_off).sum(0)
+    assert ((got[2].cpu().double() - exact[1]).abs() <= off).all()
+    if not is_rms:
+        assert ((got[3].cpu().double() - exact[2]).abs() <= 64 * UNIT * dy.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize(("shape", "block_size"), CASES)
+def test_layer_norm(layer_norm, layer_norm_backward, place, shape, block_size):
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    weight, bias = vectors(shape[-1], place)
+    y, y_scale, mean, rstd = layer_norm(*x, weight, bias, EPS, block_size, None)
+    rows = values(*x, block_size).reshape(-1, shape[-1]).requires_grad_()
+    w, b = weight.cpu().double().requires_grad_(), bias.cpu().double().requires_grad_()
+    exact = F.layer_norm(rows, shape[-1:], w, b, EPS)
+    _, _, n_off = normalized(rows.detach(), False)
+    error = n_off * w.detach().abs() + 4 * UNIT * (exact.detach().abs() + b.detach().abs())
+    assert_blocks(y, y_scale, exact.detach().view(shape), error.view(shape), block_size)
+    assert mean.shape == rstd.shape == (rows.shape[0],)
+    gradient = values(*dy, block_size).reshape(rows.shape)
+    exact.backward(gradient)
+    got = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    found = (rows.grad, w.grad, b.grad)
+    assert_gradients(got, found, rows.detach(), gradient, w.detach(), False, shape, block_size)
+
+
+@pytest.mark.parametrize(("shape", "block_size"), CASES)
+def test_rms_norm(rms_norm, rms_norm_backward, place, shape, block_size):
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    weight, _ = vectors(shape[-1], place)
+    y, y_scale, rstd = rms_norm(*x, weight, EPS, block_size, None)
+    rows = values(*x, block_size).reshape(-1, shape[-1]).requires_grad_()
+    w = weight.cpu().double().requires_grad_()
+    exact = rows * (rows.square().mean(1, keepdim=True) + EPS).rsqrt() * w
+    _, _, n_off = normalized(rows.detach(), True)
+    error = n_off * w.detach().abs() + 4 * UNIT * exact.detach().abs()
+    assert_blocks(y, y_scale, exact.detach().view(shape), error.view(shape), block_size)
+    gradient = values(*dy, block_size).reshape(rows.shape)
+    exact.backward(gradient)
+    got = rms_norm_backward(*dy, *x, weight, rstd, block_size)
+    assert_gradients(got, (rows.grad, w.grad), rows.detach(), gradient, w.detach(), True, shape, block_size)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_parameters_of_16_bit(layer_norm, layer_norm_backward, rms_norm, place, dtype):
+    x, dy = operand((40, 70), 32, place), operand((40, 70), 32, place, seed=1)
+    small, exact = vectors(70, place, dtype), tuple(each.float() for each in vectors(70, place, dtype))
+    for one, other in zip(layer_norm(*x, *small, EPS, 32), layer_norm(*x, *exact, EPS, 32), strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(rms_norm(*x, small[0], EPS, 32), rms_norm(*x, exact[0], EPS, 32), strict=True):
+        assert torch.equal(one, other)
+    _, _, mean, rstd = layer_norm(*x, *small, EPS, 32)
+    results = [layer_norm_backward(*dy, *x, weight, mean, rstd, 32) for weight in (small[0], exact[0])]
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_without_parameters(layer_norm, rms_norm, place):
+    x = operand((40, 70), 32, place)
+    ones, zeros = torch.ones(70, device=place), torch.zeros(70, device=place)
+    pairs = [*zip(layer_norm(*x, None, None, EPS, 32), layer_norm(*x, ones, zeros, EPS, 32), strict=True)]
+    pairs += zip(rms_norm(*x, None, EPS, 32), rms_norm(*x, ones, EPS, 32), strict=True)
+    for one, other in pairs:
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("is_rms", [False, True])
+def test_gradients_without_parameters(layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, place, is_rms):
+    """Not those of a weight of ones bit for bit: a product less, a compiler rounds once where it rounded twice."""
+    shape = (40, 70)
+    x, dy = operand(shape, 32, place), operand(shape, 32, place, seed=1)
+    if is_rms:
+        got = rms_norm_backward(*dy, *x, None, rms_norm(*x, None, EPS, 32)[2], 32)
+    else:
+        got = layer_norm_backward(*dy, *x, None, *layer_norm(*x, None, None, EPS, 32)[2:], 32)
+    rows = values(*x, 32).requires_grad_()
+    n, _, _ = normalized(rows, is_rms)
+    gradient = values(*dy, 32)
+    n.backward(gradient)
+    found = rows.grad, (gradient * n.detach()).sum(0), gradient.sum(0)
+    assert_gradients(got, found, rows.detach(), gradient, torch.ones(70).double(), is_rms, shape, 32)
+
+
+def test_statistics_are_used(layer_norm, rms_norm, place):
+    """Those given, whatever they say: here of other rows. Empty ones are as none."""
+    x = operand((40, 70), 32, place)
+    statistics = torch.stack((torch.full((40,), 0.5), torch.full((40,), 4.0)), 1).to(place)
+    y, y_scale, mean, rstd = layer_norm(*x, None, None, 0.0, 32, statistics)
+    assert_blocks(y, y_scale, (values(*x, 32) - 0.5) / 2, ROOT * values(*x, 32).abs() + UNIT, 32)
+    assert torch.equal(mean, statistics[:, 0])
+    assert ((rstd - 0.5).abs() <= ROOT).all()
+    y, y_scale, rstd = rms_norm(*x, None, 0.0, 32, statistics)
+    exact = values(*x, 32) / 4.25**0.5
+    assert_blocks(y, y_scale, exact, ROOT * exact.abs(), 32)
+    none = torch.empty(0, 2, device=place)
+    for one, other in zip(layer_norm(*x, None, None, EPS, 32, none), layer_norm(*x, None, None, EPS, 32), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_of_equal_values(layer_norm, layer_norm_backward, place):
+    """Variance zero: eps alone keeps rstd finite."""
+    x = block_quantize(torch.full((40, 70), 3.0, device=place), 32)
+    y, y_scale, _, rstd = layer_norm(*x, None, None, EPS, 32)
+    assert (rstd.cpu() / EPS**-0.5 - 1).abs().max() < 1e-2
+    assert values(y, y_scale, 32).abs().max() <= 16 * UNIT * 3 * EPS**-0.5
+    dx, dx_scale, *_ = layer_norm_backward(*x, *x, None, torch.full_like(rstd, 3.0), rstd, 32)
+    assert values(dx, dx_scale, 32).isfinite().all()
+
+
+@pytest.mark.parametrize("size", [32, (1, 128)])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_nan_and_infinity_are_not_hidden(layer_norm, layer_norm_backward, place, bad, size):
+    """A row with one is not a number; its neighbours of other blocks keep their values."""
+    good = torch.randn(40, 70, device=place)
+    x = good.clone()
+    x[2, 3] = bad
+    blocks, dy = block_quantize(x, size), block_quantize(good, size)
+    y, y_scale, mean, rstd = layer_norm(*blocks, None, None, EPS, size)
+    dx, dx_scale, *_ = layer_norm_backward(*dy, *blocks, None, mean, rstd, size)
+    hit = block_of(2, 3, (40, 70), size)[:, :1].expand(40, 70)
+    for q, scale in ((y, y_scale), (dx, dx_scale)):
+        assert torch.equal(values(q, scale, size).isfinite(), ~hit)
+
+
+def test_results_repeat(layer_norm_backward, place):
+    x, dy = operand((100, 40), 32, place), operand((100, 40), 32, place, seed=1)
+    mean, rstd = torch.zeros(100, device=place), torch.ones(100, device=place)
+    for one, other in zip(*[layer_norm_backward(*dy, *x, None, mean, rstd, 32) for _ in range(2)], strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("block_size", [32, 128, (1, 128)])
+def test_long_stretches_of_rows(layer_norm_backward, place, monkeypatch, block_size):
+    """As large tensors have them; the last one is cut off. A row's sums, and so dx, do not depend on them."""
+    shape = (300, 40)
+    x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
+    mean, rstd = torch.full((300,), 0.1, device=place), torch.full((300,), 0.7, device=place)
+    weight, _ = vectors(40, place)
+    short = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    monkeypatch.setattr(sums_module, "PROGRAMS", 1)
+    long = layer_norm_backward(*dy, *x, weight, mean, rstd, block_size)
+    assert torch.equal(short[0], long[0])
+    assert torch.equal(short[1], long[1])
+    for one, other in zip(short[2:], long[2:], strict=True):
+        assert torch.allclose(one, other, rtol=1e-4, atol=64 * UNIT * float(one.abs().max()))
+
+
+@pytest.mark.parametrize(("rows", "even"), [(512, True), (480, False)])
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+def test_tiles_outside_are_masked(monkeypatch, block_size, rows, even):
+    """Stretches of 256 rows: whole tiles of the last one lie behind a tensor of whole tiles."""
+    launched = []
+    monkeypatch.setattr(backward_module, "launch", lambda *_: lambda *_, **constants: launched.append(constants))
+    monkeypatch.setattr(backward_module, "add_up", lambda *matrices: matrices)
+    monkeypatch.setattr(sums_module, "PROGRAMS", 1)
+    x, vector = operand((rows, 256), block_size, torch.device("cpu")), torch.ones(rows)
+    backward_module._block_layer_norm_backward_triton(*x, *x, None, vector, vector, block_size)
+    assert [constants["STRETCH"] for constants in launched] == [256, 256]
+    assert launched[1]["EVEN"] == even
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_empty(layer_norm, layer_norm_backward, rms_norm, place, shape):
+    x = block_quantize(torch.empty(shape, device=place), 32)
+    y, _, mean, rstd = layer_norm(*x, None, None, EPS, 32)
+    assert y.shape == shape
+    dx, _, dweight, dbias = layer_norm_backward(*x, *x, None, mean, rstd, 32)
+    assert dx.shape == shape
+    assert not dweight.any()
+    assert not dbias.any()
+    assert rms_norm(*x, None, EPS, 32)[2].shape == (0,)
+
+
+def test_opcheck(device):
+    x, dy = operand((2, 20, 40), 32, device), operand((2, 20, 40), 32, device, seed=1)
+    weight, bias = vectors(40, device)
+    ops = torch.ops.qframework
+    torch.library.opcheck(ops.block_layer_norm.default, (*x, weight, bias, EPS, 32, None))
+    torch.library.opcheck(ops.block_rms_norm.default, (*x, weight, EPS, 32))
+    mean, rstd = torch.zeros(40, device=device), torch.ones(40, device=device)
+    torch.library.opcheck(ops.block_layer_norm_backward.default, (*dy, *x, weight, mean, rstd, 32))
+    torch.library.opcheck(ops.block_rms_norm_backward.default, (*dy, *x, None, rstd, 32))
+
+
+def test_gradients_are_refused_where_there_are_none():
+    x, weight, bias = operand((40, 70), 32, "cpu"), torch.ones(70), torch.zeros(70, requires_grad=True)
+    with pytest.raises(QFrameworkError, match=r"bias requires a gradient.*training\.norm\.Int8LayerNorm, which has"):
+        block_layer_norm(*x, weight, bias, EPS, 32)
+    with pytest.raises(QFrameworkError, match=r"weight requires a gradient.*training\.norm\.Int8RMSNorm, which has"):
+        block_rms_norm(*x, weight.requires_grad_(), EPS, 32)
+    with torch.no_grad():
+        assert not block_layer_norm(*x, weight, bias, EPS, 32)[1].requires_grad
+
+
+def test_bad_input():
+    x = operand((40, 70), 32, "cpu")
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm: weight has shape \(7,\); accepted: \(70,\)"):
+        block_layer_norm(*x, torch.ones(7), None, EPS, 32)
+    with pytest.raises(UnsupportedError, match=r"block_rms_norm: weight has dtype torch.int64; accepted: float32"):
+        block_rms_norm(*x, torch.ones(70, dtype=torch.int64), EPS, 32)
+    with pytest.raises(QFrameworkError, match=r"statistics has shape \(40, 3\); accepted: none, or mean and variance"):
+        block_layer_norm(*x, None, None, EPS, 32, torch.zeros(40, 3))
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm_backward: mean has shape \(1,\); accepted: \(40,\)"):
+        block_layer_norm_backward(*x, *x, None, torch.zeros(1), torch.ones(40), 32)
+    with pytest.raises(UnsupportedError, match="block_size=100 is unsupported"):
+        block_rms_norm_backward(*x, *x, None, torch.ones(40), 100)

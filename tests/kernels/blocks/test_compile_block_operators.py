@@ -1,0 +1,223 @@
+"""The kernels between blocks compile for every supported chip without a GPU and keep their registers."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from block_oracle import BLOCK_SIZES
+from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
+
+from qframework.kernels import block_quantize
+from qframework.kernels.blocks import tiles as _block_operators
+from qframework.kernels.blocks.dropout import values_in_a_thread
+from qframework.kernels.blocks.format import block_shape
+from qframework.kernels.blocks.gated_activation import backward_values
+from qframework.kernels.blocks.statistics import in_fours, whole_rows
+from qframework.kernels.blocks.tiles import FEW_VALUES, VALUES_PER_THREAD, rows_of_tile, tile_of
+from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
+
+pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
+
+COLUMNS = 8192
+FLOATS = ("scale", "partial", "statistics", "weight", "bias", "mean", "rstd", "rows", "sums", "sum", "a", "b", "c")
+NORM = {"HAS_WEIGHT": True}
+# Module, kernel and its flags.
+KERNELS = {
+    "gelu": ("activation", "_block_activation_kernel", {"KIND": "gelu"}),
+    "gelu_tanh": ("activation", "_block_activation_kernel", {"KIND": "gelu_tanh"}),
+    "silu": ("activation", "_block_activation_kernel", {"KIND": "silu"}),
+    "gelu_backward": ("activation", "_block_activation_backward_kernel", {"KIND": "gelu"}),
+    "silu_backward": ("activation", "_block_activation_backward_kernel", {"KIND": "silu"}),
+    "swiglu": ("gated_activation", "_block_gated_activation_kernel", {"KIND": "silu"}),
+    "swiglu_backward": ("gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "silu"}),
+    "geglu_backward": ("gated_activation", "_block_gated_activation_backward_kernel", {"KIND": "gelu"}),
+    "add": ("elementwise", "_block_elementwise_kernel", {"PRODUCT": False, "STATISTICS": True, "FOURS": True}),
+    "mul": ("elementwise", "_block_elementwise_kernel", {"PRODUCT": True, "STATISTICS": False, "FOURS": False}),
+    "statistics": ("statistics", "_block_statistics_kernel", {"FOURS": True}),
+    "merge": ("statistics", "_merge_statistics_kernel", {"ROWS": 32, "TILES": 32, "num_warps": 4}),
+    "dropout": ("dropout", "_block_dropout_kernel", {}),
+    "layer_norm": ("norm", "_block_norm_kernel", NORM | {"RMS": False, "HAS_BIAS": True}),
+    "rms_norm": ("norm", "_block_norm_kernel", NORM | {"RMS": True, "HAS_BIAS": False}),
+    "layer_norm_sums": ("norm_backward", "_norm_sums_kernel", NORM | {"RMS": False, "STRETCH": 256}),
+    "rms_norm_sums": ("norm_backward", "_norm_sums_kernel", NORM | {"RMS": True, "STRETCH": 256}),
+    "layer_norm_backward": ("norm_backward", "_norm_backward_kernel", NORM | {"RMS": False, "STRETCH": 256}),
+    "sum_rows": ("sum_rows", "_block_sum_rows_kernel", {"STRETCH": 256}),
+    "add_up": ("sum_rows", "_add_up_kernel", {"SUMMED": 64, "num_warps": 4}),
+}
+
+SMALL = ("gelu", "gelu_tanh", "silu", "gelu_backward", "silu_backward", "swiglu", "add", "mul")  # of FEW_VALUES
+
+
+def types_of(kernel, constants) -> dict[str, str]:
+    """What each argument that is no constant is, by its name."""
+    types = {}
+    for name in kernel.arg_names:
+        if name.endswith("_ptr"):
+            last = name.removesuffix("_ptr").split("_")[-1]
+            kind = "*fp32" if last in (*FLOATS, "dweight", "dbias") else "*i8"
+            types[name] = "*i64" if last == "seed" else kind
+        elif name not in constants and name != "OVERLAP":
+            types[name] = "fp32" if name in ("eps", "factor") else "i32"
+    return types
+
+
+def check(chip, name, block_size, tmp_path, columns=COLUMNS):
+    module, attribute, flags = KERNELS[name]
+    kernel = getattr(importlib.import_module(f"qframework.kernels.blocks.{module}"), attribute)
+    walks = "stretch_origin" in kernel.src
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    if "gated_activation_backward" in attribute:
+        values = backward_values(block_size)
+    if name == "dropout":
+        values = values_in_a_thread(block_size)
+    tile = rows_of_tile(columns, block_size) if walks else tile_of(COLUMNS, columns, block_size, values)
+    if name == "statistics":
+        tile = whole_rows(COLUMNS, columns, block_size)
+    settings = tile | flags
+    constants = {key: value for key, value in settings.items() if key in kernel.arg_names}
+    options = {key: settings[key] for key in ("num_warps", "maxnreg") if key in settings}
+    if chip.startswith("gfx"):
+        options.pop("maxnreg", None)  # as in ``tile_of``
+    compiled = compile_for(chip, kernel, types_of(kernel, constants), constants, **options)
+    assert stack_bytes(compiled, tmp_path) <= (0 if chip == "sm_90" and not walks else MAX_STACK)
+    assert compiled.metadata.shared <= 16 * 1024
+    return compiled
+
+
+@pytest.mark.sample(1 / 3)
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_chip(chip, name, block_size, tmp_path):
+    if block_size == 32 or name not in ("merge", "add_up"):  # which know nothing of blocks
+        check(chip, name, block_size, tmp_path)
+
+
+@pytest.mark.sample(1 / 3)
+@pytest.mark.parametrize("block_size", [size for size in BLOCK_SIZES if size not in (32, (1, 128))])
+@pytest.mark.parametrize("name", KERNELS)
+def test_every_block_size(name, block_size, tmp_path):
+    check("sm_90", name, block_size, tmp_path)
+
+
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+@pytest.mark.parametrize("columns", [COLUMNS, COLUMNS + 16])
+@pytest.mark.parametrize("name", ["gelu", "swiglu_backward", "layer_norm", "layer_norm_sums"])
+def test_values_are_read_sixteen_at_a_time(name, columns, block_size, tmp_path):
+    """Whole vectors of 16 bytes: a mask or a layout that cuts them would cost several times the instructions."""
+    ptx = check("sm_90", name, block_size, tmp_path, columns).asm["ptx"]
+    assert "ld.global.v4.b32" in ptx
+    assert "ld.global.b8" not in ptx
+    assert "st.global.b8" not in ptx
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize(("name", "operands"), [("gelu", 1), ("gelu_backward", 2), ("add", 2), ("layer_norm", 1)])
+def test_the_next_tile_is_asked_for_where_rows_share_a_scale(name, operands, block_size, tmp_path):
+    """32 bytes an instruction; a thread has as many sectors of each operand as it has 32 values."""
+    ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    shared = block_shape(block_size)[0] > 1
+    assert ptx.count("prefetch.global.L2") == (operands * values // 32 if shared else 0)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("name", ["gelu_backward", "layer_norm"])
+def test_registers_are_limited_where_many_values_share_a_scale(name, block_size, tmp_path):
+    """Elsewhere a limit is a licence: where 40 registers do, the compiler takes all it may."""
+    ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
+    assert (".maxnreg 64" in ptx) == (name in SMALL and block_shape(block_size)[0] > 1)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_random_bits_are_made_in_the_threads_that_need_them(block_size, tmp_path):
+    """Shared memory holds scales alone, 4 bytes for a row and block at most: no conversion of a tile of bits."""
+    rows, columns = block_shape(block_size)
+    compiled = check("sm_90", "dropout", block_size, tmp_path)
+    assert compiled.metadata.shared <= 4 * max(rows, 32) * 256 // columns
+
+
+@pytest.mark.parametrize(
+    ("columns", "block_size", "tiles"), [(8192, 32, 17), (8192, 128, 5), (1024, 32, 132), (50, 32, 2112)]
+)
+def test_the_tile_asked_for_is_that_of_the_program_that_follows(monkeypatch, columns, block_size, tiles):
+    """132 multiprocessors run 32,768 values each, in rows of tiles; the tile of 50 columns is 64 wide."""
+    monkeypatch.setattr(_block_operators, "chip_of", lambda _: ((9, 0), 132))
+    like = SimpleNamespace(shape=(1 << 20, columns), device=torch.device("cuda", 0))
+    tile = tile_of(*like.shape, block_size, FEW_VALUES)
+    assert _block_operators.rows_ahead(like, tile) == tiles * tile["TILE_M"]
+
+
+@pytest.mark.parametrize("name", ["gelu", "mul", "dropout", "layer_norm"])
+def test_a_row_of_a_block_lies_in_eight_threads(name, tmp_path):
+    """Three shuffles for the 16 values of it that a thread has, and nothing of it in shared memory."""
+    compiled = check("sm_90", name, (1, 128), tmp_path)
+    values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
+    assert compiled.asm["ptx"].count("shfl.sync") == 3 * values // 16
+
+
+@pytest.mark.parametrize("block_size", [32, (1, 128)])
+@pytest.mark.parametrize("name", ["add", "mul", "dropout", "rms_norm", "layer_norm"])
+def test_scales_take_no_division(name, block_size, tmp_path):
+    """A division has a branch, which keeps every row of a thread in registers until all are divided."""
+    assert "div.rn" not in check("sm_90", name, block_size, tmp_path).asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])
+def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
+    assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", check("sm_90", name, 32, tmp_path).asm["ptx"])
+
+
+@pytest.mark.sample(1 / 3)
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("columns", [16, 48, 272, COLUMNS])
+@pytest.mark.parametrize("name", ["add", "statistics"])
+def test_sums_of_four_are_of_neighbours(name, columns, block_size, tmp_path):
+    """The instruction adds up what lies side by side in a thread: it must do so in the tensor as well."""
+    ir = check("sm_90", name, block_size, tmp_path, columns).asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*)$", ir, re.MULTILINE))
+    summed = re.findall(r"dp4a.*: tensor<\w+, (#\w+)> ->", ir)
+    assert summed
+    for layout in summed:
+        assert "sizePerThread = [1, 16]" in layouts[layout]
+        assert "order = [1, 0]" in layouts[layout]
+
+
+@pytest.mark.parametrize("name", ["add", "statistics"])
+def test_rows_that_begin_anywhere_are_summed_value_by_value(name, monkeypatch, tmp_path):
+    module, kernel, flags = KERNELS[name]
+    monkeypatch.setitem(KERNELS, name, (module, kernel, flags | {"FOURS": False}))
+    assert "dp4a" not in check("sm_90", name, 32, tmp_path, 300).asm["ptx"]
+
+
+@pytest.mark.parametrize(("columns", "fours"), [(300, False), (272, True)])
+def test_launchers_say_whether_fours_are_neighbours(monkeypatch, columns, fours):
+    statistics, elementwise = (
+        importlib.import_module(f"qframework.kernels.blocks.{name}") for name in ("statistics", "elementwise")
+    )
+    said = []
+    for module in (statistics, elementwise):
+        monkeypatch.setattr(module, "launch", lambda *_: lambda *_, **constants: said.append(constants.get("FOURS")))
+    x, scale = block_quantize(torch.randn(40, columns), 32)
+    statistics.row_statistics_triton(x, scale, 32)
+    elementwise._block_add_triton(x, scale, x, scale, 32, True)
+    assert said == [fours, fours, None]  # the last merges
+
+
+def test_fours_are_where_rows_begin_at_multiples_of_16():
+    x = torch.zeros(1 + 8 * 300, dtype=torch.int8)
+    assert in_fours(x[:-1].view(-1, 48), x[: 4 * 16].view(4, 16))
+    assert not in_fours(x[:-1].view(8, 300))
+    assert not in_fours(x[: 4 * 16].view(4, 16), x[1 : 1 + 4 * 16].view(4, 16))
+
+
+@pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
+def test_an_activation_is_one_tanh(name, tmp_path):
+    """One instruction of the slow units a value; those left are a reciprocal for each block."""
+    ptx = check("sm_90", name, 32, tmp_path).asm["ptx"]
+    assert ptx.count("tanh.approx.f32") == FEW_VALUES
+    assert "ex2.approx" not in ptx

@@ -1,0 +1,406 @@
+"""int8_linear on every implementation, against the FP64 oracle."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import GELU_OFF, assert_float_close, assert_int8_close, linear, numpy64
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels import int8_linear
+from qframework.kernels.linear import launch as int8_linear_launch
+from qframework.kernels.linear import tiles as int8_linear_tiles
+from qframework.kernels.linear.arguments import ACTIVATIONS
+from qframework.kernels.linear.int8_linear import int8_linear_ref
+from qframework.kernels.linear.launch import int8_linear_triton
+from qframework.kernels.linear.tiles import Tile
+
+SHAPES = [
+    ((197, 768), 256),  # a ViT's tokens
+    ((2, 7, 123), 65),  # odd, K no multiple of a tile
+    ((1, 1), 1),
+    ((1, 64), 33),
+    ((3, 5, 2, 40), 17),
+    ((130, 256), 130),  # one past a tile
+]
+
+
+@pytest.fixture
+def run(implementation):
+    return {"cpu": torch.ops.qframework.int8_linear, "triton": int8_linear_triton}[implementation]
+
+
+@pytest.fixture
+def case(place):
+    return partial(make_case, place)
+
+
+def make_case(place, shape, n, scale="per_token", residual=False, dtype=torch.float32):
+    """Full-range operands with -127 and 127, a row of zeros and an outlier channel."""
+    generator = torch.Generator().manual_seed(n)
+    a = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    b = torch.randint(-127, 128, (n, shape[-1]), dtype=torch.int8, generator=generator)
+    a.view(-1, shape[-1])[0] = 127
+    b[0] = 127
+    if n > 1:
+        b[1] = -127
+    if a.numel() > shape[-1]:
+        a.view(-1, shape[-1])[-1] = 0
+    a_shape = {"per_token": (*shape[:-1], 1), "per_tensor": (1,), "position": (*shape[1:-1], 1)}[scale]
+    a_scale = (1e-2 + torch.rand(a_shape, generator=generator) / 5) / max(shape[-1], 16)  # results fit float16
+    b_scale = 1e-3 + torch.rand(n, generator=generator) / 50
+    b_scale[0] *= 100
+    bias = torch.randn(n, generator=generator)
+    added = torch.randn((*shape[:-1], n), generator=generator, dtype=torch.float32).to(dtype) if residual else None
+    return tuple(t if t is None else t.to(place) for t in (a, a_scale, b, b_scale, bias, added))
+
+
+@pytest.mark.parametrize(("shape", "n"), [*SHAPES, ((4, 4096), 8)])
+def test_accumulator_is_exact(run, case, shape, n):
+    a, _, b, *_ = case(shape, n)
+    one = torch.ones(1, device=a.device)
+    got = run(a, one, b, one.expand(n).contiguous())
+    exact = (numpy64(a) @ numpy64(b).T).astype(np.float32)  # INT32 sums, rounded once to the output's float32
+    assert np.array_equal(got.cpu().numpy(), exact)
+
+
+@pytest.mark.parametrize(("shape", "n"), SHAPES)
+@pytest.mark.parametrize("scale", ["per_token", "per_tensor", "position"])
+@pytest.mark.parametrize("out_dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_float_output(run, case, shape, n, scale, out_dtype):
+    a, a_scale, b, b_scale, bias, residual = case(shape, n, scale, residual=True, dtype=out_dtype)
+    got = run(a, a_scale, b, b_scale, bias, "none", residual, None, out_dtype)
+    assert got.dtype == out_dtype
+    assert got.is_contiguous()
+    assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, "none", residual))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
+@pytest.mark.parametrize("residual", [False, True])
+def test_activations(run, case, activation, scale, residual):
+    a, a_scale, b, b_scale, bias, added = case((2, 7, 123), 65, scale, residual)
+    a_scale = a_scale / 10  # so that many values lie where the activations bend
+    got = run(a, a_scale, b, b_scale, bias, activation, added)
+    assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, activation, added))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_without_bias_and_with_one_weight_scale(run, case, bias, per_channel):
+    a, a_scale, b, b_scale, a_bias, _ = case((5, 64), 33)
+    b_scale = b_scale if per_channel else b_scale[1:2]
+    got = run(a, a_scale, b, b_scale, a_bias if bias else None)
+    assert_float_close(got, *linear(a, a_scale, b, b_scale, a_bias if bias else None))
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "relu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("out_scale", ["per_tensor", "position"])
+def test_requantized_output(run, case, activation, residual, out_scale):
+    a, a_scale, b, b_scale, bias, added = case((3, 11, 200), 70, "per_tensor", residual)
+    exact, error = linear(a, a_scale, b, b_scale, bias, activation, added)
+    error = error + GELU_OFF * (activation == "gelu")
+    step = np.abs(exact).max() / 90  # the largest values saturate
+    scale = torch.full((1,), step) if out_scale == "per_tensor" else step * (0.5 + torch.rand(11, 1))
+    got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device))
+    assert_int8_close(got, exact, error, numpy64(scale))
+    assert int(got.min()) >= -127
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "silu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("a_scale", ["per_tensor", "per_token"])
+def test_output_requantized_per_channel(run, case, activation, residual, bias, a_scale):
+    a, scale, b, b_scale, added_bias, added = case((3, 11, 200), 70, a_scale, residual)
+    added_bias = added_bias if bias else None
+    exact, error = linear(a, scale, b, b_scale, added_bias, activation, added)
+    error = error + GELU_OFF * (activation == "gelu")
+    step = np.abs(exact).max((0, 1)) / 90 * np.linspace(0.2, 2.0, 70)  # some channels saturate, some hardly move
+    out_scale = torch.from_numpy(step).float()
+    got = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.to(a.device))
+    assert_int8_close(got, exact, error, numpy64(out_scale))
+    assert int(got.min()) == -127 or activation != "none"
+    with_ones = run(a, scale, b, b_scale, added_bias, activation, added, out_scale.view(1, 1, 70).to(a.device))
+    assert torch.equal(got, with_ones)
+
+
+TILES = {
+    "by pointers": int8_linear_tiles.INTERPRETED,
+    "along a line": int8_linear_tiles.INTERPRETED._replace(group_m=2),
+    "descriptors": Tile(32, 32, 32, 4, 1, tma=True, tma_store=True),
+    "persistent": Tile(32, 32, 32, 4, 1, programs=1, subtiles=2, tma=True),
+    "quarters": Tile(32, 64, 32, 4, 1, programs=2, subtiles=4, tma=True, tma_store=True, group_m=2),
+}
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu"])
+@pytest.mark.parametrize(("shape", "n"), [((3, 67, 96), 80), ((1, 48), 16), ((130, 32), 144)])
+def test_every_tile(monkeypatch, tile, output, shape, n):
+    """Rows, columns and inner sizes that fill no tile; two programs for many tiles."""
+    if tile == "along a line":
+        monkeypatch.setattr(int8_linear_launch, "_MAX_GRID", 0)
+    check_tile(monkeypatch, TILES[tile], output, shape, n)
+
+
+SPECIALIZED = {
+    "pingpong": int8_linear_tiles.PINGPONG,
+    "pingpong, groups of 8": int8_linear_tiles.PINGPONG._replace(group_m=8),
+    "cooperative": int8_linear_tiles.COOPERATIVE,
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile", SPECIALIZED)
+@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu"])
+@pytest.mark.parametrize(
+    ("shape", "n"), [((130, 32), 144), ((1, 48), 16), ((3, 197, 96), 400), ((5, 260, 1536), 528), ((2600, 704), 272)]
+)
+def test_specialized_tiles(monkeypatch, tile, output, shape, n):
+    """More rounds of stages and turns of warpgroups than one, partial tiles everywhere, two programs or all."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("compiled for Hopper only")
+    chosen = SPECIALIZED[tile]
+    if output == "residual":
+        chosen = chosen._replace(num_stages=3)
+    check_tile(monkeypatch, chosen, output, shape, n)
+
+
+def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n: int) -> None:
+    """``chosen``, on a chip with two multiprocessors."""
+    monkeypatch.setattr(int8_linear_launch, "tile_for", lambda *_: chosen)
+    monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 2))
+    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a, a_scale, b, b_scale, bias, added = make_case(place, shape, n, residual=True, dtype=torch.float16)
+    act, residual = "gelu" if output == "gelu" else "none", added if output == "residual" else None
+    exact, error = linear(a, a_scale, b, b_scale, bias, act, residual)
+    scale = torch.full((1,), float(np.abs(exact).max() / 120), device=place) if output in ("int8", "gelu") else None
+    dtype = torch.float16 if scale is None else None
+    for _ in range(2):  # the second launch goes past Triton
+        got = int8_linear_triton(a, a_scale, b, b_scale, bias, act, residual, scale, dtype)
+        if scale is None:
+            assert_float_close(got, exact, error)
+        else:
+            assert_int8_close(got, exact, error + GELU_OFF, numpy64(scale))
+
+
+def test_queries_keys_and_values_each_have_their_scale(run, case):
+    """Scales of three blocks of channels give what three layers would."""
+    a, a_scale, b, b_scale, bias, _ = case((2, 9, 64), 48, "per_tensor")
+    scales = torch.tensor([0.01, 0.2, 3.0], device=a.device)
+    together = run(a, a_scale, b, b_scale, bias, "none", None, scales.repeat_interleave(16))
+    apart = [
+        run(a, a_scale, b[i : i + 16], b_scale[i : i + 16], bias[i : i + 16], "none", None, scale)
+        for i, scale in zip((0, 16, 32), scales, strict=True)
+    ]
+    off = (together.int() - torch.cat(apart, -1).int()).abs()
+    assert off.max() <= 1
+    assert (off > 0).float().mean() < 0.01
+
+
+def test_saturates_symmetrically(run, place):
+    a = torch.tensor([[127], [-127]], dtype=torch.int8, device=place)
+    one = torch.ones(1, device=place)
+    got = run(a, one, a[:1], one, None, "none", None, one)
+    assert got.flatten().tolist() == [127, -127]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
+def test_an_activation_s_small_negative_values_saturate_symmetrically(run, place, activation):
+    a = torch.tensor([[1], [-1]], dtype=torch.int8, device=place)
+    one = torch.ones(1, device=place)
+    for step in (1e-4, 1e-2):  # activation(-1) is about -0.16 or -0.27: beyond -127 steps, and within
+        y = linear(a, one, a[:1], one, act=activation)[0]
+        got = run(a, one, a[:1], one, None, activation, None, step * one)
+        assert got.flatten().tolist() == np.clip(np.rint(y / step), -127, 127).flatten().tolist()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("bias", "expected"), [(math.inf, math.inf), (math.nan, math.nan), (1e30, 1e30), (-1e30, 0.0)])
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_hide_neither_nan_nor_infinity(bias, expected, activation, dtype):
+    """Not asked of the CPU: PyTorch's vectorized GELU makes NaN of infinity, oneDNN's ReLU makes 0 of NaN."""
+    place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a, one = torch.ones(2, 16, dtype=torch.int8, device=place), torch.ones(1, device=place)
+    got = int8_linear_triton(a, one, a[:1], one, torch.full((1,), bias, device=place), activation, None, None, dtype)
+    torch.testing.assert_close(got, torch.full_like(got, expected), equal_nan=True, atol=0, rtol=2.0**-7)
+
+
+@pytest.mark.parametrize("step", [2.0**-126, 2.0**-60, 2.0**100, 2.0**127, float("inf")])
+def test_requantized_with_an_extreme_scale(run, place, step):
+    a = torch.tensor([[3], [-3], [0]], dtype=torch.int8, device=place)
+    one = torch.ones(1, device=place)
+    got = run(a, one, a[:1], one, None, "none", None, torch.full((1,), step, device=place))
+    assert got.flatten().tolist() == ([127, -127, 0] if step < 1 else [0, 0, 0])
+
+
+@pytest.mark.parametrize("shape", [(0, 8), (4, 0), (0, 0), (2, 0, 8)])
+@pytest.mark.parametrize("n", [0, 3])
+def test_empty(run, place, shape, n):
+    a = torch.zeros(shape, dtype=torch.int8, device=place)
+    b = torch.zeros((n, shape[-1]), dtype=torch.int8, device=place)
+    bias = torch.arange(n, dtype=torch.float32, device=place)
+    got = run(a, torch.ones(1, device=place), b, torch.ones(n, device=place), bias)
+    assert torch.equal(got, bias.expand(*shape[:-1], n))
+
+
+def test_strided_operands(run, case):
+    a, a_scale, b, b_scale, bias, residual = case((6, 10, 48), 20, residual=True)
+    plain = run(a, a_scale, b, b_scale, bias, "none", residual)
+    strided = run(
+        a.permute(2, 1, 0).contiguous().permute(2, 1, 0),
+        a_scale,
+        torch.cat([b, b], 1)[:, :48],
+        b_scale,
+        bias,
+        "none",
+        torch.cat([residual, residual], -1)[..., :20],
+    )
+    assert torch.equal(plain, strided)
+    sliced = run(a[::2, 1:9], a_scale[::2, 1:9], b, b_scale, bias)
+    assert torch.equal(sliced, run(a, a_scale, b, b_scale, bias)[::2, 1:9])
+
+
+def test_inputs_are_unchanged(run, case):
+    operands = case((4, 9, 40), 12, residual=True)
+    before = [t.clone() for t in operands]
+    a, a_scale, b, b_scale, bias, residual = operands
+    run(a, a_scale, b, b_scale, bias, "relu", residual)
+    assert all(torch.equal(x, y) for x, y in zip(operands, before, strict=True))
+
+
+@settings(max_examples=40)
+@given(
+    m=st.integers(1, 40),
+    n=st.integers(1, 40),
+    k=st.integers(1, 80),
+    exponent=st.integers(-30, 20),
+    activation=st.sampled_from(ACTIVATIONS),
+    out_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    strided=st.booleans(),
+    outlier=st.sampled_from([1.0, 1e4]),
+    seed=st.integers(0, 2**31),
+)
+def test_any_shape_stride_and_scale(m, n, k, exponent, activation, out_dtype, strided, outlier, seed):
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randint(-127, 128, (m, k), dtype=torch.int8, generator=generator)
+    b = torch.randint(-127, 128, (n, k), dtype=torch.int8, generator=generator)
+    a[m // 2] = 0
+    if strided:
+        a, b = a.t().contiguous().t(), torch.stack([b, b], -1)[..., 0]
+    a_scale = torch.rand(m, 1, generator=generator).clamp(min=1e-3) * 2.0**exponent
+    b_scale = torch.rand(n, generator=generator).clamp(min=1e-3)
+    b_scale[0] *= outlier
+    bias = torch.randn(n, generator=generator)
+    got = int8_linear(a, a_scale, b, b_scale, bias, activation, out_dtype=out_dtype)
+    assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, activation))
+
+
+def test_reference_agrees_with_the_oracle():
+    a, a_scale, b, b_scale, bias, residual = make_case(torch.device("cpu"), (2, 7, 123), 65, residual=True)
+    got = int8_linear_ref(a, a_scale, b, b_scale, bias, "gelu", residual)
+    assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, "gelu", residual))
+
+
+OPCHECK_CASES = {
+    "float": {},
+    "epilogue": {"activation": "gelu", "residual": True, "out_dtype": torch.bfloat16},
+    "requantized": {"out_scale": torch.tensor([0.5])},
+    "requantized per channel": {"out_scale": torch.linspace(0.1, 0.8, 8)},
+}
+
+
+@pytest.mark.parametrize("name", OPCHECK_CASES)
+def test_opcheck(device, name):
+    a, a_scale, b, b_scale, bias, residual = make_case(device, (2, 5, 24), 8, residual=True)
+    kwargs = dict(OPCHECK_CASES[name])
+    kwargs["residual"] = residual if kwargs.pop("residual", False) else None
+    if "out_scale" in kwargs:
+        kwargs["out_scale"] = kwargs["out_scale"].to(device)
+    torch.library.opcheck(torch.ops.qframework.int8_linear.default, (a, a_scale, b, b_scale, bias), kwargs)
+
+
+def test_compiles_without_graph_break(device, fresh_dynamo):
+    a, a_scale, b, b_scale, bias, _ = make_case(device, (2, 5, 24), 8)
+
+    def layer(a, a_scale):
+        return int8_linear(a, a_scale, b, b_scale, bias, "gelu") * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True)
+    assert torch.equal(compiled(a, a_scale), layer(a, a_scale))
+    assert torch.equal(compiled(a[:, :3], a_scale[:, :3]), layer(a[:, :3], a_scale[:, :3]))
+
+
+def test_has_no_gradient():
+    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
+    out = int8_linear(a, a_scale, b, b_scale, bias.requires_grad_())
+    with pytest.raises(QFrameworkError, match="inference operator"):
+        out.sum().backward()
+
+
+BAD_INPUT = {
+    "a .* and b .* do not fit": {"b": torch.zeros(8, 23, dtype=torch.int8)},
+    r"a has dtype torch.float32; accepted: int8": {"a": torch.zeros(2, 5, 24)},
+    r"b has dtype torch.uint8; accepted: int8": {"b": torch.zeros(8, 24, dtype=torch.uint8)},
+    r"b_scale has shape \(7,\); accepted: \(8,\) or \(1,\)": {"b_scale": torch.ones(7)},
+    r"b_scale has dtype torch.float64; accepted: float32": {"b_scale": torch.ones(8, dtype=torch.float64)},
+    r"bias has shape \(9,\); accepted: \(8,\)": {"bias": torch.ones(9)},
+    r"bias has dtype torch.int32; accepted: float32, float16, bfloat16": {"bias": torch.ones(8, dtype=torch.int32)},
+    r"residual has shape \(2, 5\)": {"residual": torch.ones(2, 5)},
+    r"activation='swish' is unknown; accepted: none, gelu": {"activation": "swish"},
+    r"a_scale has shape \(3, 1\), which is no scale": {"a_scale": torch.ones(3, 1)},
+    r"out_scale has shape \(5, 8\), which is no scale .* accepted: \(8,\) per channel": {"out_scale": torch.ones(5, 8)},
+    r"out_scale has shape \(7,\), which is no scale": {"out_scale": torch.ones(7)},
+    r"out_dtype=torch.float64; accepted": {"out_dtype": torch.float64},
+    r"out_dtype=torch.float16 with out_scale": {"out_scale": torch.ones(1), "out_dtype": torch.float16},
+    r"b_scale holds 0.0; scales must be positive": {"b_scale": torch.zeros(8)},
+    r"out_scale holds -1.0; scales must be positive": {"out_scale": -torch.ones(1)},
+    r"out_scale holds 0.0; scales must be positive": {"out_scale": torch.arange(8.0)},
+}
+
+
+@pytest.mark.parametrize("message", BAD_INPUT)
+def test_bad_input(message):
+    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
+    arguments = {"a": a, "a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias} | BAD_INPUT[message]
+    with pytest.raises(QFrameworkError, match=message):
+        int8_linear(**arguments)
+
+
+def test_a_sum_that_may_overflow_is_refused(run, place):
+    a, b = (torch.full((rows, 131_072), -128, dtype=torch.int8, device=place) for rows in (1, 2))
+    one = torch.ones(1, device=place)
+    message = r"int8_linear: b has shape \(2, 131072\), and .* 131072 products can overflow; accepted: K up to 131071"
+    with pytest.raises(UnsupportedError, match=message):
+        run(a, one, b, one)
+    with pytest.raises(UnsupportedError, match=message):
+        torch.ops.qframework.int8_linear(a.to("meta"), one.to("meta"), b.to("meta"), one.to("meta"))
+
+
+@pytest.mark.gpu
+def test_devices_must_agree():
+    a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cuda"), (2, 5, 24), 8)
+    with pytest.raises(QFrameworkError, match="b is on cpu but the input is on cuda"):
+        int8_linear(a, a_scale, b.cpu(), b_scale, bias)
+
+
+def test_old_gpu_is_refused_by_name(monkeypatch):
+    from qframework.kernels.runtime import chip
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    chip.check_device.cache_clear()
+    with pytest.raises(UnsupportedError, match=r"Tesla T4 .* is sm_75; .* need sm_80 or newer"):
+        chip.check_device(torch.device("cuda", 0))
+    chip.check_device.cache_clear()

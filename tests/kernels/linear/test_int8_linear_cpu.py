@@ -1,0 +1,160 @@
+"""The CPU's two ways to compute int8_linear: each right, the first exact and fast one chosen."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from oracle import assert_float_close, assert_int8_close, linear, numpy64
+from test_int8_linear import make_case
+
+from qframework.errors import QFrameworkError
+from qframework.kernels import int8_linear
+from qframework.kernels.linear import cpu as int8_linear_cpu
+from qframework.kernels.linear.arguments import ACTIVATIONS
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["int_mm", "float32"])
+def forced(request, monkeypatch):
+    """Make one implementation the chosen one."""
+    rejected = int8_linear_cpu.cpu_choice().rejected.get(request.param, "")
+    if "exact" in rejected or "available" in rejected:
+        pytest.skip(f"{request.param}: {rejected}")
+    monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: request.param)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("scale", ["per_token", "per_tensor"])
+def test_every_implementation_is_right(forced, activation, scale):
+    a, a_scale, b, b_scale, bias, residual = make_case(CPU, (2, 7, 123), 65, scale, residual=True)
+    for added in (residual, None):
+        exact, error = linear(a, a_scale, b, b_scale, bias, activation, added)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            got = int8_linear(a, a_scale, b, b_scale, bias, activation, added, out_dtype=dtype)
+            assert got.dtype == dtype
+            assert_float_close(got, exact, error)
+        out_scale = torch.tensor([0.5])
+        got = int8_linear(a, a_scale, b, b_scale, bias, activation, added, out_scale)
+        assert_int8_close(got, exact, error, numpy64(out_scale))
+        channels = torch.linspace(0.1, 0.9, 65)
+        got = int8_linear(a, a_scale, b, b_scale, bias, activation, added, channels)
+        assert_int8_close(got, exact, error, numpy64(channels))
+        assert got.min() >= -127
+
+
+def saturating(a, b):
+    """What a processor without VNNI may make of it: pairs of products saturate at INT16."""
+    pairs = [(a.int() * row).unflatten(1, (-1, 2)).sum(-1) for row in b.int()]
+    return torch.stack([pair.clamp(-32768, 32767 - 1000).sum(-1) for pair in pairs], 1)
+
+
+def missing(a, b):
+    raise RuntimeError("no such kernel")
+
+
+def slow(a, b):
+    """PyTorch's own loops, exact and without vectors."""
+    with torch.backends.mkldnn.flags(enabled=False):
+        return torch._int_mm(a, b.t())
+
+
+@pytest.mark.parametrize("value", [127, -128])
+def test_the_longest_sum_is_exact(forced, value):
+    a, b = torch.full((2, 131_071), value, dtype=torch.int8), torch.full((3, 131_071), value, dtype=torch.int8)
+    b[1] = -127
+    got = int8_linear(a, torch.ones(1), b, torch.ones(1))
+    assert torch.equal(got, (a.double() @ b.double().t()).float())
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Choose with another product for PyTorch's."""
+
+    def choose(int_mm):
+        monkeypatch.setattr(int8_linear_cpu, "_int_mm", int_mm)
+        return int8_linear_cpu.cpu_choice.__wrapped__()
+
+    return choose
+
+
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+def test_a_slow_product_is_not_chosen(choose):
+    choice = choose(slow)
+    assert choice.name == "float32"
+    assert re.fullmatch(r"it takes \d+\.\d times as long as the float product", choice.rejected["int_mm"])
+
+
+def test_a_fast_product_is_chosen(choose):
+    products = []
+
+    def fast(a, b):
+        """Computes at its first call, which is checked and not timed."""
+        if not products:
+            products.append(int8_linear_cpu._float_product(a, b))
+        return products[0]
+
+    assert choose(fast) == ("int_mm", {})
+
+
+@pytest.mark.parametrize(
+    ("product", "reason"),
+    [(saturating, "it is not exact on this processor"), (missing, "it is not available: no such kernel")],
+)
+def test_an_inexact_and_a_missing_product_are_not_chosen(choose, product, reason):
+    assert choose(product) == ("float32", {"int_mm": reason})
+
+
+def test_the_choice_does_not_depend_on_the_default_device():
+    with torch.device("meta"):
+        assert int8_linear_cpu.cpu_choice.__wrapped__().name == int8_linear_cpu.cpu_implementation()
+
+
+def whole(shape, values):
+    if isinstance(values, int):
+        return torch.full(shape, values, dtype=torch.int8)
+    return torch.randint(*values, shape, dtype=torch.int8)
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "medium"])
+@pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (65, 1023, 64), (64, 1024, 65), (3, 1025, 2), (5, 4099, 33)])
+def test_the_float_product_is_exact_whatever_the_user_lets_float_products_round(precision, m, k, n):
+    """All sums at their largest, just below it, where float32 runs out of odd numbers, and random ones."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        for values in (-128, 127, (120, 128), (-128, 128)):
+            a, b = whole((m, k), values), whole((n, k), values)
+            assert torch.equal(int8_linear_cpu._float_product(a, b).double(), a.double() @ b.double().t())
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_scales_are_looked_at_again_when_they_change():
+    a, a_scale, b, b_scale, bias, _ = make_case(CPU, (4, 32), 16, "per_tensor")
+    int8_linear(a, a_scale, b, b_scale, bias)
+    b_scale[3] = 0
+    with pytest.raises(QFrameworkError, match=r"b_scale holds 0.0"):
+        int8_linear(a, a_scale, b, b_scale, bias)
+
+
+@pytest.mark.parametrize(
+    "write", [lambda b: b.copy_(b.flip(0)), lambda b: b.data.copy_(b.flip(0)), lambda b: b.numpy().fill(3)]
+)
+def test_no_form_of_a_weight_is_kept(forced, write):
+    a, a_scale, b, b_scale, bias, _ = make_case(CPU, (4, 32), 16, "per_tensor")
+    before = int8_linear(a, a_scale, b, b_scale, bias)
+    write(b)
+    after = int8_linear(a, a_scale, b, b_scale, bias)
+    assert not torch.equal(before, after)
+    assert_float_close(after, *linear(a, a_scale, b, b_scale, bias))
+
+
+@pytest.mark.parametrize("shape", [(5, 32), (2, 3, 32), (0, 32), (2, 0)])
+def test_product_operator(forced, shape):
+    a, b = whole((math.prod(shape[:-1]), shape[-1]), (-128, 128)), whole((7, shape[-1]), (-128, 128))
+    assert torch.equal(torch.ops.qframework.int8_product(a, b), a.int() @ b.int().t())
+    torch.library.opcheck(torch.ops.qframework.int8_product.default, (a, b))

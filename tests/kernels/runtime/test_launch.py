@@ -1,0 +1,168 @@
+"""Launches on the device of the operands, and past Triton from the second call on."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qframework import kernels
+from qframework.kernels.runtime import launch as _launch
+from qframework.kernels.runtime.launch import Launch, launch, on_its_device
+from qframework.kernels.runtime.replay import replayed
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_the_operands_device_is_the_current_one(monkeypatch, index):
+    current = [0]
+
+    class Guard:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device.index)
+
+        def __exit__(self, *_):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    x = SimpleNamespace(device=torch.device("cuda", index))
+    assert on_its_device(lambda x, y: (current[-1], y))(x, y=3) == (index, 3)
+    assert current == [0]
+
+
+class Kernel:
+    """Counts what goes through Triton and what goes past it."""
+
+    arg_names = ("n", "FLAG", "BLOCK")
+
+    def __init__(self):
+        self.through, self.past = [], []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.through.append((grid, arguments, options))
+            return {grid: lambda *arguments: self.past.append(arguments)}
+
+        return launch
+
+
+def test_a_second_launch_goes_past_triton():
+    kernel = Kernel()
+    launch = Launch(kernel, (2, 1, 1), (True, 64), alike=True, num_warps=4)
+    for value in (1, 2, 3):
+        launch(value)
+    assert kernel.through == [((2, 1, 1), (1, True, 64), {"num_warps": 4})]
+    assert kernel.past == [(2, True, 64), (3, True, 64)]
+
+
+def test_launches_that_may_differ_all_go_through_triton():
+    kernel = Kernel()
+    launch = Launch(kernel, (2, 1, 1), (), alike=False)
+    launch(1)
+    launch(2)
+    assert len(kernel.through) == 2
+    assert kernel.past == []
+
+
+class Recording:
+    """A kernel of two arguments and two constants that records its calls, compiled or not."""
+
+    arg_names = ("x", "n", "BLOCK", "FLAG")
+
+    def __init__(self):
+        self.through, self.past = [], []
+
+    def __getitem__(self, grid):
+        def first(*arguments, **constants):
+            self.through.append((grid, arguments, constants))
+            return Compiled(self.past)
+
+        return first
+
+
+class Compiled:
+    def __init__(self, past):
+        self.past = past
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.past.append((grid, arguments))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch):
+    """Tensors of the CPU pass for tensors of CUDA device 0."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(_launch, "_compiled", {})
+
+
+def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
+    kernel, x, y = Recording(), torch.zeros(8), torch.ones(8)
+    launch(kernel, (4,))(x, 32, FLAG=True, BLOCK=64, num_warps=4)
+    launch(kernel, (5, 2))(y, 48, FLAG=True, BLOCK=64, num_warps=4)
+    assert len(kernel.through) == 1
+    ((grid, (tensor, *rest)),) = kernel.past
+    assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
+
+
+@pytest.mark.parametrize("by_plan", [False, True], ids=["launch", "Launch"])
+def test_replays_go_past_triton(on_cuda, by_plan):
+    kernel = Recording()
+    planned = Launch(kernel, (4, 1, 1), (64, True), alike=True, num_warps=4)
+    written = launch(kernel, (4,))
+
+    def implementation(x, n):
+        out = torch.empty(3)
+        planned(x, n) if by_plan else written(x, n, BLOCK=64, FLAG=True, num_warps=4)
+        return out
+
+    run = replayed(implementation)
+    tensors = [torch.zeros(8) for _ in range(5)]
+    results = [run(x, 32) for x in tensors]
+    assert len(kernel.through) == 1
+    assert [(grid, rest) for grid, (_, *rest) in kernel.past] == [((4, 1, 1), [32, 64, True])] * 4
+    assert all(arguments[0] is x for (_, arguments), x in zip(kernel.past, tensors[1:], strict=True))
+    assert len({x.data_ptr() for x in results}) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "constants"),
+    [
+        ((torch.zeros(9)[1:], 32), {}),  # begins at a multiple of 4 bytes only
+        ((torch.zeros(8, dtype=torch.float64), 32), {}),
+        ((torch.zeros(8), 33), {}),
+        ((torch.zeros(8), 1), {}),
+        ((torch.zeros(8), 2**40), {}),
+        ((torch.zeros(8), 32.0), {}),
+        ((torch.zeros(8), 32), {"BLOCK": 128}),
+        ((torch.zeros(8), 32), {"num_warps": 8}),
+    ],
+    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "constant", "option"],
+)
+def test_what_triton_specializes_on_goes_through_it(on_cuda, arguments, constants):
+    kernel = Recording()
+    usual = {"BLOCK": 64, "FLAG": True, "num_warps": 4}
+    launch(kernel, (4,))(torch.zeros(8), 32, **usual)
+    launch(kernel, (4,))(*arguments, **usual | constants)
+    assert len(kernel.through) == 2
+    assert kernel.past == []
+
+
+def test_interpreted_kernels_are_called_as_they_are():
+    kernel = Recording()
+    for _ in range(2):
+        launch(kernel, (4,))(torch.zeros(8), 32, BLOCK=64, FLAG=True)
+    assert len(kernel.through) == 2
+
+
+def test_every_operator_guards_its_device():
+    """Nothing registers a CUDA implementation any other way."""
+    root = Path(kernels.__file__).parent
+    direct = [path for path in root.rglob("*.py") if re.search(r'impl\(.*"CUDA"', path.read_text())]
+    assert direct == [root / "runtime" / "launch.py"]

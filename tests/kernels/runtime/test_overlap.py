@@ -1,0 +1,177 @@
+"""Kernels that begin while the one before them still runs, and read nothing before it is done."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from qframework import kernels
+from qframework.kernels.runtime import launch as _launch
+from qframework.kernels.runtime import overlap as _overlap
+from qframework.kernels.runtime.launch import Launch, launch
+
+CAN, CANNOT = ("cuda", 90), ("cuda", 89)
+
+
+class Kernel:
+    """Records how it was launched, through Triton and past it."""
+
+    def __init__(self, *arg_names):
+        self.arg_names = arg_names
+        self.through, self.past = [], []
+
+    def __getitem__(self, grid):
+        def first(*arguments, **named):
+            self.through.append((arguments, named))
+            return {(1, 1, 1): lambda *arguments: self.past.append(arguments)}
+
+        return first
+
+
+@pytest.fixture
+def chip(monkeypatch):
+    """``chip(target)`` makes Triton's target the current device's."""
+
+    def use(target):
+        active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend=target[0], arch=target[1]))
+        monkeypatch.setattr(
+            _overlap, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
+        )
+        monkeypatch.setattr(_overlap, "INTERPRET", False)
+        monkeypatch.setattr(_overlap, "gdc_wait", object())
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+        monkeypatch.setattr(_launch, "_compiled", {})
+
+    return use
+
+
+@pytest.mark.parametrize("target", [CAN, ("cuda", 120), CANNOT, ("hip", "gfx942")], ids=str)
+def test_both_ways_to_launch(chip, target):
+    chip(target)
+    can = target[0] == "cuda" and target[1] >= 90
+    options = {"launch_pdl": True} if can else {}
+    kernel, x = Kernel("x", "n", "BLOCK", "OVERLAP"), torch.zeros(8)
+    for _ in range(2):
+        launch(kernel, (1,))(x, 16, BLOCK=64, num_warps=4)
+    assert kernel.through == [((x, 16), {"BLOCK": 64, "num_warps": 4, "OVERLAP": can} | options)]
+    assert kernel.past == [(x, 16, 64, can)]
+    kernel = Kernel("x", "n", "BLOCK", "OVERLAP")
+    by_plan = Launch(kernel, (1, 1, 1), (64,), alike=True, num_warps=4)
+    for _ in range(2):
+        by_plan(x, 16)
+    assert kernel.through == [((x, 16, 64), {"num_warps": 4, "OVERLAP": can} | options)]
+    assert kernel.past == [(x, 16, 64, can)]
+
+
+def test_first_launches_beside_each_other(chip):
+    """Two threads may both find nothing compiled, and go through Triton."""
+    chip(CAN)
+    kernel = Kernel("x", "BLOCK", "OVERLAP")
+    by_plan = Launch(kernel, (1, 1, 1), (64,), alike=True)
+    by_plan(1)
+    by_plan._direct = None  # as the other thread found it
+    by_plan(2)
+    by_plan(3)
+    assert len(kernel.through) == 2
+    assert kernel.past == [(3, 64, True)]
+
+
+def test_launches_that_may_differ(chip):
+    chip(CAN)
+    kernel = Kernel("x", "OVERLAP")
+    by_plan = Launch(kernel, (1, 1, 1), (), alike=False)
+    for _ in range(2):
+        by_plan(1)
+    assert kernel.through == 2 * [((1,), {"OVERLAP": True, "launch_pdl": True})]
+
+
+def test_a_kernel_that_does_not_wait_begins_when_it_may(chip):
+    chip(CAN)
+    kernel = Kernel("x", "BLOCK")
+    launch(kernel, (1,))(torch.zeros(8), BLOCK=64)
+    Launch(kernel, (1, 1, 1), (64,), alike=True)(1)
+    assert [named for _, named in kernel.through] == [{"BLOCK": 64}, {}]
+
+
+def functions() -> dict[str, ast.FunctionDef]:
+    """The package's kernels, by module and name."""
+    found = {}
+    for path in sorted(Path(kernels.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel") and node.name.startswith("_"):
+                found[f"{path.stem}.{node.name}"] = node
+    return found
+
+
+def test_all_kernels_take_part():
+    for name, function in functions().items():
+        assert function.args.args[-1].arg == "OVERLAP", name
+        assert isinstance(function.args.defaults[-1], ast.Constant), name
+        calls = [ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Call)]
+        assert calls.count("wait_for_previous_kernel(OVERLAP)") == 1, name
+    assert len(functions()) > 20
+
+
+def chain(m: int):
+    """24 products, each of the one before, in two buffers a width: each reads and overwrites what others did."""
+    from qframework.kernels.linear.launch import Plan, run_plan
+
+    widths = [768, *(3072, 768, 768, 768) * 6]
+    buffers = {n: [torch.empty(m, n, dtype=torch.int8, device="cuda") for _ in range(2)] for n in (768, 3072)}
+    x = last = torch.empty(m, 768, dtype=torch.int8, device="cuda")
+    steps = []
+    for i, (k, n) in enumerate(itertools.pairwise(widths)):
+        weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
+        scales = torch.ones(1, device="cuda"), torch.full((n,), 1 / (73 * 73 * k**0.5), device="cuda")
+        operands = last, scales[0], weight, scales[1], None, None, torch.full((1,), 0.015, device="cuda")
+        out = next(buffer for buffer in buffers[n][:: 1 - 2 * (i % 2)] if buffer is not last)
+        steps.append((Plan(operands, "none", torch.int8), operands, out))
+        last = out
+
+    def run(one_at_a_time: bool = False) -> None:
+        for plan, operands, out in steps:
+            run_plan(plan, operands, out)
+            if one_at_a_time:
+                torch.cuda.synchronize()
+
+    return x, run, last
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 197, 1576, 12608])
+def test_kernels_wait_for_one_another(m):
+    x, run, last = chain(m)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for _ in range(10):
+        x.random_(-127, 128)
+        run(one_at_a_time=True)
+        expected = last.clone()
+        assert expected.count_nonzero() > expected.numel() / 2
+        for again in (run, graph.replay):
+            last.zero_()
+            again()
+            assert_close(last, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_kernels_wait_for_others():
+    """Between kernels of torch that write their operands and read their results."""
+    from qframework.kernels.quantize import dynamic_quantize
+
+    x = torch.randn(197, 768, device="cuda", dtype=torch.half)
+    for _ in range(200):
+        y = x * 2
+        q, scale = dynamic_quantize(y)
+        back = q.float() * scale.reshape(-1, 1)
+        y.zero_()
+        assert float((back - 2 * x.float()).abs().max()) <= float(scale.max()) * 0.51
