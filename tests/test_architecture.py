@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,59 +12,53 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "qframework"
-ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 
 
-def tree() -> list[str]:
-    """Paths, relative to the package, that the tree in architecture.md names, in its order."""
-    block = re.search(r"```(?:text)?\nqframework/\n(.*?)```", ARCHITECTURE, re.DOTALL)
-    assert block is not None
-    paths, room = [], ""
-    for line in block[1].splitlines():
-        indent, word = len(line) - len(line.lstrip()), line.split()[0]
-        if indent == 2:
-            room = word if word.endswith("/") else ""
-            paths.append(word)
-        elif indent == 6 and word.endswith(".py"):
-            paths.append(room + word)
-    return paths
+spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+assert spec is not None
+assert spec.loader is not None
+tree = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tree)
+FOLDERS = {PACKAGE: tree.ROOMS} | {PACKAGE / room: rooms for room, rooms in tree.ROOMS_OF.items()}
 
 
-ROOMS = [path.removesuffix("/").removesuffix(".py") for path in tree() if path.count("/") == path.endswith("/")]
-
-
-def imported_rooms(module: Path) -> Iterator[str]:
-    """First name after ``qframework.`` of everything a module imports, inside functions as well."""
+def imported(module: Path) -> Iterator[str]:
+    """Everything a module imports, inside functions as well, with the names it takes."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        yield from (name.split(".")[1] for name in names if name.startswith("qframework."))
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-@pytest.mark.parametrize("path", tree())
-def test_the_tree_names_files_that_exist(path: str) -> None:
-    assert (PACKAGE / path).exists()
+def test_the_page_holds_the_tree() -> None:
+    page = tree.PAGE.read_text()
+    assert tree.written(page) == page, "run python docs/tree.py"
 
 
-def test_the_tree_names_every_room() -> None:
-    actual = {path.stem for path in PACKAGE.iterdir() if path.is_dir() or path.suffix == ".py"}
-    assert set(ROOMS) == actual - {"__init__", "__pycache__"}
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_the_order_names_every_room(folder: Path) -> None:
+    actual = {path.stem for path in folder.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
+    assert set(FOLDERS[folder]) == actual - {"__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=relative)
 def test_a_room_imports_only_from_the_rooms_above(module: Path) -> None:
-    own = ROOMS.index(module.relative_to(PACKAGE).parts[0].removesuffix(".py"))
-    below = {room for room in imported_rooms(module) if room in ROOMS[own + 1 :]}
-    assert not below
+    checked = 0
+    for folder, rooms in FOLDERS.items():
+        if folder not in module.parents or module == folder / "__init__.py":
+            continue
+        own = rooms.index(module.relative_to(folder).parts[0].removesuffix(".py"))
+        prefix = ".".join(folder.relative_to(ROOT).parts) + "."
+        inside = {name.removeprefix(prefix).split(".")[0] for name in imported(module) if name.startswith(prefix)}
+        assert not inside & set(rooms[own + 1 :])
+        checked += 1
+    assert checked or module == PACKAGE / "kernels" / "__init__.py"
 
 
 def test_the_stem_table_names_files_that_exist() -> None:
