@@ -146,7 +146,7 @@ def qframework_backend(
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.decomposition import select_decomp_table
 
-    from qframework.kernels.linear.cpu import DECOMPOSITIONS as int8_linear_decompositions
+    from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
     settings = parse_options(mode, options)

@@ -20,19 +20,12 @@ from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import argument, fake_value
-from qframework.kernels.linear.launch import warm_up_int8_linear
-from qframework.kernels.linear.quantize_weights import warm_up_quantize_weights
-from qframework.kernels.quantize import warm_up_dynamic_quantize
+from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.launch import finished
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET, triton
 
 logger = logging.getLogger(__name__)
 
-_WARM_UPS: dict[Any, Callable[..., Any]] = {
-    torch.ops.qframework.int8_linear.default: warm_up_int8_linear,
-    torch.ops.qframework.dynamic_quantize.alone: warm_up_dynamic_quantize,
-    torch.ops.qframework.quantize_weights.default: warm_up_quantize_weights,
-}
 _failures: set[str] = set()  # those that were logged
 
 
@@ -55,7 +48,7 @@ class _Like(NamedTuple):
 class _Call(NamedTuple):
     """A call of one of our operators; equal ones need the same kernel."""
 
-    warm_up: Callable[..., Any]
+    operator: Operator[Any]
     arguments: tuple[Any, ...]
 
     @property
@@ -64,9 +57,13 @@ class _Call(NamedTuple):
         device: torch.device = (first if isinstance(first, _Like) else first[0]).device
         return device
 
-    def operands(self) -> list[Any]:
-        """The arguments, with tensors on "meta" that have no values."""
-        return [[x.on_meta() for x in value] if _is_list(value) else _on_meta(value) for value in self.arguments]
+    def warm_up(self) -> Any:
+        """Compile what the operator launches, for tensors on "meta" that have no values."""
+        values = [[x.on_meta() for x in value] if _is_list(value) else _on_meta(value) for value in self.arguments]
+        record = self.operator.arguments(*values)
+        record.check()
+        assert self.operator.warm_up is not None
+        return self.operator.warm_up(self.device, record)
 
 
 def _is_list(value: Any) -> bool:
@@ -96,7 +93,8 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
 
 def _call(node: Node) -> _Call | None:
     """The call a node makes on a GPU; None where it makes none of ours, or not everything about it is known."""
-    if node.target not in _WARM_UPS or INTERPRET or not HAS_TRITON:
+    operator = operator_of(node.target)
+    if operator is None or operator.warm_up is None or INTERPRET or not HAS_TRITON:
         return None
     schema = node.target._schema.arguments  # type: ignore[union-attr]
     given = [argument(node, place, each.name, default=each.default_value) for place, each in enumerate(schema)]
@@ -104,7 +102,7 @@ def _call(node: Node) -> _Call | None:
     if None in likes.values():
         return None
     known = (tuple(map(likes.get, value)) if isinstance(value, list) else likes.get(value, value) for value in given)
-    call = _Call(_WARM_UPS[node.target], tuple(known))
+    call = _Call(operator, tuple(known))
     return call if call.device.type == "cuda" else None
 
 
@@ -131,7 +129,7 @@ def _compile(calls: list[_Call]) -> None:
 
 def _start(call: _Call) -> Any:
     with current_device(call.device):
-        return call.warm_up(call.device, *call.operands())
+        return call.warm_up()
 
 
 def _load(kernel: Any, device: torch.device) -> None:

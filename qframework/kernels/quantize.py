@@ -14,7 +14,7 @@ overload ``dynamic_quantize.alone`` stays what it is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,14 +29,61 @@ from qframework.kernels.runtime.checks import (
     rows_of,
 )
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2, warm_up
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
 _MAX_BLOCK_C = 8192
+
+
+class QuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::quantize``."""
+
+    x: Tensor
+    scale: Tensor
+
+    def empty_result(self) -> Tensor:
+        """int8, contiguous, before it is computed."""
+        return self.x.new_empty(self.x.shape, dtype=torch.int8)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for another dtype or device; scales are checked where their values are known."""
+        check_float_input("quantize", self.x)
+        check_same_device("quantize", self.x, scale=self.scale)
+
+
+class DynamicQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::dynamic_quantize``."""
+
+    x: Tensor
+    granularity: ActivationGranularity
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """int8 and scale before they are computed."""
+        x = self.x
+        shape = () if self.granularity == "per_tensor" else (*x.shape[:-1], 1)
+        return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise UnsupportedError for another granularity or dtype."""
+        numerics.check_activation_granularity(self.granularity)
+        check_float_input("dynamic_quantize", self.x)
+
+
+class DequantizeArguments(NamedTuple):
+    """The arguments of ``qframework::dequantize``."""
+
+    q: Tensor
+    scale: Tensor
+    dtype: torch.dtype = torch.float32
+
+    def check(self) -> None:
+        """Raise QFrameworkError for another dtype or device."""
+        check_dtype("dequantize", "q", self.q, (torch.int8,))
+        check_same_device("dequantize", self.q, scale=self.scale)
 
 
 def quantize_ref(x: Tensor, scale: Tensor) -> Tensor:
@@ -117,121 +164,93 @@ def _block_c(columns: int) -> int:
     return min(max(power_of_2(columns), 16), _MAX_BLOCK_C)
 
 
-def _quantize_triton(x: Tensor, scale: Tensor) -> Tensor:
-    check_device(x.device)
-    period = row_scale("quantize", "scale", scale, x.shape)
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    if x.numel() == 0:
-        return q
-    rows = rows_of(x)
-    block = min(_block_c(rows.shape[1]), 2048)
-    grid = (rows.shape[0], cdiv(rows.shape[1], block))
-    launch(_quantize_kernel, grid)(rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
+def quantize_triton(x: QuantizeArguments) -> Tensor:
+    """``quantize`` on a GPU."""
+    check_device(x.x.device)
+    period = row_scale("quantize", "scale", x.scale, x.x.shape)
+    q = x.empty_result()
+    if q.numel():
+        rows = rows_of(x.x)
+        block = min(_block_c(rows.shape[1]), 2048)
+        grid = (rows.shape[0], cdiv(rows.shape[1], block))
+        launch(_quantize_kernel, grid)(rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
     return q
 
 
-def _dynamic_quantize_triton(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
-    check_device(x.device)
-    if granularity == "per_tensor" or x.numel() == 0:
-        scale = numerics.dynamic_scale(x, granularity)
-        return _quantize_triton(x, scale), scale
-    q, scale, grid, arguments, constants = _dynamic_launch(x)
+def dynamic_quantize_triton(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """``dynamic_quantize`` on a GPU: one kernel for scales of rows; torch computes that of a whole tensor."""
+    check_device(x.x.device)
+    if _leaves_scale_to_torch(x):
+        scale = numerics.dynamic_scale(*x)
+        return quantize_triton(QuantizeArguments(x.x, scale)), scale
+    q, scale = x.empty_result()
+    grid, arguments, constants = _dynamic_call(x.x, q, scale)
     launch(_dynamic_quantize_kernel, grid)(*arguments, **constants)
     return q, scale
 
 
-def warm_up_dynamic_quantize(device: torch.device, x: Tensor, granularity: ActivationGranularity) -> Any:
-    """Compile what ``dynamic_quantize`` launches for an ``x`` like this, which may lie on "meta", one scale a row.
+def warm_up_dynamic_quantize(device: torch.device, x: DynamicQuantizeArguments) -> Any:
+    """Compile what ``dynamic_quantize_triton`` launches for an ``x`` like this, which may lie on "meta".
 
-    Returns what Triton's ``warmup`` returns, None where nothing is launched or torch computes the scale. ``device`` is
-    the current one: no choice depends on it.
+    None where torch computes the scale or nothing is launched. No choice depends on ``device``.
     """
-    _check_dynamic(x, granularity)
-    if granularity == "per_tensor" or x.numel() == 0:
+    if _leaves_scale_to_torch(x):
         return None
-    _, _, grid, arguments, constants = _dynamic_launch(x)
+    grid, arguments, constants = _dynamic_call(x.x, *x.empty_result())
     return warm_up(_dynamic_quantize_kernel, grid)(*arguments, **constants)
 
 
-def _dynamic_launch(x: Tensor) -> tuple[Tensor, Tensor, tuple[int], tuple[Any, ...], dict[str, Any]]:
-    """Results to be written; grid, arguments and constants of the launch that writes them."""
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+def _leaves_scale_to_torch(x: DynamicQuantizeArguments) -> bool:
+    return x.granularity == "per_tensor" or x.x.numel() == 0
+
+
+def _dynamic_call(
+    x: Tensor, q: Tensor, scale: Tensor
+) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and constants of the launch."""
     rows = rows_of(x)
     block = _block_c(rows.shape[1])
     constants = {"MIN_SCALE": MIN_SCALE, "BLOCK_C": block, "num_warps": 4 if block <= 2048 else 8}
-    return q, scale, (rows.shape[0],), (rows, q, scale, rows.shape[1], rows.stride(0)), constants
+    return (rows.shape[0],), (rows, q, scale, rows.shape[1], rows.stride(0)), constants
 
 
-def _check_quantize(x: Tensor, scale: Tensor) -> None:
-    check_float_input("quantize", x)
-    check_same_device("quantize", x, scale=scale)
-    check_positive_scale("quantize", "scale", scale)
-    row_scale("quantize", "scale", scale, x.shape)
+def _quantize_cpu(x: QuantizeArguments) -> Tensor:
+    check_positive_scale("quantize", "scale", x.scale)
+    row_scale("quantize", "scale", x.scale, x.x.shape)
+    return quantize_ref(*x).contiguous()
 
 
-LIBRARY.define("quantize(Tensor x, Tensor scale) -> Tensor")
-LIBRARY.define("dynamic_quantize(Tensor x, str granularity) -> (Tensor, Tensor)")
-LIBRARY.define("dynamic_quantize.alone(Tensor x, str granularity) -> (Tensor, Tensor)")
-LIBRARY.define("dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor")
-
-
-@torch.library.impl(LIBRARY, "quantize", "CPU")
-def _quantize_cpu(x: Tensor, scale: Tensor) -> Tensor:
-    _check_quantize(x, scale)
-    return quantize_ref(x, scale).contiguous()
-
-
-@cuda_implementation("quantize")
-def _quantize_cuda(x: Tensor, scale: Tensor) -> Tensor:
-    _check_quantize(x, scale)
-    return _quantize_triton(x, scale)
-
-
-@torch.library.register_fake("qframework::quantize", lib=LIBRARY)
-def _quantize_fake(x: Tensor, scale: Tensor) -> Tensor:
-    check_float_input("quantize", x)
-    return x.new_empty(x.shape, dtype=torch.int8)
-
-
-@torch.library.impl(LIBRARY, "dynamic_quantize", "CPU")
-@torch.library.impl(LIBRARY, "dynamic_quantize.alone", "CPU")
-def _dynamic_quantize_cpu(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
-    _check_dynamic(x, granularity)
-    q, scale = dynamic_quantize_ref(x, granularity)
+def _dynamic_quantize_cpu(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
+    q, scale = dynamic_quantize_ref(*x)
     return q.contiguous(), scale.contiguous()
 
 
-@cuda_implementation("dynamic_quantize")
-@cuda_implementation("dynamic_quantize.alone")
-def _dynamic_quantize_cuda(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
-    _check_dynamic(x, granularity)
-    return _dynamic_quantize_triton(x, granularity)
-
-
-@torch.library.register_fake("qframework::dynamic_quantize", lib=LIBRARY)
-@torch.library.register_fake("qframework::dynamic_quantize.alone", lib=LIBRARY)
-def _dynamic_quantize_fake(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
-    _check_dynamic(x, granularity)
-    shape = () if granularity == "per_tensor" else (*x.shape[:-1], 1)
-    return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
-
-
-def _check_dynamic(x: Tensor, granularity: str) -> None:
-    numerics.check_activation_granularity(granularity)
-    check_float_input("dynamic_quantize", x)
-
-
-@torch.library.impl(LIBRARY, "dequantize", "CompositeExplicitAutograd")
-def _dequantize_impl(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    check_dtype("dequantize", "q", q, (torch.int8,))
-    check_same_device("dequantize", q, scale=scale)
-    return dequantize_ref(q, scale, dtype)
-
-
-@torch.library.register_fake("qframework::dequantize", lib=LIBRARY)
-def _dequantize_fake(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.empty_like(q, dtype=dtype)
+QUANTIZE = declare(
+    "quantize(Tensor x, Tensor scale) -> Tensor",
+    QuantizeArguments,
+    cpu=_quantize_cpu,
+    cuda=quantize_triton,
+    fake=QuantizeArguments.empty_result,
+)
+# ``alone`` is not decomposed in a compiled model.
+DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
+    declare(
+        f"{name}(Tensor x, str granularity) -> (Tensor, Tensor)",
+        DynamicQuantizeArguments,
+        cpu=_dynamic_quantize_cpu,
+        cuda=dynamic_quantize_triton,
+        fake=DynamicQuantizeArguments.empty_result,
+        warm_up=warm_up_dynamic_quantize,
+    )
+    for name in ("dynamic_quantize", "dynamic_quantize.alone")
+)
+DEQUANTIZE = declare(
+    "dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor",
+    DequantizeArguments,
+    cpu=lambda x: dequantize_ref(*x),
+    cuda=lambda x: dequantize_ref(*x),
+    fake=lambda x: torch.empty_like(x.q, dtype=x.dtype),
+)
 
 
 def quantize(x: Tensor, scale: Tensor) -> Tensor:

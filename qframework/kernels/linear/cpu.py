@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from qframework import numerics
-from qframework.kernels.linear.arguments import Activation, check_arguments, flat_out_scale
-from qframework.kernels.linear.int8_linear import epilogue_ref, int8_linear_ref
-from qframework.kernels.runtime.checks import check_positive_scale, row_scale, rows_of
+from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
+from qframework.kernels.runtime.checks import check_positive_scale, rows_of
 from qframework.kernels.runtime.operator import LIBRARY
 
 logger = logging.getLogger(__name__)
@@ -111,59 +111,33 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     return _int_mm(a, b) if cpu_implementation() == "int_mm" else _float_product(a, b)
 
 
-@torch.library.impl(LIBRARY, "int8_linear", "CPU")
-def _int8_linear_cpu(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    activation: Activation = "none",
-    residual: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-    check_positive_scale("int8_linear", "b_scale", b_scale)
-    a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
-    shape = torch.Size((*a.shape[:-1], b.shape[0]))
-    if out_scale is not None:
-        check_positive_scale("int8_linear", "out_scale", out_scale)
-        flat_out_scale(out_scale, shape)
-    if 0 in (a.numel(), b.numel()):
-        return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
-    y = _product(rows_of(a).contiguous(), b).float().mul_(b_scale).view(shape)
-    a_scale = a_scale if a_period.numel() > 1 else a_period
-    if bias is None:
+def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
+    """``int8_linear`` on the CPU; raises QFrameworkError for scales that are not positive."""
+    x.check_scales()
+    check_positive_scale("int8_linear", "b_scale", x.b_scale)
+    if x.out_scale is not None:
+        check_positive_scale("int8_linear", "out_scale", x.out_scale)
+    if 0 in (x.a.numel(), x.b.numel()):
+        return int8_linear_ref(x).contiguous()
+    y = _product(rows_of(x.a).contiguous(), x.b).float().mul_(x.b_scale).view(x.shape)
+    a_scale = x.a_scale if x.a_scale.numel() > 1 else x.a_scale.reshape(1)
+    if x.bias is None:
         y.mul_(a_scale)
     else:
-        torch.addcmul(bias.float(), y, a_scale, out=y)
-    y = _activate_in_place(y, activation)
-    if residual is not None:
-        y.add_(residual)
-    return numerics.quantize_in_place(y, out_scale) if out_scale is not None else y.to(out_dtype or torch.float32)
+        torch.addcmul(x.bias.float(), y, a_scale, out=y)
+    y = _activate_in_place(y, x.activation)
+    if x.residual is not None:
+        y.add_(x.residual)
+    return numerics.quantize_in_place(y, x.out_scale) if x.out_scale is not None else y.to(x.result_dtype)
 
 
-def _decomposed(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    activation: Activation = "none",
-    residual: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Any:
+def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:
     """``int8_linear`` on the CPU as the operator ``int8_product`` and torch; whole on other devices."""
-    if a.device.type != "cpu":
+    x = Int8LinearArguments(*args, **kwargs)
+    if x.a.device.type != "cpu":
         return NotImplemented
-    rows = a.reshape(-1, a.shape[-1])
-    acc = torch.ops.qframework.int8_product(rows, b).reshape(*a.shape[:-1], b.shape[0]).float()
-    return epilogue_ref(acc, a_scale, b_scale, bias, activation, residual, out_scale, out_dtype)
-
-
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: _decomposed}
+    acc = torch.ops.qframework.int8_product(x.a.reshape(-1, x.a.shape[-1]), x.b)
+    return epilogue_ref(acc.reshape(x.shape).float(), x)
 
 
 def _activate_in_place(y: Tensor, activation: str) -> Tensor:

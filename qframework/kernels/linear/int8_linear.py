@@ -17,84 +17,28 @@ CUDA: triton.py, its compile-time choices in tiles.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from qframework import numerics
 from qframework.errors import QFrameworkError
-from qframework.kernels.linear.arguments import Activation, check_arguments, result_dtype
-from qframework.kernels.linear.launch import int8_linear_triton
-from qframework.kernels.runtime.launch import cuda_implementation
-from qframework.kernels.runtime.operator import LIBRARY, refuse_transforms
+from qframework.kernels.linear.arguments import Activation, Int8LinearArguments
+from qframework.kernels.linear.cpu import decompose_int8_linear, int8_linear_cpu
+from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
+from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
 
 
-def apply_activation(y: Tensor, activation: str) -> Tensor:
-    """The named activation in torch: ``gelu`` is the erf form, ``gelu_tanh`` the tanh approximation."""
-    if activation == "none":
-        return y
-    if activation == "gelu":
-        return F.gelu(y)
-    if activation == "gelu_tanh":
-        return F.gelu(y, approximate="tanh")
-    return F.relu(y) if activation == "relu" else F.silu(y)
-
-
-def int8_linear_ref(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None = None,
-    activation: Activation = "none",
-    residual: Tensor | None = None,
-    out_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Reference of ``qframework::int8_linear``; the accumulator is float64, exact for every INT32 sum."""
-    acc = (a.double() @ b.double().t()).float()
-    return epilogue_ref(acc, a_scale, b_scale, bias, activation, residual, out_scale, out_dtype)
-
-
-def epilogue_ref(
-    acc: Tensor,
-    a_scale: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    out_scale: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """What follows the product: ``acc (..., N)`` is its INT32 sum as float32."""
-    y = acc * a_scale * b_scale
-    if bias is not None:
-        y = y + bias.float()
-    y = apply_activation(y, activation)
-    if residual is not None:
-        y = y + residual.float()
-    return numerics.quantize(y, out_scale) if out_scale is not None else y.to(out_dtype or torch.float32)
-
-
-LIBRARY.define(
+INT8_LINEAR = declare(
     "int8_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, str activation='none', "
-    "Tensor? residual=None, Tensor? out_scale=None, ScalarType? out_dtype=None) -> Tensor"
+    "Tensor? residual=None, Tensor? out_scale=None, ScalarType? out_dtype=None) -> Tensor",
+    Int8LinearArguments,
+    cpu=int8_linear_cpu,
+    cuda=int8_linear_triton,
+    fake=Int8LinearArguments.empty_result,
+    warm_up=warm_up_int8_linear,
 )
-
-
-@cuda_implementation("int8_linear")
-def _int8_linear_cuda(
-    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
-):
-    return int8_linear_triton(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-
-
-@torch.library.register_fake("qframework::int8_linear", lib=LIBRARY)
-def _int8_linear_fake(
-    a, a_scale, b, b_scale, bias=None, activation="none", residual=None, out_scale=None, out_dtype=None
-):
-    check_arguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
-    return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=result_dtype(out_scale, out_dtype))
 
 
 def _no_backward(ctx, grad):
@@ -145,3 +89,6 @@ def int8_linear(
     """
     refuse_transforms("int8_linear", bias, residual)
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear}

@@ -12,7 +12,7 @@ Reference: ``quantize_weights_ref``. A launch for each weight costs ViT-B 5 perc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ from qframework.errors import UnsupportedError
 from qframework.kernels.quantize import row_scale_of
 from qframework.kernels.runtime.checks import check_dtype
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, warm_up
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import cdiv, launch, warm_up
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
@@ -43,10 +43,43 @@ def places(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-def quantize_weights_ref(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+class QuantizeWeightsArguments(NamedTuple):
+    """The arguments of ``qframework::quantize_weights``."""
+
+    weights: Sequence[Tensor]
+
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(N, K) of each."""
+        return [(weight.shape[0], weight.shape[1]) for weight in self.weights]
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Values and scales before they are computed."""
+        end, scales = places(self.shapes)[-1]
+        like = self.weights[0]
+        return like.new_empty(end, dtype=torch.int8), like.new_empty(scales, dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise UnsupportedError for what the kernel cannot read."""
+        weights = self.weights
+        if not 1 <= len(weights) <= MOST:
+            raise UnsupportedError(f"quantize_weights: weights has {len(weights)} tensors; accepted: 1 to {MOST}")
+        for place, weight in enumerate(weights):
+            check_dtype("quantize_weights", f"weights[{place}]", weight, FLOAT_DTYPES)
+            if weight.ndim != 2 or weight.numel() == 0:
+                raise UnsupportedError(
+                    f"quantize_weights: weights[{place}] has shape {tuple(weight.shape)}; accepted: (N, K), not empty"
+                )
+            if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
+                raise UnsupportedError(
+                    f"quantize_weights: weights[{place}] is {weight.dtype} on {weight.device}, weights[0] is "
+                    f"{weights[0].dtype} on {weights[0].device}; they must agree"
+                )
+
+def quantize_weights_ref(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::quantize_weights``; zeros between the weights, where its kernel writes nothing."""
-    values, scales = (x.zero_() for x in _empty(weights))
-    for weight, (value, scale) in zip(weights, places(_shapes(weights)), strict=False):
+    values, scales = (each.zero_() for each in x.empty_result())
+    for weight, (value, scale) in zip(x.weights, places(x.shapes), strict=False):
         n, k = weight.shape
         q, weight_scale = numerics.quantize_weight(weight)
         values[value : value + n * k] = q.reshape(-1)
@@ -127,79 +160,41 @@ def _quantize_weights_kernel(
             tl.store(values_ptr + value + start + k, round_to_int8(w * inverse), mask=inside)
 
 
-def quantize_weights_triton(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+def quantize_weights_triton(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor]:
     """Launch the kernel."""
-    check_device(weights[0].device)
-    values, scales, grid, arguments, constants = _launch(weights)
+    check_device(x.weights[0].device)
+    values, scales = x.empty_result()
+    grid, arguments, constants = _call(x, values, scales)
     launch(_quantize_weights_kernel, grid)(*arguments, **constants)
     return values, scales
 
 
-def warm_up_quantize_weights(device: torch.device, weights: Sequence[Tensor]) -> Any:
-    """Compile what ``quantize_weights`` launches for weights like these, which may lie on "meta"."""
-    _check(weights)
-    _, _, grid, arguments, constants = _launch(weights)
+def warm_up_quantize_weights(device: torch.device, x: QuantizeWeightsArguments) -> Any:
+    """Compile what ``quantize_weights_triton`` launches for weights like these, which may lie on "meta"."""
+    grid, arguments, constants = _call(x, *x.empty_result())
     return warm_up(_quantize_weights_kernel, grid)(*arguments, **constants)
 
 
-def _launch(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor, tuple[int, int], tuple[Any, ...], dict[str, Any]]:
-    """Results to be written; grid, arguments and constants of the launch that writes them."""
-    values, scales = _empty(weights)
-    missing = MOST - len(weights)
-    pointers = [weight.contiguous() for weight in weights]
-    shapes = _shapes(weights) + [(0, 0)] * missing
-    rows, columns = zip(*shapes, strict=True)
+def _call(
+    x: QuantizeWeightsArguments, values: Tensor, scales: Tensor
+) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
+    """Grid, arguments and constants of the launch."""
+    missing = MOST - len(x.weights)
+    pointers = [weight.contiguous() for weight in x.weights]
+    rows, columns = zip(*(x.shapes + [(0, 0)] * missing), strict=True)
     arguments = (*pointers, *pointers[:1] * missing, values, scales, *rows, *columns)
-    grid = (cdiv(max(rows), _TILE["BLOCK_N"]), len(weights))
     constants = {"MIN_SCALE": MIN_SCALE, "ALIGNMENT": _ALIGNMENT, "EVEN_K": all(k % 16 == 0 for k in columns)}
-    return values, scales, grid, arguments, constants | _TILE
+    return (cdiv(max(rows), _TILE["BLOCK_N"]), len(x.weights)), arguments, constants | _TILE
 
 
-def _empty(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    end, scales = places(_shapes(weights))[-1]
-    like = weights[0]
-    return like.new_empty(end, dtype=torch.int8), like.new_empty(scales, dtype=torch.float32)
-
-
-def _shapes(weights: Sequence[Tensor]) -> list[tuple[int, int]]:
-    return [(weight.shape[0], weight.shape[1]) for weight in weights]
-
-
-def _check(weights: Sequence[Tensor]) -> None:
-    if not 1 <= len(weights) <= MOST:
-        raise UnsupportedError(f"quantize_weights: weights has {len(weights)} tensors; accepted: 1 to {MOST}")
-    for place, weight in enumerate(weights):
-        check_dtype("quantize_weights", f"weights[{place}]", weight, FLOAT_DTYPES)
-        if weight.ndim != 2 or weight.numel() == 0:
-            raise UnsupportedError(
-                f"quantize_weights: weights[{place}] has shape {tuple(weight.shape)}; accepted: (N, K), not empty"
-            )
-        if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
-            raise UnsupportedError(
-                f"quantize_weights: weights[{place}] is {weight.dtype} on {weight.device}, weights[0] is "
-                f"{weights[0].dtype} on {weights[0].device}; they must agree"
-            )
-
-
-LIBRARY.define("quantize_weights(Tensor[] weights) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(LIBRARY, "quantize_weights", "CPU")
-def _quantize_weights_cpu(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    _check(weights)
-    return quantize_weights_ref(weights)
-
-
-@cuda_implementation("quantize_weights")
-def _quantize_weights_cuda(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    _check(weights)
-    return quantize_weights_triton(weights)
-
-
-@torch.library.register_fake("qframework::quantize_weights", lib=LIBRARY)
-def _quantize_weights_fake(weights: list[Tensor]) -> tuple[Tensor, Tensor]:
-    _check(weights)
-    return _empty(weights)
+QUANTIZE_WEIGHTS = declare(
+    "quantize_weights(Tensor[] weights) -> (Tensor, Tensor)",
+    QuantizeWeightsArguments,
+    cpu=quantize_weights_ref,
+    cuda=quantize_weights_triton,
+    fake=QuantizeWeightsArguments.empty_result,
+    warm_up=warm_up_quantize_weights,
+)
 
 
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,35 @@
-"""How an operator is declared: the library of ``torch.ops.qframework``, and what its functions refuse."""
+"""How an operator of ``torch.ops.qframework`` is declared: schema, arguments, implementations.
+
+An operator's arguments are one record, a NamedTuple with the schema's names, types and defaults, whose ``check`` raises
+for what the operator does not accept. ``declare`` builds and checks the record at the dispatcher's boundary and hands
+it whole to every implementation::
+
+    class Arguments(NamedTuple):
+        x: Tensor
+        scale: Tensor
+
+        def check(self) -> None: ...
+
+    SCALE = declare("scale(Tensor x, Tensor scale) -> Tensor", Arguments, cpu=scale_ref, cuda=scale_triton, fake=empty)
+
+A CUDA implementation is replayed, see replay.py: a call of a kind that was recorded builds no record.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.runtime.replay import replayed
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class OperatorLibrary(torch.library.Library):
@@ -39,6 +59,103 @@ def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., 
 
 
 LIBRARY = OperatorLibrary("qframework", "DEF")
+
+
+class Arguments(Protocol):
+    """The arguments of one call of an operator."""
+
+    def check(self) -> None:
+        """Raise QFrameworkError for arguments that the operator does not accept.
+
+        Also called with fake tensors, whose values cannot be read.
+        """
+
+
+A = TypeVar("A", bound=Arguments)
+
+
+class Operator(Generic[A]):
+    """A declared operator. ``cpu``, ``cuda`` and ``fake`` take what the dispatcher passes, the arguments one by one."""
+
+    def __init__(
+        self,
+        name: str,
+        arguments: Callable[..., A],
+        cpu: Callable[[A], Any],
+        cuda: Callable[[A], Any],
+        fake: Callable[[A], Any],
+        warm_up: Callable[[torch.device, A], Any] | None,
+    ) -> None:
+        self.name = name
+        self.arguments = arguments
+        self.warm_up = warm_up
+        self.cpu, self.cuda, self.fake = (_checked(arguments, each) for each in (cpu, cuda, fake))
+        self.replayed = replayed(self.cuda)
+
+
+OPERATORS: dict[str, Operator[Any]] = {}  # by name, with the overload where there is one
+
+
+def operator_of(target: Any) -> Operator[Any] | None:
+    """The declared operator that a node's target, an ``OpOverload``, stands for."""
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "qframework":
+        return None
+    return OPERATORS.get(target._schema.name.partition("::")[2] + ("." + target._schema.overload_name).rstrip("."))
+
+
+def declare(
+    schema: str,
+    arguments: Callable[..., A],
+    *,
+    cpu: Callable[[A], Any],
+    cuda: Callable[[A], Any],
+    fake: Callable[[A], Any],
+    warm_up: Callable[[torch.device, A], Any] | None = None,
+) -> Operator[A]:
+    """Define an operator and register its implementations, all of which take the checked record.
+
+    Args:
+        schema: as for ``torch.library``, without the namespace.
+        arguments: the record's class.
+        cpu: on the CPU; the reference, or something faster that is as exact.
+        cuda: on GPUs, with the first operand's device as the current one: what follows from shapes, strides, dtypes,
+            devices, alignment and other arguments alone, since later calls replay it.
+        fake: results of the right shape, strides, dtype and device, for fake and "meta" tensors.
+        warm_up: compiles what ``cuda`` would launch on a device for operands that may lie on "meta"; returns Triton's
+            kernel or promise of one, None where nothing is launched.
+    """
+    name = schema.partition("(")[0]
+    operator = OPERATORS[name] = Operator(name, arguments, cpu, cuda, fake, warm_up)
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, operator.cpu, "CPU")
+    LIBRARY.impl(name, on_its_device(operator.replayed), "CUDA")
+    torch.library.register_fake(f"qframework::{name}", operator.fake, lib=LIBRARY)
+    return operator
+
+
+def _checked(arguments: Callable[..., A], implementation: Callable[[A], R]) -> Callable[..., R]:
+    @functools.wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> R:
+        record = arguments(*args, **kwargs)
+        record.check()
+        return implementation(record)
+
+    return run
+
+
+def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there."""
+
+    @functools.wraps(implementation)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        first: Any = args[0]
+        device: torch.device = (first[0] if isinstance(first, list) else first).device
+        if device.index == torch.cuda.current_device():
+            return implementation(*args, **kwargs)
+        with torch.cuda.device(device):
+            return implementation(*args, **kwargs)
+
+    return run
 
 
 def transform_in_force(*tensors: Tensor | None) -> str | None:

@@ -1,0 +1,36 @@
+"""The reference of ``qframework::int8_linear`` in plain torch, and its epilogue."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from qframework import numerics
+from qframework.kernels.linear.arguments import Int8LinearArguments
+
+
+def apply_activation(y: Tensor, activation: str) -> Tensor:
+    """The named activation in torch: ``gelu`` is the erf form, ``gelu_tanh`` the tanh approximation."""
+    if activation == "none":
+        return y
+    if activation == "gelu":
+        return F.gelu(y)
+    if activation == "gelu_tanh":
+        return F.gelu(y, approximate="tanh")
+    return F.relu(y) if activation == "relu" else F.silu(y)
+
+
+def int8_linear_ref(x: Int8LinearArguments) -> Tensor:
+    """The accumulator is float64, exact for every INT32 sum."""
+    return epilogue_ref((x.a.double() @ x.b.double().t()).float(), x)
+
+
+def epilogue_ref(acc: Tensor, x: Int8LinearArguments) -> Tensor:
+    """What follows the product: ``acc (..., N)`` is its INT32 sum as float32."""
+    y = acc * x.a_scale * x.b_scale
+    if x.bias is not None:
+        y = y + x.bias.float()
+    y = apply_activation(y, x.activation)
+    if x.residual is not None:
+        y = y + x.residual.float()
+    return numerics.quantize(y, x.out_scale) if x.out_scale is not None else y.to(x.result_dtype)
