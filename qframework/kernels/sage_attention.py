@@ -41,6 +41,7 @@ from qframework.kernels.attention_arguments import (
     default_scale,
     empty_result,
 )
+from qframework.kernels.attention_padding import hidden_keys, without_hidden
 from qframework.kernels.attention_quantize import _attention_quantize_triton, attention_quantize_ref
 from qframework.kernels.attention_reference import quantized_attention_ref
 from qframework.kernels.attention_variants import (
@@ -216,11 +217,25 @@ def _sage_attention(
     call: Canonical = canonical(query, key, value, attn_mask, rel_h, rel_w)
     if call.q.numel() == 0 or call.k.numel() == 0 or value.shape[-1] == 0:
         return empty_result(query, value, query.dtype).zero_(), _empty_lse(query, return_lse).fill_(-torch.inf)
+    call = _seen(call, chosen, smooth_k, is_causal)
     bias = Bias(call.mask, call.rel_h, call.rel_w, is_causal)
     out, lse = _attention(
         call.q, call.k, call.v, bias, chosen, default_scale(query, scale), smooth_k, return_lse, steps
     )
     return out.view(shape), lse.view(shape[:-1]) if lse is not None else _empty_lse(query, False)
+
+
+def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal: bool) -> Canonical:
+    """``call`` without what no query attends to, which must not count in any mean or scale."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if is_causal and keys > queries and call.rel_h is None:
+        mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
+        call = call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
+    hidden = hidden_keys(call.mask, *call.k.shape[:3])
+    if hidden is None:
+        return call
+    k, v = without_hidden(call.k, hidden, smooth_k), without_hidden(call.v, hidden, variant.smooth_v)
+    return call._replace(k=k, v=v)
 
 
 def _empty_lse(query: Tensor, return_lse: bool) -> Tensor:
