@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Keys so far below the largest number of their mask have weight 0, whatever their logits are; float16's lowest is -65504
+# Keys so far below the largest number of their mask have weight 0, whatever the logits; float16's lowest is -65504
 _HIDING = 6e4
 
 

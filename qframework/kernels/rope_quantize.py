@@ -125,9 +125,7 @@ def _rope_quantize_kernel(
     if MODE == "sum":
         sums = q_ptr + ((b * H + h) * tiles + tile) * D
         total_first, total_second = tl.sum(finite_or_zero(first), 0), tl.sum(finite_or_zero(second), 0)
-        store_pairs(
-            sums + one, total_first[None, :], total_second[None, :], one == 0, pairs, INTERLEAVED, 1, BLOCK_P
-        )
+        store_pairs(sums + one, total_first[None, :], total_second[None, :], one == 0, pairs, INTERLEAVED, 1, BLOCK_P)
         if PARTIAL:
             tl.store(sums + r, tl.sum(finite_or_zero(rest), 0), mask=r < D)
     else:

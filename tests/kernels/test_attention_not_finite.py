@@ -125,9 +125,7 @@ def test_rotated_queries_and_keys(implementation, place, granularity, rotary_dim
     assert (q8[..., ROW, :] == -128).all()
     assert q_scale.isfinite().all()
     k8, k_scale = attention_quantize(operands(torch.device("cpu"), 32)[1], None, 1.0, granularity, "key")
-    out, _ = quantized_attention(
-        q8.cpu(), q_scale.cpu(), k8, k_scale, v.cpu(), variant=f"8-{granularity}-fp16-fp32"
-    )
+    out, _ = quantized_attention(q8.cpu(), q_scale.cpu(), k8, k_scale, v.cpu(), variant=f"8-{granularity}-fp16-fp32")
     assert nan_rows(out) == [ROW]
 
 
