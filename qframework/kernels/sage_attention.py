@@ -313,6 +313,7 @@ def _sage_attention_varlen_cpu(
     for q_rows, k_rows in zip(*sequences, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
         if q.numel() and k.numel():
+            q, k, v, *_ = _seen(Canonical(q, k, v, None, None, None), chosen, smooth_k, is_causal)
             bias = Bias(causal=is_causal)
             dense, _ = _attention(q, k, v, bias, chosen, default_scale(query, scale), smooth_k, False, _TORCH)
             out[q_rows] = dense[0].transpose(0, 1)
