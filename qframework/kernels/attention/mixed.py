@@ -79,6 +79,7 @@ def _operands(query, key, value, query_scale, key_scale, value_scale, attn_mask,
         last_contiguous(call.k),
         _per_head(key_scale, call.k, call.k.shape[1]),
         query.shape[-1],
+        marked=False,
     )
     values = Values(last_contiguous(call.v), _per_head(value_scale, call.v, call.v.shape[1]))
     return qk, values, Bias(call.mask, call.rel_h, call.rel_w, is_causal)

@@ -39,6 +39,7 @@ from qframework.kernels.attention.operands import (
     last_contiguous,
     transposes_values,
 )
+from qframework.kernels.attention.padding import hidden_keys, without_hidden
 from qframework.kernels.attention.quantize_qk import _attention_quantize_triton, attention_quantize_ref
 from qframework.kernels.attention.quantize_v import _value_quantize_triton, value_quantize_ref, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -217,11 +218,25 @@ def _sage_attention(
     call: Canonical = canonical(query, key, value, attn_mask, rel_h, rel_w)
     if call.q.numel() == 0 or call.k.numel() == 0 or value.shape[-1] == 0:
         return empty_result(query, value, query.dtype).zero_(), _empty_lse(query, return_lse).fill_(-torch.inf)
+    call = _seen(call, chosen, smooth_k, is_causal)
     bias = Bias(call.mask, call.rel_h, call.rel_w, is_causal)
     out, lse = _attention(
         call.q, call.k, call.v, bias, chosen, default_scale(query, scale), smooth_k, return_lse, steps
     )
     return out.view(shape), lse.view(shape[:-1]) if lse is not None else _empty_lse(query, False)
+
+
+def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal: bool) -> Canonical:
+    """``call`` without what no query attends to, which must not count in any mean or scale."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if is_causal and keys > queries and call.rel_h is None:
+        mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
+        call = call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
+    hidden = hidden_keys(call.mask, *call.k.shape[:3])
+    if hidden is None:
+        return call
+    k, v = without_hidden(call.k, hidden, smooth_k), without_hidden(call.v, hidden, variant.smooth_v)
+    return call._replace(k=k, v=v)
 
 
 def _empty_lse(query: Tensor, return_lse: bool) -> Tensor:
@@ -299,6 +314,7 @@ def _sage_attention_varlen_cpu(
     for q_rows, k_rows in zip(*sequences, strict=True):
         q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
         if q.numel() and k.numel():
+            q, k, v, *_ = _seen(Canonical(q, k, v, None, None, None), chosen, smooth_k, is_causal)
             bias = Bias(causal=is_causal)
             dense, _ = _attention(q, k, v, bias, chosen, default_scale(query, scale), smooth_k, False, _TORCH)
             out[q_rows] = dense[0].transpose(0, 1)

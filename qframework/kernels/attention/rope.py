@@ -24,7 +24,15 @@ from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention.operands import check_offsets, last_contiguous
-from qframework.kernels.attention.quantize_qk import attention_quantize_ref, group_scale, row_amax, to_integers
+from qframework.kernels.attention.quantize_qk import (
+    attention_quantize_ref,
+    finite_or_zero,
+    finite_rows,
+    group_scale,
+    mark_rows,
+    row_amax,
+    to_integers,
+)
 from qframework.kernels.attention.rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
@@ -40,7 +48,8 @@ def rope_mean_ref(
     x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None
 ) -> Tensor:
     """Reference of ``qframework::rope_mean``."""
-    return rope_ref(x, cos, sin, interleaved, rotary_dim).sum(2, keepdim=True) / max(x.shape[2], 1)
+    rotated = rope_ref(x, cos, sin, interleaved, rotary_dim).nan_to_num(0.0, 0.0, 0.0)
+    return rotated.sum(2, keepdim=True) / max(x.shape[2], 1)
 
 
 def rope_quantize_ref(
@@ -86,6 +95,7 @@ def _rope_quantize_kernel(
     PARTIAL: tl.constexpr,  # 2 pairs < D: channels that are not rotated
     HAS_MEAN: tl.constexpr,
     MODE: tl.constexpr,  # "sum"; "scale"; "quantize" with a given scale, SPAN a multiple of TILE; "both", a divisor
+    QUERIES: tl.constexpr,  # rows that hold NaN or infinity are marked, and have no say in scales
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
     MODULO: tl.constexpr,
@@ -116,10 +126,10 @@ def _rope_quantize_kernel(
     one = tl.arange(0, 1)
     if MODE == "sum":
         sums = q_ptr + ((b * H + h) * tiles + tile) * D
-        total_first, total_second = tl.sum(first, 0)[None, :], tl.sum(second, 0)[None, :]
-        store_pairs(sums + one, total_first, total_second, one == 0, pairs, INTERLEAVED, 1, BLOCK_P)
+        total_first, total_second = tl.sum(finite_or_zero(first), 0), tl.sum(finite_or_zero(second), 0)
+        store_pairs(sums + one, total_first[None, :], total_second[None, :], one == 0, pairs, INTERLEAVED, 1, BLOCK_P)
         if PARTIAL:
-            tl.store(sums + r, tl.sum(rest, 0), mask=r < D)
+            tl.store(sums + r, tl.sum(finite_or_zero(rest), 0), mask=r < D)
     else:
         if HAS_MEAN:
             means = mean_ptr + ((b * H + h) * MEANS + (tile * TILE // QUERY_BLOCK if MEANS > 1 else 0)) * D
@@ -137,16 +147,23 @@ def _rope_quantize_kernel(
         if MODE == "quantize":
             row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + (b * H + h) * G + tile * TILE // SPAN)
         else:
-            scale, row_scale = group_scale(amax, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
+            said = finite_rows(amax) if QUERIES else amax
+            scale, row_scale = group_scale(said, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
             g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
             tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
         if MODE != "scale":
             inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
             q_ptrs = q_ptr + (b * H + h) * N * D + n.to(tl.int64) * D
             first, second = to_integers(first, inv_scale, 127), to_integers(second, inv_scale, 127)
+            if QUERIES:
+                every = tl.full((BLOCK_P,), 1, tl.int1)
+                first, second = mark_rows(first, amax, every, 127), mark_rows(second, amax, every, 127)
             store_pairs(q_ptrs, first, second, rows, pairs, INTERLEAVED, TILE, BLOCK_P)
             if PARTIAL:
-                tl.store(q_ptrs[:, None] + r[None, :], to_integers(rest, inv_scale, 127), mask=rest_mask)
+                rest = to_integers(rest, inv_scale, 127)
+                if QUERIES:
+                    rest = mark_rows(rest, amax, r < D, 127)
+                tl.store(q_ptrs[:, None] + r[None, :], rest, mask=rest_mask)
 
 
 def choose_tile(channels: int, span: int) -> tuple[int, int]:
@@ -174,6 +191,7 @@ def _launch(
     scale: Tensor,
     groups: TokenGroups,
     tile: tuple[int, int],
+    role: str = "key",
     factor: float = 1.0,
     mean: Tensor | None = None,
 ) -> None:
@@ -202,6 +220,7 @@ def _launch(
         PARTIAL=rest > 0,
         HAS_MEAN=mean is not None,
         MODE=mode,
+        QUERIES=role == "query",
         SPAN=groups.span,
         GROUPS=groups.groups,
         MODULO=groups.modulo,
@@ -237,13 +256,13 @@ def _rope_quantize_triton(
     mean = mean.contiguous() if mean is not None else None
     tile = choose_tile(x.shape[3], groups.span)
     if groups.span <= tile[0]:
-        _launch(x, rotation, interleaved, "both", q, scale, groups, tile, factor, mean)
+        _launch(x, rotation, interleaved, "both", q, scale, groups, tile, role, factor, mean)
         return q, scale
     tiles = TokenGroups(tile[0])
     partial = scale.new_empty(*x.shape[:2], tiles.count(x.shape[2]))
-    _launch(x, rotation, interleaved, "scale", q, partial, tiles, tile, factor, mean)
+    _launch(x, rotation, interleaved, "scale", q, partial, tiles, tile, role, factor, mean)
     scale = _join_scales(partial, groups, tile[0], granularity)
-    _launch(x, rotation, interleaved, "quantize", q, scale, groups, tile, factor, mean)
+    _launch(x, rotation, interleaved, "quantize", q, scale, groups, tile, role, factor, mean)
     return q, scale
 
 

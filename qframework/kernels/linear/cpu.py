@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qframework import numerics
-from qframework.kernels.linear.arguments import Activation, check_arguments, flat_out_scale
+from qframework.kernels.linear.arguments import Activation, check_arguments, flat_out_scale, is_per_channel
 from qframework.kernels.linear.int8_linear import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, row_scale, rows_of
 from qframework.kernels.runtime.operator import LIBRARY
@@ -128,7 +128,7 @@ def _int8_linear_cpu(
     a_period = row_scale("int8_linear", "a_scale", a_scale, a.shape)
     shape = torch.Size((*a.shape[:-1], b.shape[0]))
     if out_scale is not None:
-        check_positive_scale("int8_linear", "out_scale", out_scale)
+        check_positive_scale("int8_linear", "out_scale", out_scale, signed=is_per_channel(out_scale, b.shape[0]))
         flat_out_scale(out_scale, shape)
     if 0 in (a.numel(), b.numel()):
         return int8_linear_ref(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype).contiguous()
