@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from benchmarks.harness import Record, Results, UnavailableError, WrongResultError, argument_parser, comma_separated
 from benchmarks.timing import Timing
-from qframework.kernels.runtime.launch import cuda_implementations
+from qframework.kernels.runtime.operator import OPERATORS
 
 CALLS, SAMPLES, SMOKE_SAMPLES = 100, 50, 2
 BLOCK_SIZE = [1, 128]
@@ -87,8 +87,7 @@ def check_replay(operator: str, arguments: tuple[Any, ...], fn: Callable[[], Any
 
 
 def as_written(operator: str) -> Callable[..., Any]:
-    written = cuda_implementations[operator]
-    return getattr(written, "__wrapped__", written)
+    return OPERATORS[operator].cuda
 
 
 def identify(operator: str, name: str) -> Record:

@@ -26,8 +26,9 @@ from torch import Tensor
 from benchmarks.int8_linear import SMALL_M
 from benchmarks.machine import describe_machine
 from benchmarks.timing import time_in_graph, time_kernel
-from qframework.kernels.linear.int8_linear import apply_activation
-from qframework.kernels.linear.launch import Operands, Plan, run_plan
+from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.linear.launch import write_result
+from qframework.kernels.linear.reference import apply_activation
 from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Epilogue, Tile
 from qframework.kernels.runtime.chip import chip_of
 from qframework.outputs import output_file
@@ -91,7 +92,7 @@ def problems(chosen: Sequence[int] | None, widths: Sequence[int]) -> Iterator[Pr
             yield from (Problem(m, wide * width, deep * width, kind) for kind in kinds)
 
 
-def make_operands(problem: Problem) -> tuple[Operands, str, torch.dtype]:
+def make_operands(problem: Problem) -> Int8LinearArguments:
     """Random operands, a scale per token where the result is 16 bit without a residual; activation and output dtype."""
     m, n, k, epilogue = problem.m, problem.n, problem.k, problem.epilogue
     a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device="cuda") for size in ((m, k), (n, k)))
@@ -102,11 +103,12 @@ def make_operands(problem: Problem) -> tuple[Operands, str, torch.dtype]:
     narrow = epilogue in ("int8", "activation")
     out_scale = torch.full((1,), 0.03, device="cuda") if narrow else None
     activation = "gelu" if epilogue.startswith("activation") else "none"
-    return (a, a_scale, b, b_scale, bias, residual, out_scale), activation, torch.int8 if narrow else torch.float16
+    out_dtype = None if narrow else torch.float16
+    return Int8LinearArguments(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
 
 
-def expected(operands: Operands, activation: str) -> Tensor:
-    a, a_scale, b, b_scale, bias, residual, out_scale = operands
+def expected(operands: Int8LinearArguments) -> Tensor:
+    a, a_scale, b, b_scale, bias, activation, residual, out_scale, _ = operands
     y = torch._int_mm(a, b.t()).float() * a_scale * b_scale
     y = apply_activation(y if bias is None else y + bias.float(), activation)
     y = y if residual is None else y + residual.float()
@@ -126,11 +128,9 @@ def compile_candidate(job: tuple[Epilogue, Tile, bool]) -> str | None:
     from triton.runtime.errors import OutOfResources
 
     epilogue, tile, even = job
-    operands, activation, out_dtype = make_operands(Problem(256, 512, 512 if even else 768, epilogue))
-    plan = Plan(operands, activation, out_dtype)
-    plan.use(tile, torch.device("cuda", 0))
+    operands = make_operands(Problem(256, 512, 512 if even else 768, epilogue))
     try:
-        run_plan(plan, operands, torch.empty(plan.shape, dtype=out_dtype, device="cuda"))
+        write_result(operands, operands.empty_result(), tile)
     except (OutOfResources, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"[:200]
     return None
@@ -140,22 +140,20 @@ def measure(problem: Problem) -> list[dict[str, Any]]:
     """Every candidate's median in milliseconds, fastest first; wrong and impossible ones are left out and printed."""
     from triton.runtime.errors import OutOfResources
 
-    operands, activation, out_dtype = make_operands(problem)
-    exact = expected(operands, activation) if problem.m > 16 else None
+    operands = make_operands(problem)
+    exact = expected(operands) if problem.m > 16 else None
     rows = []
     for tile in problem.candidates():
-        plan = Plan(operands, activation, out_dtype)
-        plan.use(tile, torch.device("cuda", 0))
-        out = torch.empty(plan.shape, dtype=out_dtype, device="cuda")
+        out = operands.empty_result()
         try:
-            run_plan(plan, operands, out)
+            write_result(operands, out, tile)
         except (OutOfResources, RuntimeError) as error:
             print(f"{problem} {tile}: {type(error).__name__}: {error}"[:200])
             continue
         if exact is not None and not is_right(out, exact):
             print(f"{problem} {tile}: WRONG")
             continue
-        launch = functools.partial(run_plan, plan, operands, out)
+        launch = functools.partial(write_result, operands, out, tile)
         timing = (time_in_graph if problem.m <= SMALL_M else time_kernel)(launch, "cuda", rep_ms=REP_MS)
         rows.append({"tile": tile._asdict(), "ms": round(1e3 * timing.median_s, 5)})
     return sorted(rows, key=lambda row: row["ms"])

@@ -20,8 +20,8 @@ from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import argument, fake_value
-from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.launch import finished
+from qframework.kernels.runtime.operator import Operator, operator_of
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET, triton
 
 logger = logging.getLogger(__name__)

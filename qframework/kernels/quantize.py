@@ -204,9 +204,7 @@ def _leaves_scale_to_torch(x: DynamicQuantizeArguments) -> bool:
     return x.granularity == "per_tensor" or x.x.numel() == 0
 
 
-def _dynamic_call(
-    x: Tensor, q: Tensor, scale: Tensor
-) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
+def _dynamic_call(x: Tensor, q: Tensor, scale: Tensor) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of the launch."""
     rows = rows_of(x)
     block = _block_c(rows.shape[1])
@@ -247,8 +245,7 @@ DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
 DEQUANTIZE = declare(
     "dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor",
     DequantizeArguments,
-    cpu=lambda x: dequantize_ref(*x),
-    cuda=lambda x: dequantize_ref(*x),
+    everywhere=lambda x: dequantize_ref(*x),
     fake=lambda x: torch.empty_like(x.q, dtype=x.dtype),
 )
 

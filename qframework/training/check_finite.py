@@ -6,32 +6,43 @@ are looked at, for a block that holds NaN or infinity has such a scale. The chec
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from qframework.errors import NonFiniteError
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.operator import declare
 from qframework.training.activation import Int8GatedMLP
 from qframework.training.block_tensor import BlockTensor, wrap_blocks
 from qframework.training.function import Int8Function
 
-LIBRARY.define("check_finite(Tensor x, str what) -> Tensor")
+
+class CheckFiniteArguments(NamedTuple):
+    """The arguments of ``qframework::check_finite``."""
+
+    x: Tensor
+    what: str
+
+    def check(self) -> None:
+        """Any tensor will do."""
 
 
-@torch.library.impl(LIBRARY, "check_finite", "CompositeExplicitAutograd")
-def _check_finite(x: Tensor, what: str) -> Tensor:
+def _check_finite(arguments: CheckFiniteArguments) -> Tensor:
     """A copy of ``x`` (any float tensor). Raises NonFiniteError, which starts with ``what``, on NaN or infinity."""
+    x, what = arguments
     if not bool(x.isfinite().all()):
         nan, infinite = int(x.isnan().sum()), int(x.isinf().sum())
         raise NonFiniteError(f"{what}: {nan} NaN and {infinite} infinite of {x.numel()}; accepted: finite values")
     return x.clone()
 
 
-@torch.library.register_fake("qframework::check_finite", lib=LIBRARY)
-def _check_finite_fake(x: Tensor, what: str) -> Tensor:
-    return torch.empty_like(x)
+CHECK_FINITE = declare(
+    "check_finite(Tensor x, str what) -> Tensor",
+    CheckFiniteArguments,
+    everywhere=_check_finite,
+    fake=lambda arguments: torch.empty_like(arguments.x),
+)
 
 
 def _checked(x: Tensor, name: str, what: str) -> Tensor:

@@ -28,19 +28,22 @@ from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import Constants, fake_value
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
-from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
-from qframework.kernels.linear.quantize_weights import _quantize_weights_kernel, quantize_weights_triton
+from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.linear.int8_linear import INT8_LINEAR
+from qframework.kernels.linear.quantize_weights import QUANTIZE_WEIGHTS, _quantize_weights_kernel
 from qframework.kernels.linear.tiles import choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
-from qframework.kernels.quantize import _dynamic_quantize_kernel, _dynamic_quantize_triton, warm_up_dynamic_quantize
+from qframework.kernels.quantize import DYNAMIC_QUANTIZE, _dynamic_quantize_kernel
 from qframework.kernels.runtime import launch as _launch
+from qframework.kernels.runtime.operator import OPERATORS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel, _quantize_weights_kernel)
-# The package has functions of these names.
-QUANTIZE_MODULES = [import_module(f"qframework.kernels.{name}") for name in ("quantize", "linear.quantize_weights")]
+LAUNCHING = [
+    import_module(f"qframework.kernels.{name}") for name in ("quantize", "linear.quantize_weights", "linear.launch")
+]
 CUDA = torch.device("cuda", 0)
 _ours = torch.ops.qframework
 
@@ -83,7 +86,6 @@ def hopper(monkeypatch):
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
         monkeypatch.setattr(kernel, "compile", None, raising=False)  # set by create_binder; put back afterwards
-    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
     monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 132))
     monkeypatch.setattr(
         int8_linear_launch, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
@@ -130,7 +132,7 @@ def compiled(hopper, monkeypatch) -> list[str]:
         return run
 
     monkeypatch.setattr("triton.compiler.compile", compile)
-    for module in QUANTIZE_MODULES:
+    for module in LAUNCHING:
         monkeypatch.setattr(module, "launch", launch)
     return names
 
@@ -188,10 +190,10 @@ def linear_kernels() -> set:
 @pytest.mark.parametrize("name", CASES)
 def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
     operands = complete(CASES[name])
-    warm_up_int8_linear(CUDA, *map(on_meta, operands))
+    INT8_LINEAR.warm_up(CUDA, Int8LinearArguments(*map(on_meta, operands)))
     ahead = linear_kernels()
     assert len(ahead) == len(compiled) == (name != "empty")
-    int8_linear_triton(*operands)
+    INT8_LINEAR.cuda(*operands)
     assert linear_kernels() == ahead
     assert len(compiled) == len(ahead), "compiled again"
 
@@ -199,7 +201,7 @@ def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
 def test_keys_tell_cases_apart(compiled):
     """The test above would pass if all had one key."""
     for operands in CASES.values():
-        int8_linear_triton(*complete(operands))
+        INT8_LINEAR.cuda(*complete(operands))
     assert len(compiled) >= 10
 
 
@@ -207,9 +209,9 @@ def test_keys_tell_cases_apart(compiled):
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32])
 def test_dynamic_quantize_finds_what_was_compiled_ahead(compiled, shape, dtype):
     x = ones(*shape, dtype=dtype)
-    warm_up_dynamic_quantize(CUDA, on_meta(x), "per_token")
+    DYNAMIC_QUANTIZE.warm_up(CUDA, DYNAMIC_QUANTIZE.arguments(on_meta(x), "per_token"))
     assert compiled == ["_dynamic_quantize_kernel"]
-    _dynamic_quantize_triton(x, "per_token")
+    DYNAMIC_QUANTIZE.cuda(x, "per_token")
     assert compiled == ["_dynamic_quantize_kernel"], "compiled again"
 
 
@@ -244,11 +246,11 @@ class Launched(Interpreter):
 
     def call_function(self, target, args, kwargs):
         if target is _ours.int8_linear.default:
-            return int8_linear_triton(*args, **kwargs)
+            return INT8_LINEAR.cuda(*args, **kwargs)
         if target is _ours.dynamic_quantize.alone:
-            return _dynamic_quantize_triton(*args, **kwargs)
+            return DYNAMIC_QUANTIZE.cuda(*args, **kwargs)
         if target is _ours.quantize_weights.default:
-            return quantize_weights_triton(*args, **kwargs)
+            return QUANTIZE_WEIGHTS.cuda(*args, **kwargs)
         return super().call_function(target, args, kwargs)
 
 
@@ -346,7 +348,7 @@ def test_a_failure_is_logged_once_and_left_to_the_launch(compiled, monkeypatch, 
     ]
     assert compiled == ["_int8_linear_kernel"], "the other one"
     monkeypatch.setattr(_int8_linear_kernel, "compile", compile_well)
-    int8_linear_triton(*complete((int8(14, 32), ones(1), int8(64, 32), ones(64), ones(64), "gelu", None, ones(1))))
+    INT8_LINEAR.cuda(*complete((int8(14, 32), ones(1), int8(64, 32), ones(64), ones(64), "gelu", None, ones(1))))
     assert len(compiled) == 2
 
 
@@ -434,10 +436,10 @@ def test_the_first_call_compiles_nothing_again(monkeypatch, name):
     """On a GPU: every kernel of ours is compiled ahead, for what Inductor hands it in the end."""
     import triton
 
-    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
     monkeypatch.setattr(_launch, "_compiled", {})
-    for implementation in _launch.cuda_implementations.values():  # of earlier tests' calls, which would launch unseen
-        implementation.replays.clear()
+    for operator in OPERATORS.values():  # of earlier tests' calls, which would launch unseen
+        if operator.replayed is not None:
+            operator.replayed.replays.clear()
     for kernel in KERNELS:
         monkeypatch.setattr(kernel, "device_caches", defaultdict(kernel.create_binder))
     ahead: dict[str, list[bool]] = defaultdict(list)

@@ -11,7 +11,7 @@ from oracle import UNIT, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import dequantize, dynamic_quantize, quantize
-from qframework.kernels.quantize import _dynamic_quantize_triton, _quantize_triton
+from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -20,12 +20,12 @@ SHAPES = [(197, 768), (2, 7, 123), (1,), (3, 5, 2, 40), (4, 9000), (2, 16384)]
 
 @pytest.fixture
 def static(implementation):
-    return {"cpu": torch.ops.qframework.quantize, "triton": _quantize_triton}[implementation]
+    return {"cpu": torch.ops.qframework.quantize, "triton": QUANTIZE.cuda}[implementation]
 
 
 @pytest.fixture
 def dynamic(implementation):
-    return {"cpu": torch.ops.qframework.dynamic_quantize, "triton": _dynamic_quantize_triton}[implementation]
+    return {"cpu": torch.ops.qframework.dynamic_quantize, "triton": DYNAMIC_QUANTIZE.cuda}[implementation]
 
 
 def sample(place, shape, dtype):

@@ -7,16 +7,127 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention.variants import resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.numerics import FLOAT_DTYPES
 
 MAX_HEAD_DIM = 256
+
+
+class DenseArguments(Protocol):
+    """What the dense attention operators have in common."""
+
+    @property
+    def query(self) -> Tensor: ...
+    @property
+    def key(self) -> Tensor: ...
+    @property
+    def value(self) -> Tensor: ...
+    @property
+    def attn_mask(self) -> Tensor | None: ...
+    @property
+    def is_causal(self) -> bool: ...
+    @property
+    def scale(self) -> float | None: ...
+    @property
+    def enable_gqa(self) -> bool: ...
+    @property
+    def rel_h(self) -> Tensor | None: ...
+    @property
+    def rel_w(self) -> Tensor | None: ...
+
+
+class SageAttentionArguments(NamedTuple):
+    """The arguments of ``qframework::sage_attention``; see :func:`qframework.sage_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    variant: str = "auto"
+    smooth_k: bool = True
+    return_lse: bool = False
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        check_dense(self, "sage_attention", FLOAT_DTYPES)
+        if self.variant != "auto":
+            resolve(self.variant)
+
+    def empty_lse(self) -> Tensor:
+        """The log-sum-exp before it is computed, empty where it is not wanted."""
+        return self.query.new_empty(self.query.shape[:-1] if self.return_lse else (0,), dtype=torch.float32)
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Result and log-sum-exp before they are computed."""
+        return empty_result(self.query, self.value, self.query.dtype), self.empty_lse()
+
+
+class VarlenArguments(NamedTuple):
+    """The arguments of ``qframework::sage_attention_varlen``; see :func:`qframework.sage_attention_varlen`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    is_causal: bool = False
+    scale: float | None = None
+    variant: str = "auto"
+    smooth_k: bool = True
+
+    def empty_result(self) -> Tensor:
+        """The result before it is computed."""
+        return self.query.new_empty((*self.query.shape[:-1], self.value.shape[-1]))
+
+    def sequences(self) -> tuple[list[slice], list[slice]]:
+        """The tokens of each sequence of queries and of keys. Reads the offsets: a synchronization on a GPU."""
+        return (
+            check_sequences("q", self.cu_seqlens_q, self.query.shape[0], self.max_seqlen_q),
+            check_sequences("k", self.cu_seqlens_k, self.key.shape[0], self.max_seqlen_k),
+        )
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError for packed sequences that cannot be right."""
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = self[:7]
+        if self.variant != "auto":
+            resolve(self.variant)
+        name = "sage_attention_varlen"
+        for argument, x in (("query", query), ("key", key), ("value", value)):
+            check_dtype(name, argument, x, FLOAT_DTYPES)
+            if x.ndim != 3 or x.dtype != query.dtype or not 1 <= x.shape[2] <= MAX_HEAD_DIM:
+                raise UnsupportedError(
+                    f"{name}: {argument} has shape {tuple(x.shape)} and dtype {x.dtype}; accepted: (tokens, heads, "
+                    f"head dimension up to {MAX_HEAD_DIM}) of query's dtype {query.dtype}"
+                )
+        if key.shape[:2] != value.shape[:2] or key.shape[2] != query.shape[2] or query.shape[1] % max(key.shape[1], 1):
+            raise QFrameworkError(
+                f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
+                "fit; accepted: the same head dimension, and key heads that divide the query heads"
+            )
+        check_same_device(name, query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+        for argument, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            check_dtype(name, argument, starts, (torch.int32,))
+            if starts.ndim != 1 or starts.shape != cu_seqlens_q.shape or starts.shape[0] < 2:
+                raise QFrameworkError(
+                    f"{name}: {argument} has shape {tuple(starts.shape)}; accepted: (sequences + 1,), the same for both"
+                )
+        for argument, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+            if longest < 0:
+                raise QFrameworkError(f"{name}: {argument}={longest}; accepted: the length of the longest sequence")
 
 
 class Canonical(NamedTuple):
@@ -30,16 +141,15 @@ class Canonical(NamedTuple):
     rel_w: Tensor | None
 
 
-def canonical(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None
-) -> Canonical:
+def canonical(x: DenseArguments) -> Canonical:
     """3-D to 5-D tensors as 4-D; a view wherever one exists."""
-    lead = _lead(query)  # checked: key and value broadcast to it
+    lead = _lead(x.query)  # checked: key and value broadcast to it
     q, k, v = (
-        _four(x if _lead(x) == lead else x.expand(*lead, *x.shape[len(lead) :]), lead) for x in (query, key, value)
+        _four(t if _lead(t) == lead else t.expand(*lead, *t.shape[len(lead) :]), lead)
+        for t in (x.query, x.key, x.value)
     )
-    mask = _four_broadcasting(attn_mask, query.ndim, lead, periodic=True)
-    rel_h, rel_w = (_four_broadcasting(x, query.ndim, lead) for x in (rel_h, rel_w))
+    mask = _four_broadcasting(x.attn_mask, x.query.ndim, lead, periodic=True)
+    rel_h, rel_w = (_four_broadcasting(t, x.query.ndim, lead) for t in (x.rel_h, x.rel_w))
     return Canonical(q, k, v, mask, rel_h, rel_w)
 
 
@@ -93,19 +203,12 @@ def empty_result(query: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     return out if query.ndim > 3 else out.squeeze(1)
 
 
-def check_sage_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    enable_gqa: bool,
-    rel_h: Tensor | None,
-    rel_w: Tensor | None,
-    name: str = "sage_attention",
-    dtypes: tuple[torch.dtype, ...] = FLOAT_DTYPES,
-) -> None:
+def check_dense(call: DenseArguments, name: str, dtypes: tuple[torch.dtype, ...]) -> None:
     """Raise UnsupportedError or QFrameworkError for what the kernels cannot do, naming the argument."""
+    query, key, value, attn_mask, rel_h, rel_w = (
+        *(call.query, call.key, call.value),
+        *(call.attn_mask, call.rel_h, call.rel_w),
+    )
     for argument, x in (("query", query), ("key", key), ("value", value)):
         check_dtype(name, argument, x, dtypes)
         if x.dtype != query.dtype:
@@ -134,7 +237,7 @@ def check_sage_arguments(
             f"{name}: key and value have batch {tuple(lead)} but query has {tuple(_lead(query))}; accepted: the "
             "same or 1"
         )
-    _check_heads(name, query, key, value, enable_gqa)
+    _check_heads(name, query, key, value, call.enable_gqa)
     logits = (*query.shape[:-1], key.shape[-2])
     if attn_mask is not None:
         check_dtype(name, "attn_mask", attn_mask, (torch.bool, *FLOAT_DTYPES))
@@ -184,41 +287,6 @@ def _check_relative(name: str, rel_h: Tensor | None, rel_w: Tensor | None, logit
         raise QFrameworkError(
             f"{name}: rel_h and rel_w cover {rel_h.shape[-1]} x {rel_w.shape[-1]} keys; accepted: {logits[-1]} together"
         )
-
-
-def check_varlen_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> None:
-    """Raise UnsupportedError or QFrameworkError for packed sequences that cannot be right."""
-    name = "sage_attention_varlen"
-    for argument, x in (("query", query), ("key", key), ("value", value)):
-        check_dtype(name, argument, x, FLOAT_DTYPES)
-        if x.ndim != 3 or x.dtype != query.dtype or not 1 <= x.shape[2] <= MAX_HEAD_DIM:
-            raise UnsupportedError(
-                f"{name}: {argument} has shape {tuple(x.shape)} and dtype {x.dtype}; accepted: (tokens, heads, head "
-                f"dimension up to {MAX_HEAD_DIM}) of query's dtype {query.dtype}"
-            )
-    if key.shape[:2] != value.shape[:2] or key.shape[2] != query.shape[2] or query.shape[1] % max(key.shape[1], 1):
-        raise QFrameworkError(
-            f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not fit; "
-            "accepted: the same head dimension, and key heads that divide the query heads"
-        )
-    check_same_device(name, query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    for argument, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        check_dtype(name, argument, starts, (torch.int32,))
-        if starts.ndim != 1 or starts.shape != cu_seqlens_q.shape or starts.shape[0] < 2:
-            raise QFrameworkError(
-                f"{name}: {argument} has shape {tuple(starts.shape)}; accepted: (sequences + 1,), the same for both"
-            )
-    for argument, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        if longest < 0:
-            raise QFrameworkError(f"{name}: {argument}={longest}; accepted: the length of the longest sequence")
 
 
 def check_sequences(side: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[slice]:

@@ -28,13 +28,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import qframework.kernels.attention.pipeline  # noqa: F401  (defines the operators)
+import qframework.kernels.attention.pipeline  # noqa: F401  (declares the operators)
 from qframework.errors import UnsupportedError
-from qframework.kernels.attention.arguments import cast_mask, check_sequences
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.attention.arguments import (
+    SageAttentionArguments,
+    VarlenArguments,
+    cast_mask,
+    check_sequences,
+)
+from qframework.kernels.runtime.operator import LIBRARY, declare
 from qframework.numerics import exact_matmul
 
-_ARGUMENTS = 12  # of sage_attention
+_ARGUMENTS = len(SageAttentionArguments._fields)
 _VARLEN_INPUTS = 3
 
 
@@ -200,26 +205,41 @@ def _recompute(
 # Dense ----------------------------------------------------------------------------------------------------------------
 
 
-def _sage_attention_backward(
-    grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
-):
-    inputs = _Inputs(query, key, value, attn_mask, rel_h, rel_w)
-    return _recompute(grad_out, grad_lse, inputs, _Settings(is_causal, scale, enable_gqa), needed)
+class BackwardArguments(NamedTuple):
+    """The arguments of ``qframework::sage_attention_backward``."""
+
+    grad_out: Tensor | None
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None
+    rel_h: Tensor | None
+    rel_w: Tensor | None
+    is_causal: bool
+    scale: float | None
+    enable_gqa: bool
+    needed: list[bool]
+
+    def check(self) -> None:
+        """Autograd calls this operator, with inputs that were checked."""
 
 
-def _sage_attention_backward_fake(
-    grad_out, grad_lse, query, key, value, attn_mask, rel_h, rel_w, is_causal, scale, enable_gqa, needed
-):
-    inputs = (query, key, value, attn_mask, rel_h, rel_w)
+def _sage_attention_backward(x: BackwardArguments) -> list[Tensor]:
+    settings = _Settings(x.is_causal, x.scale, x.enable_gqa)
+    return _recompute(x.grad_out, x.grad_lse, _Inputs(*x[2:8]), settings, x.needed)
+
+
+def _empty_gradients(inputs: Sequence[Any], needed: list[bool]) -> list[Tensor]:
     return [t.new_empty(t.shape) for t, need in zip(inputs, needed, strict=True) if need]
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    query, key, value, attn_mask, is_causal, scale, enable_gqa, _, _, return_lse, rel_h, rel_w = inputs
+    x = SageAttentionArguments(*inputs)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(query, key, value, attn_mask, rel_h, rel_w)
-    ctx.settings = _Settings(is_causal, scale, enable_gqa)
-    ctx.return_lse = return_lse
+    ctx.save_for_backward(x.query, x.key, x.value, x.attn_mask, x.rel_h, x.rel_w)
+    ctx.settings = _Settings(x.is_causal, x.scale, x.enable_gqa)
+    ctx.return_lse = x.return_lse
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -245,31 +265,46 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
 # Packed sequences -----------------------------------------------------------------------------------------------------
 
 
-def _sage_attention_varlen_backward(grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed):
+class VarlenBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::sage_attention_varlen_backward``."""
+
+    grad_out: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    is_causal: bool
+    scale: float | None
+    needed: list[bool]
+
+    def check(self) -> None:
+        """Autograd calls this operator, with inputs that were checked."""
+
+
+def _sage_attention_varlen_backward(x: VarlenBackwardArguments) -> list[Tensor]:
     """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
-    settings = _Settings(is_causal, scale, True)
-    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)]
-    sequences = check_sequences("q", cu_seqlens_q, query.shape[0]), check_sequences("k", cu_seqlens_k, key.shape[0])
+    settings = _Settings(x.is_causal, x.scale, True)
+    inputs = (x.query, x.key, x.value)
+    found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
+    sequences = (
+        check_sequences("q", x.cu_seqlens_q, x.query.shape[0]),
+        check_sequences("k", x.cu_seqlens_k, x.key.shape[0]),
+    )
     for q, k in zip(*sequences, strict=True):
-        heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in ((query, q), (key, k), (value, k)))
-        grad = grad_out[q].transpose(0, 1).unsqueeze(0)
-        gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*needed, False, False, False]))
-        for total, tokens, need in zip(found, (q, k, k), needed, strict=True):
+        heads = (t[tokens].transpose(0, 1).unsqueeze(0) for t, tokens in zip(inputs, (q, k, k), strict=True))
+        grad = x.grad_out[q].transpose(0, 1).unsqueeze(0)
+        gradients = iter(_recompute(grad, None, _Inputs(*heads), settings, [*x.needed, False, False, False]))
+        for total, tokens, need in zip(found, (q, k, k), x.needed, strict=True):
             if need:
                 total[tokens] = next(gradients).squeeze(0).transpose(0, 1)
-    return [total for total, need in zip(found, needed, strict=True) if need]
-
-
-def _sage_attention_varlen_backward_fake(
-    grad_out, query, key, value, cu_seqlens_q, cu_seqlens_k, is_causal, scale, needed
-):
-    return [t.new_empty(t.shape) for t, need in zip((query, key, value), needed, strict=True) if need]
+    return [total for total, need in zip(found, x.needed, strict=True) if need]
 
 
 def _save_varlen_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, key, value, cu_seqlens_q, cu_seqlens_k, _, _, is_causal, scale, *_ = inputs
-    ctx.save_for_backward(query, key, value, cu_seqlens_q, cu_seqlens_k)
-    ctx.settings = (is_causal, scale)
+    x = VarlenArguments(*inputs)
+    ctx.save_for_backward(x.query, x.key, x.value, x.cu_seqlens_q, x.cu_seqlens_k)
+    ctx.settings = (x.is_causal, x.scale)
 
 
 def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
@@ -286,21 +321,21 @@ def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return (*(next(found) if need else None for need in needed), *(None,) * (passed - _VARLEN_INPUTS))
 
 
-LIBRARY.define(
+SAGE_ATTENTION_BACKWARD = declare(
     "sage_attention_backward(Tensor? grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor? attn_mask, Tensor? rel_h, Tensor? rel_w, bool is_causal, float? scale, bool enable_gqa, bool[] needed) "
-    "-> Tensor[]"
+    "-> Tensor[]",
+    BackwardArguments,
+    everywhere=_sage_attention_backward,
+    fake=lambda x: _empty_gradients(x[2:8], x.needed),
 )
-LIBRARY.define(
+SAGE_ATTENTION_VARLEN_BACKWARD = declare(
     "sage_attention_varlen_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, "
-    "Tensor cu_seqlens_k, bool is_causal, float? scale, bool[] needed) -> Tensor[]"
+    "Tensor cu_seqlens_k, bool is_causal, float? scale, bool[] needed) -> Tensor[]",
+    VarlenBackwardArguments,
+    everywhere=_sage_attention_varlen_backward,
+    fake=lambda x: _empty_gradients((x.query, x.key, x.value), x.needed),
 )
-for _name, _implementation, _fake in (
-    ("sage_attention_backward", _sage_attention_backward, _sage_attention_backward_fake),
-    ("sage_attention_varlen_backward", _sage_attention_varlen_backward, _sage_attention_varlen_backward_fake),
-):
-    torch.library.impl(LIBRARY, _name, "CompositeExplicitAutograd")(_implementation)
-    torch.library.register_fake(f"qframework::{_name}", _fake, lib=LIBRARY)
 torch.library.register_autograd("qframework::sage_attention", _backward, setup_context=_save_inputs, lib=LIBRARY)
 torch.library.register_autograd(
     "qframework::sage_attention_varlen", _varlen_backward, setup_context=_save_varlen_inputs, lib=LIBRARY

@@ -12,25 +12,83 @@ Reference: ``attention_reference.quantized_attention_ref``. CPU: PyTorch's atten
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from qframework import numerics
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.arguments import canonical, check_sage_arguments, default_scale, empty_result
+from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cuda_implementation
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.operator import declare
 from qframework.numerics import FLOAT_DTYPES
 
 _NAME = "mixed_attention"
 _VARIANT = AttentionVariant(8, "per_head", "int8_dequantized")
+
+
+class MixedAttentionArguments(NamedTuple):
+    """The arguments of ``qframework::mixed_attention``; see :func:`mixed_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    query_scale: Tensor
+    key_scale: Tensor
+    value_scale: Tensor
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    out_scale: Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+
+    @property
+    def result_dtype(self) -> torch.dtype:
+        """int8 where the result is quantized, else what was asked for, float16 by default."""
+        return torch.int8 if self.out_scale is not None else self.out_dtype or torch.float16
+
+    def empty_result(self) -> Tensor:
+        """The result before it is computed."""
+        return empty_result(self.query, self.value, self.result_dtype)
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        check_dense(self, _NAME, (torch.int8,))
+        query, key, value, query_scale, key_scale, value_scale = self[:6]
+        out_scale, out_dtype = self.out_scale, self.out_dtype
+        scales = {
+            "query_scale": query_scale,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "out_scale": out_scale,
+        }
+        check_same_device(_NAME, query, **scales)
+        for (argument, scale), x in zip(scales.items(), (query, key, value, query), strict=True):
+            if scale is None:
+                continue
+            check_dtype(_NAME, argument, scale, (torch.float32,))
+            heads = _heads(x)
+            if scale.shape not in ((), (1,), (heads, 1, 1)):
+                raise QFrameworkError(
+                    f"{_NAME}: {argument} has shape {tuple(scale.shape)}; accepted: () or (1,) per tensor, ({heads}, "
+                    "1, 1) per head"
+                )
+        if out_scale is not None and out_dtype not in (None, torch.int8):
+            raise UnsupportedError(f"{_NAME}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
+        if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
+            raise UnsupportedError(
+                f"{_NAME}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
+            )
 
 
 def _heads(x: Tensor) -> int:
@@ -42,46 +100,17 @@ def _per_head(scale: Tensor, x: Tensor, heads: int) -> Tensor:
     return scale.reshape(1, -1, 1).expand(x.shape[0], heads, 1).contiguous()
 
 
-def _check(
-    query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
-    rel_h, rel_w,
-) -> None:  # fmt: skip
-    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w, _NAME, dtypes=(torch.int8,))
-    scales = {"query_scale": query_scale, "key_scale": key_scale, "value_scale": value_scale, "out_scale": out_scale}
-    check_same_device(_NAME, query, **scales)
-    for (argument, scale), x in zip(scales.items(), (query, key, value, query), strict=True):
-        if scale is None:
-            continue
-        check_dtype(_NAME, argument, scale, (torch.float32,))
-        heads = _heads(x)
-        if scale.shape not in ((), (1,), (heads, 1, 1)):
-            raise QFrameworkError(
-                f"{_NAME}: {argument} has shape {tuple(scale.shape)}; accepted: () or (1,) per tensor, ({heads}, 1, 1) "
-                "per head"
-            )
-    if out_scale is not None and out_dtype not in (None, torch.int8):
-        raise UnsupportedError(f"{_NAME}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
-    if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
-        raise UnsupportedError(
-            f"{_NAME}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
-        )
-
-
-def _result_dtype(out_scale: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    return torch.int8 if out_scale is not None else out_dtype or torch.float16
-
-
-def _operands(query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w):
-    call = canonical(query, key, value, attn_mask, rel_h, rel_w)
+def _operands(x: MixedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
+    call = canonical(x)
     qk = QuantizedQK(
         last_contiguous(call.q),
-        _per_head(query_scale, call.q, call.q.shape[1]),
+        _per_head(x.query_scale, call.q, call.q.shape[1]),
         last_contiguous(call.k),
-        _per_head(key_scale, call.k, call.k.shape[1]),
-        query.shape[-1],
+        _per_head(x.key_scale, call.k, call.k.shape[1]),
+        x.query.shape[-1],
     )
-    values = Values(last_contiguous(call.v), _per_head(value_scale, call.v, call.v.shape[1]))
-    return qk, values, Bias(call.mask, call.rel_h, call.rel_w, is_causal)
+    values = Values(last_contiguous(call.v), _per_head(x.value_scale, call.v, call.v.shape[1]))
+    return qk, values, Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
 
 
 def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: float) -> Tensor:
@@ -104,70 +133,43 @@ def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: fl
     return out.float() * values.scale.repeat_interleave(group, dim=1)[..., None]
 
 
-LIBRARY.define(
-    "mixed_attention(Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
-    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False, Tensor? out_scale=None, "
-    "ScalarType? out_dtype=None, Tensor? rel_h=None, Tensor? rel_w=None) -> Tensor"
-)
-
-
-@torch.library.impl(LIBRARY, "mixed_attention", "CPU")
-def _mixed_attention_cpu(
-    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
-    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
-):  # fmt: skip
-    _check(
-        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
-        rel_h, rel_w,
-    )  # fmt: skip
-    result = empty_result(query, value, _result_dtype(out_scale, out_dtype))
-    if result.numel() == 0 or key.numel() == 0:
+def mixed_attention_cpu(x: MixedAttentionArguments) -> Tensor:
+    """Through PyTorch's attention; with relative positions the kernel's reference."""
+    result = x.empty_result()
+    if result.numel() == 0 or x.key.numel() == 0:
         return result.zero_()
-    qk, values, bias = _operands(
-        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w
-    )
-    logit_scale = default_scale(query, scale)
-    if rel_h is None:
+    qk, values, bias = _operands(x)
+    logit_scale = default_scale(x.query, x.scale)
+    if x.rel_h is None:
         out = _float_products(qk, values, bias, logit_scale)
     else:
         out, _ = quantized_attention_ref(qk, values, bias, _VARIANT, logit_scale * LOG2_E)
-    if out_scale is not None:
-        out = numerics.quantize(out, out_scale)
+    if x.out_scale is not None:
+        out = numerics.quantize(out, x.out_scale)
     return result.copy_(out.view(result.shape))
 
 
-@cuda_implementation("mixed_attention")
-def _mixed_attention_triton(
-    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
-    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
-):  # fmt: skip
-    _check(
-        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
-        rel_h, rel_w,
-    )  # fmt: skip
-    check_device(query.device)
-    dtype = _result_dtype(out_scale, out_dtype)
-    if query.numel() == 0 or key.numel() == 0:
-        return empty_result(query, value, dtype).zero_()
-    qk, values, bias = _operands(
-        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, rel_h, rel_w
-    )
-    logit_scale = default_scale(query, scale) * LOG2_E
-    scale_of_out = out_scale.reshape(-1) if out_scale is not None else None
-    out, _ = quantized_attention_triton(qk, values, bias, _VARIANT, logit_scale, dtype, scale_of_out)
-    return out.view(*query.shape[:-1], value.shape[-1])
+def mixed_attention_triton(x: MixedAttentionArguments) -> Tensor:
+    """On a GPU."""
+    check_device(x.query.device)
+    if x.query.numel() == 0 or x.key.numel() == 0:
+        return x.empty_result().zero_()
+    qk, values, bias = _operands(x)
+    logit_scale = default_scale(x.query, x.scale) * LOG2_E
+    out_scale = x.out_scale.reshape(-1) if x.out_scale is not None else None
+    out, _ = quantized_attention_triton(qk, values, bias, _VARIANT, logit_scale, x.result_dtype, out_scale)
+    return out.view(*x.query.shape[:-1], x.value.shape[-1])
 
 
-@torch.library.register_fake("qframework::mixed_attention", lib=LIBRARY)
-def _mixed_attention_fake(
-    query, key, value, query_scale, key_scale, value_scale, attn_mask=None, is_causal=False, scale=None,
-    enable_gqa=False, out_scale=None, out_dtype=None, rel_h=None, rel_w=None,
-):  # fmt: skip
-    _check(
-        query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, enable_gqa, out_scale, out_dtype,
-        rel_h, rel_w,
-    )  # fmt: skip
-    return empty_result(query, value, _result_dtype(out_scale, out_dtype))
+MIXED_ATTENTION = declare(
+    "mixed_attention(Tensor query, Tensor key, Tensor value, Tensor query_scale, Tensor key_scale, Tensor value_scale, "
+    "Tensor? attn_mask=None, bool is_causal=False, float? scale=None, bool enable_gqa=False, Tensor? out_scale=None, "
+    "ScalarType? out_dtype=None, Tensor? rel_h=None, Tensor? rel_w=None) -> Tensor",
+    MixedAttentionArguments,
+    cpu=mixed_attention_cpu,
+    cuda=mixed_attention_triton,
+    fake=MixedAttentionArguments.empty_result,
+)
 
 
 def mixed_attention(

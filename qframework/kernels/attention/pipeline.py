@@ -20,15 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.arguments import (
-    Canonical,
-    canonical,
-    check_sage_arguments,
-    check_sequences,
-    check_varlen_arguments,
-    default_scale,
-    empty_result,
-)
+from qframework.kernels.attention.arguments import SageAttentionArguments, VarlenArguments, canonical, default_scale
 from qframework.kernels.attention.operands import (
     LOG2_E,
     AttentionShape,
@@ -39,8 +31,8 @@ from qframework.kernels.attention.operands import (
     last_contiguous,
     transposes_values,
 )
-from qframework.kernels.attention.quantize_qk import _attention_quantize_triton, attention_quantize_ref
-from qframework.kernels.attention.quantize_v import _value_quantize_triton, value_quantize_ref, values_in_fp16
+from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
+from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
@@ -55,8 +47,7 @@ from qframework.kernels.attention.variants import (
     values_dtype,
 )
 from qframework.kernels.runtime.chip import capability_of, check_device
-from qframework.kernels.runtime.launch import cuda_implementation
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.operator import declare
 
 
 class _Steps(NamedTuple):
@@ -82,10 +73,10 @@ def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
 _TORCH = _Steps(
     lambda x, starts, longest: block_statistics_ref(x).sum,
     lambda q_mean, k, k_mean, starts, longest: row_bias_ref(q_mean, k, k_mean),
-    lambda x, mean, factor, variant, role, starts, longest: attention_quantize_ref(
+    lambda x, mean, factor, variant, role, starts, longest: quantize_tokens_ref(
         x, mean, factor, variant.granularity, role, variant.qk_bits
     ),
-    lambda v, kind, v_range, smooth, starts, longest: value_quantize_ref(v, kind, v_range, smooth),
+    lambda v, kind, v_range, smooth, starts, longest: quantize_values_ref(v, kind, v_range, smooth),
     _attend_ref,
     fuses=False,
 )
@@ -94,10 +85,10 @@ _TRITON = _Steps(
         _block_statistics_triton(last_contiguous(x), AttentionShape.of(x, starts, longest), extremes=False).sum
     ),
     row_bias_triton,
-    lambda x, mean, factor, variant, role, starts, longest: _attention_quantize_triton(
+    lambda x, mean, factor, variant, role, starts, longest: quantize_tokens_triton(
         x, mean, factor, variant.granularity, role, variant.qk_bits, starts, longest
     ),
-    _value_quantize_triton,
+    quantize_values_triton,
     _attend_triton,
     fuses=True,
 )
@@ -148,7 +139,7 @@ def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, leng
     k_mean = None
     if smooth_k and not smooth_within:
         k_mean = _TRITON.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
-    k8, k_scale = _attention_quantize_triton(
+    k8, k_scale = quantize_tokens_triton(
         k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
     )
     return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1])
@@ -208,126 +199,81 @@ def _variant_for(query: Tensor, queries: int, keys: int, variant: str) -> Attent
     return resolve(variant)
 
 
-def _sage_attention(
-    steps, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
-):
-    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w)
-    chosen = _variant_for(query, query.shape[-2], key.shape[-2], variant)
-    shape = (*query.shape[:-1], value.shape[-1])
-    call: Canonical = canonical(query, key, value, attn_mask, rel_h, rel_w)
-    if call.q.numel() == 0 or call.k.numel() == 0 or value.shape[-1] == 0:
-        return empty_result(query, value, query.dtype).zero_(), _empty_lse(query, return_lse).fill_(-torch.inf)
-    bias = Bias(call.mask, call.rel_h, call.rel_w, is_causal)
-    out, lse = _attention(
-        call.q, call.k, call.v, bias, chosen, default_scale(query, scale), smooth_k, return_lse, steps
-    )
-    return out.view(shape), lse.view(shape[:-1]) if lse is not None else _empty_lse(query, False)
+def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, Tensor]:
+    chosen = _variant_for(x.query, x.query.shape[-2], x.key.shape[-2], x.variant)
+    shape = (*x.query.shape[:-1], x.value.shape[-1])
+    call = canonical(x)
+    if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
+        out, lse = x.empty_result()
+        return out.zero_(), lse.fill_(-torch.inf)
+    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
+    scale = default_scale(x.query, x.scale)
+    result, sums = _attention(call.q, call.k, call.v, bias, chosen, scale, x.smooth_k, x.return_lse, steps)
+    return result.view(shape), sums.view(shape[:-1]) if sums is not None else x.empty_lse()
 
 
-def _empty_lse(query: Tensor, return_lse: bool) -> Tensor:
-    return query.new_empty(query.shape[:-1] if return_lse else (0,), dtype=torch.float32)
+def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
+    """``sage_attention`` over the references of its steps."""
+    return _sage_attention(x, _TORCH)
 
 
-LIBRARY.define(
+def sage_attention_triton(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
+    """``sage_attention`` on a GPU."""
+    check_device(x.query.device)
+    return _sage_attention(x, _TRITON)
+
+
+SAGE_ATTENTION = declare(
     "sage_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, bool is_causal=False, "
     "float? scale=None, bool enable_gqa=False, str variant='auto', bool smooth_k=True, bool return_lse=False, "
-    "Tensor? rel_h=None, Tensor? rel_w=None) -> (Tensor, Tensor)"
+    "Tensor? rel_h=None, Tensor? rel_w=None) -> (Tensor, Tensor)",
+    SageAttentionArguments,
+    cpu=sage_attention_cpu,
+    cuda=sage_attention_triton,
+    fake=SageAttentionArguments.empty_result,
 )
-
-
-@torch.library.impl(LIBRARY, "sage_attention", "CPU")
-def _sage_attention_cpu(
-    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
-    return_lse=False, rel_h=None, rel_w=None,
-):  # fmt: skip
-    return _sage_attention(
-        _TORCH, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
-    )
-
-
-@cuda_implementation("sage_attention")
-def _sage_attention_triton(
-    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
-    return_lse=False, rel_h=None, rel_w=None,
-):  # fmt: skip
-    check_device(query.device)
-    return _sage_attention(
-        _TRITON, query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse, rel_h, rel_w
-    )
-
-
-@torch.library.register_fake("qframework::sage_attention", lib=LIBRARY)
-def _sage_attention_fake(
-    query, key, value, attn_mask=None, is_causal=False, scale=None, enable_gqa=False, variant="auto", smooth_k=True,
-    return_lse=False, rel_h=None, rel_w=None,
-):  # fmt: skip
-    check_sage_arguments(query, key, value, attn_mask, is_causal, enable_gqa, rel_h, rel_w)
-    if variant != "auto":
-        resolve(variant)
-    return empty_result(query, value, query.dtype), _empty_lse(query, return_lse)
 
 
 # Packed sequences -----------------------------------------------------------------------------------------------------
-
-LIBRARY.define(
-    "sage_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal=False, float? scale=None, str variant='auto', "
-    "bool smooth_k=True) -> Tensor"
-)
-
 
 # On a GPU a look at the offsets would cost every call a synchronization; the kernels cut off what lies outside.
 _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 
-def _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-    return (
-        check_sequences("q", cu_seqlens_q, query.shape[0], max_seqlen_q),
-        check_sequences("k", cu_seqlens_k, key.shape[0], max_seqlen_k),
-    )
-
-
-@torch.library.impl(LIBRARY, "sage_attention_varlen", "CPU")
-def _sage_attention_varlen_cpu(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
-    variant="auto", smooth_k=True,
-):  # fmt: skip
-    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
-    out = query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    sequences = _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    for q_rows, k_rows in zip(*sequences, strict=True):
-        q, k, v = (x.transpose(0, 1)[None] for x in (query[q_rows], key[k_rows], value[k_rows]))
+def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
+    """``sage_attention_varlen``, one sequence after another."""
+    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant)
+    out = x.empty_result().zero_()
+    scale = default_scale(x.query, x.scale)
+    for q_rows, k_rows in zip(*x.sequences(), strict=True):
+        q, k, v = (t.transpose(0, 1)[None] for t in (x.query[q_rows], x.key[k_rows], x.value[k_rows]))
         if q.numel() and k.numel():
-            bias = Bias(causal=is_causal)
-            dense, _ = _attention(q, k, v, bias, chosen, default_scale(query, scale), smooth_k, False, _TORCH)
+            dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, _TORCH)
             out[q_rows] = dense[0].transpose(0, 1)
     return out
 
 
-@cuda_implementation("sage_attention_varlen")
-def _sage_attention_varlen_triton(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
-    variant="auto", smooth_k=True,
-):  # fmt: skip
-    check_device(query.device)
-    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
+    """``sage_attention_varlen`` on a GPU, all sequences at a time."""
+    check_device(x.query.device)
     if _CHECK_ON_GPU:
-        _check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    chosen = _variant_for(query, max_seqlen_q, max_seqlen_k, variant)
-    if query.numel() == 0 or key.numel() == 0:
-        return query.new_zeros((*query.shape[:-1], value.shape[-1]))
-    lengths = Lengths(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
-    query, key, value = last_contiguous(query), last_contiguous(key), last_contiguous(value)
-    bias, scale = Bias(causal=is_causal), default_scale(query, scale)
-    out, _ = _attention(query, key, value, bias, chosen, scale, smooth_k, False, _TRITON, lengths)
+        x.sequences()
+    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant)
+    if x.query.numel() == 0 or x.key.numel() == 0:
+        return x.empty_result().zero_()
+    lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)
+    query, key, value = last_contiguous(x.query), last_contiguous(x.key), last_contiguous(x.value)
+    bias, scale = Bias(causal=x.is_causal), default_scale(x.query, x.scale)
+    out, _ = _attention(query, key, value, bias, chosen, scale, x.smooth_k, False, _TRITON, lengths)
     return out
 
 
-@torch.library.register_fake("qframework::sage_attention_varlen", lib=LIBRARY)
-def _sage_attention_varlen_fake(
-    query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal=False, scale=None,
-    variant="auto", smooth_k=True,
-):  # fmt: skip
-    check_varlen_arguments(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return query.new_empty((*query.shape[:-1], value.shape[-1]))
+SAGE_ATTENTION_VARLEN = declare(
+    "sage_attention_varlen(Tensor query, Tensor key, Tensor value, Tensor cu_seqlens_q, Tensor cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool is_causal=False, float? scale=None, str variant='auto', "
+    "bool smooth_k=True) -> Tensor",
+    VarlenArguments,
+    cpu=sage_attention_varlen_cpu,
+    cuda=sage_attention_varlen_triton,
+    fake=VarlenArguments.empty_result,
+)

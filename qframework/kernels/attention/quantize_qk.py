@@ -14,6 +14,8 @@ byte ``j`` is channel ``j``, the high half channel ``j + ceil(D / 2)``, so that 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -23,8 +25,8 @@ from qframework.kernels.attention.operands import AttentionShape, check_offsets,
 from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even
 from qframework.kernels.runtime.triton import tl, triton
@@ -51,10 +53,10 @@ def unpack_int4(packed: Tensor, channels: int) -> Tensor:
     return torch.cat([low, high], dim=-1)[..., :channels]
 
 
-def attention_quantize_ref(
+def quantize_tokens_ref(
     x: Tensor, mean: Tensor | None, factor: float, granularity: str, role: str, bits: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Reference of ``qframework::attention_quantize``."""
+    """Integers ``(B, H, N, D)`` and scales ``(B, H, G)`` float32; arguments as of ``attention_quantize``."""
     groups, tokens = token_groups(granularity, role), x.shape[2]
     y = x.float()
     if mean is not None:
@@ -214,7 +216,7 @@ def _attention_quantize_kernel(
         tl.store(q_base + n[:, None] * stride_qn + d[None, :], q, mask=mask)
 
 
-def _attention_quantize_triton(
+def quantize_tokens_triton(
     x: Tensor,
     mean: Tensor | None,
     factor: float,
@@ -225,7 +227,10 @@ def _attention_quantize_triton(
     longest: int = 0,
     smooth: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``smooth``: subtract the mean over tokens, computed in the same kernel; for heads of few tokens."""
+    """``quantize_tokens_ref`` on a GPU, also of packed sequences that begin at ``starts``.
+
+    ``smooth``: subtract the mean over tokens, computed in the same kernel; for heads of few tokens.
+    """
     check_device(x.device)
     x = last_contiguous(x)
     check_offsets("attention_quantize", x=x)
@@ -293,56 +298,65 @@ def _launch(
     )
 
 
-LIBRARY.define(
-    "attention_quantize(Tensor x, Tensor? mean, float factor, str granularity, str role, int bits=8) "
-    "-> (Tensor, Tensor)"
-)
+class AttentionQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::attention_quantize``; see :func:`attention_quantize`."""
+
+    x: Tensor
+    mean: Tensor | None
+    factor: float
+    granularity: str
+    role: str
+    bits: int = 8
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Integers and scales before they are computed."""
+        x, groups = self.x, token_groups(self.granularity, self.role)
+        q = x.new_empty((*x.shape[:3], x.shape[3] if self.bits == 8 else (x.shape[3] + 1) // 2), dtype=torch.int8)
+        if groups.span >= 2**30:
+            return q, x.new_empty((*x.shape[:2], 1), dtype=torch.float32)
+        spans = torch.sym_max((x.shape[2] + groups.span - 1) // groups.span, 1)
+        return q, x.new_empty((*x.shape[:2], spans * groups.groups), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise UnsupportedError, naming the argument."""
+        x, mean, _, granularity, role, bits = self
+        name = "attention_quantize"
+        check_dtype(name, "x", x, FLOAT_DTYPES)
+        check_same_device(name, x, mean=mean)
+        if x.ndim != 4:
+            raise UnsupportedError(f"{name}: x has shape {tuple(x.shape)}; accepted: (B, H, N, D)")
+        if bits not in (8, 4):
+            raise UnsupportedError(f"{name}: bits={bits}; accepted: 8, 4")
+        token_groups(granularity, role)
+        if mean is not None:
+            check_dtype(name, "mean", mean, (torch.float32,))
+            blocks = -(-x.shape[2] // QUERY_BLOCK)
+            if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
+                raise UnsupportedError(
+                    f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
+                    f"(B, H, {blocks}, D)"
+                )
 
 
-def _check(x: Tensor, mean: Tensor | None, granularity: str, role: str, bits: int) -> TokenGroups:
-    name = "attention_quantize"
-    check_dtype(name, "x", x, FLOAT_DTYPES)
-    check_same_device(name, x, mean=mean)
-    if x.ndim != 4:
-        raise UnsupportedError(f"{name}: x has shape {tuple(x.shape)}; accepted: (B, H, N, D)")
-    if bits not in (8, 4):
-        raise UnsupportedError(f"{name}: bits={bits}; accepted: 8, 4")
-    groups = token_groups(granularity, role)
-    if mean is not None:
-        check_dtype(name, "mean", mean, (torch.float32,))
-        blocks = -(-x.shape[2] // QUERY_BLOCK)
-        if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
-            raise UnsupportedError(
-                f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
-                f"(B, H, {blocks}, D)"
-            )
-    return groups
-
-
-@torch.library.impl(LIBRARY, "attention_quantize", "CPU")
-def _attention_quantize_cpu(x, mean, factor, granularity, role, bits=8):
-    _check(x, mean, granularity, role, bits)
-    q, scale = attention_quantize_ref(x, mean, factor, granularity, role, bits)
+def attention_quantize_cpu(x: AttentionQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """On the CPU."""
+    q, scale = quantize_tokens_ref(*x)
     return q.contiguous(), scale.contiguous()
 
 
-@cuda_implementation("attention_quantize")
-def _attention_quantize_cuda(x, mean, factor, granularity, role, bits=8):
-    _check(x, mean, granularity, role, bits)
-    return _attention_quantize_triton(
-        x, mean.contiguous() if mean is not None else None, factor, granularity, role, bits
-    )
+def attention_quantize_triton(x: AttentionQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """On a GPU."""
+    return quantize_tokens_triton(*x._replace(mean=None if x.mean is None else x.mean.contiguous()))
 
 
-@torch.library.register_fake("qframework::attention_quantize", lib=LIBRARY)
-def _attention_quantize_fake(x, mean, factor, granularity, role, bits=8):
-    groups = _check(x, mean, granularity, role, bits)
-    channels = x.shape[3] if bits == 8 else (x.shape[3] + 1) // 2
-    q = x.new_empty((*x.shape[:3], channels), dtype=torch.int8)
-    if groups.span >= 2**30:
-        return q, x.new_empty((*x.shape[:2], 1), dtype=torch.float32)
-    spans = torch.sym_max((x.shape[2] + groups.span - 1) // groups.span, 1)
-    return q, x.new_empty((*x.shape[:2], spans * groups.groups), dtype=torch.float32)
+ATTENTION_QUANTIZE = declare(
+    "attention_quantize(Tensor x, Tensor? mean, float factor, str granularity, str role, int bits=8) "
+    "-> (Tensor, Tensor)",
+    AttentionQuantizeArguments,
+    cpu=attention_quantize_cpu,
+    cuda=attention_quantize_triton,
+    fake=AttentionQuantizeArguments.empty_result,
+)
 
 
 def attention_quantize(

@@ -12,6 +12,8 @@ Where there is no FP8 (sm_80, AMD) the same E4M3 numbers are stored in float16.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,8 +27,8 @@ from qframework.kernels.attention.token_statistics import (
 )
 from qframework.kernels.runtime.checks import check_dtype
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cuda_implementation, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import launch, power_of_2
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
@@ -70,8 +72,8 @@ def values_in_fp16(v: Tensor, packed: bool = False) -> tuple[Tensor, Tensor]:
     return low, scale if packed else scale.squeeze(2)
 
 
-def value_quantize_ref(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Reference of ``qframework::value_quantize``."""
+def quantize_values_ref(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers or FP8 ``(B, H, D, P)``, scales and means ``(B, H, D)`` float32; arguments as of ``value_quantize``."""
     batch, heads, tokens, channels = v.shape
     if tokens == 0:
         scale = v.new_full((batch, heads, channels), MIN_SCALE, dtype=torch.float32)
@@ -146,9 +148,10 @@ def _value_quantize_kernel(
     tl.store(q_ptr + (head * D + d)[:, None] * P + n[None, :], out, mask=(d < D)[:, None])
 
 
-def _value_quantize_triton(
+def quantize_values_triton(
     v: Tensor, kind: str, v_range: float, smooth: bool = False, starts: Tensor | None = None, longest: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_values_ref`` on a GPU, also of packed sequences that begin at ``starts``."""
     check_device(v.device)
     v = last_contiguous(v)
     check_offsets("value_quantize", v=v)
@@ -186,36 +189,40 @@ def _value_quantize_triton(
     return q, scale, mean
 
 
-LIBRARY.define("value_quantize(Tensor v, str kind, float v_range, bool smooth=False) -> (Tensor, Tensor, Tensor)")
+class ValueQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::value_quantize``; see :func:`value_quantize`."""
+
+    v: Tensor
+    kind: str
+    v_range: float
+    smooth: bool = False
+
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers, scales and means before they are computed."""
+        batch, heads, tokens, channels = self.v.shape
+        cpu = self.v.device.type == "cpu"  # torch has FP8 on every CPU
+        native = self.kind == "int8" or cpu or has_fp8(self.v.device)
+        dtype = _STORED[self.kind] if native else torch.float16
+        q = self.v.new_empty((batch, heads, channels, padded_tokens(tokens)), dtype=dtype)
+        scale, mean = (self.v.new_empty(q.shape[:3], dtype=torch.float32) for _ in range(2))
+        return q, scale, mean
+
+    def check(self) -> None:
+        """Raise UnsupportedError, naming the argument."""
+        check_dtype("value_quantize", "v", self.v, FLOAT_DTYPES)
+        if self.v.ndim != 4:
+            raise UnsupportedError(f"value_quantize: v has shape {tuple(self.v.shape)}; accepted: (B, H, N, D)")
+        if self.kind not in _STORED:
+            raise UnsupportedError(f"value_quantize: kind={self.kind!r} is unknown; accepted: {', '.join(_STORED)}")
 
 
-def _check(v: Tensor, kind: str) -> None:
-    check_dtype("value_quantize", "v", v, FLOAT_DTYPES)
-    if v.ndim != 4:
-        raise UnsupportedError(f"value_quantize: v has shape {tuple(v.shape)}; accepted: (B, H, N, D)")
-    if kind not in _STORED:
-        raise UnsupportedError(f"value_quantize: kind={kind!r} is unknown; accepted: {', '.join(_STORED)}")
-
-
-@torch.library.impl(LIBRARY, "value_quantize", "CPU")
-def _value_quantize_cpu(v, kind, v_range, smooth=False):
-    _check(v, kind)
-    return value_quantize_ref(v, kind, v_range, smooth)
-
-
-@cuda_implementation("value_quantize")
-def _value_quantize_cuda(v, kind, v_range, smooth=False):
-    _check(v, kind)
-    return _value_quantize_triton(v, kind, v_range, smooth)
-
-
-@torch.library.register_fake("qframework::value_quantize", lib=LIBRARY)
-def _value_quantize_fake(v, kind, v_range, smooth=False):
-    _check(v, kind)
-    batch, heads, tokens, channels = v.shape
-    native = kind == "int8" or v.device.type == "cpu" or has_fp8(v.device)  # torch has FP8 on every CPU
-    q = v.new_empty((batch, heads, channels, padded_tokens(tokens)), dtype=_STORED[kind] if native else torch.float16)
-    return q, v.new_empty(q.shape[:3], dtype=torch.float32), v.new_empty(q.shape[:3], dtype=torch.float32)
+VALUE_QUANTIZE = declare(
+    "value_quantize(Tensor v, str kind, float v_range, bool smooth=False) -> (Tensor, Tensor, Tensor)",
+    ValueQuantizeArguments,
+    cpu=lambda x: quantize_values_ref(*x),
+    cuda=lambda x: quantize_values_triton(*x),
+    fake=ValueQuantizeArguments.empty_result,
+)
 
 
 def value_quantize(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:

@@ -20,6 +20,7 @@ or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``o
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ from qframework.kernels.attention.variants import (
 )
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import declare
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
 
@@ -191,53 +192,80 @@ def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
 
 # The operator ---------------------------------------------------------------------------------------------------------
 
-LIBRARY.define(
-    "quantized_attention(Tensor q, Tensor q_scale, Tensor k, Tensor k_scale, Tensor v, Tensor? v_scale=None, "
-    "Tensor? v_mean=None, Tensor? row_bias=None, Tensor? attn_mask=None, Tensor? rel_h=None, Tensor? rel_w=None, "
-    "bool is_causal=False, float logit_scale=1.0, str variant='sage_b', SymInt? channels=None, bool return_lse=False, "
-    "ScalarType? out_dtype=None) -> (Tensor, Tensor)"
-)
 
+class QuantizedAttentionArguments(NamedTuple):
+    """The arguments of ``qframework::quantized_attention``; see :func:`quantized_attention`."""
 
-def _operands(
-    q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
-) -> tuple[QuantizedQK, Values, Bias, AttentionVariant]:
-    name, chosen = "quantized_attention", resolve(variant)
-    others = {"v_scale": v_scale, "v_mean": v_mean, "row_bias": row_bias, "attn_mask": attn_mask}
-    others |= {"rel_h": rel_h, "rel_w": rel_w}
-    check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, **others)
-    for argument, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 4:
-            raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
-    for argument, x in (("q", q), ("k", k)):
-        check_dtype(name, argument, x, (torch.int8,))
-    if chosen.pv == "fp16":
-        check_dtype(name, "v", v, FLOAT_DTYPES)
-    elif v_scale is None:
-        raise QFrameworkError(
-            f"{name}: variant={variant!r} quantizes v, and v_scale is None; pass value_quantize's scale"
-        )
-    if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
-        raise QFrameworkError(
-            f"{name}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit; accepted: (B, H, N, D) and (B, Hkv, Nk, D) "
-            "where Hkv divides H"
-        )
-    for argument, scale, x, role in (("q_scale", q_scale, q, "query"), ("k_scale", k_scale, k, "key")):
-        check_dtype(name, argument, scale, (torch.float32,))
-        expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
-        if scale.shape != expected:
-            raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
-    _check_values(name, v, k, transposes_values(chosen.pv))
-    if attn_mask is not None and attn_mask.ndim != 4:
-        raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
-    width = channels if channels is not None else q.shape[3] * (2 if chosen.qk_bits == 4 else 1)
-    if max(width, q.shape[3]) > MAX_HEAD_DIM:
-        raise UnsupportedError(f"{name}: q has shape {tuple(q.shape)}; accepted: head dimensions up to {MAX_HEAD_DIM}")
-    scales = (x.contiguous() if x is not None else None for x in (v_scale, v_mean))
-    bias = row_bias.contiguous() if row_bias is not None else None
-    qk = QuantizedQK(last_contiguous(q), q_scale.contiguous(), last_contiguous(k), k_scale.contiguous(), width, bias)
-    values = v.contiguous() if transposes_values(chosen.pv) else last_contiguous(v)
-    return qk, Values(values, *scales), Bias(attn_mask, rel_h, rel_w, is_causal), chosen
+    q: Tensor
+    q_scale: Tensor
+    k: Tensor
+    k_scale: Tensor
+    v: Tensor
+    v_scale: Tensor | None = None
+    v_mean: Tensor | None = None
+    row_bias: Tensor | None = None
+    attn_mask: Tensor | None = None
+    rel_h: Tensor | None = None
+    rel_w: Tensor | None = None
+    is_causal: bool = False
+    logit_scale: float = 1.0
+    variant: str = "sage_b"
+    channels: int | None = None
+    return_lse: bool = False
+    out_dtype: torch.dtype | None = None
+
+    @property
+    def chosen(self) -> AttentionVariant:
+        """The variant that its name or spec stands for."""
+        return resolve(self.variant)
+
+    @property
+    def width(self) -> int:
+        """Channels of queries and keys, of which INT4 stores two in a byte."""
+        return self.channels if self.channels is not None else self.q.shape[3] * (2 if self.chosen.qk_bits == 4 else 1)
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Result and log-sum-exp before they are computed."""
+        q, width = self.q, self.v.shape[2 if transposes_values(self.chosen.pv) else 3]
+        out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], width, q, self.out_dtype or torch.float16)
+        return out, q.new_empty(q.shape[:3] if self.return_lse else (0,), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w = self[:11]
+        variant = self.variant
+        name, chosen = "quantized_attention", self.chosen
+        others = {"v_scale": v_scale, "v_mean": v_mean, "row_bias": row_bias, "attn_mask": attn_mask}
+        others |= {"rel_h": rel_h, "rel_w": rel_w}
+        check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, **others)
+        for argument, x in (("q", q), ("k", k), ("v", v)):
+            if x.ndim != 4:
+                raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
+        for argument, x in (("q", q), ("k", k)):
+            check_dtype(name, argument, x, (torch.int8,))
+        if chosen.pv == "fp16":
+            check_dtype(name, "v", v, FLOAT_DTYPES)
+        elif v_scale is None:
+            raise QFrameworkError(
+                f"{name}: variant={variant!r} quantizes v, and v_scale is None; pass value_quantize's scale"
+            )
+        if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
+            raise QFrameworkError(
+                f"{name}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit; accepted: (B, H, N, D) and (B, Hkv, "
+                "Nk, D) where Hkv divides H"
+            )
+        for argument, scale, x, role in (("q_scale", q_scale, q, "query"), ("k_scale", k_scale, k, "key")):
+            check_dtype(name, argument, scale, (torch.float32,))
+            expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
+            if scale.shape != expected:
+                raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
+        _check_values(name, v, k, transposes_values(chosen.pv))
+        if attn_mask is not None and attn_mask.ndim != 4:
+            raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
+        if max(self.width, q.shape[3]) > MAX_HEAD_DIM:
+            raise UnsupportedError(
+                f"{name}: q has shape {tuple(q.shape)}; accepted: head dimensions up to {MAX_HEAD_DIM}"
+            )
 
 
 def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
@@ -248,41 +276,37 @@ def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
         raise QFrameworkError(f"{name}: v has shape {tuple(v.shape)} with k {tuple(k.shape)}; accepted: {layout}")
 
 
-@torch.library.impl(LIBRARY, "quantized_attention", "CPU")
-def _quantized_attention_cpu(
-    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
-    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
-):  # fmt: skip
-    qk, values, bias, chosen = _operands(
-        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
-    )
-    out, lse = quantized_attention_ref(qk, values, bias, chosen, logit_scale)
-    batch, heads, tokens, width = out.shape
-    result = query_memory_order(batch, heads, tokens, width, q, out_dtype or torch.float16)
-    return result.copy_(out), lse if return_lse else lse.new_empty(0)
+def _operands(x: QuantizedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
+    scales = (t.contiguous() if t is not None else None for t in (x.v_scale, x.v_mean))
+    row_bias = x.row_bias.contiguous() if x.row_bias is not None else None
+    q, k = last_contiguous(x.q), last_contiguous(x.k)
+    qk = QuantizedQK(q, x.q_scale.contiguous(), k, x.k_scale.contiguous(), x.width, row_bias)
+    values = x.v.contiguous() if transposes_values(x.chosen.pv) else last_contiguous(x.v)
+    return qk, Values(values, *scales), Bias(x.attn_mask, x.rel_h, x.rel_w, x.is_causal)
 
 
-@cuda_implementation("quantized_attention")
-def _quantized_attention_cuda(
-    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
-    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
-):  # fmt: skip
-    qk, values, bias, chosen = _operands(
-        q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, variant, channels
-    )
-    dtype = out_dtype or torch.float16
-    out, lse = quantized_attention_triton(qk, values, bias, chosen, logit_scale, dtype, lse=return_lse)
-    return out, lse if lse is not None else q_scale.new_empty(0)
+def _quantized_attention_cpu(x: QuantizedAttentionArguments) -> tuple[Tensor, Tensor]:
+    result, no_lse = x._replace(return_lse=False).empty_result()
+    out, lse = quantized_attention_ref(*_operands(x), x.chosen, x.logit_scale)
+    return result.copy_(out), lse if x.return_lse else no_lse
 
 
-@torch.library.register_fake("qframework::quantized_attention", lib=LIBRARY)
-def _quantized_attention_fake(
-    q, q_scale, k, k_scale, v, v_scale=None, v_mean=None, row_bias=None, attn_mask=None, rel_h=None, rel_w=None,
-    is_causal=False, logit_scale=1.0, variant="sage_b", channels=None, return_lse=False, out_dtype=None,
-):  # fmt: skip
-    width = v.shape[2] if transposes_values(resolve(variant).pv) else v.shape[3]
-    out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], width, q, out_dtype or torch.float16)
-    return out, q.new_empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32)
+def _quantized_attention_cuda(x: QuantizedAttentionArguments) -> tuple[Tensor, Tensor]:
+    dtype = x.out_dtype or torch.float16
+    out, lse = quantized_attention_triton(*_operands(x), x.chosen, x.logit_scale, dtype, lse=x.return_lse)
+    return out, lse if lse is not None else x.q_scale.new_empty(0)
+
+
+QUANTIZED_ATTENTION = declare(
+    "quantized_attention(Tensor q, Tensor q_scale, Tensor k, Tensor k_scale, Tensor v, Tensor? v_scale=None, "
+    "Tensor? v_mean=None, Tensor? row_bias=None, Tensor? attn_mask=None, Tensor? rel_h=None, Tensor? rel_w=None, "
+    "bool is_causal=False, float logit_scale=1.0, str variant='sage_b', SymInt? channels=None, bool return_lse=False, "
+    "ScalarType? out_dtype=None) -> (Tensor, Tensor)",
+    QuantizedAttentionArguments,
+    cpu=_quantized_attention_cpu,
+    cuda=_quantized_attention_cuda,
+    fake=QuantizedAttentionArguments.empty_result,
+)
 
 
 def quantized_attention(

@@ -18,45 +18,96 @@ needs the mean of the rotated keys, which ``rope_mean`` computes in one reading.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention.operands import check_offsets, last_contiguous
-from qframework.kernels.attention.quantize_qk import attention_quantize_ref, group_scale, row_amax, to_integers
+from qframework.kernels.attention.quantize_qk import (
+    AttentionQuantizeArguments,
+    group_scale,
+    quantize_tokens_ref,
+    row_amax,
+    to_integers,
+)
 from qframework.kernels.attention.rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY, refuse_transforms
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE
 
 
-def rope_mean_ref(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None
-) -> Tensor:
+class RopeMeanArguments(NamedTuple):
+    """The arguments of ``qframework::rope_mean``; see :func:`rope_quantize`."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool = False
+    rotary_dim: int | None = None
+
+    def empty_result(self) -> Tensor:
+        """The mean before it is computed."""
+        return self.x.new_empty((*self.x.shape[:2], 1, self.x.shape[3]), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        rotation_of("rope_mean", self.x, self.cos, self.sin, self.rotary_dim)
+
+
+class RopeQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::rope_quantize``; see :func:`rope_quantize`."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    factor: float
+    granularity: str
+    role: str
+    mean: Tensor | None = None
+    rotary_dim: int | None = None
+
+    def empty_result(self) -> tuple[Tensor, Tensor]:
+        """Integers and scales before they are computed."""
+        return AttentionQuantizeArguments(self.x, self.mean, self.factor, self.granularity, self.role).empty_result()
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        name = "rope_quantize"
+        x, mean = self.x, self.mean
+        rotation_of(name, x, self.cos, self.sin, self.rotary_dim)
+        token_groups(self.granularity, self.role)
+        if mean is None:
+            return
+        check_same_device(name, x, mean=mean)
+        check_dtype(name, "mean", mean, (torch.float32,))
+        blocks = -(-x.shape[2] // QUERY_BLOCK)
+        if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
+            raise QFrameworkError(
+                f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
+                f"(B, H, {blocks}, D)"
+            )
+
+
+def rope_mean_ref(x: RopeMeanArguments) -> Tensor:
     """Reference of ``qframework::rope_mean``."""
-    return rope_ref(x, cos, sin, interleaved, rotary_dim).sum(2, keepdim=True) / max(x.shape[2], 1)
+    rotated = rope_ref(x.x, x.cos, x.sin, x.interleaved, x.rotary_dim)
+    return rotated.sum(2, keepdim=True) / max(rotated.shape[2], 1)
 
 
-def rope_quantize_ref(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    factor: float,
-    granularity: str,
-    role: str,
-    mean: Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def rope_quantize_ref(x: RopeQuantizeArguments) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::rope_quantize``."""
-    rotated = rope_ref(x, cos, sin, interleaved, rotary_dim)
-    return attention_quantize_ref(rotated, mean, factor, granularity, role)
+    rotated = rope_ref(x.x, x.cos, x.sin, x.interleaved, x.rotary_dim)
+    q, scale = quantize_tokens_ref(rotated, x.mean, x.factor, x.granularity, x.role)
+    return q.contiguous(), scale.contiguous()
 
 
 @triton.jit
@@ -214,36 +265,26 @@ def _launch(
     )
 
 
-def _rope_quantize_triton(
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool,
-    factor: float,
-    granularity: str,
-    role: str,
-    mean: Tensor | None = None,
-    rotary_dim: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    check_device(x.device)
-    x = last_contiguous(x)
-    check_offsets("rope_quantize", x=x)
-    rotation = rotation_of("rope_quantize", x, cos, sin, rotary_dim)
-    groups = token_groups(granularity, role)
-    q = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    scale = torch.empty((*x.shape[:2], groups.count(x.shape[2])), dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
+def rope_quantize_triton(x: RopeQuantizeArguments) -> tuple[Tensor, Tensor]:
+    """``rope_quantize`` on a GPU."""
+    check_device(x.x.device)
+    source = last_contiguous(x.x)
+    check_offsets("rope_quantize", x=source)
+    rotation = rotation_of("rope_quantize", source, x.cos, x.sin, x.rotary_dim)
+    groups = token_groups(x.granularity, x.role)
+    q, scale = x.empty_result()
+    if q.numel() == 0:
         return q, scale.fill_(MIN_SCALE)
-    mean = mean.contiguous() if mean is not None else None
-    tile = choose_tile(x.shape[3], groups.span)
+    mean = x.mean.contiguous() if x.mean is not None else None
+    tile = choose_tile(source.shape[3], groups.span)
     if groups.span <= tile[0]:
-        _launch(x, rotation, interleaved, "both", q, scale, groups, tile, factor, mean)
+        _launch(source, rotation, x.interleaved, "both", q, scale, groups, tile, x.factor, mean)
         return q, scale
     tiles = TokenGroups(tile[0])
-    partial = scale.new_empty(*x.shape[:2], tiles.count(x.shape[2]))
-    _launch(x, rotation, interleaved, "scale", q, partial, tiles, tile, factor, mean)
-    scale = _join_scales(partial, groups, tile[0], granularity)
-    _launch(x, rotation, interleaved, "quantize", q, scale, groups, tile, factor, mean)
+    partial = scale.new_empty(*source.shape[:2], tiles.count(source.shape[2]))
+    _launch(source, rotation, x.interleaved, "scale", q, partial, tiles, tile, x.factor, mean)
+    scale = _join_scales(partial, groups, tile[0], x.granularity)
+    _launch(source, rotation, x.interleaved, "quantize", q, scale, groups, tile, x.factor, mean)
     return q, scale
 
 
@@ -257,78 +298,37 @@ def _join_scales(partial: Tensor, groups: TokenGroups, tile: int, granularity: s
     return F.pad(partial, (0, -partial.shape[2] % each)).unflatten(2, (-1, each)).amax(3)
 
 
-def _rope_mean_triton(
-    x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None
-) -> Tensor:
-    check_device(x.device)
-    x = last_contiguous(x)
-    check_offsets("rope_mean", x=x)
-    tile = sum_tile(x.shape[3])
+def rope_mean_triton(x: RopeMeanArguments) -> Tensor:
+    """``rope_mean`` on a GPU."""
+    check_device(x.x.device)
+    source = last_contiguous(x.x)
+    check_offsets("rope_mean", x=source)
+    tile = sum_tile(source.shape[3])
     tiles = TokenGroups(tile[0])
-    sums = torch.empty((*x.shape[:2], tiles.count(x.shape[2]), x.shape[3]), dtype=torch.float32, device=x.device)
-    if x.numel() == 0:
+    shape = (*source.shape[:2], tiles.count(source.shape[2]), source.shape[3])
+    sums = source.new_empty(shape, dtype=torch.float32)
+    if source.numel() == 0:
         return sums.zero_()
-    _launch(x, rotation_of("rope_mean", x, cos, sin, rotary_dim), interleaved, "sum", sums, sums, tiles, tile)
-    return sums.sum(2, keepdim=True) / x.shape[2]
+    rotation = rotation_of("rope_mean", source, x.cos, x.sin, x.rotary_dim)
+    _launch(source, rotation, x.interleaved, "sum", sums, sums, tiles, tile)
+    return sums.sum(2, keepdim=True) / source.shape[2]
 
 
-LIBRARY.define(
+ROPE_QUANTIZE = declare(
     "rope_quantize(Tensor x, Tensor cos, Tensor sin, bool interleaved, float factor, str granularity, str role, "
-    "Tensor? mean=None, int? rotary_dim=None) -> (Tensor, Tensor)"
+    "Tensor? mean=None, int? rotary_dim=None) -> (Tensor, Tensor)",
+    RopeQuantizeArguments,
+    cpu=rope_quantize_ref,
+    cuda=rope_quantize_triton,
+    fake=RopeQuantizeArguments.empty_result,
 )
-LIBRARY.define("rope_mean(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, int? rotary_dim=None) -> Tensor")
-
-
-def _check(x: Tensor, cos: Tensor, sin: Tensor, granularity: str, role: str, mean: Tensor | None, rotary_dim) -> None:
-    name = "rope_quantize"
-    rotation_of(name, x, cos, sin, rotary_dim)
-    token_groups(granularity, role)
-    if mean is None:
-        return
-    check_same_device(name, x, mean=mean)
-    check_dtype(name, "mean", mean, (torch.float32,))
-    blocks = -(-x.shape[2] // QUERY_BLOCK)
-    if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
-        raise QFrameworkError(
-            f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
-            f"(B, H, {blocks}, D)"
-        )
-
-
-@torch.library.impl(LIBRARY, "rope_quantize", "CPU")
-def _rope_quantize_cpu(x, cos, sin, interleaved, factor, granularity, role, mean=None, rotary_dim=None):
-    _check(x, cos, sin, granularity, role, mean, rotary_dim)
-    q, scale = rope_quantize_ref(x, cos, sin, interleaved, factor, granularity, role, mean, rotary_dim)
-    return q.contiguous(), scale.contiguous()
-
-
-@cuda_implementation("rope_quantize")
-def _rope_quantize_cuda(x, cos, sin, interleaved, factor, granularity, role, mean=None, rotary_dim=None):
-    _check(x, cos, sin, granularity, role, mean, rotary_dim)
-    return _rope_quantize_triton(x, cos, sin, interleaved, factor, granularity, role, mean, rotary_dim)
-
-
-@torch.library.register_fake("qframework::rope_quantize", lib=LIBRARY)
-def _rope_quantize_fake(x, cos, sin, interleaved, factor, granularity, role, mean=None, rotary_dim=None):
-    _check(x, cos, sin, granularity, role, mean, rotary_dim)
-    return torch.ops.qframework.attention_quantize(x, mean, factor, granularity, role)
-
-
-@torch.library.impl(LIBRARY, "rope_mean", "CPU")
-def _rope_mean_cpu(x, cos, sin, interleaved=False, rotary_dim=None):
-    return rope_mean_ref(x, cos, sin, interleaved, rotary_dim)
-
-
-@cuda_implementation("rope_mean")
-def _rope_mean_cuda(x, cos, sin, interleaved=False, rotary_dim=None):
-    rotation_of("rope_mean", x, cos, sin, rotary_dim)
-    return _rope_mean_triton(x, cos, sin, interleaved, rotary_dim)
-
-
-@torch.library.register_fake("qframework::rope_mean", lib=LIBRARY)
-def _rope_mean_fake(x, cos, sin, interleaved=False, rotary_dim=None):
-    rotation_of("rope_mean", x, cos, sin, rotary_dim)
-    return x.new_empty((*x.shape[:2], 1, x.shape[3]), dtype=torch.float32)
+ROPE_MEAN = declare(
+    "rope_mean(Tensor x, Tensor cos, Tensor sin, bool interleaved=False, int? rotary_dim=None) -> Tensor",
+    RopeMeanArguments,
+    cpu=rope_mean_ref,
+    cuda=rope_mean_triton,
+    fake=RopeMeanArguments.empty_result,
+)
 
 
 def _no_backward(ctx, *grads):

@@ -65,7 +65,9 @@ class Int8LinearArguments(NamedTuple):
         check_dtype(name, "a", a, (torch.int8,))
         check_dtype(name, "b", b, (torch.int8,))
         check_dtype(name, "b_scale", b_scale, (torch.float32,))
-        check_same_device(name, a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, residual=residual, out_scale=out_scale)
+        check_same_device(
+            name, a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, residual=residual, out_scale=out_scale
+        )
         if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[1]:
             raise QFrameworkError(
                 f"{name}: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit; accepted: a (..., K) with b (N, K)"

@@ -25,7 +25,7 @@ from qframework import numerics
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.operator import declare
 
 logger = logging.getLogger(__name__)
 
@@ -90,20 +90,33 @@ def _relative_time(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Te
     return min(seconds[0][1:]) / max(min(seconds[1][1:]), 1e-9)
 
 
-LIBRARY.define("int8_product(Tensor a, Tensor b) -> Tensor")
+class ProductArguments(NamedTuple):
+    """The arguments of ``qframework::int8_product``, ``(M, K)`` and ``(N, K)`` int8."""
+
+    a: Tensor
+    b: Tensor
+
+    def empty_result(self) -> Tensor:
+        """(M, N) int32 before it is computed."""
+        return self.a.new_empty((self.a.shape[0], self.b.shape[0]), dtype=torch.int32)
+
+    def check(self) -> None:
+        """The backend writes this operator, in the place of an ``int8_linear`` that was checked."""
 
 
-@torch.library.impl(LIBRARY, "int8_product", "CPU")
-def _int8_product_cpu(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b.T``, ``(M, K)`` and ``(N, K)`` int8 to ``(M, N)`` int32, exact for K up to 131,071."""
-    if 0 in (a.numel(), b.numel()):
-        return a.new_zeros((a.shape[0], b.shape[0]), dtype=torch.int32)
-    return _product(a.contiguous(), b).int()
+def int8_product_cpu(x: ProductArguments) -> Tensor:
+    """``a @ b.T``, exact for K up to 131,071."""
+    if 0 in (x.a.numel(), x.b.numel()):
+        return x.empty_result().zero_()
+    return _product(x.a.contiguous(), x.b).int()
 
 
-@torch.library.register_fake("qframework::int8_product", lib=LIBRARY)
-def _int8_product_fake(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[0]), dtype=torch.int32)
+INT8_PRODUCT = declare(
+    "int8_product(Tensor a, Tensor b) -> Tensor",
+    ProductArguments,
+    cpu=int8_product_cpu,
+    fake=ProductArguments.empty_result,
+)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

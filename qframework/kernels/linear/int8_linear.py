@@ -29,7 +29,6 @@ from qframework.kernels.linear.cpu import decompose_int8_linear, int8_linear_cpu
 from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
 from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
 
-
 INT8_LINEAR = declare(
     "int8_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, str activation='none', "
     "Tensor? residual=None, Tensor? out_scale=None, ScalarType? out_dtype=None) -> Tensor",

@@ -16,16 +16,20 @@ from qframework.kernels.runtime.launch import cdiv, launch, warm_up
 from qframework.kernels.runtime.triton import TensorDescriptor
 
 
-def int8_linear_triton(x: Int8LinearArguments, tile: Tile | None = None) -> Tensor:
-    """``int8_linear`` on a GPU, with ``tile`` or what is best for the problem."""
+def int8_linear_triton(x: Int8LinearArguments) -> Tensor:
+    """``int8_linear`` on a GPU."""
     check_device(x.a.device)
     x.check_scales()
-    x = readable(x)
     out = x.empty_result()
     if out.numel():
-        kernel, grid, arguments, constants = _call(x, out, x.a.device, tile)
-        launch(kernel, grid)(*arguments, **constants)
+        write_result(readable(x), out)
     return out
+
+
+def write_result(x: Int8LinearArguments, out: Tensor, tile: Tile | None = None) -> None:
+    """Launch for operands that are readable, with ``tile`` or with what is best for the problem."""
+    kernel, grid, arguments, constants = _call(x, out, x.a.device, tile)
+    launch(kernel, grid)(*arguments, **constants)
 
 
 def warm_up_int8_linear(device: torch.device, x: Int8LinearArguments) -> Any:

@@ -76,6 +76,7 @@ class QuantizeWeightsArguments(NamedTuple):
                     f"{weights[0].dtype} on {weights[0].device}; they must agree"
                 )
 
+
 def quantize_weights_ref(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::quantize_weights``; zeros between the weights, where its kernel writes nothing."""
     values, scales = (each.zero_() for each in x.empty_result())

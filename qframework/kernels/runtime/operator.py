@@ -18,7 +18,7 @@ A CUDA implementation is replayed, see replay.py: a call of a kind that was reco
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -75,22 +75,28 @@ A = TypeVar("A", bound=Arguments)
 
 
 class Operator(Generic[A]):
-    """A declared operator. ``cpu``, ``cuda`` and ``fake`` take what the dispatcher passes, the arguments one by one."""
+    """A declared operator. Its implementations take what the dispatcher passes, the arguments one by one."""
 
     def __init__(
         self,
-        name: str,
         arguments: Callable[..., A],
-        cpu: Callable[[A], Any],
-        cuda: Callable[[A], Any],
-        fake: Callable[[A], Any],
+        implementations: Mapping[str, Callable[[A], Any]],
         warm_up: Callable[[torch.device, A], Any] | None,
     ) -> None:
-        self.name = name
         self.arguments = arguments
+        self.implementations = {key: _checked(arguments, each) for key, each in implementations.items()}
+        self.replayed = replayed(self.cuda) if "CUDA" in implementations else None
         self.warm_up = warm_up
-        self.cpu, self.cuda, self.fake = (_checked(arguments, each) for each in (cpu, cuda, fake))
-        self.replayed = replayed(self.cuda)
+
+    @property
+    def cpu(self) -> Callable[..., Any]:
+        """The CPU's implementation."""
+        return self.implementations["CPU"]
+
+    @property
+    def cuda(self) -> Callable[..., Any]:
+        """The GPU's implementation, without replays; in Triton's interpreter it takes the CPU's tensors."""
+        return self.implementations["CUDA"]
 
 
 OPERATORS: dict[str, Operator[Any]] = {}  # by name, with the overload where there is one
@@ -107,9 +113,10 @@ def declare(
     schema: str,
     arguments: Callable[..., A],
     *,
-    cpu: Callable[[A], Any],
-    cuda: Callable[[A], Any],
     fake: Callable[[A], Any],
+    cpu: Callable[[A], Any] | None = None,
+    cuda: Callable[[A], Any] | None = None,
+    everywhere: Callable[[A], Any] | None = None,
     warm_up: Callable[[torch.device, A], Any] | None = None,
 ) -> Operator[A]:
     """Define an operator and register its implementations, all of which take the checked record.
@@ -117,19 +124,24 @@ def declare(
     Args:
         schema: as for ``torch.library``, without the namespace.
         arguments: the record's class.
+        fake: results of the right shape, strides, dtype and device, for fake and "meta" tensors.
         cpu: on the CPU; the reference, or something faster that is as exact.
         cuda: on GPUs, with the first operand's device as the current one: what follows from shapes, strides, dtypes,
             devices, alignment and other arguments alone, since later calls replay it.
-        fake: results of the right shape, strides, dtype and device, for fake and "meta" tensors.
+        everywhere: on every device, instead of both.
         warm_up: compiles what ``cuda`` would launch on a device for operands that may lie on "meta"; returns Triton's
             kernel or promise of one, None where nothing is launched.
     """
     name = schema.partition("(")[0]
-    operator = OPERATORS[name] = Operator(name, arguments, cpu, cuda, fake, warm_up)
+    keys = {"CPU": cpu, "CUDA": cuda, "CompositeExplicitAutograd": everywhere, "Meta": fake}
+    given = {key: each for key, each in keys.items() if each is not None}
+    operator = OPERATORS[name] = Operator(arguments, given, warm_up)
     LIBRARY.define(schema)
-    LIBRARY.impl(name, operator.cpu, "CPU")
-    LIBRARY.impl(name, on_its_device(operator.replayed), "CUDA")
-    torch.library.register_fake(f"qframework::{name}", operator.fake, lib=LIBRARY)
+    for key in given.keys() - {"CUDA", "Meta"}:
+        LIBRARY.impl(name, operator.implementations[key], key)
+    if operator.replayed is not None:
+        LIBRARY.impl(name, on_its_device(operator.replayed), "CUDA")
+    torch.library.register_fake(f"qframework::{name}", operator.implementations["Meta"], lib=LIBRARY)
     return operator
 
 

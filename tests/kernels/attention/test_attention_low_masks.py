@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qframework.kernels import mixed_attention
 from qframework.kernels.attention import pipeline as module
-from qframework.kernels.attention.mixed import _mixed_attention_triton
+from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.variants import VARIANTS
 
 TOKENS, CHANNELS = 70, 32  # two blocks of keys
@@ -50,7 +50,7 @@ def softmax_in_float32(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, is_causal:
 
 
 def attend(implementation: str, q, k, v, mask, variant: str, is_causal=False, lse=True, **relative):
-    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module._sage_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module.SAGE_ATTENTION.cuda}[implementation]
     out, sums = call(q, k, v, mask, is_causal, None, False, variant, True, lse, **relative)
     return out.float().cpu(), sums.cpu()
 
@@ -130,7 +130,7 @@ def test_beside_relative_positions(implementation, place, height):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_static_attention(implementation, place, causal):
-    call = {"cpu": mixed_attention, "triton": _mixed_attention_triton}[implementation]
+    call = {"cpu": mixed_attention, "triton": MIXED_ATTENTION.cuda}[implementation]
     q, k, v = (torch.randint(-127, 128, (2, 1, TOKENS, CHANNELS), dtype=torch.int8).to(place) for _ in range(3))
     scale = torch.tensor([1 / 64], device=place)
     mask = low_rows(torch.float32, place)

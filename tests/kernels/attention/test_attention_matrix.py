@@ -76,7 +76,7 @@ class Inputs:
 
     def four(self):
         """As the kernels see them."""
-        return canonical(self.query, self.key, self.value, self.attn_mask, self.rel_h, self.rel_w)
+        return canonical(self)
 
 
 def make_inputs(case, place) -> Inputs:
@@ -139,7 +139,7 @@ def added(case, lead, normal, generator, place, dtype) -> dict:
 
 def attend(implementation: str, inputs: Inputs, variant: str, smooth_k: bool, return_lse: bool = True):
     """``(out, lse)`` of the operator, or of the function that launches the Triton kernels."""
-    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module._sage_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module.SAGE_ATTENTION.cuda}[implementation]
     return call(
         inputs.query, inputs.key, inputs.value, inputs.attn_mask, inputs.is_causal, None, inputs.enable_gqa, variant,
         smooth_k, return_lse, inputs.rel_h, inputs.rel_w,

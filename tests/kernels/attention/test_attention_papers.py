@@ -40,7 +40,7 @@ TABLE_9 = {
 @pytest.fixture
 def attend(implementation):
     """``(query, key, value, variant, **options) -> out`` of the implementation."""
-    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module._sage_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": module.SAGE_ATTENTION.cuda}[implementation]
 
     def run(query: Tensor, key: Tensor, value: Tensor, variant: str, **options) -> Tensor:
         return call(query, key, value, variant=variant, **options)[0]

@@ -23,7 +23,7 @@ sage_module = sys.modules["qframework.kernels.attention.pipeline"]
 
 
 def quantize_qk(implementation: str, *args) -> tuple[Tensor, Tensor]:
-    call = {"cpu": attention_quantize, "triton": qk_module._attention_quantize_triton}[implementation]
+    call = {"cpu": attention_quantize, "triton": qk_module.ATTENTION_QUANTIZE.cuda}[implementation]
     return call(*args)
 
 
@@ -77,9 +77,9 @@ def test_means_of_blocks_of_queries(implementation, place):
 def test_keys_smooth_themselves():
     """The kernel that computes the mean of its head agrees with the mean given to it."""
     x = torch.randn(2, 2, 200, 40, device="cuda" if torch.cuda.is_available() else "cpu") + 5
-    q, scale = qk_module._attention_quantize_triton(x, None, 1.0, "per_block", "key", smooth=True)
+    q, scale = qk_module.quantize_tokens_triton(x, None, 1.0, "per_block", "key", smooth=True)
     mean = x.mean(2, keepdim=True)
-    expected, expected_scale = qk_module._attention_quantize_triton(x, mean, 1.0, "per_block", "key")
+    expected, expected_scale = qk_module.quantize_tokens_triton(x, mean, 1.0, "per_block", "key")
     torch.testing.assert_close(scale, expected_scale, rtol=1e-5, atol=0)
     assert (q.int() - expected.int()).abs().max() <= 1
     assert (q != expected).float().mean() < 0.01
@@ -106,7 +106,7 @@ def test_what_is_not_finite_reaches_the_scale(implementation, place, bad):
 @pytest.mark.parametrize(("tokens", "channels"), [(1, 72), (50, 40), (197, 64)])
 def test_values(implementation, place, kind, v_range, smooth, tokens, channels):
     v = torch.randn(2, 2, tokens, channels, device=place) + 3
-    call = {"cpu": value_quantize, "triton": v_module._value_quantize_triton}[implementation]
+    call = {"cpu": value_quantize, "triton": v_module.VALUE_QUANTIZE.cuda}[implementation]
     q, scale, mean = call(v, kind, v_range, smooth)
     exact = numpy64(v) - (numpy64(v).mean(2, keepdims=True) if smooth else 0)
     np.testing.assert_allclose(numpy64(mean), numpy64(v).mean(2) if smooth else 0 * numpy64(mean), atol=1e-5)
@@ -147,7 +147,7 @@ def test_bfloat16_attention_multiplies_in_float16(implementation, place, variant
     q, k = (torch.zeros(1, 1, n, 16, dtype=torch.bfloat16, device=place) for n in (2, 3))
     v = torch.full((1, 1, 3, 16), size, dtype=torch.bfloat16, device=place)
     mask = torch.tensor([[0.0, -1.0986123, -1.0986123], [0.0, -0.6931472, -0.6931472]], device=place)  # 1, 1/3, 1/2
-    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage_module._sage_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage_module.SAGE_ATTENTION.cuda}[implementation]
     v[0, 0, 1:] *= -1
     out = call(q, k, v, mask, variant=variant)[0].double() / v[0, 0, 0].double()
     expected = torch.tensor([(1 - 2 / 3) / (5 / 3), 0.0], dtype=torch.float64, device=place)

@@ -39,7 +39,7 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, ends_q=RIGHT_Q, ends_k=RIGHT_K, variant="sage_b", longest=(40, 70)
 ) -> Tensor:
     starts = (starts_of(*ends_q), starts_of(*ends_k))
-    return module._sage_attention_varlen_triton(q, k, v, *starts, *longest, variant=variant)
+    return module.SAGE_ATTENTION_VARLEN.cuda(q, k, v, *starts, *longest, variant=variant)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -53,7 +53,7 @@ def test_each_sequence_is_alone(variant):
             assert (got == 0).all()
             continue
         dense = (x.transpose(0, 1)[None] for x in (rows, keys, values))
-        expected = module._sage_attention_triton(*dense, enable_gqa=True, variant=variant)[0]
+        expected = module.SAGE_ATTENTION.cuda(*dense, enable_gqa=True, variant=variant)[0]
         # Means are sums in another order, which may turn a tie in rounding.
         assert (got - expected).abs().max() <= 2.0**-5 * values.abs().max()
 

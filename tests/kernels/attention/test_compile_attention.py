@@ -21,8 +21,8 @@ from qframework.kernels.attention import (
     row_bias,
     token_statistics,
 )
-from qframework.kernels.attention.mixed import _mixed_attention_triton
-from qframework.kernels.attention.pipeline import _sage_attention_triton, _sage_attention_varlen_triton
+from qframework.kernels.attention.mixed import MIXED_ATTENTION
+from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
 from qframework.kernels.attention.tiles import choose_attention_tile
 from qframework.kernels.attention.variants import VARIANTS, resolve
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
@@ -185,19 +185,19 @@ def operands(head_dim: int = 64, tokens: int = 1024, dtype: torch.dtype = torch.
 
 
 def float_call(variant: str, head_dim: int = 64, dtype: torch.dtype = torch.float16, **options):
-    return lambda: _sage_attention_triton(*operands(head_dim, dtype=dtype), variant=variant, **options)
+    return lambda: SAGE_ATTENTION.cuda(*operands(head_dim, dtype=dtype), variant=variant, **options)
 
 
 def int8_call():
     """QAttn static, int8 in and out."""
     scale = torch.ones(1)
-    return _mixed_attention_triton(*operands(dtype=torch.int8), scale, scale, scale, out_scale=scale)
+    return MIXED_ATTENTION.cuda(*operands(dtype=torch.int8), scale, scale, scale, out_scale=scale)
 
 
 def varlen_call():
     packed = [x[0].transpose(0, 1) for x in operands()]
     starts = torch.tensor([0, 512, 1024], dtype=torch.int32)
-    return _sage_attention_varlen_triton(*packed, starts, starts, 512, 512, variant="sage2_int8")
+    return SAGE_ATTENTION_VARLEN.cuda(*packed, starts, starts, 512, 512, variant="sage2_int8")
 
 
 def assert_fits(chip: str, compiled, tmp_path, stack: int) -> None:

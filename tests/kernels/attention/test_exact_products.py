@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework.kernels.attention import pipeline as module
 from qframework.kernels.attention.backward import _sage_attention_backward
-from qframework.kernels.attention.mixed import _mixed_attention_cpu
+from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.blocks.linear.block_linear import block_linear_ref
 from qframework.kernels.blocks.quantize import block_quantize
@@ -61,17 +61,17 @@ def operands(tokens: int = 40) -> list[Tensor]:
 
 
 def smooth_q() -> None:
-    module._sage_attention_cpu(*operands(), variant="sage2_int4")
+    module.SAGE_ATTENTION.cpu(*operands(), variant="sage2_int4")
 
 
 def float_values() -> None:
-    module._sage_attention_cpu(*operands(), variant="sage_b")
+    module.SAGE_ATTENTION.cpu(*operands(), variant="sage_b")
 
 
 def static_attention() -> None:
     q, k, v = (torch.randint(-127, 128, (1, 2, 40, 16), dtype=torch.int8) for _ in range(3))
     scale = torch.tensor([0.02])
-    _mixed_attention_cpu(q, k, v, scale, scale, scale, attn_mask=torch.randn(40, 40))
+    MIXED_ATTENTION.cpu(q, k, v, scale, scale, scale, attn_mask=torch.randn(40, 40))
 
 
 def log_sum_exp() -> None:
@@ -154,9 +154,9 @@ def test_smooth_q_copies_no_keys(packed):
         if packed:
             starts = torch.tensor([0, 90, 200], dtype=torch.int32, device=device)
             rows = (x[0].transpose(0, 1) for x in (q, k, v))
-            module._sage_attention_varlen_triton(*rows, starts, starts, 110, 110, variant="sage2_int4")
+            module.SAGE_ATTENTION_VARLEN.cuda(*rows, starts, starts, 110, 110, variant="sage2_int4")
         else:
-            module._sage_attention_triton(q, k, v, variant="sage2_int4")
+            module.SAGE_ATTENTION.cuda(q, k, v, variant="sage2_int4")
     assert not recorded.products
     assert all(size < k.numel() for size in recorded.copies)
 

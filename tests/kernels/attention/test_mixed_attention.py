@@ -43,7 +43,7 @@ def exact(tensors, scales, bias=0.0, scale=None) -> tuple[Tensor, Tensor]:
 
 
 def run(implementation, tensors, scales, **kwargs) -> Tensor:
-    call = {"cpu": torch.ops.qframework.mixed_attention, "triton": module._mixed_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.mixed_attention, "triton": module.MIXED_ATTENTION.cuda}[implementation]
     return call(*tensors, *scales, **kwargs)
 
 
@@ -165,7 +165,7 @@ def test_bad_arguments_are_named(change, message):
 def test_large_values_do_not_overflow_float16_sums(implementation, place, variant):
     """64 keys of equal weight and V at a quarter of float16's range: their plain sum would be 16 times the range."""
     sage = sys.modules["qframework.kernels.attention.pipeline"]
-    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage._sage_attention_triton}[implementation]
+    call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage.SAGE_ATTENTION.cuda}[implementation]
     x = torch.zeros(1, 1, 128, 32, dtype=torch.float16, device=place)
     out, _ = call(x, x, torch.full_like(x, 16384.0), variant=variant)
     assert ((out.float() - 16384.0).abs() <= 16384 * 2.0**-10).all()

@@ -11,9 +11,9 @@ import qframework.kernels as kernels
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK
 from qframework.kernels.attention.pipeline import _TRITON, _quantize_values, _sage_attention
-from qframework.kernels.attention.quantize_qk import _attention_quantize_triton
+from qframework.kernels.attention.quantize_qk import ATTENTION_QUANTIZE
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
-from qframework.kernels.attention.rope import _rope_mean_triton, _rope_quantize_triton
+from qframework.kernels.attention.rope import ROPE_MEAN, ROPE_QUANTIZE
 from qframework.kernels.attention.rotation import rope_ref
 from qframework.kernels.attention.variants import resolve
 
@@ -32,12 +32,12 @@ ROTATIONS = {
 
 
 def rope_quantize(implementation, *args, **kwargs):
-    run = kernels.rope_quantize if implementation == "cpu" else _rope_quantize_triton
+    run = kernels.rope_quantize if implementation == "cpu" else ROPE_QUANTIZE.cuda
     return run(*args, **kwargs)
 
 
 def rope_mean(implementation, *args, **kwargs):
-    return (kernels.rope_mean if implementation == "cpu" else _rope_mean_triton)(*args, **kwargs)
+    return (kernels.rope_mean if implementation == "cpu" else ROPE_MEAN.cuda)(*args, **kwargs)
 
 
 def problem(rotation, tokens=70, dtype=torch.float16, device="cpu", batch=2, heads=3):
@@ -232,7 +232,7 @@ def test_feeds_quantized_attention(implementation, place, interleaved, name, smo
     for x, x_mean, factor, *groups in (queries, keys):
         fused += rope_quantize(implementation, x, cos, sin, interleaved, factor, *groups, x_mean)
         rotated = rope_ref(x, cos, sin, interleaved)
-        quantize = kernels.attention_quantize if implementation == "cpu" else _attention_quantize_triton
+        quantize = kernels.attention_quantize if implementation == "cpu" else ATTENTION_QUANTIZE.cuda
         apart += quantize(rotated, x_mean, factor, *groups)
     for got, wanted in zip(fused[::2], apart[::2], strict=True):
         flips = (got.int() - wanted.int()).abs()

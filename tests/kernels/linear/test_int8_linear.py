@@ -16,9 +16,9 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import int8_linear
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
-from qframework.kernels.linear.arguments import ACTIVATIONS
-from qframework.kernels.linear.int8_linear import int8_linear_ref
-from qframework.kernels.linear.launch import int8_linear_triton
+from qframework.kernels.linear.arguments import ACTIVATIONS, Int8LinearArguments
+from qframework.kernels.linear.int8_linear import INT8_LINEAR
+from qframework.kernels.linear.reference import int8_linear_ref
 from qframework.kernels.linear.tiles import Tile
 
 SHAPES = [
@@ -33,7 +33,7 @@ SHAPES = [
 
 @pytest.fixture
 def run(implementation):
-    return {"cpu": torch.ops.qframework.int8_linear, "triton": int8_linear_triton}[implementation]
+    return {"cpu": torch.ops.qframework.int8_linear, "triton": INT8_LINEAR.cuda}[implementation]
 
 
 @pytest.fixture
@@ -179,7 +179,6 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
     """``chosen``, on a chip with two multiprocessors."""
     monkeypatch.setattr(int8_linear_launch, "tile_for", lambda *_: chosen)
     monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 2))
-    monkeypatch.setattr(int8_linear_launch, "_PLANS", {})
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, a_scale, b, b_scale, bias, added = make_case(place, shape, n, residual=True, dtype=torch.float16)
     act, residual = "gelu" if output == "gelu" else "none", added if output == "residual" else None
@@ -187,7 +186,7 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
     scale = torch.full((1,), float(np.abs(exact).max() / 120), device=place) if output in ("int8", "gelu") else None
     dtype = torch.float16 if scale is None else None
     for _ in range(2):  # the second launch goes past Triton
-        got = int8_linear_triton(a, a_scale, b, b_scale, bias, act, residual, scale, dtype)
+        got = INT8_LINEAR.cuda(a, a_scale, b, b_scale, bias, act, residual, scale, dtype)
         if scale is None:
             assert_float_close(got, exact, error)
         else:
@@ -233,7 +232,7 @@ def test_activations_hide_neither_nan_nor_infinity(bias, expected, activation, d
     """Not asked of the CPU: PyTorch's vectorized GELU makes NaN of infinity, oneDNN's ReLU makes 0 of NaN."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, one = torch.ones(2, 16, dtype=torch.int8, device=place), torch.ones(1, device=place)
-    got = int8_linear_triton(a, one, a[:1], one, torch.full((1,), bias, device=place), activation, None, None, dtype)
+    got = INT8_LINEAR.cuda(a, one, a[:1], one, torch.full((1,), bias, device=place), activation, None, None, dtype)
     torch.testing.assert_close(got, torch.full_like(got, expected), equal_nan=True, atol=0, rtol=2.0**-7)
 
 
@@ -309,7 +308,7 @@ def test_any_shape_stride_and_scale(m, n, k, exponent, activation, out_dtype, st
 
 def test_reference_agrees_with_the_oracle():
     a, a_scale, b, b_scale, bias, residual = make_case(torch.device("cpu"), (2, 7, 123), 65, residual=True)
-    got = int8_linear_ref(a, a_scale, b, b_scale, bias, "gelu", residual)
+    got = int8_linear_ref(Int8LinearArguments(a, a_scale, b, b_scale, bias, "gelu", residual))
     assert_float_close(got, *linear(a, a_scale, b, b_scale, bias, "gelu", residual))
 
 

@@ -7,7 +7,12 @@ import torch
 
 from qframework import numerics
 from qframework.errors import UnsupportedError
-from qframework.kernels.linear.quantize_weights import places, quantize_weights, quantize_weights_triton
+from qframework.kernels.linear.quantize_weights import (
+    QUANTIZE_WEIGHTS,
+    QuantizeWeightsArguments,
+    places,
+    quantize_weights,
+)
 
 SHAPES = [
     [(48, 64)],
@@ -24,7 +29,7 @@ def device():
 
 
 def run(weights):
-    return quantize_weights(weights) if weights[0].is_cuda else quantize_weights_triton(weights)
+    return quantize_weights(weights) if weights[0].is_cuda else QUANTIZE_WEIGHTS.cuda(weights)
 
 
 def made(shapes, dtype, device):
@@ -88,6 +93,4 @@ def test_errors(weights, message):
 
 def quantize_weights_ref_checked(weights):
     """The dispatcher finds no device in an empty list."""
-    from qframework.kernels.linear.quantize_weights import _check
-
-    _check(weights)
+    QuantizeWeightsArguments(weights).check()

@@ -11,7 +11,8 @@ import torch
 
 from qframework import kernels
 from qframework.kernels.runtime import launch as _launch
-from qframework.kernels.runtime.launch import Launch, launch, on_its_device
+from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.operator import on_its_device
 from qframework.kernels.runtime.replay import replayed
 
 
@@ -36,40 +37,6 @@ def test_the_operands_device_is_the_current_one(monkeypatch, index):
     assert current == [0]
 
 
-class Kernel:
-    """Counts what goes through Triton and what goes past it."""
-
-    arg_names = ("n", "FLAG", "BLOCK")
-
-    def __init__(self):
-        self.through, self.past = [], []
-
-    def __getitem__(self, grid):
-        def launch(*arguments, **options):
-            self.through.append((grid, arguments, options))
-            return {grid: lambda *arguments: self.past.append(arguments)}
-
-        return launch
-
-
-def test_a_second_launch_goes_past_triton():
-    kernel = Kernel()
-    launch = Launch(kernel, (2, 1, 1), (True, 64), alike=True, num_warps=4)
-    for value in (1, 2, 3):
-        launch(value)
-    assert kernel.through == [((2, 1, 1), (1, True, 64), {"num_warps": 4})]
-    assert kernel.past == [(2, True, 64), (3, True, 64)]
-
-
-def test_launches_that_may_differ_all_go_through_triton():
-    kernel = Kernel()
-    launch = Launch(kernel, (2, 1, 1), (), alike=False)
-    launch(1)
-    launch(2)
-    assert len(kernel.through) == 2
-    assert kernel.past == []
-
-
 class Recording:
     """A kernel of two arguments and two constants that records its calls, compiled or not."""
 
@@ -84,6 +51,13 @@ class Recording:
             return Compiled(self.past)
 
         return first
+
+
+class Descriptor:
+    """Stands for Triton's tensor descriptor."""
+
+    def __init__(self, base, block_shape):
+        self.base, self.shape, self.strides, self.block_shape = base, list(base.shape), [1], block_shape
 
 
 class Compiled:
@@ -111,15 +85,12 @@ def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
     assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
 
 
-@pytest.mark.parametrize("by_plan", [False, True], ids=["launch", "Launch"])
-def test_replays_go_past_triton(on_cuda, by_plan):
+def test_replays_go_past_triton(on_cuda):
     kernel = Recording()
-    planned = Launch(kernel, (4, 1, 1), (64, True), alike=True, num_warps=4)
-    written = launch(kernel, (4,))
 
     def implementation(x, n):
         out = torch.empty(3)
-        planned(x, n) if by_plan else written(x, n, BLOCK=64, FLAG=True, num_warps=4)
+        launch(kernel, (4,))(x, n, BLOCK=64, FLAG=True, num_warps=4)
         return out
 
     run = replayed(implementation)
@@ -140,10 +111,11 @@ def test_replays_go_past_triton(on_cuda, by_plan):
         ((torch.zeros(8), 1), {}),
         ((torch.zeros(8), 2**40), {}),
         ((torch.zeros(8), 32.0), {}),
+        ((Descriptor(torch.zeros(8), [4, 8]), 32), {}),
         ((torch.zeros(8), 32), {"BLOCK": 128}),
         ((torch.zeros(8), 32), {"num_warps": 8}),
     ],
-    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "constant", "option"],
+    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "descriptor", "constant", "option"],
 )
 def test_what_triton_specializes_on_goes_through_it(on_cuda, arguments, constants):
     kernel = Recording()
@@ -152,6 +124,14 @@ def test_what_triton_specializes_on_goes_through_it(on_cuda, arguments, constant
     launch(kernel, (4,))(*arguments, **usual | constants)
     assert len(kernel.through) == 2
     assert kernel.past == []
+
+
+def test_descriptors_are_told_apart_by_what_is_compiled_in(on_cuda):
+    kernel = Recording()
+    for x, block in ((torch.zeros(8), [4]), (torch.ones(16), [4]), (torch.zeros(8), [2]), (torch.zeros(8).half(), [4])):
+        launch(kernel, (4,))(Descriptor(x, block), 32, BLOCK=64, FLAG=True)
+    assert len(kernel.through) == 3
+    assert [arguments[0].base.shape for _, arguments in kernel.past] == [(16,)]
 
 
 def test_interpreted_kernels_are_called_as_they_are():
@@ -165,4 +145,4 @@ def test_every_operator_guards_its_device():
     """Nothing registers a CUDA implementation any other way."""
     root = Path(kernels.__file__).parent
     direct = [path for path in root.rglob("*.py") if re.search(r'impl\(.*"CUDA"', path.read_text())]
-    assert direct == [root / "runtime" / "launch.py"]
+    assert direct == [root / "runtime" / "operator.py"]

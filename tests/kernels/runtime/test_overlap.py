@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from qframework import kernels
 from qframework.kernels.runtime import launch as _launch
 from qframework.kernels.runtime import overlap as _overlap
-from qframework.kernels.runtime.launch import Launch, launch
+from qframework.kernels.runtime.launch import launch
 
 CAN, CANNOT = ("cuda", 90), ("cuda", 89)
 
@@ -53,7 +53,7 @@ def chip(monkeypatch):
 
 
 @pytest.mark.parametrize("target", [CAN, ("cuda", 120), CANNOT, ("hip", "gfx942")], ids=str)
-def test_both_ways_to_launch(chip, target):
+def test_launches_through_triton_and_past_it(chip, target):
     chip(target)
     can = target[0] == "cuda" and target[1] >= 90
     options = {"launch_pdl": True} if can else {}
@@ -62,42 +62,13 @@ def test_both_ways_to_launch(chip, target):
         launch(kernel, (1,))(x, 16, BLOCK=64, num_warps=4)
     assert kernel.through == [((x, 16), {"BLOCK": 64, "num_warps": 4, "OVERLAP": can} | options)]
     assert kernel.past == [(x, 16, 64, can)]
-    kernel = Kernel("x", "n", "BLOCK", "OVERLAP")
-    by_plan = Launch(kernel, (1, 1, 1), (64,), alike=True, num_warps=4)
-    for _ in range(2):
-        by_plan(x, 16)
-    assert kernel.through == [((x, 16, 64), {"num_warps": 4, "OVERLAP": can} | options)]
-    assert kernel.past == [(x, 16, 64, can)]
-
-
-def test_first_launches_beside_each_other(chip):
-    """Two threads may both find nothing compiled, and go through Triton."""
-    chip(CAN)
-    kernel = Kernel("x", "BLOCK", "OVERLAP")
-    by_plan = Launch(kernel, (1, 1, 1), (64,), alike=True)
-    by_plan(1)
-    by_plan._direct = None  # as the other thread found it
-    by_plan(2)
-    by_plan(3)
-    assert len(kernel.through) == 2
-    assert kernel.past == [(3, 64, True)]
-
-
-def test_launches_that_may_differ(chip):
-    chip(CAN)
-    kernel = Kernel("x", "OVERLAP")
-    by_plan = Launch(kernel, (1, 1, 1), (), alike=False)
-    for _ in range(2):
-        by_plan(1)
-    assert kernel.through == 2 * [((1,), {"OVERLAP": True, "launch_pdl": True})]
 
 
 def test_a_kernel_that_does_not_wait_begins_when_it_may(chip):
     chip(CAN)
     kernel = Kernel("x", "BLOCK")
     launch(kernel, (1,))(torch.zeros(8), BLOCK=64)
-    Launch(kernel, (1, 1, 1), (64,), alike=True)(1)
-    assert [named for _, named in kernel.through] == [{"BLOCK": 64}, {}]
+    assert [named for _, named in kernel.through] == [{"BLOCK": 64}]
 
 
 def functions() -> dict[str, ast.FunctionDef]:
@@ -121,7 +92,8 @@ def test_all_kernels_take_part():
 
 def chain(m: int):
     """24 products, each of the one before, in two buffers a width: each reads and overwrites what others did."""
-    from qframework.kernels.linear.launch import Plan, run_plan
+    from qframework.kernels.linear.arguments import Int8LinearArguments
+    from qframework.kernels.linear.launch import write_result
 
     widths = [768, *(3072, 768, 768, 768) * 6]
     buffers = {n: [torch.empty(m, n, dtype=torch.int8, device="cuda") for _ in range(2)] for n in (768, 3072)}
@@ -130,14 +102,15 @@ def chain(m: int):
     for i, (k, n) in enumerate(itertools.pairwise(widths)):
         weight = torch.randint(-127, 128, (n, k), dtype=torch.int8, device="cuda")
         scales = torch.ones(1, device="cuda"), torch.full((n,), 1 / (73 * 73 * k**0.5), device="cuda")
-        operands = last, scales[0], weight, scales[1], None, None, torch.full((1,), 0.015, device="cuda")
+        out_scale = torch.full((1,), 0.015, device="cuda")
+        operands = Int8LinearArguments(last, scales[0], weight, scales[1], out_scale=out_scale)
         out = next(buffer for buffer in buffers[n][:: 1 - 2 * (i % 2)] if buffer is not last)
-        steps.append((Plan(operands, "none", torch.int8), operands, out))
+        steps.append((operands, out))
         last = out
 
     def run(one_at_a_time: bool = False) -> None:
-        for plan, operands, out in steps:
-            run_plan(plan, operands, out)
+        for operands, out in steps:
+            write_result(operands, out)
             if one_at_a_time:
                 torch.cuda.synchronize()
 

@@ -21,6 +21,7 @@ from qframework.kernels import quantize
 from qframework.kernels.runtime import launch as _launch
 from qframework.kernels.runtime import replay as _replay
 from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.operator import OPERATORS
 from qframework.kernels.runtime.replay import replayed
 
 # Without a GPU: kernels that are functions ---------------------------------------------------------------------------
@@ -257,14 +258,14 @@ def test_recordings_do_not_grow_for_ever(monkeypatch):
 
 
 def test_no_kernel_is_launched_unseen():
-    """What goes past ``launch`` and ``Launch`` would be missing from every replay."""
+    """What goes past ``launch`` would be missing from every replay."""
     sources = [path for path in Path(kernels.__file__).parent.rglob("*.py") if path != Path(_launch.__file__)]
     assert len(sources) > 30
     assert [path.name for path in sources if re.search(r"kernel\w*\[", path.read_text())] == []
 
 
 def test_every_operator_is_called():
-    assert set(CALLS) == set(_launch.cuda_implementations)
+    assert set(CALLS) == {name for name, operator in OPERATORS.items() if operator.replayed is not None}
 
 
 @pytest.mark.interpreter
@@ -273,7 +274,7 @@ def test_replays_of_an_operator_are_its_calls(name, monkeypatch):
     """Bit for bit, with other values in other places; a fresh recording, so that no other test's replay is used."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     monkeypatch.setattr(sys.modules[quantize.__module__], "check_positive_scale", lambda *_: None)  # on CPUs it looks
-    implementation = _launch.cuda_implementations[name].__wrapped__
+    implementation = OPERATORS[name].cuda
     run = replayed(implementation)
     torch.manual_seed(0)
     for _ in range(4):
