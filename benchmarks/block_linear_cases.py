@@ -23,8 +23,10 @@ from benchmarks.int8_linear_cases import Shape, checked_rows
 from benchmarks.torchao_training import quantize_for_fp8_training, quantize_for_training
 from qframework.kernels import block_quantize
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_shape, block_size_name, operand_size
-from qframework.kernels.blocks.linear import launch as block_linear_launch
+from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
+from qframework.kernels.blocks.linear.launch import block_linear_triton
 from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice
+from qframework.kernels.runtime.replay import replayed
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
 from qframework.training.linear_baselines import PerTensorLinear, PerTokenLinear
@@ -147,15 +149,12 @@ def _kernel(given: Operands, block_size: BlockSize, out_dtype: torch.dtype = tor
         raise UnavailableError("needs a GPU of compute capability 9.0")
     quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, operand_size(block_size)))
     latest: list[tuple[Tensor, Tensor]] = []
-    operands = (*quantized, None)
-    if tiles is not None:
-        plan = block_linear_launch.Plan(operands, block_size, out_dtype, Choice(tiles[block_shape(block_size)[1]], 1))
+    operands = (*quantized, None, block_size, out_dtype)
+    choice = None if tiles is None else Choice(tiles[block_shape(block_size)[1]], 1)
+    product = replayed(lambda *operands: block_linear_triton(BlockLinearArguments(*operands), choice))
 
-    def chosen() -> None:
-        latest[:] = [block_linear_launch.block_linear_triton(*operands, block_size, out_dtype)]
-
-    def forced() -> None:
-        latest[:] = [block_linear_launch.run_plan(plan, operands)]
+    def step() -> None:
+        latest[:] = [product(*operands)]
 
     def results() -> dict[str, Tensor]:
         out, scale = latest[0]
@@ -163,7 +162,7 @@ def _kernel(given: Operands, block_size: BlockSize, out_dtype: torch.dtype = tor
         return {"y": BlockTensor(out, scale, block_size, torch.float32).dequantize() if blocks else out}
 
     name = str(out_dtype).removeprefix("torch.")
-    return Case(chosen if tiles is None else forced, results, 1, INT8_TOLERANCE, f"int8 blocks to {name}")
+    return Case(step, results, 1, INT8_TOLERANCE, f"int8 blocks to {name}")
 
 
 # Peers --------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ once: 2 bytes for the forward pass, 3 for the backward pass. Reference: ``block_
 from __future__ import annotations
 
 from math import e, log2, pi, sqrt
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,8 +37,8 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     ask_for_tile,
     check_alike,
+    contiguous,
     empty_blocks,
-    register_block_operator,
     rows_ahead,
     rows_and_columns,
     tile_of,
@@ -45,6 +46,7 @@ from qframework.kernels.blocks.tiles import (
     tiles_of,
 )
 from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -59,6 +61,51 @@ _ROOT_A, _ROOT_B, _ROOT_C = (tl.constexpr(each) for each in (_A * _ROOT, _B * _R
 _FALL = tl.constexpr(-16 * log2(e))  # exp(-x^2 / 2) as a power of two
 _DENSITY = tl.constexpr(log2(2 * _ROOT / sqrt(2 * pi)))  # 2 x phi(x) at its middle, a factor x / sqrt(32) apart
 _TANH_A, _TANH_B = tl.constexpr(0.79788456080286536), tl.constexpr(0.035677408136300125)  # those of gelu_tanh
+
+
+class BlockActivationArguments(NamedTuple):
+    """The arguments of ``qframework::block_activation``."""
+
+    x: Tensor
+    x_scale: Tensor
+    kind: str
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """y in blocks before it is computed."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
+        check_kind("block_activation", self.kind)
+        check_alike("block_activation", self.block_size, x=(self.x, self.x_scale))
+
+
+class BlockActivationBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::block_activation_backward``."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    x: Tensor
+    x_scale: Tensor
+    kind: str
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """dx in blocks before it is computed."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
+        operands = {"dy": (self.dy, self.dy_scale), "x": (self.x, self.x_scale)}
+        check_kind("block_activation_backward", self.kind)
+        check_alike("block_activation_backward", self.block_size, **operands)
+
+
+def check_kind(operator: str, kind: str) -> None:
+    """Raise UnsupportedError unless ``kind`` is one of KINDS."""
+    if kind not in KINDS:
+        raise UnsupportedError(f"{operator}: kind={kind!r} is unknown; accepted: {', '.join(KINDS)}")
 
 
 def activation_ref(x: Tensor, kind: str) -> Tensor:
@@ -77,17 +124,17 @@ def activation_backward_ref(dy: Tensor, x: Tensor, kind: str) -> Tensor:
     return torch.ops.aten.threshold_backward(dy, x, 0)
 
 
-def block_activation_ref(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> Blocks:
+def block_activation_ref(args: BlockActivationArguments) -> Blocks:
     """Reference of ``qframework::block_activation``."""
-    return quantize_blocks_ref(activation_ref(dequantize_blocks_ref(x, x_scale, block_size), kind), block_size)
+    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    return quantize_blocks_ref(activation_ref(x, args.kind), args.block_size)
 
 
-def block_activation_backward_ref(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize
-) -> Blocks:
+def block_activation_backward_ref(args: BlockActivationBackwardArguments) -> Blocks:
     """Reference of ``qframework::block_activation_backward``."""
-    gradient, value = (dequantize_blocks_ref(*each, block_size) for each in ((dy, dy_scale), (x, x_scale)))
-    return quantize_blocks_ref(activation_backward_ref(gradient, value, kind), block_size)
+    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size)
+    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    return quantize_blocks_ref(activation_backward_ref(dy, x, args.kind), args.block_size)
 
 
 @triton.jit
@@ -221,61 +268,47 @@ def _block_activation_backward_kernel(
     store_tile(dx_ptr, dx_scale_ptr, dx, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def _block_activation_triton(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> Blocks:
-    rows, columns = rows_and_columns(x)
-    y, y_scale = empty_blocks(x, block_size)
-    if x.numel() > 0:
-        tile = tile_of(rows, columns, block_size, FEW_VALUES)
-        launch(_block_activation_kernel, tiles_of(x, tile))(
-            x.contiguous(), x_scale.contiguous(), y, y_scale, rows, columns, rows_ahead(x, tile), KIND=kind, **tile
+def block_activation_triton(args: BlockActivationArguments) -> Blocks:
+    """``block_activation`` on a GPU."""
+    sizes = rows_and_columns(args.x)
+    result = args.empty_result()
+    if args.x.numel() > 0:
+        args = contiguous(args)
+        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
+        launch(_block_activation_kernel, tiles_of(args.x, tile))(
+            args.x, args.x_scale, *result, *sizes, rows_ahead(args.x, tile), KIND=args.kind, **tile
         )
-    return y, y_scale
+    return result
 
 
-def _block_activation_backward_triton(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize
-) -> Blocks:
-    rows, columns = rows_and_columns(dy)
-    dx, dx_scale = empty_blocks(x, block_size)
-    if x.numel() > 0:
-        tile = tile_of(rows, columns, block_size, FEW_VALUES)
-        operands = (each.contiguous() for each in (dy, dy_scale, x, x_scale))
-        launch(_block_activation_backward_kernel, tiles_of(x, tile))(
-            *operands, dx, dx_scale, rows, columns, rows_ahead(x, tile), KIND=kind, **tile
+def block_activation_backward_triton(args: BlockActivationBackwardArguments) -> Blocks:
+    """``block_activation_backward`` on a GPU."""
+    sizes = rows_and_columns(args.x)
+    result = args.empty_result()
+    if args.x.numel() > 0:
+        args = contiguous(args)
+        operands = (args.dy, args.dy_scale, args.x, args.x_scale)
+        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
+        launch(_block_activation_backward_kernel, tiles_of(args.x, tile))(
+            *operands, *result, *sizes, rows_ahead(args.x, tile), KIND=args.kind, **tile
         )
-    return dx, dx_scale
+    return result
 
 
-def check_kind(operator: str, kind: str) -> None:
-    """Raise UnsupportedError unless ``kind`` is one of KINDS."""
-    if kind not in KINDS:
-        raise UnsupportedError(f"{operator}: kind={kind!r} is unknown; accepted: {', '.join(KINDS)}")
-
-
-def _check_forward(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> None:
-    check_kind("block_activation", kind)
-    check_alike("block_activation", block_size, x=(x, x_scale))
-
-
-def _check_backward(dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize) -> None:
-    check_kind("block_activation_backward", kind)
-    check_alike("block_activation_backward", block_size, dy=(dy, dy_scale), x=(x, x_scale))
-
-
-register_block_operator(
+BLOCK_ACTIVATION = declare(
     "block_activation(Tensor x, Tensor x_scale, str kind, int[2] block_size) -> (Tensor, Tensor)",
-    _check_forward,
-    block_activation_ref,
-    _block_activation_triton,
-    lambda x, x_scale, kind, block_size: empty_blocks(x, block_size),
+    BlockActivationArguments,
+    cpu=block_activation_ref,
+    cuda=block_activation_triton,
+    fake=BlockActivationArguments.empty_result,
 )
-register_block_operator(
+BLOCK_ACTIVATION_BACKWARD = declare(
     "block_activation_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, str kind, int[2] block_size)"
     " -> (Tensor, Tensor)",
-    _check_backward,
-    block_activation_backward_ref,
-    _block_activation_backward_triton,
-    lambda dy, dy_scale, x, x_scale, kind, block_size: empty_blocks(x, block_size),
+    BlockActivationBackwardArguments,
+    cpu=block_activation_backward_ref,
+    cuda=block_activation_backward_triton,
+    fake=BlockActivationBackwardArguments.empty_result,
 )
 
 

@@ -14,6 +14,8 @@ Reference: ``block_dropout_ref``.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -33,21 +35,43 @@ from qframework.kernels.blocks.tiles import (
     VALUES_PER_THREAD,
     Blocks,
     check_alike,
+    check_seed,
+    contiguous,
     empty_blocks,
-    register_block_operator,
     rows_and_columns,
     tile_of,
     tile_origin,
     tiles_of,
 )
-from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.launch import cdiv, launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 _LEVELS = 32768  # of 15 random bits
 _SHARED = 8  # columns that share a call of Philox
 _WORD = 0xFFFFFFFF
+
+
+class BlockDropoutArguments(NamedTuple):
+    """The arguments of ``qframework::block_dropout``."""
+
+    x: Tensor
+    x_scale: Tensor
+    p: float
+    seed: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """y in blocks before it is computed."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit, a seed that is not one int64, and p outside [0, 1]."""
+        check_alike("block_dropout", self.block_size, x=(self.x, self.x_scale))
+        check_seed("block_dropout", self.seed, self.x)
+        if not 0.0 <= self.p <= 1.0:
+            raise QFrameworkError(f"block_dropout: p is {self.p}; accepted: 0 to 1")
 
 
 def threshold_of(p: float) -> int:
@@ -87,12 +111,12 @@ def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -
     return (bits.flatten(1)[:, :columns] >= threshold_of(p)).reshape(shape)
 
 
-def block_dropout_ref(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
+def block_dropout_ref(args: BlockDropoutArguments) -> Blocks:
     """Reference of ``qframework::block_dropout``."""
-    kept = keep_mask_ref(seed, x.shape, p)
-    value = dequantize_blocks_ref(x, x_scale, block_size)
+    kept = keep_mask_ref(args.seed, args.x.shape, args.p)
+    value = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
     # What is not finite shows, dropped or not.
-    return quantize_blocks_ref(torch.where(kept, value * factor_of(p), value * 0.0), block_size)
+    return quantize_blocks_ref(torch.where(kept, value * factor_of(args.p), value * 0.0), args.block_size)
 
 
 @triton.jit
@@ -127,33 +151,25 @@ def values_in_a_thread(block_size: BlockSize) -> int:
     return FEW_VALUES if block_shape(block_size)[0] == 128 else VALUES_PER_THREAD
 
 
-def _block_dropout_triton(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> Blocks:
-    sizes = rows_and_columns(x)
-    y, y_scale = empty_blocks(x, block_size)
-    if x.numel() > 0:
-        tile = tile_of(*sizes, block_size, values_in_a_thread(block_size))
-        launch(_block_dropout_kernel, tiles_of(x, tile))(
-            x.contiguous(), x_scale.contiguous(), seed, y, y_scale, *sizes, threshold_of(p), factor_of(p), **tile
+def block_dropout_triton(args: BlockDropoutArguments) -> Blocks:
+    """``block_dropout`` on a GPU."""
+    sizes = rows_and_columns(args.x)
+    result = args.empty_result()
+    if args.x.numel() > 0:
+        args = contiguous(args)
+        tile = tile_of(*sizes, args.block_size, values_in_a_thread(args.block_size))
+        launch(_block_dropout_kernel, tiles_of(args.x, tile))(
+            args.x, args.x_scale, args.seed, *result, *sizes, threshold_of(args.p), factor_of(args.p), **tile
         )
-    return y, y_scale
+    return result
 
 
-def _check(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> None:
-    check_alike("block_dropout", block_size, x=(x, x_scale))
-    check_dtype("block_dropout", "seed", seed, (torch.int64,))
-    check_same_device("block_dropout", x, seed=seed)
-    if seed.numel() != 1:
-        raise QFrameworkError(f"block_dropout: seed has shape {tuple(seed.shape)}; accepted: one value")
-    if not 0.0 <= p <= 1.0:
-        raise QFrameworkError(f"block_dropout: p is {p}; accepted: 0 to 1")
-
-
-register_block_operator(
+BLOCK_DROPOUT = declare(
     "block_dropout(Tensor x, Tensor x_scale, float p, Tensor seed, int[2] block_size) -> (Tensor, Tensor)",
-    _check,
-    block_dropout_ref,
-    _block_dropout_triton,
-    lambda x, x_scale, p, seed, block_size: empty_blocks(x, block_size),
+    BlockDropoutArguments,
+    cpu=block_dropout_ref,
+    cuda=block_dropout_triton,
+    fake=BlockDropoutArguments.empty_result,
 )
 
 

@@ -10,7 +10,7 @@ qframework/kernels/blocks/format.py; 3 bytes of traffic a value. Reference: ``bl
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,8 +30,8 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     ask_for_tile,
     check_alike,
+    contiguous,
     empty_blocks,
-    register_block_operator,
     rows_ahead,
     rows_and_columns,
     tile_of,
@@ -39,27 +39,69 @@ from qframework.kernels.blocks.tiles import (
     tiles_of,
 )
 from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 BlocksAndStatistics = tuple[Tensor, Tensor, Tensor]
 
 
-def block_add_ref(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
-) -> BlocksAndStatistics:
+class BlockAddArguments(NamedTuple):
+    """The arguments of ``qframework::block_add``."""
+
+    x: Tensor
+    x_scale: Tensor
+    y: Tensor
+    y_scale: Tensor
+    block_size: BlockSize
+    statistics: bool = False
+
+    def empty_result(self) -> BlocksAndStatistics:
+        """z in blocks and the statistics of its rows before they are computed."""
+        rows = row_count(self.x.shape) if self.statistics else 0
+        return *empty_blocks(self.x, self.block_size), self.x.new_empty((rows, 2), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_alike("block_add", self.block_size, x=(self.x, self.x_scale), y=(self.y, self.y_scale))
+
+
+class BlockMulArguments(NamedTuple):
+    """The arguments of ``qframework::block_mul``."""
+
+    x: Tensor
+    x_scale: Tensor
+    y: Tensor
+    y_scale: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """z in blocks before it is computed."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_alike("block_mul", self.block_size, x=(self.x, self.x_scale), y=(self.y, self.y_scale))
+
+
+def block_add_ref(args: BlockAddArguments) -> BlocksAndStatistics:
     """Reference of ``qframework::block_add``."""
-    total = dequantize_blocks_ref(x, x_scale, block_size) + dequantize_blocks_ref(y, y_scale, block_size)
-    z, z_scale = quantize_blocks_ref(total, block_size)
-    if not statistics or z.numel() == 0:
-        return z, z_scale, _empty_statistics(x, statistics)
-    return z, z_scale, row_statistics_cpu(z, z_scale, block_size)
+    x, y = _dequantized(args)
+    z, z_scale = quantize_blocks_ref(x + y, args.block_size)
+    if not args.statistics or z.numel() == 0:
+        return z, z_scale, args.empty_result()[2]
+    return z, z_scale, row_statistics_cpu(z, z_scale, args.block_size)
 
 
-def block_mul_ref(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> Blocks:
+def block_mul_ref(args: BlockMulArguments) -> Blocks:
     """Reference of ``qframework::block_mul``."""
-    product = dequantize_blocks_ref(x, x_scale, block_size) * dequantize_blocks_ref(y, y_scale, block_size)
-    return quantize_blocks_ref(product, block_size)
+    x, y = _dequantized(args)
+    return quantize_blocks_ref(x * y, args.block_size)
+
+
+def _dequantized(args: BlockAddArguments | BlockMulArguments) -> tuple[Tensor, Tensor]:
+    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    return x, dequantize_blocks_ref(args.y, args.y_scale, args.block_size)
 
 
 @triton.jit
@@ -97,78 +139,62 @@ def _block_elementwise_kernel(
         store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N)
 
 
-def _block_add_triton(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
-) -> BlocksAndStatistics:
-    if x.numel() == 0:
-        return _empty_sum(x, x_scale, y, y_scale, block_size, statistics)
-    tile = tile_of(*rows_and_columns(x), block_size, FEW_VALUES)
-    partial = empty_partial(x, tile) if statistics else None
-    blocks = _launch(x, x_scale, y, y_scale, tile, partial, PRODUCT=False)
-    return *blocks, _empty_statistics(x, False) if partial is None else merge_statistics(partial, x.shape[-1], tile)
+def block_add_triton(args: BlockAddArguments) -> BlocksAndStatistics:
+    """``block_add`` on a GPU."""
+    z, z_scale, statistics = args.empty_result()
+    if z.numel() > 0:
+        tile = tile_of(*rows_and_columns(z), args.block_size, FEW_VALUES)
+        partial = empty_partial(z, tile) if args.statistics else None
+        _launch(args, (z, z_scale), tile, partial, PRODUCT=False)
+        if partial is not None:
+            merge_statistics(partial, statistics, z.shape[-1], tile)
+    return z, z_scale, statistics
 
 
-def _block_mul_triton(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> Blocks:
-    if x.numel() == 0:
-        return empty_blocks(x, block_size)
-    return _launch(x, x_scale, y, y_scale, tile_of(*rows_and_columns(x), block_size, FEW_VALUES), None, PRODUCT=True)
+def block_mul_triton(args: BlockMulArguments) -> Blocks:
+    """``block_mul`` on a GPU."""
+    result = args.empty_result()
+    if args.x.numel() > 0:
+        tile = tile_of(*rows_and_columns(args.x), args.block_size, FEW_VALUES)
+        _launch(args, result, tile, None, PRODUCT=True)
+    return result
 
 
 def _launch(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, tile: dict[str, Any], partial: Tensor | None, PRODUCT: bool
-) -> Blocks:
-    sizes = rows_and_columns(x)
-    z, z_scale = empty_blocks(x, tile["BLOCK"])
-    operands = [each.contiguous() for each in (x, x_scale, y, y_scale)]
-    launch(_block_elementwise_kernel, tiles_of(x, tile))(
-        *operands,
-        z,
-        z_scale,
-        z_scale if partial is None else partial,
-        *sizes,
-        rows_ahead(x, tile),
+    args: BlockAddArguments | BlockMulArguments,
+    result: Blocks,
+    tile: dict[str, Any],
+    partial: Tensor | None,
+    PRODUCT: bool,
+) -> None:
+    args = contiguous(args)
+    launch(_block_elementwise_kernel, tiles_of(args.x, tile))(
+        *(args.x, args.x_scale, args.y, args.y_scale),
+        *result,
+        result[1] if partial is None else partial,
+        *rows_and_columns(args.x),
+        rows_ahead(args.x, tile),
         PRODUCT=PRODUCT,
         STATISTICS=partial is not None,
-        FOURS=partial is not None and in_fours(operands[0], operands[2]),
+        FOURS=partial is not None and in_fours(args.x, args.y),
         **tile,
     )
-    return z, z_scale
 
 
-def _empty_statistics(like: Tensor, wanted: bool) -> Tensor:
-    return like.new_empty((row_count(like.shape) if wanted else 0, 2), dtype=torch.float32)
-
-
-def _empty_sum(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
-) -> BlocksAndStatistics:
-    return *empty_blocks(x, block_size), _empty_statistics(x, statistics)
-
-
-def _check_add(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize, statistics: bool = False
-) -> None:
-    check_alike("block_add", block_size, x=(x, x_scale), y=(y, y_scale))
-
-
-def _check_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize) -> None:
-    check_alike("block_mul", block_size, x=(x, x_scale), y=(y, y_scale))
-
-
-register_block_operator(
+BLOCK_ADD = declare(
     "block_add(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int[2] block_size, bool statistics=False)"
     " -> (Tensor, Tensor, Tensor)",
-    _check_add,
-    block_add_ref,
-    _block_add_triton,
-    _empty_sum,
+    BlockAddArguments,
+    cpu=block_add_ref,
+    cuda=block_add_triton,
+    fake=BlockAddArguments.empty_result,
 )
-register_block_operator(
+BLOCK_MUL = declare(
     "block_mul(Tensor x, Tensor x_scale, Tensor y, Tensor y_scale, int[2] block_size) -> (Tensor, Tensor)",
-    _check_mul,
-    block_mul_ref,
-    _block_mul_triton,
-    lambda x, x_scale, y, y_scale, block_size: empty_blocks(x, block_size),
+    BlockMulArguments,
+    cpu=block_mul_ref,
+    cuda=block_mul_triton,
+    fake=BlockMulArguments.empty_result,
 )
 
 

@@ -11,6 +11,8 @@ Reference: ``block_gated_activation_ref``, ``block_gated_activation_backward_ref
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,8 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     ask_for_tile,
     check_alike,
+    contiguous,
     empty_blocks,
-    register_block_operator,
     rows_ahead,
     rows_and_columns,
     tile_of,
@@ -38,35 +40,75 @@ from qframework.kernels.blocks.tiles import (
     tiles_of,
 )
 from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 TwoBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def block_gated_activation_ref(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
-) -> Blocks:
+class BlockGatedActivationArguments(NamedTuple):
+    """The arguments of ``qframework::block_gated_activation``."""
+
+    gate: Tensor
+    gate_scale: Tensor
+    up: Tensor
+    up_scale: Tensor
+    kind: str
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """y in blocks before it is computed."""
+        return empty_blocks(self.gate, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
+        operands = {"gate": (self.gate, self.gate_scale), "up": (self.up, self.up_scale)}
+        check_kind("block_gated_activation", self.kind)
+        check_alike("block_gated_activation", self.block_size, **operands)
+
+
+class BlockGatedActivationBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::block_gated_activation_backward``."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    gate: Tensor
+    gate_scale: Tensor
+    up: Tensor
+    up_scale: Tensor
+    kind: str
+    block_size: BlockSize
+
+    def empty_result(self) -> TwoBlocks:
+        """dgate and dup in blocks before they are computed."""
+        return *empty_blocks(self.gate, self.block_size), *empty_blocks(self.up, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
+        operands = {
+            "dy": (self.dy, self.dy_scale),
+            "gate": (self.gate, self.gate_scale),
+            "up": (self.up, self.up_scale),
+        }
+        check_kind("block_gated_activation_backward", self.kind)
+        check_alike("block_gated_activation_backward", self.block_size, **operands)
+
+
+def block_gated_activation_ref(args: BlockGatedActivationArguments) -> Blocks:
     """Reference of ``qframework::block_gated_activation``."""
-    gate, up = dequantize_blocks_ref(gate, gate_scale, block_size), dequantize_blocks_ref(up, up_scale, block_size)
-    return quantize_blocks_ref(activation_ref(gate, kind) * up, block_size)
+    gate = dequantize_blocks_ref(args.gate, args.gate_scale, args.block_size)
+    up = dequantize_blocks_ref(args.up, args.up_scale, args.block_size)
+    return quantize_blocks_ref(activation_ref(gate, args.kind) * up, args.block_size)
 
 
-def block_gated_activation_backward_ref(
-    dy: Tensor,
-    dy_scale: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    kind: str,
-    block_size: BlockSize,
-) -> TwoBlocks:
+def block_gated_activation_backward_ref(args: BlockGatedActivationBackwardArguments) -> TwoBlocks:
     """Reference of ``qframework::block_gated_activation_backward``."""
-    dy = dequantize_blocks_ref(dy, dy_scale, block_size)
-    gate, up = dequantize_blocks_ref(gate, gate_scale, block_size), dequantize_blocks_ref(up, up_scale, block_size)
-    dgate = quantize_blocks_ref(activation_backward_ref(dy * up, gate, kind), block_size)
-    return *dgate, *quantize_blocks_ref(dy * activation_ref(gate, kind), block_size)
+    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size)
+    gate = dequantize_blocks_ref(args.gate, args.gate_scale, args.block_size)
+    up = dequantize_blocks_ref(args.up, args.up_scale, args.block_size)
+    dgate = quantize_blocks_ref(activation_backward_ref(dy * up, gate, args.kind), args.block_size)
+    return *dgate, *quantize_blocks_ref(dy * activation_ref(gate, args.kind), args.block_size)
 
 
 @triton.jit
@@ -149,81 +191,49 @@ def backward_values(block_size: BlockSize) -> int:
     return FEW_VALUES if block_shape(block_size)[0] == 1 else VALUES_PER_THREAD
 
 
-def _block_gated_activation_triton(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
-) -> Blocks:
-    sizes = rows_and_columns(gate)
-    y, y_scale = empty_blocks(gate, block_size)
-    if gate.numel() > 0:
-        tile = tile_of(*sizes, block_size, FEW_VALUES)
-        operands = (each.contiguous() for each in (gate, gate_scale, up, up_scale))
-        launch(_block_gated_activation_kernel, tiles_of(gate, tile))(
-            *operands, y, y_scale, *sizes, rows_ahead(gate, tile), KIND=kind, **tile
+def block_gated_activation_triton(args: BlockGatedActivationArguments) -> Blocks:
+    """``block_gated_activation`` on a GPU."""
+    sizes = rows_and_columns(args.gate)
+    result = args.empty_result()
+    if args.gate.numel() > 0:
+        args = contiguous(args)
+        operands = (args.gate, args.gate_scale, args.up, args.up_scale)
+        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
+        launch(_block_gated_activation_kernel, tiles_of(args.gate, tile))(
+            *operands, *result, *sizes, rows_ahead(args.gate, tile), KIND=args.kind, **tile
         )
-    return y, y_scale
+    return result
 
 
-def _block_gated_activation_backward_triton(
-    dy: Tensor,
-    dy_scale: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    kind: str,
-    block_size: BlockSize,
-) -> TwoBlocks:
-    sizes = rows_and_columns(dy)
-    results = *empty_blocks(gate, block_size), *empty_blocks(up, block_size)
-    if dy.numel() > 0:
-        tile = tile_of(*sizes, block_size, backward_values(block_size))
-        operands = (each.contiguous() for each in (dy, dy_scale, gate, gate_scale, up, up_scale))
-        launch(_block_gated_activation_backward_kernel, tiles_of(dy, tile))(
-            *operands, *results, *sizes, rows_ahead(dy, tile), KIND=kind, **tile
+def block_gated_activation_backward_triton(args: BlockGatedActivationBackwardArguments) -> TwoBlocks:
+    """``block_gated_activation_backward`` on a GPU."""
+    sizes = rows_and_columns(args.dy)
+    results = args.empty_result()
+    if args.dy.numel() > 0:
+        args = contiguous(args)
+        operands = (args.dy, args.dy_scale, args.gate, args.gate_scale, args.up, args.up_scale)
+        tile = tile_of(*sizes, args.block_size, backward_values(args.block_size))
+        launch(_block_gated_activation_backward_kernel, tiles_of(args.dy, tile))(
+            *operands, *results, *sizes, rows_ahead(args.dy, tile), KIND=args.kind, **tile
         )
     return results
 
 
-def _check_forward(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize
-) -> None:
-    check_kind("block_gated_activation", kind)
-    check_alike("block_gated_activation", block_size, gate=(gate, gate_scale), up=(up, up_scale))
-
-
-def _check_backward(
-    dy: Tensor,
-    dy_scale: Tensor,
-    gate: Tensor,
-    gate_scale: Tensor,
-    up: Tensor,
-    up_scale: Tensor,
-    kind: str,
-    block_size: BlockSize,
-) -> None:
-    check_kind("block_gated_activation_backward", kind)
-    operands = {"dy": (dy, dy_scale), "gate": (gate, gate_scale), "up": (up, up_scale)}
-    check_alike("block_gated_activation_backward", block_size, **operands)
-
-
-register_block_operator(
+BLOCK_GATED_ACTIVATION = declare(
     "block_gated_activation(Tensor gate, Tensor gate_scale, Tensor up, Tensor up_scale, str kind, int[2] block_size)"
     " -> (Tensor, Tensor)",
-    _check_forward,
-    block_gated_activation_ref,
-    _block_gated_activation_triton,
-    lambda gate, gate_scale, up, up_scale, kind, block_size: empty_blocks(gate, block_size),
+    BlockGatedActivationArguments,
+    cpu=block_gated_activation_ref,
+    cuda=block_gated_activation_triton,
+    fake=BlockGatedActivationArguments.empty_result,
 )
-register_block_operator(
+BLOCK_GATED_ACTIVATION_BACKWARD = declare(
     "block_gated_activation_backward(Tensor dy, Tensor dy_scale, Tensor gate, Tensor gate_scale, Tensor up, "
     "Tensor up_scale, str kind, int[2] block_size) -> (Tensor, Tensor, Tensor, Tensor)",
-    _check_backward,
-    block_gated_activation_backward_ref,
-    _block_gated_activation_backward_triton,
-    lambda dy, dy_scale, gate, gate_scale, up, up_scale, kind, block_size: (
-        *empty_blocks(gate, block_size),
-        *empty_blocks(up, block_size),
-    ),
+    BlockGatedActivationBackwardArguments,
+    cpu=block_gated_activation_backward_ref,
+    cuda=block_gated_activation_backward_triton,
+    fake=BlockGatedActivationBackwardArguments.empty_result,
 )
 
 

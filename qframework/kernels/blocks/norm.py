@@ -13,6 +13,8 @@ Layout: blocks as in qframework/kernels/blocks/format.py. Reference: ``block_lay
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -24,9 +26,9 @@ from qframework.kernels.blocks.tiles import (
     ask_for_tile,
     check_alike,
     check_vector,
+    contiguous,
     empty_blocks,
     inside_tile,
-    register_block_operator,
     rows_ahead,
     rows_and_columns,
     tile_of,
@@ -35,7 +37,7 @@ from qframework.kernels.blocks.tiles import (
 )
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.launch import launch
-from qframework.kernels.runtime.operator import refuse_gradients
+from qframework.kernels.runtime.operator import declare, refuse_gradients
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -43,40 +45,84 @@ LayerNormResult = tuple[Tensor, Tensor, Tensor, Tensor]
 RMSNormResult = tuple[Tensor, Tensor, Tensor]
 
 
-def block_layer_norm_ref(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> LayerNormResult:
+class BlockLayerNormArguments(NamedTuple):
+    """The arguments of ``qframework::block_layer_norm``."""
+
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    bias: Tensor | None
+    eps: float
+    block_size: BlockSize
+    statistics: Tensor | None = None
+
+    def empty_result(self) -> LayerNormResult:
+        """y in blocks, mean and rstd before they are computed."""
+        mean, rstd = (self.x.new_empty((row_count(self.x.shape),), dtype=torch.float32) for _ in range(2))
+        return *empty_blocks(self.x, self.block_size), mean, rstd
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_alike("block_layer_norm", self.block_size, x=(self.x, self.x_scale))
+        check_vector("block_layer_norm", "weight", self.weight, self.x.shape[-1], self.x)
+        check_vector("block_layer_norm", "bias", self.bias, self.x.shape[-1], self.x)
+        _check_statistics("block_layer_norm", self.statistics, self.x)
+
+
+class BlockRMSNormArguments(NamedTuple):
+    """The arguments of ``qframework::block_rms_norm``."""
+
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    eps: float
+    block_size: BlockSize
+    statistics: Tensor | None = None
+
+    def empty_result(self) -> RMSNormResult:
+        """y in blocks and rstd before they are computed."""
+        rstd = self.x.new_empty((row_count(self.x.shape),), dtype=torch.float32)
+        return *empty_blocks(self.x, self.block_size), rstd
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_alike("block_rms_norm", self.block_size, x=(self.x, self.x_scale))
+        check_vector("block_rms_norm", "weight", self.weight, self.x.shape[-1], self.x)
+        _check_statistics("block_rms_norm", self.statistics, self.x)
+
+
+def _check_statistics(operator: str, statistics: Tensor | None, x: Tensor) -> None:
+    if statistics is None or statistics.numel() == 0:
+        return
+    check_dtype(operator, "statistics", statistics, (torch.float32,))
+    check_same_device(operator, x, statistics=statistics)
+    if tuple(statistics.shape) != (row_count(x.shape), 2):
+        raise QFrameworkError(
+            f"{operator}: statistics has shape {tuple(statistics.shape)}; accepted: none, or mean "
+            f"and variance of each row, ({row_count(x.shape)}, 2)"
+        )
+
+
+def block_layer_norm_ref(args: BlockLayerNormArguments) -> LayerNormResult:
     """Reference of ``qframework::block_layer_norm``."""
-    value = dequantize_blocks_ref(x, x_scale, block_size)
-    mean, variance = _statistics_ref(value, statistics).unbind(-1)
-    rstd = torch.rsqrt(variance + eps)
-    along = (*x.shape[:-1], 1)
+    value = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    mean, variance = _statistics_ref(value, args.statistics).unbind(-1)
+    rstd = torch.rsqrt(variance + args.eps)
+    along = (*value.shape[:-1], 1)
     y = (value - mean.view(along)) * rstd.view(along)
-    y = y if weight is None else y * weight.float()
-    y = y if bias is None else y + bias.float()
-    return *quantize_blocks_ref(y, block_size), mean.clone(), rstd
+    y = y if args.weight is None else y * args.weight.float()
+    y = y if args.bias is None else y + args.bias.float()
+    return *quantize_blocks_ref(y, args.block_size), mean.clone(), rstd
 
 
-def block_rms_norm_ref(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> RMSNormResult:
+def block_rms_norm_ref(args: BlockRMSNormArguments) -> RMSNormResult:
     """Reference of ``qframework::block_rms_norm``."""
-    value = dequantize_blocks_ref(x, x_scale, block_size)
-    mean, variance = _statistics_ref(value, statistics).unbind(-1)
-    rstd = torch.rsqrt(variance + mean.square() + eps)
-    y = value * rstd.view(*x.shape[:-1], 1)
-    return *quantize_blocks_ref(y if weight is None else y * weight.float(), block_size), rstd
+    value = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    mean, variance = _statistics_ref(value, args.statistics).unbind(-1)
+    rstd = torch.rsqrt(variance + mean.square() + args.eps)
+    y = value * rstd.view(*value.shape[:-1], 1)
+    y = y if args.weight is None else y * args.weight.float()
+    return *quantize_blocks_ref(y, args.block_size), rstd
 
 
 def _statistics_ref(value: Tensor, statistics: Tensor | None) -> Tensor:
@@ -140,153 +186,64 @@ def _block_norm_kernel(
             tl.store(mean_ptr + r, mean, mask=r < R)
 
 
-def _block_layer_norm_triton(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> LayerNormResult:
-    results = _empty_layer_norm(x, x_scale, weight, bias, eps, block_size, statistics)
-    _launch(x, x_scale, weight, bias, eps, block_size, statistics, results, RMS=False)
+def block_layer_norm_triton(args: BlockLayerNormArguments) -> LayerNormResult:
+    """``block_layer_norm`` on a GPU."""
+    results = args.empty_result()
+    _launch(args, args.bias, results, RMS=False)
     return results
 
 
-def _block_rms_norm_triton(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> RMSNormResult:
-    y, y_scale, rstd = _empty_rms_norm(x, x_scale, weight, eps, block_size, statistics)
-    _launch(x, x_scale, weight, None, eps, block_size, statistics, (y, y_scale, rstd, rstd), RMS=True)
+def block_rms_norm_triton(args: BlockRMSNormArguments) -> RMSNormResult:
+    """``block_rms_norm`` on a GPU."""
+    y, y_scale, rstd = args.empty_result()
+    _launch(args, None, (y, y_scale, rstd, rstd), RMS=True)
     return y, y_scale, rstd
 
 
 def _launch(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None,
-    results: LayerNormResult,
-    RMS: bool,
+    args: BlockLayerNormArguments | BlockRMSNormArguments, bias: Tensor | None, results: LayerNormResult, RMS: bool
 ) -> None:
-    sizes = rows_and_columns(x)
-    if x.numel() == 0:
+    sizes = rows_and_columns(args.x)
+    if args.x.numel() == 0:
         return
+    args = contiguous(args)
+    statistics = args.statistics
     if statistics is None or statistics.numel() == 0:
-        statistics = row_statistics_triton(x, x_scale, block_size)
-    tile = tile_of(*sizes, block_size)
+        statistics = row_statistics_triton(args.x, args.x_scale, args.block_size)
+    tile = tile_of(*sizes, args.block_size)
     unread = statistics  # what the flags leave unread is any tensor
-    launch(_block_norm_kernel, tiles_of(x, tile))(
-        x.contiguous(),
-        x_scale.contiguous(),
-        statistics.contiguous(),
-        unread if weight is None else weight.contiguous(),
+    launch(_block_norm_kernel, tiles_of(args.x, tile))(
+        args.x,
+        args.x_scale,
+        statistics,
+        unread if args.weight is None else args.weight,
         unread if bias is None else bias.contiguous(),
         *results,
         *sizes,
-        rows_ahead(x, tile),
-        float(eps),
+        rows_ahead(args.x, tile),
+        float(args.eps),
         RMS=RMS,
-        HAS_WEIGHT=weight is not None,
+        HAS_WEIGHT=args.weight is not None,
         HAS_BIAS=bias is not None,
         **tile,
     )
 
 
-def _empty_layer_norm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> LayerNormResult:
-    rows = row_count(x.shape)
-    mean, rstd = (x.new_empty((rows,), dtype=torch.float32) for _ in range(2))
-    return *empty_blocks(x, block_size), mean, rstd
-
-
-def _empty_rms_norm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> RMSNormResult:
-    return *empty_blocks(x, block_size), x.new_empty((row_count(x.shape),), dtype=torch.float32)
-
-
-def _check_layer_norm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> None:
-    _check("block_layer_norm", x, x_scale, block_size, statistics, weight=weight, bias=bias)
-
-
-def _check_rms_norm(
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    eps: float,
-    block_size: BlockSize,
-    statistics: Tensor | None = None,
-) -> None:
-    _check("block_rms_norm", x, x_scale, block_size, statistics, weight=weight)
-
-
-def _check(
-    operator: str,
-    x: Tensor,
-    x_scale: Tensor,
-    block_size: BlockSize,
-    statistics: Tensor | None,
-    **vectors: Tensor | None,
-) -> None:
-    check_alike(operator, block_size, x=(x, x_scale))
-    for name, vector in vectors.items():
-        check_vector(operator, name, vector, x.shape[-1], x)
-    if statistics is None or statistics.numel() == 0:
-        return
-    check_dtype(operator, "statistics", statistics, (torch.float32,))
-    check_same_device(operator, x, statistics=statistics)
-    if tuple(statistics.shape) != (row_count(x.shape), 2):
-        raise QFrameworkError(
-            f"{operator}: statistics has shape {tuple(statistics.shape)}; accepted: none, or mean "
-            f"and variance of each row, ({row_count(x.shape)}, 2)"
-        )
-
-
-register_block_operator(
+BLOCK_LAYER_NORM = declare(
     "block_layer_norm(Tensor x, Tensor x_scale, Tensor? weight, Tensor? bias, float eps, int[2] block_size, "
     "Tensor? statistics=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    _check_layer_norm,
-    block_layer_norm_ref,
-    _block_layer_norm_triton,
-    _empty_layer_norm,
+    BlockLayerNormArguments,
+    cpu=block_layer_norm_ref,
+    cuda=block_layer_norm_triton,
+    fake=BlockLayerNormArguments.empty_result,
 )
-register_block_operator(
+BLOCK_RMS_NORM = declare(
     "block_rms_norm(Tensor x, Tensor x_scale, Tensor? weight, float eps, int[2] block_size, Tensor? statistics=None)"
     " -> (Tensor, Tensor, Tensor)",
-    _check_rms_norm,
-    block_rms_norm_ref,
-    _block_rms_norm_triton,
-    _empty_rms_norm,
+    BlockRMSNormArguments,
+    cpu=block_rms_norm_ref,
+    cuda=block_rms_norm_triton,
+    fake=BlockRMSNormArguments.empty_result,
 )
 
 

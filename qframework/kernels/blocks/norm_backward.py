@@ -14,6 +14,8 @@ atomic: results repeat bit for bit. Layout: blocks as in qframework/kernels/bloc
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,19 +23,19 @@ from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, q
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.sum_rows import add_up, store_sums, stretch_origin, stretches
 from qframework.kernels.blocks.tiles import (
-    Blocks,
     check_alike,
     check_vector,
+    contiguous,
     empty_blocks,
     fold_rows,
     inside_tile,
     load_rows,
-    register_block_operator,
     rows_and_columns,
     rows_of_tile,
     tile_of,
 )
 from qframework.kernels.runtime.launch import cdiv, launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -41,36 +43,84 @@ LayerNormGradients = tuple[Tensor, Tensor, Tensor, Tensor]
 RMSNormGradients = tuple[Tensor, Tensor, Tensor]
 
 
-def block_layer_norm_backward_ref(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    block_size: BlockSize,
-) -> LayerNormGradients:
+class BlockLayerNormBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::block_layer_norm_backward``."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    mean: Tensor
+    rstd: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> LayerNormGradients:
+        """dx in blocks, dweight and dbias before they are computed."""
+        dweight, dbias = (self.x.new_empty((self.x.shape[-1],), dtype=torch.float32) for _ in range(2))
+        return *empty_blocks(self.x, self.block_size), dweight, dbias
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        _check("block_layer_norm_backward", self)
+        check_vector("block_layer_norm_backward", "mean", self.mean, row_count(self.x.shape), self.x)
+
+
+class BlockRMSNormBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::block_rms_norm_backward``."""
+
+    dy: Tensor
+    dy_scale: Tensor
+    x: Tensor
+    x_scale: Tensor
+    weight: Tensor | None
+    rstd: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> RMSNormGradients:
+        """dx in blocks and dweight before they are computed."""
+        dweight = self.x.new_empty((self.x.shape[-1],), dtype=torch.float32)
+        return *empty_blocks(self.x, self.block_size), dweight
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        _check("block_rms_norm_backward", self)
+
+
+BackwardArguments = BlockLayerNormBackwardArguments | BlockRMSNormBackwardArguments
+
+
+def _check(operator: str, args: BackwardArguments) -> None:
+    check_alike(operator, args.block_size, dy=(args.dy, args.dy_scale), x=(args.x, args.x_scale))
+    check_vector(operator, "weight", args.weight, args.x.shape[-1], args.x)
+    check_vector(operator, "rstd", args.rstd, row_count(args.x.shape), args.x)
+
+
+def block_layer_norm_backward_ref(args: BlockLayerNormBackwardArguments) -> LayerNormGradients:
     """Reference of ``qframework::block_layer_norm_backward``."""
-    gradient = dequantize_blocks_ref(dy, dy_scale, block_size).reshape(-1, dy.shape[-1])
-    value = dequantize_blocks_ref(x, x_scale, block_size).reshape(gradient.shape)
-    normal = (value - mean[:, None]) * rstd[:, None]
-    g = gradient if weight is None else gradient * weight.float()
+    rstd = args.rstd[:, None]
+    dy, x, g = _rows_ref(args)
+    normal = (x - args.mean[:, None]) * rstd
     dx = g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True)
-    dx, dx_scale = quantize_blocks_ref(dx * rstd[:, None], block_size)
-    return dx.view(x.shape), dx_scale, (gradient * normal).sum(0), gradient.sum(0)
+    dx, dx_scale = quantize_blocks_ref(dx * rstd, args.block_size)
+    return dx.view(args.x.shape), dx_scale, (dy * normal).sum(0), dy.sum(0)
 
 
-def block_rms_norm_backward_ref(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
-) -> RMSNormGradients:
+def block_rms_norm_backward_ref(args: BlockRMSNormBackwardArguments) -> RMSNormGradients:
     """Reference of ``qframework::block_rms_norm_backward``."""
-    gradient = dequantize_blocks_ref(dy, dy_scale, block_size).reshape(-1, dy.shape[-1])
-    normal = dequantize_blocks_ref(x, x_scale, block_size).reshape(gradient.shape) * rstd[:, None]
-    g = gradient if weight is None else gradient * weight.float()
-    dx = (g - normal * (g * normal).mean(-1, keepdim=True)) * rstd[:, None]
-    dx, dx_scale = quantize_blocks_ref(dx, block_size)
-    return dx.view(x.shape), dx_scale, (gradient * normal).sum(0)
+    rstd = args.rstd[:, None]
+    dy, x, g = _rows_ref(args)
+    normal = x * rstd
+    dx = g - normal * (g * normal).mean(-1, keepdim=True)
+    dx, dx_scale = quantize_blocks_ref(dx * rstd, args.block_size)
+    return dx.view(args.x.shape), dx_scale, (dy * normal).sum(0)
+
+
+def _rows_ref(args: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x and ``g = dy * weight`` in float, as rows."""
+    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size).reshape(-1, args.dy.shape[-1])
+    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size).reshape(dy.shape)
+    return dy, x, dy if args.weight is None else dy * args.weight.float()
 
 
 @triton.jit
@@ -197,127 +247,61 @@ def _norm_backward_kernel(
     store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def _block_layer_norm_backward_triton(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    block_size: BlockSize,
-) -> LayerNormGradients:
-    blocks, (dweight, dbias) = _backward(dy, dy_scale, x, x_scale, weight, mean, rstd, block_size, RMS=False)
-    return *blocks, dweight, dbias
+def block_layer_norm_backward_triton(args: BlockLayerNormBackwardArguments) -> LayerNormGradients:
+    """``block_layer_norm_backward`` on a GPU."""
+    dx, dx_scale, dweight, dbias = _backward(args, args.mean, RMS=False)
+    return dx, dx_scale, dweight, dbias
 
 
-def _block_rms_norm_backward_triton(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
-) -> RMSNormGradients:
-    blocks, (dweight,) = _backward(dy, dy_scale, x, x_scale, weight, rstd, rstd, block_size, RMS=True)
-    return *blocks, dweight
+def block_rms_norm_backward_triton(args: BlockRMSNormBackwardArguments) -> RMSNormGradients:
+    """``block_rms_norm_backward`` on a GPU."""
+    dx, dx_scale, dweight = _backward(args, args.rstd, RMS=True)
+    return dx, dx_scale, dweight
 
 
-def _backward(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    block_size: BlockSize,
-    RMS: bool,
-) -> tuple[Blocks, list[Tensor]]:
+def _backward(args: BackwardArguments, mean: Tensor, RMS: bool) -> tuple[Tensor, ...]:
     """dx in blocks; dweight, and dbias unless RMS."""
-    rows, columns = rows_and_columns(x)
-    dx, dx_scale = empty_blocks(x, block_size)
-    if x.numel() == 0:
-        return (dx, dx_scale), [x.new_zeros(columns, dtype=torch.float32) for _ in range(1 if RMS else 2)]
-    unread = rstd  # what the flags leave unread is any tensor
-    vectors = (unread if weight is None else weight, mean, rstd)
-    operands = [each.contiguous() for each in (dy, dy_scale, x, x_scale, *vectors)]
-    flags = {"RMS": RMS, "HAS_WEIGHT": weight is not None}
-    tile = rows_of_tile(columns, block_size)
+    rows, columns = rows_and_columns(args.x)
+    dx = empty_blocks(args.x, args.block_size)
+    if args.x.numel() == 0:
+        return *dx, *(args.x.new_zeros(columns, dtype=torch.float32) for _ in range(1 if RMS else 2))
+    args = contiguous(args)
+    unread = args.rstd  # what the flags leave unread is any tensor
+    vectors = (unread if args.weight is None else args.weight, mean.contiguous(), args.rstd)
+    operands = (args.dy, args.dy_scale, args.x, args.x_scale, *vectors)
+    flags = {"RMS": RMS, "HAS_WEIGHT": args.weight is not None}
+    tile = rows_of_tile(columns, args.block_size)
     length, count = stretches(rows, columns, tile)
     across = cdiv(columns, tile["TILE_N"])
-    per_row = x.new_empty((across, 2 * rows), dtype=torch.float32)
-    dweight, dbias = (x.new_empty((count, columns), dtype=torch.float32) for _ in range(2))
+    per_row = args.x.new_empty((across, 2 * rows), dtype=torch.float32)
+    dweight, dbias = (args.x.new_empty((count, columns), dtype=torch.float32) for _ in range(2))
     launch(_norm_sums_kernel, (count * across,))(
         *operands, per_row, dweight, dbias, rows, columns, **flags, STRETCH=length, **tile
     )
     row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
-    tile = tile_of(rows, columns, block_size)
+    tile = tile_of(rows, columns, args.block_size)
     length = max(length, tile["TILE_M"])
     tile["EVEN"] = tile["EVEN"] and rows % length == 0  # else tiles of the last stretch lie outside
     grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
-    launch(_norm_backward_kernel, grid)(
-        *operands, row_sums, dx, dx_scale, rows, columns, **flags, STRETCH=length, **tile
-    )
-    return (dx, dx_scale), column_sums
+    launch(_norm_backward_kernel, grid)(*operands, row_sums, *dx, rows, columns, **flags, STRETCH=length, **tile)
+    return *dx, *column_sums
 
 
-def _empty_layer_norm_gradients(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    block_size: BlockSize,
-) -> LayerNormGradients:
-    dweight, dbias = (x.new_empty((x.shape[-1],), dtype=torch.float32) for _ in range(2))
-    return *empty_blocks(x, block_size), dweight, dbias
-
-
-def _empty_rms_norm_gradients(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
-) -> RMSNormGradients:
-    return *empty_blocks(x, block_size), x.new_empty((x.shape[-1],), dtype=torch.float32)
-
-
-def _check_layer_norm_backward(
-    dy: Tensor,
-    dy_scale: Tensor,
-    x: Tensor,
-    x_scale: Tensor,
-    weight: Tensor | None,
-    mean: Tensor,
-    rstd: Tensor,
-    block_size: BlockSize,
-) -> None:
-    operator = "block_layer_norm_backward"
-    check_alike(operator, block_size, dy=(dy, dy_scale), x=(x, x_scale))
-    check_vector(operator, "weight", weight, x.shape[-1], x)
-    check_vector(operator, "mean", mean, row_count(x.shape), x)
-    check_vector(operator, "rstd", rstd, row_count(x.shape), x)
-
-
-def _check_rms_norm_backward(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, weight: Tensor | None, rstd: Tensor, block_size: BlockSize
-) -> None:
-    operator = "block_rms_norm_backward"
-    check_alike(operator, block_size, dy=(dy, dy_scale), x=(x, x_scale))
-    check_vector(operator, "weight", weight, x.shape[-1], x)
-    check_vector(operator, "rstd", rstd, row_count(x.shape), x)
-
-
-register_block_operator(
+BLOCK_LAYER_NORM_BACKWARD = declare(
     "block_layer_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor mean, "
     "Tensor rstd, int[2] block_size) -> (Tensor, Tensor, Tensor, Tensor)",
-    _check_layer_norm_backward,
-    block_layer_norm_backward_ref,
-    _block_layer_norm_backward_triton,
-    _empty_layer_norm_gradients,
+    BlockLayerNormBackwardArguments,
+    cpu=block_layer_norm_backward_ref,
+    cuda=block_layer_norm_backward_triton,
+    fake=BlockLayerNormBackwardArguments.empty_result,
 )
-register_block_operator(
+BLOCK_RMS_NORM_BACKWARD = declare(
     "block_rms_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor rstd, "
     "int[2] block_size) -> (Tensor, Tensor, Tensor)",
-    _check_rms_norm_backward,
-    block_rms_norm_backward_ref,
-    _block_rms_norm_backward_triton,
-    _empty_rms_norm_gradients,
+    BlockRMSNormBackwardArguments,
+    cpu=block_rms_norm_backward_ref,
+    cuda=block_rms_norm_backward_triton,
+    fake=BlockRMSNormBackwardArguments.empty_result,
 )
 
 

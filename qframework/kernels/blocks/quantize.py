@@ -15,12 +15,11 @@ Layout: ``x (..., C)``, R = prod(leading) rows; the rest is format.py. Reference
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.arithmetic import int8_to_float
 from qframework.kernels.blocks.format import (
     BlockSize,
@@ -32,7 +31,6 @@ from qframework.kernels.blocks.format import (
     operand_size,
     quantize_blocks_ref,
     row_count,
-    scale_shape,
 )
 from qframework.kernels.blocks.primitives import (
     load_scales,
@@ -44,53 +42,124 @@ from qframework.kernels.blocks.primitives import (
     tile_noise,
     times_blocks,
 )
-from qframework.kernels.runtime.checks import check_dtype, check_float_input, check_same_device, rows_of
-from qframework.kernels.runtime.chip import check_device
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.blocks.tiles import Blocks, check_seed, contiguous, empty_blocks, rows_and_columns
+from qframework.kernels.runtime.checks import check_dtype, check_float_input, rows_of
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
-Blocks = tuple[Tensor, Tensor]
 BothBlocks = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def block_quantize_ref(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> Blocks:
+class BlockQuantizeArguments(NamedTuple):
+    """The arguments of ``qframework::block_quantize``."""
+
+    x: Tensor
+    block_size: BlockSize
+    seed: Tensor | None = None
+
+    def empty_result(self) -> Blocks:
+        """q and its scale before they are computed."""
+        return empty_blocks(self.x, self.block_size)
+
+    def check(self, operator: str = "block_quantize") -> None:
+        """Raise QFrameworkError for another block size or dtype, and for a seed that is not one int64."""
+        check_block_size(operator, self.block_size)
+        check_float_input(operator, self.x)
+        if self.seed is not None:
+            check_seed(operator, self.seed, self.x)
+
+
+class BlockQuantizeBothArguments(BlockQuantizeArguments):
+    """The arguments of ``qframework::block_quantize_both``."""
+
+    def empty_both(self) -> BothBlocks:
+        """Both pairs before they are computed."""
+        return *self.empty_result(), *_empty_transpose(self.x, self.block_size)
+
+    def check(self, operator: str = "block_quantize_both") -> None:
+        """As of ``block_quantize``."""
+        super().check(operator)
+
+
+class BlockDequantizeArguments(NamedTuple):
+    """The arguments of ``qframework::block_dequantize``."""
+
+    q: Tensor
+    scale: Tensor
+    block_size: BlockSize
+    dtype: torch.dtype = torch.float32
+
+    def empty_result(self) -> Tensor:
+        """x before it is computed."""
+        return self.q.new_empty(self.q.shape, dtype=self.dtype)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit, and for a dtype that is not float."""
+        check_blocks("block_dequantize", "q", self.q, self.scale, self.block_size)
+        result = torch.empty(0, dtype=self.dtype, device="meta")
+        check_dtype("block_dequantize", "the result", result, FLOAT_DTYPES)
+
+
+class BlockTransposeArguments(NamedTuple):
+    """The arguments of ``qframework::block_transpose``."""
+
+    q: Tensor
+    scale: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> Blocks:
+        """The transpose before it is computed."""
+        return _empty_transpose(self.q, self.block_size)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_blocks("block_transpose", "q", self.q, self.scale, self.block_size)
+
+
+def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
+    return empty_blocks(x, operand_size(block_size), (x.shape[-1], row_count(x.shape)))
+
+
+def block_quantize_ref(args: BlockQuantizeArguments) -> Blocks:
     """Reference of ``qframework::block_quantize``; a seed starts a torch generator on ``x``'s device."""
-    return quantize_blocks_ref(x, block_size, _noise_ref(x, seed))
+    return quantize_blocks_ref(args.x, args.block_size, _noise_ref(args))
 
 
-def _noise_ref(x: Tensor, seed: Tensor | None) -> Tensor | None:
-    if seed is None:
+def _noise_ref(args: BlockQuantizeArguments) -> Tensor | None:
+    if args.seed is None:
         return None
-    return torch.rand(x.shape, generator=torch.Generator(x.device).manual_seed(int(seed)), device=x.device)
+    generator = torch.Generator(args.x.device).manual_seed(int(args.seed))
+    return torch.rand(args.x.shape, generator=generator, device=args.x.device)
 
 
-def block_dequantize_ref(q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32) -> Tensor:
+def block_dequantize_ref(args: BlockDequantizeArguments) -> Tensor:
     """Reference of ``qframework::block_dequantize``."""
-    return dequantize_blocks_ref(q, scale, block_size, dtype)
+    return dequantize_blocks_ref(*args)
 
 
-def block_transpose_ref(q: Tensor, scale: Tensor, block_size: BlockSize) -> Blocks:
+def block_transpose_ref(args: BlockTransposeArguments) -> Blocks:
     """Reference of ``qframework::block_transpose``: scales are transposed with square blocks."""
-    if not is_square(block_size):
-        rows = dequantize_blocks_ref(q, scale, block_size).reshape(row_count(q.shape), q.shape[-1])
-        return quantize_blocks_ref(rows.t(), operand_size(block_size))
-    rows = q.reshape(row_count(q.shape), q.shape[-1])
+    shape = row_count(args.q.shape), args.q.shape[-1]
+    if not is_square(args.block_size):
+        rows = dequantize_blocks_ref(args.q, args.scale, args.block_size).reshape(shape)
+        return quantize_blocks_ref(rows.t(), operand_size(args.block_size))
+    q, scale = args.q.reshape(shape).t(), args.scale.t()
     # Always a copy: contiguous() of a single row or column would be the operand itself.
-    return rows.t().clone(memory_format=torch.contiguous_format), scale.t().clone(memory_format=torch.contiguous_format)
+    return q.clone(memory_format=torch.contiguous_format), scale.clone(memory_format=torch.contiguous_format)
 
 
-def block_quantize_both_ref(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BothBlocks:
+def block_quantize_both_ref(args: BlockQuantizeBothArguments) -> BothBlocks:
     """Reference of ``qframework::block_quantize_both``."""
-    noise = _noise_ref(x, seed)
-    q, scale = quantize_blocks_ref(x, block_size, noise)
-    if is_square(block_size):
-        return q, scale, *block_transpose_ref(q, scale, block_size)
-    rows = row_count(x.shape), x.shape[-1]
+    noise = _noise_ref(args)
+    q, scale = quantize_blocks_ref(args.x, args.block_size, noise)
+    if is_square(args.block_size):
+        return q, scale, *block_transpose_ref(BlockTransposeArguments(q, scale, args.block_size))
+    rows = row_count(q.shape), q.shape[-1]
     noise_t = None if noise is None else noise.reshape(rows).t()
-    return q, scale, *quantize_blocks_ref(x.reshape(rows).t(), operand_size(block_size), noise_t)
+    return q, scale, *quantize_blocks_ref(args.x.reshape(rows).t(), operand_size(args.block_size), noise_t)
 
 
 @triton.jit
@@ -203,174 +272,89 @@ def tile_of(
     return (cdiv(rows, tile_m), cdiv(columns, tile_n)), constants
 
 
-def _empty_blocks(x: Tensor, shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> Blocks:
-    scale = x.new_empty(scale_shape(shape, block_size), dtype=torch.float32)
-    return x.new_empty(tuple(shape), dtype=torch.int8), scale
+def block_quantize_triton(args: BlockQuantizeArguments) -> Blocks:
+    """``block_quantize`` on a GPU."""
+    result = args.empty_result()
+    _launch_quantize(args, result, None)
+    return result
 
 
-def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
-    return _empty_blocks(x, (x.shape[-1], row_count(x.shape)), operand_size(block_size))
-
-
-def _block_quantize_triton(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> Blocks:
-    q, scale = _empty_blocks(x, x.shape, block_size)
-    _launch_quantize(x, seed, block_size, q, scale, None, None)
-    return q, scale
-
-
-def _block_quantize_both_triton(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BothBlocks:
-    results = *_empty_blocks(x, x.shape, block_size), *_empty_transpose(x, block_size)
-    _launch_quantize(x, seed, block_size, *results)
+def block_quantize_both_triton(args: BlockQuantizeBothArguments) -> BothBlocks:
+    """``block_quantize_both`` on a GPU."""
+    q, scale, qt, scale_t = results = args.empty_both()
+    _launch_quantize(args, (q, scale), (qt, scale_t))
     return results
 
 
-def _launch_quantize(
-    x: Tensor,
-    seed: Tensor | None,
-    block_size: BlockSize,
-    q: Tensor,
-    scale: Tensor,
-    qt: Tensor | None,
-    scale_t: Tensor | None,
-) -> None:
-    check_device(x.device)
-    if x.numel() == 0:
+def _launch_quantize(args: BlockQuantizeArguments, blocks: Blocks, transposed: Blocks | None) -> None:
+    sizes = rows_and_columns(args.x)
+    if args.x.numel() == 0:
         return
-    rows = rows_of(x)
-    grid, constants = tile_of((rows.shape[0], rows.shape[1]), block_size, transposed=qt is not None)
+    rows = rows_of(args.x)
+    grid, constants = tile_of(sizes, args.block_size, transposed=transposed is not None)
     constants.setdefault("BLOCK_T", constants["BLOCK"])
-    if seed is not None:
+    if args.seed is not None:
         constants["num_warps"] *= 2  # noise takes registers of its own
-    flags = {"STOCHASTIC": seed is not None, "BOTH": qt is not None}
+    flags = {"STOCHASTIC": args.seed is not None, "BOTH": transposed is not None}
     # A pointer that the flags leave unread is any tensor.
-    pointers = (rows, rows if seed is None else seed, q, scale, q if qt is None else qt)
     launch(_block_quantize_kernel, grid)(
-        *pointers, scale if scale_t is None else scale_t, *rows.shape, rows.stride(0), **flags, **constants
+        *(rows, rows if args.seed is None else args.seed, *blocks, *(transposed or blocks)),
+        *(*sizes, rows.stride(0)),
+        **flags,
+        **constants,
     )
 
 
-def _block_dequantize_triton(
-    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    check_device(q.device)
-    x = q.new_empty(q.shape, dtype=dtype)
-    if q.numel() > 0:
-        shape = row_count(q.shape), q.shape[-1]
-        grid, constants = tile_of(shape, block_size)
-        launch(_block_dequantize_kernel, grid)(q.contiguous(), scale.contiguous(), x, *shape, **constants)
+def block_dequantize_triton(args: BlockDequantizeArguments) -> Tensor:
+    """``block_dequantize`` on a GPU."""
+    sizes = rows_and_columns(args.q)
+    x = args.empty_result()
+    if x.numel() > 0:
+        args = contiguous(args)
+        grid, constants = tile_of(sizes, args.block_size)
+        launch(_block_dequantize_kernel, grid)(args.q, args.scale, x, *sizes, **constants)
     return x
 
 
-def _block_transpose_triton(q: Tensor, scale: Tensor, block_size: BlockSize) -> Blocks:
-    check_device(q.device)
-    qt, scale_t = _empty_transpose(q, block_size)
-    if q.numel() > 0:
-        shape = row_count(q.shape), q.shape[-1]
-        grid, constants = tile_of(shape, block_size, transposed=True)
-        launch(_block_transpose_kernel, grid)(q.contiguous(), scale.contiguous(), qt, scale_t, *shape, **constants)
-    return qt, scale_t
+def block_transpose_triton(args: BlockTransposeArguments) -> Blocks:
+    """``block_transpose`` on a GPU."""
+    sizes = rows_and_columns(args.q)
+    result = args.empty_result()
+    if args.q.numel() > 0:
+        args = contiguous(args)
+        grid, constants = tile_of(sizes, args.block_size, transposed=True)
+        launch(_block_transpose_kernel, grid)(args.q, args.scale, *result, *sizes, **constants)
+    return result
 
 
-def _check_quantize(operator: str, x: Tensor, block_size: BlockSize, seed: Tensor | None) -> None:
-    check_block_size(operator, block_size)
-    check_float_input(operator, x)
-    if seed is None:
-        return
-    check_dtype(operator, "seed", seed, (torch.int64,))
-    check_same_device(operator, x, seed=seed)
-    if seed.numel() != 1:
-        raise QFrameworkError(f"{operator}: seed has shape {tuple(seed.shape)}; accepted: one value")
-
-
-def _check_dequantize(q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype) -> None:
-    check_blocks("block_dequantize", "q", q, scale, block_size)
-    check_dtype("block_dequantize", "the result", torch.empty(0, dtype=dtype, device="meta"), FLOAT_DTYPES)
-
-
-LIBRARY.define("block_quantize(Tensor x, int[2] block_size, Tensor? seed=None) -> (Tensor, Tensor)")
-LIBRARY.define(
-    "block_quantize_both(Tensor x, int[2] block_size, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)"
+BLOCK_QUANTIZE = declare(
+    "block_quantize(Tensor x, int[2] block_size, Tensor? seed=None) -> (Tensor, Tensor)",
+    BlockQuantizeArguments,
+    cpu=block_quantize_ref,
+    cuda=block_quantize_triton,
+    fake=BlockQuantizeArguments.empty_result,
 )
-LIBRARY.define("block_dequantize(Tensor q, Tensor scale, int[2] block_size, ScalarType dtype=float) -> Tensor")
-LIBRARY.define("block_transpose(Tensor q, Tensor scale, int[2] block_size) -> (Tensor, Tensor)")
-
-
-@torch.library.impl(LIBRARY, "block_quantize", "CPU")
-def _block_quantize_cpu(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> Blocks:
-    _check_quantize("block_quantize", x, block_size, seed)
-    return block_quantize_ref(x, block_size, seed)
-
-
-@cuda_implementation("block_quantize")
-def _block_quantize_cuda(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> Blocks:
-    _check_quantize("block_quantize", x, block_size, seed)
-    return _block_quantize_triton(x, block_size, seed)
-
-
-@torch.library.register_fake("qframework::block_quantize", lib=LIBRARY)
-def _block_quantize_fake(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> Blocks:
-    _check_quantize("block_quantize", x, block_size, seed)
-    return _empty_blocks(x, x.shape, block_size)
-
-
-@torch.library.impl(LIBRARY, "block_quantize_both", "CPU")
-def _block_quantize_both_cpu(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BothBlocks:
-    _check_quantize("block_quantize_both", x, block_size, seed)
-    return block_quantize_both_ref(x, block_size, seed)
-
-
-@cuda_implementation("block_quantize_both")
-def _block_quantize_both_cuda(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BothBlocks:
-    _check_quantize("block_quantize_both", x, block_size, seed)
-    return _block_quantize_both_triton(x, block_size, seed)
-
-
-@torch.library.register_fake("qframework::block_quantize_both", lib=LIBRARY)
-def _block_quantize_both_fake(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BothBlocks:
-    _check_quantize("block_quantize_both", x, block_size, seed)
-    return *_empty_blocks(x, x.shape, block_size), *_empty_transpose(x, block_size)
-
-
-@torch.library.impl(LIBRARY, "block_dequantize", "CPU")
-def _block_dequantize_cpu(
-    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    _check_dequantize(q, scale, block_size, dtype)
-    return block_dequantize_ref(q, scale, block_size, dtype)
-
-
-@cuda_implementation("block_dequantize")
-def _block_dequantize_cuda(
-    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    _check_dequantize(q, scale, block_size, dtype)
-    return _block_dequantize_triton(q, scale, block_size, dtype)
-
-
-@torch.library.register_fake("qframework::block_dequantize", lib=LIBRARY)
-def _block_dequantize_fake(
-    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
-) -> Tensor:
-    _check_dequantize(q, scale, block_size, dtype)
-    return q.new_empty(q.shape, dtype=dtype)
-
-
-@torch.library.impl(LIBRARY, "block_transpose", "CPU")
-def _block_transpose_cpu(q: Tensor, scale: Tensor, block_size: BlockSize) -> Blocks:
-    check_blocks("block_transpose", "q", q, scale, block_size)
-    return block_transpose_ref(q, scale, block_size)
-
-
-@cuda_implementation("block_transpose")
-def _block_transpose_cuda(q: Tensor, scale: Tensor, block_size: BlockSize) -> Blocks:
-    check_blocks("block_transpose", "q", q, scale, block_size)
-    return _block_transpose_triton(q, scale, block_size)
-
-
-@torch.library.register_fake("qframework::block_transpose", lib=LIBRARY)
-def _block_transpose_fake(q: Tensor, scale: Tensor, block_size: BlockSize) -> Blocks:
-    check_blocks("block_transpose", "q", q, scale, block_size)
-    return _empty_transpose(q, block_size)
+BLOCK_QUANTIZE_BOTH = declare(
+    "block_quantize_both(Tensor x, int[2] block_size, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    BlockQuantizeBothArguments,
+    cpu=block_quantize_both_ref,
+    cuda=block_quantize_both_triton,
+    fake=BlockQuantizeBothArguments.empty_both,
+)
+BLOCK_DEQUANTIZE = declare(
+    "block_dequantize(Tensor q, Tensor scale, int[2] block_size, ScalarType dtype=float) -> Tensor",
+    BlockDequantizeArguments,
+    cpu=lambda args: dequantize_blocks_ref(*args),
+    cuda=block_dequantize_triton,
+    fake=BlockDequantizeArguments.empty_result,
+)
+BLOCK_TRANSPOSE = declare(
+    "block_transpose(Tensor q, Tensor scale, int[2] block_size) -> (Tensor, Tensor)",
+    BlockTransposeArguments,
+    cpu=block_transpose_ref,
+    cuda=block_transpose_triton,
+    fake=BlockTransposeArguments.empty_result,
+)
 
 
 def block_quantize(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> Blocks:

@@ -160,14 +160,12 @@ def empty_partial(like: Tensor, tile: dict[str, Any]) -> Tensor:
     return like.new_empty((2, cdiv(columns, tile["TILE_N"]), rows), dtype=torch.float32)
 
 
-def merge_statistics(partial: Tensor, columns: int, tile: dict[str, Any]) -> Tensor:
-    """``partial (2, P, R)`` of tiles to the statistics ``(R, 2)`` of rows of so many columns."""
+def merge_statistics(partial: Tensor, statistics: Tensor, columns: int, tile: dict[str, Any]) -> None:
+    """``partial (2, P, R)`` of tiles into the ``statistics (R, 2)`` of rows of so many columns."""
     rows = partial.shape[2]
-    statistics = partial.new_empty((rows, 2))
     launch(_merge_statistics_kernel, (cdiv(rows, MERGED_ROWS),))(
         partial, statistics, rows, columns, TILE_N=tile["TILE_N"], ROWS=MERGED_ROWS, TILES=MERGED_TILES, num_warps=4
     )
-    return statistics
 
 
 def in_fours(*operands: Tensor) -> bool:

@@ -7,7 +7,7 @@ Layout: blocks as in qframework/kernels/blocks/format.py; 1 byte of traffic a va
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,13 +15,14 @@ from torch import Tensor
 from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref
 from qframework.kernels.blocks.tiles import (
     check_alike,
+    contiguous,
     fold_rows,
     load_rows,
-    register_block_operator,
     rows_and_columns,
     rows_of_tile,
 )
 from qframework.kernels.runtime.launch import cdiv, launch
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -30,9 +31,25 @@ LONGEST, SHORTEST = 256, 32  # rows of one program: its sums are few beside them
 _SUMMED = 64  # numbers that a program of the second kernel adds at a time, and how many sums it makes
 
 
-def block_sum_rows_ref(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
+class BlockSumRowsArguments(NamedTuple):
+    """The arguments of ``qframework::block_sum_rows``."""
+
+    x: Tensor
+    x_scale: Tensor
+    block_size: BlockSize
+
+    def empty_result(self) -> Tensor:
+        """The sums before they are computed."""
+        return self.x.new_empty((self.x.shape[-1],), dtype=torch.float32)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for operands that do not fit."""
+        check_alike("block_sum_rows", self.block_size, x=(self.x, self.x_scale))
+
+
+def block_sum_rows_ref(args: BlockSumRowsArguments) -> Tensor:
     """Reference of ``qframework::block_sum_rows``."""
-    return dequantize_blocks_ref(x, x_scale, block_size).reshape(-1, x.shape[-1]).sum(0)
+    return dequantize_blocks_ref(args.x, args.x_scale, args.block_size).reshape(-1, args.x.shape[-1]).sum(0)
 
 
 @triton.jit
@@ -136,25 +153,27 @@ def stretches(rows: int, columns: int, tile: dict[str, Any]) -> tuple[int, int]:
     return length, cdiv(rows, length)
 
 
-def _block_sum_rows_triton(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
-    rows, columns = rows_and_columns(x)
-    if x.numel() == 0:
-        return x.new_zeros((columns,), dtype=torch.float32)
-    tile = rows_of_tile(columns, block_size)
+def block_sum_rows_triton(args: BlockSumRowsArguments) -> Tensor:
+    """``block_sum_rows`` on a GPU."""
+    rows, columns = rows_and_columns(args.x)
+    if args.x.numel() == 0:
+        return args.empty_result().zero_()
+    args = contiguous(args)
+    tile = rows_of_tile(columns, args.block_size)
     length, count = stretches(rows, columns, tile)
-    partial = x.new_empty((count, columns), dtype=torch.float32)
+    partial = args.x.new_empty((count, columns), dtype=torch.float32)
     launch(_block_sum_rows_kernel, (count * cdiv(columns, tile["TILE_N"]),))(
-        x.contiguous(), x_scale.contiguous(), partial, rows, columns, STRETCH=length, **tile
+        args.x, args.x_scale, partial, rows, columns, STRETCH=length, **tile
     )
     return add_up(partial)[0]
 
 
-register_block_operator(
+BLOCK_SUM_ROWS = declare(
     "block_sum_rows(Tensor x, Tensor x_scale, int[2] block_size) -> Tensor",
-    lambda x, x_scale, block_size: check_alike("block_sum_rows", block_size, x=(x, x_scale)),
-    block_sum_rows_ref,
-    _block_sum_rows_triton,
-    lambda x, x_scale, block_size: x.new_empty((x.shape[-1],), dtype=torch.float32),
+    BlockSumRowsArguments,
+    cpu=block_sum_rows_ref,
+    cuda=block_sum_rows_triton,
+    fake=BlockSumRowsArguments.empty_result,
 )
 
 

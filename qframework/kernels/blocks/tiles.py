@@ -1,10 +1,8 @@
-"""What the operators between blocks share: registration, empty results, tiles and how programs walk over them."""
+"""What the operators between blocks share: checks, empty results, tiles and how programs walk over them."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,11 +12,11 @@ from qframework.kernels.blocks.arithmetic import int8_to_float, prefetch
 from qframework.kernels.blocks.format import BlockSize, block_shape, check_blocks, row_count, scale_shape
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device, chip_of
-from qframework.kernels.runtime.launch import cdiv, cuda_implementation, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.launch import cdiv, power_of_2
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
+A = TypeVar("A", bound=NamedTuple)
 Blocks = tuple[Tensor, Tensor]
 TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by its rows
 ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
@@ -28,33 +26,6 @@ VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
 FEW_VALUES = 32  # for kernels whose registers would keep other programs from the multiprocessor
 RUNNING_VALUES = 32768  # of all programs that a multiprocessor runs at a time: 32 warps of few, 16 of many in a thread
 REGISTERS = 64  # of a thread with few values, at most: those of 32 warps
-
-
-def register_block_operator(
-    schema: str,
-    check: Callable[..., None],
-    reference: Callable[..., Any],
-    launcher: Callable[..., Any],
-    empty: Callable[..., Any],
-) -> None:
-    """Define the operator: ``reference`` on CPUs, ``launcher`` on GPUs, ``empty`` as its fake, after ``check`` each.
-
-    All four take the operator's arguments, with its defaults.
-    """
-    name = schema.partition("(")[0]
-    LIBRARY.define(schema)
-    torch.library.impl(LIBRARY, name, "CPU")(_checked(check, reference))
-    cuda_implementation(name)(_checked(check, launcher))
-    torch.library.register_fake(f"qframework::{name}", _checked(check, empty), lib=LIBRARY)
-
-
-def _checked(check: Callable[..., None], implementation: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(implementation)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        check(*args, **kwargs)
-        return implementation(*args, **kwargs)
-
-    return run
 
 
 def check_alike(operator: str, block_size: BlockSize, **operands: tuple[Tensor, Tensor]) -> None:
@@ -82,10 +53,24 @@ def check_vector(operator: str, argument: str, vector: Tensor | None, length: in
         raise QFrameworkError(f"{operator}: {argument} has shape {tuple(vector.shape)}; accepted: ({length},)")
 
 
-def empty_blocks(like: Tensor, block_size: BlockSize) -> Blocks:
-    """Room for a result in the block format of the shape of ``like``."""
-    scale = like.new_empty(scale_shape(like.shape, block_size), dtype=torch.float32)
-    return like.new_empty(tuple(like.shape), dtype=torch.int8), scale
+def check_seed(operator: str, seed: Tensor, like: Tensor) -> None:
+    """Check a seed of random numbers: one int64 on the device of ``like``."""
+    check_dtype(operator, "seed", seed, (torch.int64,))
+    check_same_device(operator, like, seed=seed)
+    if seed.numel() != 1:
+        raise QFrameworkError(f"{operator}: seed has shape {tuple(seed.shape)}; accepted: one value")
+
+
+def contiguous(arguments: A) -> A:
+    """An operator's arguments with contiguous tensors, as kernels read them."""
+    return arguments._make(x.contiguous() if isinstance(x, Tensor) else x for x in arguments)
+
+
+def empty_blocks(like: Tensor, block_size: BlockSize, shape: tuple[int, ...] | None = None) -> Blocks:
+    """Room for a result in the block format, of the shape of ``like`` or another one."""
+    shape = tuple(like.shape) if shape is None else shape
+    scale = like.new_empty(scale_shape(shape, block_size), dtype=torch.float32)
+    return like.new_empty(shape, dtype=torch.int8), scale
 
 
 def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES_PER_THREAD) -> dict[str, Any]:

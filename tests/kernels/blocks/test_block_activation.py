@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from block_oracle import BLOCK_SIZES, SHAPES, assert_blocks, block_of, operand, values
@@ -17,9 +15,9 @@ from qframework.kernels import (
     block_gated_activation_backward,
     block_quantize,
 )
+from qframework.kernels.blocks.activation import BLOCK_ACTIVATION, BLOCK_ACTIVATION_BACKWARD, KINDS
+from qframework.kernels.blocks.gated_activation import BLOCK_GATED_ACTIVATION, BLOCK_GATED_ACTIVATION_BACKWARD
 
-plain = importlib.import_module("qframework.kernels.blocks.activation")
-gated = importlib.import_module("qframework.kernels.blocks.gated_activation")
 FUNCTIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -37,10 +35,10 @@ OPERATORS = {
         block_gated_activation_backward,
     ),
     "triton": (
-        plain._block_activation_triton,
-        plain._block_activation_backward_triton,
-        gated._block_gated_activation_triton,
-        gated._block_gated_activation_backward_triton,
+        BLOCK_ACTIVATION.cuda,
+        BLOCK_ACTIVATION_BACKWARD.cuda,
+        BLOCK_GATED_ACTIVATION.cuda,
+        BLOCK_GATED_ACTIVATION_BACKWARD.cuda,
     ),
 }
 
@@ -65,7 +63,7 @@ def slope_off(kind, x):
 
 
 def test_every_kind_is_tested():
-    assert set(FUNCTIONS) == set(plain.KINDS)
+    assert set(FUNCTIONS) == set(KINDS)
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

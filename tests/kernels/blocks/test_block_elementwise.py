@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import numpy as np
 import pytest
 import torch
@@ -11,18 +9,18 @@ from block_oracle import BLOCK_SIZES, CASES, UNIT, assert_blocks, block_of, oper
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import block_add, block_dropout, block_mul, block_quantize, block_sum_rows
+from qframework.kernels.blocks import statistics as row_statistics
+from qframework.kernels.blocks.dropout import BLOCK_DROPOUT
+from qframework.kernels.blocks.elementwise import BLOCK_ADD, BLOCK_MUL
+from qframework.kernels.blocks.sum_rows import BLOCK_SUM_ROWS
 
-elementwise = importlib.import_module("qframework.kernels.blocks.elementwise")
-dropout_module = importlib.import_module("qframework.kernels.blocks.dropout")
-sums = importlib.import_module("qframework.kernels.blocks.sum_rows")
-row_statistics = importlib.import_module("qframework.kernels.blocks.statistics")
 OPERATORS = {
     "cpu": (block_add, block_mul, block_dropout, block_sum_rows),
     "triton": (
-        elementwise._block_add_triton,
-        elementwise._block_mul_triton,
-        dropout_module._block_dropout_triton,
-        sums._block_sum_rows_triton,
+        BLOCK_ADD.cuda,
+        BLOCK_MUL.cuda,
+        BLOCK_DROPOUT.cuda,
+        BLOCK_SUM_ROWS.cuda,
     ),
 }
 
@@ -89,7 +87,7 @@ def test_statistics_of_long_rows(place, implementation, monkeypatch, of_whole_ro
         found = row_statistics.row_statistics_triton(z, z_scale, size)
     else:
         zeros = (each.to(place) for each in block_quantize(torch.zeros_like(x), size))
-        z, z_scale, found = elementwise._block_add_triton(z, z_scale, *zeros, size, True)
+        z, z_scale, found = BLOCK_ADD.cuda(z, z_scale, *zeros, size, True)
     assert_statistics(found, values(z, z_scale, size))
 
 

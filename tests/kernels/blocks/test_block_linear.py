@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -12,9 +13,12 @@ from torch.library import opcheck
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.linear import launch as block_linear_launch
-from qframework.kernels.blocks.linear.block_linear import block_linear
+from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
+from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR, block_linear
+from qframework.kernels.blocks.linear.hopper import HAS_GLUON
 from qframework.kernels.blocks.linear.launch import block_linear_triton
 from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice, Tile
+from qframework.kernels.runtime.replay import replayed
 
 BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128))
 SHAPES = [
@@ -28,7 +32,7 @@ SHAPES = [
 
 @pytest.fixture
 def run(implementation):
-    return {"cpu": torch.ops.qframework.block_linear, "triton": block_linear_triton}[implementation]
+    return {"cpu": torch.ops.qframework.block_linear, "triton": BLOCK_LINEAR.cuda}[implementation]
 
 
 def blocks_of(block_size):
@@ -242,19 +246,19 @@ TILES = {
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("block_size", [64, 128, (32, 128), (1, 128)])
 @pytest.mark.parametrize("parts", [1, 2])
-def test_every_tile(monkeypatch, tile, block_size, parts):
+def test_every_tile(tile, block_size, parts):
     """Tiles smaller and larger than blocks; K in parts, the last of them shorter."""
-    check_tile(monkeypatch, TILES[tile], parts, block_size, (150, 5 * 64 + 16), 130, torch.float32)
+    check_tile(TILES[tile], parts, block_size, (150, 5 * 64 + 16), 130, torch.float32)
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("block_size", [(32, 128), (1, 128)])
 @pytest.mark.parametrize("rows", [3, 197])
-def test_whole_blocks_in_tiles_of_fewer_rows(monkeypatch, rows, block_size, tma):
+def test_whole_blocks_in_tiles_of_fewer_rows(rows, block_size, tma):
     """Int8 results of blocks with fewer than 128 rows, in the tile for few rows."""
     tile = Tile(64, 128, 4, 1, tma=tma, group_m=1)
-    check_tile(monkeypatch, tile, 1, block_size, (rows, 272), 144, torch.int8)
+    check_tile(tile, 1, block_size, (rows, 272), 144, torch.int8)
 
 
 SPECIALIZED = {"cooperative": COOPERATIVE, "single": SINGLE}
@@ -282,17 +286,16 @@ def test_specialized_tiles(monkeypatch, tile, block_size, rows, n, k, parts, out
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("compiled for Hopper only")
     monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 2))
-    check_tile(monkeypatch, SPECIALIZED[tile][blocks_of(block_size)[0][1]], parts, block_size, (rows, k), n, out_dtype)
+    check_tile(SPECIALIZED[tile][blocks_of(block_size)[0][1]], parts, block_size, (rows, k), n, out_dtype)
 
 
-def check_tile(monkeypatch, tile, parts, block_size, shape, n, out_dtype):
+def check_tile(tile, parts, block_size, shape, n, out_dtype):
     """``tile`` for whatever comes, with K in so many parts; twice, for the second launch goes past Triton."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, parts))
-    monkeypatch.setattr(block_linear_launch, "_PLANS", {})
     *operands, bias = make_case(place, shape, n, block_size, spread=0.5)
     for _ in range(2):
-        got, scale = block_linear_triton(*operands, bias, block_size, out_dtype)
+        arguments = BlockLinearArguments(*operands, bias, block_size, out_dtype)
+        got, scale = block_linear_triton(arguments, Choice(tile, parts))
         if out_dtype == torch.int8:
             assert_blocks_close(got, scale, *exact_product(*operands, bias, block_size), block_size)
         else:
@@ -306,47 +309,122 @@ def test_operands_that_are_not_contiguous(run, place):
     assert torch.equal(got, expected)
 
 
-class Nothing:
-    """Stands for Launch: keeps how it was made and what it was called with."""
+class OfOnes:
+    """A kernel that writes ones wherever its result is to be; ``launches`` says with what, tensors as weak references.
 
-    made: ClassVar[list] = []
+    ``result``: the result's place among the arguments.
+    """
 
-    def __init__(self, kernel, grid, constants, alike, **options):
-        self.made.append((grid, constants, alike, options))
-        self.calls = []
+    def __init__(self, result):
+        self.result = result
+        self.launches = []
 
-    def __call__(self, *arguments):
-        self.calls.append(arguments)
+    def __getitem__(self, grid):
+        def run(*arguments, **constants):
+            arguments[self.result].fill_(1)
+            self.launches.append((grid, constants, [seen(x) for x in arguments]))
+
+        return run
+
+
+def seen(argument):
+    if isinstance(argument, torch.Tensor):
+        return weakref.ref(argument)
+    if hasattr(argument, "base"):  # a tensor descriptor
+        return weakref.ref(argument.base), list(argument.shape), list(argument.block_shape)
+    return argument
+
+
+POINTERS = Tile(128, 128, 8, 3)
+DESCRIPTORS = Tile(32, 64, 4, 1, tma=True, group_m=1)
 
 
 @pytest.fixture
-def unlaunched(monkeypatch):
-    """Hopper, as far as choices go; nothing is launched, and every plan is new."""
-    monkeypatch.setattr(Nothing, "made", [])
-    monkeypatch.setattr(block_linear_launch, "Launch", Nothing)
+def kernel(monkeypatch):
+    """The kernel for every chip, as far as its launches go; the tile is ``POINTERS``, whatever the problem."""
+    kernel = OfOnes(result=5)
     monkeypatch.setattr(block_linear_launch, "check_device", lambda _: None)
-    monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 132))
-    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(Tile(128, 128, 8, 3), 1))
-    monkeypatch.setattr(block_linear_launch, "_PLANS", {})
-    return block_linear_launch._PLANS
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(POINTERS, 1))
+    monkeypatch.setattr(block_linear_launch, "_block_linear_kernel", kernel)
+    return kernel
 
 
-def test_a_call_like_one_before_is_neither_checked_nor_chosen_again(unlaunched, monkeypatch):
-    first, second = (make_case(torch.device("cpu"), (130, 256), 96, 128) for _ in range(2))
-    block_linear_triton(*first, 128, torch.bfloat16)
-    for name in ("check_arguments", "choice_for", "chip_of"):
-        monkeypatch.setattr(block_linear_launch, name, None)
-    out, _ = block_linear_triton(*second, 128, torch.bfloat16)
-    (plan,) = unlaunched.values()
-    (prepared,) = plan._prepared.values()
-    a_scale, b_scale, a, b, bias, got, _, *sizes = prepared.launch.calls[1]
-    for passed, expected in zip((a, a_scale, b, b_scale, bias), second, strict=True):
-        assert passed is expected
-    assert got is out
-    assert sizes == [130, 96, 256, 2]
+@pytest.fixture
+def asked(kernel, monkeypatch):
+    """What tiles were chosen for: device, sizes, block size, whether by descriptors, whether results are in blocks."""
+    asked = []
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *given: asked.append(given) or Choice(POINTERS, 1))
+    return asked
 
 
-def test_calls_that_differ_have_plans_of_their_own(unlaunched):
+def cases(count, shape=(130, 256), n=96, block_size=128):
+    return [make_case(torch.device("cpu"), shape, n, block_size) for _ in range(count)]
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("tile", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+def test_a_replayed_call_launches_the_same_without_checks_and_choices(kernel, monkeypatch, tile, parts):
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, parts))
+    run = replayed(BLOCK_LINEAR.cuda)
+    *others, third = cases(3)
+    for operands in others:
+        run(*operands, 128, torch.bfloat16)
+    for owner, name in ((BlockLinearArguments, "check"), (block_linear_launch, "choice_for")):
+        monkeypatch.setattr(owner, name, None)
+    out, scale = run(*third, 128, torch.bfloat16)
+    (_, *_, written), (_, *_, replayed_launch) = kernel.launches[0], kernel.launches[2]
+    assert kernel.launches[0][:2] == kernel.launches[2][:2]
+    assert [x for x in replayed_launch if type(x) is int] == [x for x in written if type(x) is int]
+    a_scale, b_scale, a, b, bias, result, _, *sizes = replayed_launch
+    if tile.tma:
+        (a, *of_a), (b, *of_b) = a, b
+        assert (of_a, of_b) == ([[130, 256], [32, 128]], [[96, 256], [64, 128]])
+    for passed, expected in zip((a, a_scale, b, b_scale, bias), third, strict=True):
+        assert passed() is expected
+    assert sizes == [130, 96, 256, 2 // parts]
+    assert (out.shape, out.dtype, scale.shape) == ((130, 96), torch.bfloat16, (0, 0))
+    if parts == 1:
+        assert result() is out
+        assert (out == 1).all()
+    else:  # ones of both parts, and the bias, which no part may add by itself
+        assert not kernel.launches[2][1]["HAS_BIAS"]
+        assert torch.equal(out, (2 + third[4]).bfloat16().expand(130, 96))
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="no Gluon")
+@pytest.mark.parametrize(
+    ("tile", "parts", "out_dtype", "programs"),
+    [
+        (COOPERATIVE[128], 1, torch.bfloat16, 2),
+        (COOPERATIVE[128], 1, torch.float32, 2),
+        (COOPERATIVE[128], 2, torch.bfloat16, 3),
+        (SINGLE[128], 1, torch.int8, 4),
+        (SINGLE[128], 2, torch.bfloat16, 6),
+    ],
+)
+def test_launches_of_the_kernel_for_hopper(kernel, monkeypatch, tile, parts, out_dtype, programs):
+    """As many programs as run at a time, here on 3 processors; float32 is stored without a descriptor."""
+    monkeypatch.setattr(block_linear_launch.specialized, "kernel", hopper := OfOnes(result=6))
+    monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 3))
+    ((a, a_scale, b, b_scale, bias),) = cases(1, (200, 256), 144)
+    arguments = BlockLinearArguments(a, a_scale, b, b_scale, bias, 128, out_dtype)
+    out, _ = block_linear_triton(arguments, Choice(tile, parts))
+    ((grid, constants, launched),) = hopper.launches
+    assert grid == (programs, 1, 1)
+    by_tma = parts == 1 and out_dtype != torch.float32
+    assert (constants["TMA_STORE"], constants["HAS_BIAS"]) == (by_tma, parts == 1)
+    assert launched[2][1:] == ([200, 256], [tile.block_m, 128])
+    assert launched[3][1:] == ([144, 256], [128, 128])
+    assert launched[5] == ((launched[6], [200, 144], [64, 128]) if by_tma else launched[3])
+    assert launched[8:] == [200, 144, 256, 2 // parts, parts]
+    if parts == 1:
+        assert (out == 1).all()
+    else:
+        assert torch.equal(out, (2 + bias).to(out_dtype).expand(200, 144))
+    assert not kernel.launches
+
+
+def test_calls_that_differ_are_recorded_apart(kernel):
     a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 64), 32, 32)
     calls = [
         (a, a_scale, b, b_scale, bias, 32, torch.float16),
@@ -357,50 +435,64 @@ def test_calls_that_differ_have_plans_of_their_own(unlaunched):
         (a, a_scale[:, :1].contiguous(), b, b_scale[:, :1].contiguous(), bias, 64, torch.float16),
         (a.view(2, 2, 64), a_scale, b, b_scale, bias, 32, torch.float16),
     ]
+    run = replayed(BLOCK_LINEAR.cuda)
     for count, call in enumerate(calls, 1):
-        block_linear_triton(*call)
-        assert len(unlaunched) == len(Nothing.made) == count
+        written, *_, again = (run(*call) for _ in range(3))
+        assert [(x.shape, x.dtype) for x in again] == [(x.shape, x.dtype) for x in written]
+        assert kernel.launches[-1][:2] == kernel.launches[-3][:2]
+        assert len(run.replays) == count
+    assert all(map(callable, run.replays.values()))
 
 
 @pytest.mark.parametrize(("one", "same"), [(128, [128, 128]), ((1, 128), [1, 128]), ((32, 128), [32, 128])])
-def test_ways_to_write_a_block_size_share_a_plan(unlaunched, one, same):
+def test_ways_to_write_a_block_size_are_one(kernel, asked, one, same):
     """The dispatcher turns sizes into lists."""
-    operands = make_case(torch.device("cpu"), (130, 256), 96, one)
+    (operands,) = cases(1, block_size=one)
     for block_size in (one, same):
-        block_linear_triton(*operands, block_size, torch.bfloat16)
-    ((key, *_),) = unlaunched
-    assert key == one
-    ((_, constants, *_),) = Nothing.made
-    assert constants[:2] == blocks_of(one)
+        BLOCK_LINEAR.cuda(*operands, block_size, torch.bfloat16)
+    assert [block_size for _, _, _, _, block_size, *_ in asked] == [one, one]
+    for _, constants, _ in kernel.launches:
+        assert (constants["BLOCK"], constants["BLOCK_B"]) == blocks_of(one)
 
 
-def test_operands_that_begin_elsewhere_have_launches_of_their_own(unlaunched, monkeypatch):
+def test_operands_that_begin_elsewhere_are_recorded_apart(asked):
     """Triton compiles in whether a pointer is a multiple of 16; descriptors need it."""
-    asked = []
-    monkeypatch.setattr(
-        block_linear_launch, "choice_for", lambda *given: asked.append(given[5]) or Choice(Tile(64, 64, 4, 3), 1)
-    )
     a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 64), 32, 32)
     shifted = torch.empty(33)[1:].copy_(bias)
     elsewhere = torch.empty(257, dtype=torch.int8)[1:].view(4, 64).copy_(a)
-    for _ in range(2):
-        for left, added in ((a, bias), (a, shifted), (elsewhere, bias)):
-            block_linear_triton(left, a_scale, b, b_scale, added, 32, torch.float32)
-    assert asked == [True, True, False]
-    assert len(unlaunched) == 1
+    run = replayed(BLOCK_LINEAR.cuda)
+    for left, added in ((a, bias), (a, shifted), (elsewhere, bias)):
+        for _ in range(3):
+            run(left, a_scale, b, b_scale, added, 32, torch.float32)
+    assert [by_descriptors for *_, by_descriptors, _ in asked] == [True, True, True, True, False, False]
+    assert len(run.replays) == 3
 
 
-def test_descriptors_keep_no_operand_alive(unlaunched, monkeypatch):
-    tile = Tile(32, 64, 4, 1, tma=True, group_m=1)
-    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, 1))
-    operands = make_case(torch.device("cpu"), (70, 64), 50, 32)
-    block_linear_triton(*operands, 32, torch.float32)
-    (plan,) = unlaunched.values()
-    (prepared,) = plan._prepared.values()
-    assert prepared.a.base is None
-    assert prepared.b.base is None
-    _, _, a, b, *_ = prepared.launch.calls[0]
-    assert (a.base is operands[0], b.base is operands[2], list(a.block_shape)) == (True, True, [32, 32])
+@pytest.mark.parametrize(
+    ("k", "n", "out_dtype", "by_descriptors"),
+    [
+        (64, 33, torch.float32, True),
+        (72, 32, torch.float32, False),  # rows of the operands begin anywhere
+        (64, 33, torch.int8, False),  # rows of the result do
+        (64, 48, torch.int8, True),
+    ],
+)
+def test_descriptors_need_rows_that_begin_at_multiples_of_16(asked, k, n, out_dtype, by_descriptors):
+    ((*operands,),) = cases(1, (4, k), n, 32)
+    BLOCK_LINEAR.cuda(*operands, 32, out_dtype)
+    assert asked == [(torch.device("cpu"), 4, n, k, 32, by_descriptors, out_dtype == torch.int8)]
+
+
+@pytest.mark.parametrize("tile", [POINTERS, DESCRIPTORS], ids=["pointers", "descriptors"])
+def test_no_operand_and_no_result_is_kept_alive(kernel, monkeypatch, tile):
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, 2))
+    run = replayed(BLOCK_LINEAR.cuda)
+    for operands in cases(3):
+        alive = [weakref.ref(x) for x in (*operands, *run(*operands, 128, torch.float32))]
+    assert callable(*run.replays.values())
+    del operands
+    gc.collect()
+    assert [x() for x in alive] == [None] * 7
 
 
 def test_one_bit_apart_nowhere(run, place):

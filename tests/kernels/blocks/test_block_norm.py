@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import pytest
 import torch
 from block_oracle import CASES, UNIT, assert_blocks, block_of, operand, values
@@ -17,17 +15,18 @@ from qframework.kernels import (
     block_rms_norm,
     block_rms_norm_backward,
 )
+from qframework.kernels.blocks import norm_backward as backward_module
+from qframework.kernels.blocks import sum_rows as sums_module
+from qframework.kernels.blocks.norm import BLOCK_LAYER_NORM, BLOCK_RMS_NORM
+from qframework.kernels.blocks.norm_backward import BLOCK_LAYER_NORM_BACKWARD, BLOCK_RMS_NORM_BACKWARD
 
-forward_module = importlib.import_module("qframework.kernels.blocks.norm")
-backward_module = importlib.import_module("qframework.kernels.blocks.norm_backward")
-sums_module = importlib.import_module("qframework.kernels.blocks.sum_rows")
 OPERATORS = {
     "cpu": (block_layer_norm, block_layer_norm_backward, block_rms_norm, block_rms_norm_backward),
     "triton": (
-        forward_module._block_layer_norm_triton,
-        backward_module._block_layer_norm_backward_triton,
-        forward_module._block_rms_norm_triton,
-        backward_module._block_rms_norm_backward_triton,
+        BLOCK_LAYER_NORM.cuda,
+        BLOCK_LAYER_NORM_BACKWARD.cuda,
+        BLOCK_RMS_NORM.cuda,
+        BLOCK_RMS_NORM_BACKWARD.cuda,
     ),
 }
 EPS = 1e-5
@@ -231,7 +230,7 @@ def test_tiles_outside_are_masked(monkeypatch, block_size, rows, even):
     monkeypatch.setattr(backward_module, "add_up", lambda *matrices: matrices)
     monkeypatch.setattr(sums_module, "PROGRAMS", 1)
     x, vector = operand((rows, 256), block_size, torch.device("cpu")), torch.ones(rows)
-    backward_module._block_layer_norm_backward_triton(*x, *x, None, vector, vector, block_size)
+    BLOCK_LAYER_NORM_BACKWARD.cuda(*x, *x, None, vector, vector, block_size)
     assert [constants["STRETCH"] for constants in launched] == [256, 256]
     assert launched[1]["EVEN"] == even
 

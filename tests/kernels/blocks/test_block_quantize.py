@@ -17,10 +17,10 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import block_dequantize, block_quantize, block_quantize_both, block_transpose, dynamic_quantize
 from qframework.kernels.blocks.format import block_size_name, parse_block_size
 from qframework.kernels.blocks.quantize import (
-    _block_dequantize_triton,
-    _block_quantize_both_triton,
-    _block_quantize_triton,
-    _block_transpose_triton,
+    BLOCK_DEQUANTIZE,
+    BLOCK_QUANTIZE,
+    BLOCK_QUANTIZE_BOTH,
+    BLOCK_TRANSPOSE,
 )
 from qframework.numerics import MIN_SCALE
 
@@ -32,10 +32,10 @@ HALF_STEP = 0.5 + 127 * 3 * UNIT[torch.float32]
 OPERATORS = {
     "cpu": (block_quantize, block_dequantize, block_transpose, block_quantize_both),
     "triton": (
-        _block_quantize_triton,
-        _block_dequantize_triton,
-        _block_transpose_triton,
-        _block_quantize_both_triton,
+        BLOCK_QUANTIZE.cuda,
+        BLOCK_DEQUANTIZE.cuda,
+        BLOCK_TRANSPOSE.cuda,
+        BLOCK_QUANTIZE_BOTH.cuda,
     ),
 }
 

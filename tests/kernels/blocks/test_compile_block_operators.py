@@ -12,6 +12,7 @@ from block_oracle import BLOCK_SIZES
 from test_compile_targets import CHIPS, MAX_STACK, compile_for, stack_bytes
 
 from qframework.kernels import block_quantize
+from qframework.kernels.blocks import elementwise, statistics
 from qframework.kernels.blocks import tiles as _block_operators
 from qframework.kernels.blocks.dropout import values_in_a_thread
 from qframework.kernels.blocks.format import block_shape
@@ -196,15 +197,12 @@ def test_rows_that_begin_anywhere_are_summed_value_by_value(name, monkeypatch, t
 
 @pytest.mark.parametrize(("columns", "fours"), [(300, False), (272, True)])
 def test_launchers_say_whether_fours_are_neighbours(monkeypatch, columns, fours):
-    statistics, elementwise = (
-        importlib.import_module(f"qframework.kernels.blocks.{name}") for name in ("statistics", "elementwise")
-    )
     said = []
     for module in (statistics, elementwise):
         monkeypatch.setattr(module, "launch", lambda *_: lambda *_, **constants: said.append(constants.get("FOURS")))
     x, scale = block_quantize(torch.randn(40, columns), 32)
     statistics.row_statistics_triton(x, scale, 32)
-    elementwise._block_add_triton(x, scale, x, scale, 32, True)
+    elementwise.BLOCK_ADD.cuda(x, scale, x, scale, 32, True)
     assert said == [fours, fours, None]  # the last merges
 
 

@@ -26,63 +26,32 @@ from qframework.kernels.blocks.format import (
     dequantize_blocks_ref,
     operand_size,
     quantize_blocks_ref,
-    scale_shape,
 )
-from qframework.kernels.blocks.linear.arguments import check_arguments
+from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
 from qframework.kernels.blocks.linear.launch import block_linear_triton
-from qframework.kernels.runtime.launch import cuda_implementation
-from qframework.kernels.runtime.operator import LIBRARY, refuse_gradients
+from qframework.kernels.runtime.operator import declare, refuse_gradients
 from qframework.numerics import product_dtype
 
 
-def block_linear_ref(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    block_size: BlockSize,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
+def block_linear_ref(args: BlockLinearArguments) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::block_linear``: the float32 product of the dequantized operands."""
-    left = dequantize_blocks_ref(a, a_scale, block_size)
-    right = dequantize_blocks_ref(b, b_scale, operand_size(block_size))
-    wide = product_dtype(left.device)
-    y = F.linear(left.to(wide), right.to(wide), None if bias is None else bias.to(wide)).float()
-    if out_dtype == torch.int8:
-        return quantize_blocks_ref(y, block_size)
-    return y.to(out_dtype), no_scale(y)
+    a = dequantize_blocks_ref(args.a, args.a_scale, args.block_size)
+    b = dequantize_blocks_ref(args.b, args.b_scale, operand_size(args.block_size))
+    wide = product_dtype(a.device)
+    y = F.linear(a.to(wide), b.to(wide), None if args.bias is None else args.bias.to(wide)).float()
+    if args.in_blocks:
+        return quantize_blocks_ref(y, args.block_size)
+    return y.to(args.out_dtype), y.new_empty((0, 0))
 
 
-def no_scale(like: Tensor) -> Tensor:
-    """What stands for the scale of a float result: fp32 of shape (0, 0)."""
-    return like.new_empty((0, 0), dtype=torch.float32)
-
-
-LIBRARY.define(
+BLOCK_LINEAR = declare(
     "block_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias, int[2] block_size, "
-    "ScalarType out_dtype) -> (Tensor, Tensor)"
+    "ScalarType out_dtype) -> (Tensor, Tensor)",
+    BlockLinearArguments,
+    cpu=block_linear_ref,
+    cuda=block_linear_triton,
+    fake=BlockLinearArguments.empty_result,
 )
-
-
-@torch.library.impl(LIBRARY, "block_linear", "CPU")
-def _block_linear_cpu(a, a_scale, b, b_scale, bias, block_size, out_dtype):
-    check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
-    return block_linear_ref(a, a_scale, b, b_scale, bias, block_size, out_dtype)
-
-
-@cuda_implementation("block_linear")
-def _block_linear_cuda(a, a_scale, b, b_scale, bias, block_size, out_dtype):
-    return block_linear_triton(a, a_scale, b, b_scale, bias, block_size, out_dtype)
-
-
-@torch.library.register_fake("qframework::block_linear", lib=LIBRARY)
-def _block_linear_fake(a, a_scale, b, b_scale, bias, block_size, out_dtype):
-    check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
-    out = a.new_empty((*a.shape[:-1], b.shape[0]), dtype=out_dtype)
-    if out_dtype != torch.int8:
-        return out, no_scale(a)
-    return out, a.new_empty(scale_shape(out.shape, block_size), dtype=torch.float32)
 
 
 def block_linear(

@@ -1,4 +1,4 @@
-"""How block_linear's kernels are launched: tile, parts of K, descriptors, and all that is kept from call to call."""
+"""How block_linear's kernels are launched: tile, parts of K, descriptors, grid and what is compiled in."""
 
 from __future__ import annotations
 
@@ -7,174 +7,85 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size, scale_shape
+from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size
 from qframework.kernels.blocks.linear import hopper as specialized
-from qframework.kernels.blocks.linear.arguments import check_arguments
+from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
 from qframework.kernels.blocks.linear.tiles import Choice, Tile, choice_for, count_tiles
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
+from qframework.kernels.blocks.tiles import contiguous
 from qframework.kernels.linear.hopper import describe
 from qframework.kernels.runtime.chip import check_device, chip_of
-from qframework.kernels.runtime.launch import Launch, cdiv
+from qframework.kernels.runtime.launch import cdiv, launch
 from qframework.kernels.runtime.triton import TensorDescriptor
 
-# a (M, K), a_scale, b (N, K), b_scale, bias
-Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
-
-class Prepared(NamedTuple):
-    """A launch for operands that begin where they do: at multiples of 16 bytes, or at others."""
-
-    launch: Launch
-    parts: int  # of K
-    a: Any  # descriptors without a tensor, None where the kernel takes pointers
-    b: Any
-    out: Any
-    specialized: bool
-    sizes: tuple[int, ...]  # the kernel's integers
-
-
-class Plan:
-    """Everything about a call that follows from shapes, strides, dtypes and the device alone.
-
-    ``choice``: with this tile and these parts of K rather than those that are chosen.
-    """
-
-    def __init__(
-        self, operands: Operands, block_size: BlockSize, out_dtype: torch.dtype, choice: Choice | None = None
-    ) -> None:
-        a, a_scale, b, b_scale, bias = operands
-        check_arguments(a, a_scale, b, b_scale, bias, block_size, out_dtype)
-        check_device(a.device)
-        self.device, self.out_dtype, self.choice = a.device, out_dtype, choice
-        self.block_size, self.step = canonical_size(block_size), block_shape(block_size)[1]
-        self.has_bias, self.in_blocks = bias is not None, out_dtype == torch.int8
-        n, k = b.shape
-        self.sizes = (a.shape[:-1].numel(), n, k)
-        self.shape = torch.Size((*a.shape[:-1], n))
-        self.scale_shape = scale_shape(self.shape, block_size) if self.in_blocks else (0, 0)
-        self.in_place = all(t is None or t.is_contiguous() for t in operands)
-        self.tma = k > 0 and k % 16 == 0 and not (self.in_blocks and n % 16)
-        # For AMD's GPUs, Triton compiles in whether memory is small.
-        self.alike = torch.version.hip is None
-        self._prepared: dict[tuple[bool, ...], Prepared] = {}
-
-    def prepared(self, operands: Operands) -> Prepared:
-        """The launch for operands like those the plan was made for."""
-        alignment = tuple([t is not None and t.data_ptr() % 16 == 0 for t in operands])
-        found = self._prepared.get(alignment)
-        if found is None:
-            tma = self.tma and alignment[0] and alignment[2]
-            choice = self.choice or choice_for(self.device, *self.sizes, self.block_size, tma, self.in_blocks)
-            prepare = self._specialized if choice.tile.consumers else self._anywhere
-            found = self._prepared[alignment] = prepare(*choice, operands)
-        return found
-
-    def _anywhere(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
-        """Of the kernel for every size and chip."""
-        m, n, k = self.sizes
-        a = b = None
-        if tile.tma:
-            a = _without_tensor(TensorDescriptor(operands[0], (m, k), (k, 1), (tile.block_m, self.step)))
-            b = _without_tensor(TensorDescriptor(operands[2], (n, k), (k, 1), (tile.block_n, self.step)))
-        constants = tuple(tile_constants(tile, k, self.block_size, self.has_bias and parts == 1).values())
-        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        launch = Launch(_block_linear_kernel, (count_tiles(tile, m, n), parts, 1), constants, self.alike, **options)
-        return Prepared(launch, parts, a, b, None, False, (m, n, k, self._depth(parts)))
-
-    def _specialized(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
-        """Of the kernel for Hopper."""
-        m, n, k = self.sizes
-        a = _without_tensor(describe(operands[0], (m, k), k, (tile.block_m, self.step)))
-        b = _without_tensor(describe(operands[2], (n, k), k, (tile.block_n, self.step)))
-        dtype = self.out_dtype if parts == 1 else torch.float32
-        by_tma = stores_by_tma(dtype, n)
-        like = torch.empty((1, n), dtype=dtype, device=self.device)
-        out = _without_tensor(describe(like, (m, n), n, (specialized.ROWS, tile.block_n))) if by_tma else None
-        programs = min(count_tiles(tile, m, n) * parts, chip_of(self.device)[1] * tile.programs)
-        constants = specialized_constants(tile, self.block_size, self.has_bias and parts == 1, by_tma)
-        options = specialized_options(tile)
-        launch = Launch(specialized.kernel, (programs, 1, 1), tuple(constants.values()), self.alike, **options)
-        return Prepared(launch, parts, a, b, out, True, (m, n, k, self._depth(parts), parts))
-
-    def _depth(self, parts: int) -> int:
-        """Blocks along K that a part has."""
-        return cdiv(cdiv(self.sizes[2], self.step), parts)
-
-
-_PLANS: dict[tuple[Any, ...], Plan] = {}
-_MAX_PLANS = 8192  # beyond, shapes hardly repeat: begin anew rather than grow for ever
-
-
-def block_linear_triton(
-    a: Tensor,
-    a_scale: Tensor,
-    b: Tensor,
-    b_scale: Tensor,
-    bias: Tensor | None,
-    block_size: BlockSize,
-    out_dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """``block_linear`` in Triton; what was checked and chosen for operands holds for others like them."""
-    operands = (a, a_scale, b, b_scale, bias)
-    block_size = canonical_size(block_size)
-    key = (block_size, out_dtype, *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in operands])
-    plan = _PLANS.get(key)
-    if plan is None:
-        if len(_PLANS) >= _MAX_PLANS:
-            _PLANS.clear()
-        plan = _PLANS[key] = Plan(operands, block_size, out_dtype)
-    if not plan.in_place:
-        a, a_scale, b, b_scale = (t.contiguous() for t in operands[:4])
-        return block_linear_triton(
-            a, a_scale, b, b_scale, None if bias is None else bias.contiguous(), block_size, out_dtype
-        )
-    return run_plan(plan, operands)
-
-
-def run_plan(plan: Plan, operands: Operands) -> tuple[Tensor, Tensor]:
-    """Launch ``plan`` on operands like those it was made for."""
-    out = torch.empty(plan.shape, dtype=plan.out_dtype, device=plan.device)
-    out_scale = torch.empty(plan.scale_shape, dtype=torch.float32, device=plan.device)
+def block_linear_triton(args: BlockLinearArguments, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
+    """``block_linear`` on a GPU, with ``choice`` of tile and parts of K or what is best for the problem."""
+    check_device(args.a.device)
+    args = contiguous(args)
+    out, out_scale = args.empty_result()
     if out.numel() == 0:
         return out, out_scale
-    prepared = plan.prepared(operands)
-    if prepared.parts == 1:
-        _launch(prepared, operands, out, out_scale)
-        return out, out_scale
-    sums = torch.empty((prepared.parts, *plan.sizes[:2]), dtype=torch.float32, device=plan.device)
-    _launch(prepared, operands, sums, out_scale)
-    return add_parts(sums, operands[4], out), out_scale
+    tile, parts = choice or _choice(args)
+    sums = out if parts == 1 else out.new_empty((parts, *out.shape), dtype=torch.float32)
+    kernel, grid, arguments, constants = _call(args, tile, parts, sums, out_scale)
+    launch(kernel, grid)(*arguments, **constants)
+    if parts > 1:
+        add_parts(sums, args.bias, out)
+    return out, out_scale
 
 
-def _launch(prepared: Prepared, operands: Operands, out: Tensor, out_scale: Tensor) -> None:
-    a, a_scale, b, b_scale, bias = operands
-    a_ref, b_ref = (a, b) if prepared.a is None else (_of(prepared.a, a), _of(prepared.b, b))
-    refs = (a_scale, b_scale, a_ref, b_ref, b_scale if bias is None else bias)
-    if prepared.specialized:
-        out_ref = b_ref if prepared.out is None else _of(prepared.out, out)
-        prepared.launch(*refs, out_ref, out, out_scale, *prepared.sizes)
-    else:
-        prepared.launch(*refs, out, out_scale, *prepared.sizes)
+def _choice(args: BlockLinearArguments) -> Choice:
+    n, k = args.b.shape
+    aligned = not any(t.data_ptr() % 16 for t in (args.a, args.b))
+    tma = k > 0 and k % 16 == 0 and not (args.in_blocks and n % 16) and aligned
+    m = args.a.shape[:-1].numel()
+    return choice_for(args.a.device, m, n, k, canonical_size(args.block_size), tma, args.in_blocks)
 
 
-def _without_tensor(descriptor: Any) -> Any:
-    """A descriptor that keeps no memory alive."""
-    descriptor.base = None
-    return descriptor
+class _Call(NamedTuple):
+    """A launch."""
+
+    kernel: Any
+    grid: tuple[int, int, int]
+    arguments: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
-def _of(descriptor: Any, x: Tensor) -> Any:
-    """``descriptor`` of the tensor ``x``, like the one it was made for: what was checked then is not checked again."""
-    made = object.__new__(type(descriptor))
-    made.__dict__.update(descriptor.__dict__)
-    made.base = x
-    return made
+def _call(args: BlockLinearArguments, tile: Tile, parts: int, out: Tensor, out_scale: Tensor) -> _Call:
+    """The launch that writes ``out``, or where K is cut into parts, the sums of each."""
+    n, k = args.b.shape
+    m = args.a.shape[:-1].numel()
+    step = block_shape(args.block_size)[1]
+    a: Any = args.a
+    b: Any = args.b
+    if tile.tma:
+        as_descriptor = describe if tile.consumers else _describe
+        a = as_descriptor(a, (m, k), k, (tile.block_m, step))
+        b = as_descriptor(b, (n, k), k, (tile.block_n, step))
+    operands = (args.a_scale, args.b_scale, a, b, args.b_scale if args.bias is None else args.bias)
+    sizes = (m, n, k, cdiv(cdiv(k, step), parts))
+    has_bias, tiles = args.bias is not None and parts == 1, count_tiles(tile, m, n)
+    if not tile.consumers:
+        constants = tile_constants(tile, k, args.block_size, has_bias)
+        constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+        return _Call(_block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants)
+    by_tma = stores_by_tma(out.dtype, n)
+    to = describe(out, (m, n), n, (specialized.ROWS, tile.block_n)) if by_tma else b
+    constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
+    programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
+    return _Call(specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants)
 
 
-def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
-    """``sums (parts, M, N)`` fp32 and the bias, added in an order of their own and rounded once to ``out``."""
+def _describe(x: Tensor, shape: tuple[int, int], row: int, block: tuple[int, int]) -> Any:
+    """Triton's tensor descriptor, as ``describe`` makes Gluon's."""
+    return TensorDescriptor(x, shape, (row, 1), block)
+
+
+def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """``sums (parts, ..., N)`` fp32 and the bias, added in an order of their own and rounded once to ``out``."""
     y = sums.sum(0)
-    return out.copy_((y if bias is None else y + bias.float()).view(out.shape))
+    out.copy_(y if bias is None else y + bias.float())
 
 
 def tile_constants(tile: Tile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
