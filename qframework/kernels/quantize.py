@@ -230,7 +230,7 @@ QUANTIZE = declare(
     cuda=quantize_triton,
     fake=QuantizeArguments.empty_result,
 )
-# ``alone`` is not decomposed in a compiled model.
+# ``alone`` is not decomposed in a compiled model, so that its kernel is launched there.
 DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
     declare(
         f"{name}(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -238,7 +238,7 @@ DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
         cpu=_dynamic_quantize_cpu,
         cuda=dynamic_quantize_triton,
         fake=DynamicQuantizeArguments.empty_result,
-        warm_up=warm_up_dynamic_quantize,
+        warm_up=warm_up_dynamic_quantize if name.endswith(".alone") else None,
     )
     for name in ("dynamic_quantize", "dynamic_quantize.alone")
 )

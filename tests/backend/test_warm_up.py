@@ -33,7 +33,7 @@ from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.quantize_weights import QUANTIZE_WEIGHTS, _quantize_weights_kernel
 from qframework.kernels.linear.tiles import choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
-from qframework.kernels.quantize import DYNAMIC_QUANTIZE, _dynamic_quantize_kernel
+from qframework.kernels.quantize import DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE, _dynamic_quantize_kernel
 from qframework.kernels.runtime import launch as _launch
 from qframework.kernels.runtime.operator import OPERATORS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
@@ -209,7 +209,7 @@ def test_keys_tell_cases_apart(compiled):
 @pytest.mark.parametrize("dtype", [torch.half, torch.float32])
 def test_dynamic_quantize_finds_what_was_compiled_ahead(compiled, shape, dtype):
     x = ones(*shape, dtype=dtype)
-    DYNAMIC_QUANTIZE.warm_up(CUDA, DYNAMIC_QUANTIZE.arguments(on_meta(x), "per_token"))
+    DYNAMIC_QUANTIZE_ALONE.warm_up(CUDA, DYNAMIC_QUANTIZE_ALONE.arguments(on_meta(x), "per_token"))
     assert compiled == ["_dynamic_quantize_kernel"]
     DYNAMIC_QUANTIZE.cuda(x, "per_token")
     assert compiled == ["_dynamic_quantize_kernel"], "compiled again"

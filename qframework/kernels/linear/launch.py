@@ -167,8 +167,16 @@ def rows_apart(x: Tensor) -> int | None:
 
 def readable(x: Int8LinearArguments) -> Int8LinearArguments:
     """Operands as the kernels can read them: matrices whose rows are evenly apart stay where they are."""
-    matrices = {"a": x.a, "b": x.b, "residual": x.residual}
-    vectors = {"a_scale": x.a_scale, "b_scale": x.b_scale, "bias": x.bias, "out_scale": x.out_scale}
-    copies = {name: t.contiguous() for name, t in matrices.items() if t is not None and rows_apart(t) is None}
-    copies |= {name: t.contiguous() for name, t in vectors.items() if t is not None}
-    return x._replace(**copies)
+
+    def rows(t: Tensor) -> Tensor:
+        return t if rows_apart(t) is not None else t.contiguous()
+
+    return x._replace(
+        a=rows(x.a),
+        a_scale=x.a_scale.contiguous(),
+        b=rows(x.b),
+        b_scale=x.b_scale.contiguous(),
+        bias=None if x.bias is None else x.bias.contiguous(),
+        residual=None if x.residual is None else rows(x.residual),
+        out_scale=None if x.out_scale is None else x.out_scale.contiguous(),
+    )

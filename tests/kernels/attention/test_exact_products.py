@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework.kernels.attention import pipeline as module
-from qframework.kernels.attention.backward import _sage_attention_backward
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
-from qframework.kernels.blocks.linear.block_linear import block_linear_ref
+from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR
 from qframework.kernels.blocks.quantize import block_quantize
 from qframework.quantizer.config import static_int8
 from qframework.quantizer.smooth import CalibratedLinear
@@ -76,7 +75,9 @@ def static_attention() -> None:
 
 def log_sum_exp() -> None:
     needed = [True, True, False, False, False, False]
-    _sage_attention_backward(None, torch.ones(1, 2, 40), *operands(), None, None, None, False, None, False, needed)
+    torch.ops.qframework.sage_attention_backward(
+        None, torch.ones(1, 2, 40), *operands(), None, None, None, False, None, False, needed
+    )
 
 
 def hessian() -> None:
@@ -91,7 +92,7 @@ def smoothing() -> None:
 
 def block_product() -> None:
     a, a_scale = block_quantize(torch.randn(32, 32), 32)
-    block_linear_ref(a, a_scale, a, a_scale, None, (32, 32), torch.float32)
+    BLOCK_LINEAR.cpu(a, a_scale, a, a_scale, None, (32, 32), torch.float32)
 
 
 @pytest.mark.usefixtures("rounded")
