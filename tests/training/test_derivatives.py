@@ -102,6 +102,11 @@ def batched(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
     torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
 
 
+def batched_by_vmap(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    y = model(x)
+    torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.ones(3, *y.shape))
+
+
 def weight_in_forward_mode(model: Any, x: Tensor) -> None:
     weight = model.blocks[0].mlp.fc1.weight
     with forward_ad.dual_level():
@@ -115,6 +120,7 @@ def weight_in_forward_mode(model: Any, x: Tensor) -> None:
     [
         penalty,
         batched,
+        batched_by_vmap,
         weight_in_forward_mode,
         lambda model, x: torch.autograd.functional.hvp(lambda x: model(x).sum(), x, x),
         lambda model, x: torch.autograd.functional.jvp(model, x, x),
