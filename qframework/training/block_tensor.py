@@ -234,6 +234,8 @@ def overwrite(x: BlockTensor, y: BlockTensor) -> BlockTensor:
 
 def flush(x: BlockTensor) -> None:
     """Bring into the blocks what a graph that is traced has written to a view."""
+    if torch.compiler.is_dynamo_compiling():  # which reads Python and has no memory to write to
+        return
     if x._memory is not None and x._memory.traced is not None:
         x._memory.traced.flush()
 

@@ -76,8 +76,8 @@ def view_of(func: OpOverload, x: BlockTensor, *args: Any, **kwargs: Any) -> Any:
 class FloatView(Tensor):
     """A float tensor in memory of its own, that writes what is written to it back to the blocks it stands for."""
 
-    view: Tensor
-    copy: FloatCopy | None  # None of one that a compiled graph was given, which cannot write to it
+    inside: Tensor
+    shared: FloatCopy | None  # None of one that a compiled graph was given, which cannot write to it
 
     @staticmethod
     def __new__(cls, view: Tensor, copy: FloatCopy | None) -> FloatView:
@@ -92,7 +92,7 @@ class FloatView(Tensor):
                 dtype=view.dtype,
                 device=view.device,
             )
-        self.view, self.copy = view, copy
+        self.inside, self.shared = view, copy
         return self
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -102,8 +102,8 @@ class FloatView(Tensor):
         kwargs = kwargs or {}
         views = _views((args, kwargs))
         for view in views:
-            if view.copy is not None:
-                view.copy.read()
+            if view.shared is not None:
+                view.shared.read()
         written = _views(list(written_arguments(func, args, kwargs)))
         for view in written:
             _check_write(func, view)
@@ -111,12 +111,12 @@ class FloatView(Tensor):
             written and torch.Tag.inplace_view in func.tags and func is not aten.detach_.default
         ):
             refuse_memory(func, views[0])
-        plain_args, plain_kwargs = tree_map_only(FloatView, lambda view: view.view, (args, kwargs))
+        plain_args, plain_kwargs = tree_map_only(FloatView, lambda view: view.inside, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
-        for copy in dict.fromkeys(view.copy for view in written):
+        for copy in dict.fromkeys(view.shared for view in written):
             copy.write()  # type: ignore[union-attr]
         if returns_views(func) and isinstance(args[0], FloatView):
-            return views_in(result, args[0].copy)
+            return views_in(result, args[0].shared)
         return written[0] if written and returns_operand(func) else result
 
     @property
@@ -128,16 +128,16 @@ class FloatView(Tensor):
         refuse_data(self)
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        if self.copy is not None:
-            self.copy.read()
-        return ["view"], None
+        if self.shared is not None:
+            self.shared.read()
+        return ["inside"], None
 
     @staticmethod
     def __tensor_unflatten__(inside: dict[str, Tensor], context: None, size: Any, stride: Any) -> FloatView:
-        return FloatView(inside["view"], None)
+        return FloatView(inside["inside"], None)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"FloatView({self.view!r})"
+        return f"FloatView({self.inside!r})"
 
     def __deepcopy__(self, memo: Any) -> Tensor:
         return self.clone().__deepcopy__(memo)
@@ -176,7 +176,7 @@ REPLACES_MEMORY = (aten._has_compatible_shallow_copy_type.default, aten.set_.sou
 
 
 def _check_write(func: OpOverload, view: FloatView) -> None:
-    if view.copy is None:
+    if view.shared is None:
         raise UnsupportedError(
             f"{func.name()} writes to a view of a BlockTensor of shape {tuple(view.shape)} in a compiled graph "
             "that was given it; accepted: writing to it outside, or making the view inside"
