@@ -206,6 +206,45 @@ def test_compiled_attention_refuses_transforms(transform: Any, fresh_dynamo: Non
         compiled(x)
 
 
+def raw_operators() -> dict[str, Callable[[Tensor], Any]]:
+    ops = torch.ops.qframework
+    one, seed = torch.ones(1), None
+    return {
+        "sage_attention": lambda x: ops.sage_attention(x, x, x, None, False, None, False, "auto", True, False),
+        "block_quantize": lambda x: ops.block_quantize(x, (32, 32), seed),
+        "dynamic_quantize": lambda x: ops.dynamic_quantize(x, "per_token"),
+        "quantize": lambda x: ops.quantize(x, one),
+        "dequantize": lambda x: ops.dequantize(torch.ones(1, 1, 4, 6, dtype=torch.int8), x[0, 0, 0, :1]),
+        "quantize_weights": lambda x: ops.quantize_weights([x[0, 0]]),
+        "value_quantize": lambda x: ops.value_quantize(x, "int8", 127.0),
+    }
+
+
+@pytest.mark.parametrize("name", raw_operators())
+def test_raw_operators_refuse_forward_mode(name: str) -> None:
+    """Below autograd a tangent would be dropped."""
+    call, x = raw_operators()[name], torch.randn(1, 1, 4, 6)
+    with forward_ad.dual_level():
+        call(x)  # without a tangent
+        with pytest.raises(UnsupportedError, match=rf"^{name}: a forward-mode derivative; accepted: plain calls"):
+            call(forward_ad.make_dual(x, x))
+    with pytest.raises(UnsupportedError, match=rf"^{name}: called in torch\.func\.jvp; accepted: plain calls"):
+        torch.func.jvp(call, (x,), (x,))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_given_a_tangent_refuses_it(backend: str, warm: bool, fresh_dynamo: None) -> None:
+    compiled = torch.compile(lambda x: sage_attention(x, x, x), backend=backend)
+    x = torch.randn(1, 1, 4, 6)
+    if warm:
+        compiled(x)
+    with forward_ad.dual_level(), pytest.raises(Exception, match="sage_attention: a forward-mode derivative"):
+        compiled(forward_ad.make_dual(x, x))
+    with pytest.raises(Exception, match=r"sage_attention: (called in torch\.func\.jvp|a transform of torch\.func)"):
+        torch.func.jvp(compiled, (x,), (x,))
+
+
 def test_fake_quantization_has_second_derivatives() -> None:
     """Its gradient is a mask, so that those of a cube behind it are 6 y where nothing is clipped."""
     x, scale = torch.tensor([0.5, -1.0, 100.0], requires_grad=True), torch.tensor([0.5])
