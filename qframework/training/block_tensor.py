@@ -113,7 +113,7 @@ class BlockTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return Tensor.data.__get__(self)
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:

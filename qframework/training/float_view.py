@@ -121,7 +121,7 @@ class FloatView(Tensor):
 
     @property
     def data(self) -> Tensor:
-        return Tensor.data.__get__(self)
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
     def data(self, value: Tensor) -> None:
