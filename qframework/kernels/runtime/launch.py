@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
-from qframework.kernels.runtime.operator import LIBRARY
+from qframework.kernels.runtime.operator import LIBRARY, refuse_tangents
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording, replayed
 
@@ -27,17 +28,22 @@ def cuda_implementation(operator: str) -> Callable[[Callable[P, R]], Callable[P,
 
     def register(implementation: Callable[P, R]) -> Callable[P, R]:
         cuda_implementations[operator] = run = replayed(implementation)
-        torch.library.impl(LIBRARY, operator, "CUDA")(on_its_device(run))
+        torch.library.impl(LIBRARY, operator, "CUDA")(on_its_device(operator, run))
         return implementation
 
     return register
 
 
-def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there."""
+def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there.
+
+    Tangents, which ``implementation`` would drop, are refused.
+    """
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(operator, (*args, *kwargs.values()))
         first: Any = args[0]
         device: torch.device = (first[0] if isinstance(first, list) else first).device
         if device.index == torch.cuda.current_device():
