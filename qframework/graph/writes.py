@@ -54,7 +54,7 @@ def written_inputs(node: Node) -> set[Node]:
     if not node.op.startswith("call") or not node.all_input_nodes or node.target is operator.getitem:
         return set()
     if isinstance(node.target, torch._ops.OpOverload):
-        return {x for value in _written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
+        return {x for value in written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
     if not any(map(_may_hold_a_tensor, node.all_input_nodes)):
         return set()
     try:
@@ -63,7 +63,7 @@ def written_inputs(node: Node) -> set[Node]:
         return set(node.all_input_nodes)
 
 
-def _written_arguments(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def written_arguments(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments of a call that the operator's schema marks as written."""
     if not target._schema.is_mutable:
         return
@@ -89,7 +89,7 @@ class _WrittenMemory(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        written = pytree.tree_leaves(list(_written_arguments(func, args, kwargs)))
+        written = pytree.tree_leaves(list(written_arguments(func, args, kwargs)))
         self.memory |= {_storage(x) for x in written if isinstance(x, Tensor)}
         return func(*args, **kwargs)
 

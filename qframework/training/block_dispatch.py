@@ -2,9 +2,8 @@
 
 In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
 and device, additions and products of two, products with a positive number, and activations with their gradients. Every
-other operator dequantizes its operands, runs as it would on floats and returns a float tensor: a stranger's model
-works, and ``fallbacks()`` says where its INT8 data flow ends. Such a result shares no memory with its operands, also
-where the operator is a view.
+other operator dequantizes its operands, runs as it would on floats and returns a float tensor, of a view a FloatView: a
+third-party model works, and ``fallbacks()`` says where its INT8 data flow ends.
 """
 
 from __future__ import annotations
@@ -22,16 +21,25 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.blocks.format import CanonicalSize, row_count
+from qframework.graph.writes import written_arguments
+from qframework.kernels.blocks.format import row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 from qframework.training.block_tensor import (
     BlockTensor,
     Handler,
     as_blocks,
     blocks_of,
-    check_views,
     float_of,
+    flush,
+    overwrite,
     wrap_blocks,
+)
+from qframework.training.float_view import (
+    REPLACES_MEMORY,
+    refuse_memory,
+    returns_operand,
+    returns_views,
+    view_of,
 )
 
 log = logging.getLogger("qframework")
@@ -61,14 +69,10 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """Run ``func`` in INT8 where its handler can, else in float."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, BlockTensor):
-            check_views(x)
+            flush(x)
     handler = _handlers.get(func)
     result = NotImplemented if handler is None else handler(func, *args, **kwargs)
-    result = _in_float(func, args, kwargs) if result is NotImplemented else result
-    for x in _written(func, args, kwargs):
-        if x.copied_view is not None:
-            x.copied_view = x.copied_view[0], x.copied_view[1] + 1  # PyTorch counts this write after the call
-    return result
+    return _in_float(func, args, kwargs) if result is NotImplemented else result
 
 
 def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
@@ -83,6 +87,8 @@ def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
 
 def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     _count(func.name())
+    if returns_views(func) and isinstance(args[0], BlockTensor):
+        return view_of(func, *args, **kwargs)
     written = _written(func, args, kwargs)
     floats: dict[int, Tensor] = {id(x): float_of(x) for x in written}
 
@@ -93,15 +99,7 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     result = func(*float_args, **float_kwargs)
     for x in written:
         _write_back(func, x, floats[id(x)])
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
-        _note_view(func, args[0])
-    return result  # of an in-place operator PyTorch returns the operand, whatever this is
-
-
-def _note_view(func: OpOverload, x: Any) -> None:
-    """PyTorch takes the result for a view of ``x``: a write to it counts as one to ``x``, which check_views sees."""
-    if isinstance(x, BlockTensor) and x.copied_view is None and not x.is_inference():
-        x.copied_view = func.name(), x._version
+    return written[0] if written and returns_operand(func) else result
 
 
 def _count(name: str) -> None:
@@ -114,13 +112,8 @@ def _count(name: str) -> None:
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
     """The BlockTensors that ``func`` writes to. Raises UnsupportedError where they are in a list."""
-    if not func._schema.is_mutable:
-        return []
     found = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[i] if i < len(args) else kwargs.get(argument.name)
+    for value in written_arguments(func, args, kwargs):
         if isinstance(value, BlockTensor):
             found.append(value)
         elif tree_any(lambda leaf: isinstance(leaf, BlockTensor), value):
@@ -132,7 +125,7 @@ def _write_back(func: OpOverload, x: BlockTensor, value: Tensor) -> None:
     """Quantize what an in-place operator made of ``x`` into its own memory."""
     if value.shape != x.shape:
         raise UnsupportedError(f"{func.name()} changes the shape of a BlockTensor in place; dequantize() it before")
-    _overwrite(x, blocks_of(value, x.block_size))
+    overwrite(x, blocks_of(value, x.block_size))
 
 
 def _like(x: BlockTensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> BlockTensor:
@@ -143,7 +136,10 @@ def _like(x: BlockTensor, convert: Callable[[Tensor], Tensor], dtype: torch.dtyp
 
 @implements(aten.detach.default, aten.alias.default)
 def _alias(func: OpOverload, x: BlockTensor) -> BlockTensor:
-    return _like(x, func)
+    return _view_of(x, func(x.q))
+
+
+implements(*REPLACES_MEMORY)(refuse_memory)
 
 
 @implements(aten.clone.default)
@@ -171,26 +167,26 @@ def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> An
     columns = x.shape[-1]
     if size[-1] != columns and not (size[-1] == -1 and math.prod(size[:-1]) == row_count(x.shape)):
         return NotImplemented
-    return wrap_blocks(aten.view.default(x.q, size), *_rest(x))
+    return _view_of(x, aten.view.default(x.q, size))
 
 
 @implements(aten.unsqueeze.default)
 def _unsqueeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     if dim in (-1, x.ndim):
         return NotImplemented
-    return wrap_blocks(func(x.q, dim), *_rest(x))
+    return _view_of(x, func(x.q, dim))
 
 
 @implements(aten.squeeze.dim)
 def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     if dim in (-1, x.ndim - 1):
         return NotImplemented
-    return wrap_blocks(func(x.q, dim), *_rest(x))
+    return _view_of(x, func(x.q, dim))
 
 
-def _rest(x: BlockTensor) -> tuple[Tensor, CanonicalSize, torch.dtype, Tensor | None]:
-    """What a view of leading dimensions has in common with ``x``."""
-    return aten.alias.default(x.scale), x.block_size, x.dtype, x.statistics
+def _view_of(x: BlockTensor, q: Tensor) -> BlockTensor:
+    """``q``, a view of leading dimensions of ``x.q``, with all else of ``x``."""
+    return wrap_blocks(q, aten.alias.default(x.scale), x.block_size, x.dtype, memory=x.memory)
 
 
 @implements(aten.zeros_like.default)
@@ -218,22 +214,7 @@ def _new_empty_strided(func: OpOverload, x: BlockTensor, size: Any, stride: Any,
 def _copy(func: OpOverload, x: Tensor, y: Tensor, non_blocking: bool = False) -> Any:
     if not _alike(x, y):
         return NotImplemented
-    return _overwrite(x, y)
-
-
-def _overwrite(x: Any, y: Any) -> BlockTensor:
-    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them.
-
-    Statistics of what ``x`` was are replaced or dropped; new ones are not added, since a compiled graph may change what
-    its operands hold, but not what they consist of.
-    """
-    x.q.copy_(y.q)
-    x.scale.copy_(y.scale)
-    if x.statistics is not None and y.statistics is not None:
-        x.statistics.copy_(y.statistics)
-    else:
-        x.statistics = None
-    return x
+    return overwrite(x, y)  # type: ignore[arg-type]
 
 
 @implements(aten.is_same_size.default)
@@ -260,7 +241,7 @@ def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
 @implements(aten.add_.Tensor)
 def _add_in_place(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
     total = _add(func, x, y, alpha=alpha)
-    return total if total is NotImplemented else _overwrite(x, total)
+    return total if total is NotImplemented else overwrite(x, total)
 
 
 @implements(aten.mul.Tensor)

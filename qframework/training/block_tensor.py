@@ -38,8 +38,9 @@ it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTen
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -53,6 +54,21 @@ from qframework.training.function import Int8Function
 Handler = Callable[..., Any]
 Context = tuple[CanonicalSize, torch.dtype, bool]
 """Of ``__tensor_flatten__``: block size, dtype outside, and whether there are statistics."""
+
+
+class Memory:
+    """What a BlockTensor, ``detach()`` of it and its views in blocks share besides ``q`` and ``scale``."""
+
+    def __init__(self) -> None:
+        self.statistics: Tensor | None = None
+        self.writes = 0  # how often the blocks have been overwritten
+        self.copy: Callable[[], Any] | None = None  # a weak reference to the FloatCopy of float_view.py
+        self.traced: Any = None  # the TracedCopy, while a graph is traced
+
+    def __deepcopy__(self, memo: Any) -> Memory:
+        made = Memory()
+        made.statistics = copy.deepcopy(self.statistics, memo)
+        return made
 
 
 class BlockTensor(Tensor):
@@ -73,8 +89,7 @@ class BlockTensor(Tensor):
     q: Tensor
     scale: Tensor
     block_size: CanonicalSize
-    statistics: Tensor | None
-    copied_view: tuple[str, int] | None = None  # the operator that gave a float copy as a view, and the version then
+    _memory: Memory | None = None
 
     @staticmethod
     def __new__(
@@ -88,6 +103,29 @@ class BlockTensor(Tensor):
         self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
         self.q, self.scale, self.block_size, self.statistics = q, scale, canonical_size(block_size), statistics
         return self
+
+    @property
+    def memory(self) -> Memory:
+        """What this has in common with all that lie in the same memory."""
+        if self._memory is None:
+            self._memory = Memory()
+        return self._memory
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        refuse_data(self)
+
+    @property
+    def statistics(self) -> Tensor | None:
+        return self.memory.statistics
+
+    @statistics.setter
+    def statistics(self, statistics: Tensor | None) -> None:
+        self.memory.statistics = statistics
 
     def __init__(
         self, q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype, statistics: Tensor | None = None
@@ -104,6 +142,7 @@ class BlockTensor(Tensor):
         return dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        flush(self)
         inside = ["q", "scale"] if self.statistics is None else ["q", "scale", "statistics"]
         return inside, (self.block_size, self.dtype, self.statistics is not None)
 
@@ -129,6 +168,9 @@ class BlockTensor(Tensor):
             return wrap_blocks(self.q, self.scale, block_size, dtype)
         return blocks_of(float_of(self).to(dtype), block_size)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("q", "scale", "block_size", "statistics")}
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         gradient = ", requires_grad=True" if self.requires_grad else ""
         return (
@@ -144,11 +186,26 @@ class BlockTensor(Tensor):
         return DequantizeBlocks.apply(self, seed)
 
 
+def refuse_data(x: Tensor) -> NoReturn:
+    """``x.data = ...`` would exchange the outside alone."""
+    raise UnsupportedError(
+        f".data of a {type(x).__name__} of shape {tuple(x.shape)} is set; accepted: x.copy_(), which writes values"
+    )
+
+
 def wrap_blocks(
-    q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype, statistics: Tensor | None = None
+    q: Tensor,
+    scale: Tensor,
+    block_size: BlockSize,
+    dtype: torch.dtype,
+    statistics: Tensor | None = None,
+    memory: Memory | None = None,
 ) -> BlockTensor:
     """A BlockTensor without checks: while tracing, its insides may be anything that traces."""
-    return BlockTensor.__new__(BlockTensor, q, scale, block_size, dtype, statistics)
+    made = BlockTensor.__new__(BlockTensor, q, scale, block_size, dtype, statistics)
+    if memory is not None:
+        made._memory = memory
+    return made
 
 
 def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:
@@ -157,21 +214,35 @@ def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
     return wrap_blocks(q, scale, block_size, x.dtype)
 
 
-def check_views(x: BlockTensor) -> None:
-    """Raise UnsupportedError where something was written to a view of ``x`` that is a float copy: it would be lost."""
-    if torch.compiler.is_dynamo_compiling() or x.copied_view is None or x.is_inference():
+def overwrite(x: BlockTensor, y: BlockTensor) -> BlockTensor:
+    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them.
+
+    Statistics of what ``x`` was are replaced or dropped; new ones are not added, since a compiled graph may change what
+    its operands hold, but not what they consist of.
+    """
+    x.q.copy_(y.q)
+    x.scale.copy_(y.scale)
+    x.memory.writes += 1
+    if x.memory.traced is not None:
+        x.memory.traced.read()
+    if x.statistics is not None and y.statistics is not None:
+        x.statistics.copy_(y.statistics)
+    else:
+        x.statistics = None
+    return x
+
+
+def flush(x: BlockTensor) -> None:
+    """Bring into the blocks what a graph that is traced has written to a view."""
+    if torch.compiler.is_dynamo_compiling():  # which reads Python and has no memory to write to
         return
-    name, version = x.copied_view
-    if x._version != version:
-        raise UnsupportedError(
-            f"a BlockTensor of shape {tuple(x.shape)} was written to through a view of {name}, which is a float copy; "
-            "accepted: writing to a tensor that dequantize() gives, or torch.where and masked_fill"
-        )
+    if x._memory is not None and x._memory.traced is not None:
+        x._memory.traced.flush()
 
 
 def float_of(x: BlockTensor) -> Tensor:
     """``x`` dequantized to its dtype, outside autograd: for Functions."""
-    check_views(x)
+    flush(x)
     return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, x.dtype)
 
 
@@ -183,7 +254,7 @@ def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
     """
     if not isinstance(x, BlockTensor):
         return blocks_of(x, block_size, seed)
-    check_views(x)
+    flush(x)
     if x.block_size != canonical_size(block_size):
         raise QFrameworkError(
             f"a tensor in blocks of {x.block_size} reached a layer with blocks of {canonical_size(block_size)}; "

@@ -20,7 +20,7 @@ from torch import nn
 from qframework.arguments import check_module
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_shape, check_block_size
-from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks
+from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
 from qframework.training.plan import MEANT, Converted, Kept, Mode, Plan, make_plan
@@ -161,13 +161,18 @@ def _apply(model: nn.Module, plan: Plan, stochastic_gradients: bool) -> None:
 def _set_boundaries(model: nn.Module, plan: Plan, stochastic: bool) -> None:
     """Blocks take floats in; those without a block behind them, and what is kept in float, give floats or get them."""
     for block in plan.blocks:
-        block.register_forward_pre_hook(EnterBlocks(plan.block_size), with_kwargs=True)
+        _around(block, EnterBlocks(plan.block_size))
     for block in _last_blocks(model, plan.blocks):
         block.register_forward_hook(LeaveBlocks(stochastic))
     for module in plan.floats:
         if getattr(module, "inplace", False):  # it writes to its input, which a float copy would hide
             continue
-        module.register_forward_pre_hook(FloatInputs(stochastic), with_kwargs=True, prepend=True)
+        _around(module, FloatInputs(stochastic), prepend=True)
+
+
+def _around(module: nn.Module, hook: EnterBlocks | FloatInputs, prepend: bool = False) -> None:
+    module.register_forward_pre_hook(hook, with_kwargs=True, prepend=prepend)
+    module.register_forward_hook(WriteBack(hook.lent), always_call=True)
 
 
 def _last_blocks(model: nn.Module, blocks: Container[nn.Module]) -> list[nn.Module]:
@@ -197,6 +202,7 @@ def _remove_boundaries(module: nn.Module) -> None:
             if isinstance(hook, BOUNDARIES):
                 del hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def _log_kept(model: nn.Module, kept: list[Kept]) -> None:

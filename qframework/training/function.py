@@ -22,7 +22,7 @@ class Int8Function(torch.autograd.Function):
 
     Raises:
         UnsupportedError: in a transform of ``torch.func``; in a forward-mode derivative; in a backward pass with
-            ``create_graph=True`` or ``is_grads_batched=True``.
+            ``create_graph=True`` or ``is_grads_batched=True``, or in ``torch.vmap``.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -48,11 +48,16 @@ def _first_order(function: type[Int8Function], backward: Callable[..., Any]) -> 
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             _refuse(function, "create_graph=True asks for second derivatives")
-        if any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
-            _refuse(function, "is_grads_batched=True asks for several gradients at once")
+        if any(map(_is_batch, grads)):
+            _refuse(function, "torch.vmap or is_grads_batched=True asks for several gradients at once")
         return backward(ctx, *grads)
 
     return checked
+
+
+def _is_batch(grad: Any) -> bool:
+    kinds = torch._C._functorch
+    return isinstance(grad, Tensor) and (kinds.is_legacy_batchedtensor(grad) or kinds.is_batchedtensor(grad))
 
 
 def _refuse(function: type[Int8Function], why: str) -> NoReturn:

@@ -13,6 +13,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 from torch import nn
+from torch.nn.utils import parametrize
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.format import BlockSize
@@ -88,7 +89,7 @@ def float_again(module: nn.Module) -> None:
     origin: _Origin = module.__dict__.pop(_ORIGIN)
     for name in origin.added:
         module.__dict__.pop(name, None)
-    module.__class__ = origin.before
+    module.__class__ = _float_class(type(module), origin)
 
 
 def is_converted(module: nn.Module) -> bool:
@@ -99,7 +100,7 @@ def is_converted(module: nn.Module) -> bool:
 def check_unchanged(name: str, module: nn.Module) -> None:
     """Raise QFrameworkError where the class of a converted module has been changed again since."""
     origin: _Origin = module.__dict__[_ORIGIN]
-    if type(module) is not _joined(origin.kind, origin.before):
+    if type(module) not in (_joined(origin.kind, each) for each in (origin.before, _unparametrized(origin.before))):
         raise QFrameworkError(
             f"restore_float: {name} was an {origin.kind.__name__} after its conversion and is a "
             f"{type(module).__name__} now; accepted: a module as it was converted. Undo what changed its class first"
@@ -114,10 +115,34 @@ def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
     if issubclass(kind, own):
         return kind
     joined = _joined_classes.get((kind, own))
+    if joined is None and own is not _unparametrized(own):
+        body = {name: value for name, value in vars(own).items() if name not in ("__module__", "__doc__")}
+        base = _joined(kind, _unparametrized(own))
+        joined = _joined_classes[kind, own] = type(base.__name__, (base,), body)
     if joined is None:
         body = {"__module__": kind.__module__, "__reduce_ex__": _reduce_ex(kind, own)}
         joined = _joined_classes[kind, own] = type(kind.__name__, (kind, own), body)
     return joined
+
+
+def _unparametrized(own: type[nn.Module]) -> type[nn.Module]:
+    """What ``own`` was before ``torch.nn.utils.parametrize`` made a class for one module of it, else ``own``.
+
+    A joined class has the same place in between, which ``remove_parametrizations`` goes back to.
+    """
+    base = own.__bases__[0]
+    return base if own.__module__ == parametrize.__name__ and own.__name__ == f"Parametrized{base.__name__}" else own
+
+
+def _float_class(joined: type[nn.Module], origin: _Origin) -> type[nn.Module]:
+    """What a module was before its conversion, without the parametrizations that have been removed since."""
+    base = _unparametrized(origin.before)
+    if base is origin.before or joined is _joined(origin.kind, base):
+        return base
+    for name in [name for name, value in vars(origin.before).items() if isinstance(value, property)]:
+        if name not in vars(joined):
+            delattr(origin.before, name)
+    return origin.before
 
 
 def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any]:

@@ -12,7 +12,15 @@ import pytest
 import torch
 from model_state import everything
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    prune,
+    remove_spectral_norm,
+    remove_weight_norm,
+    spectral_norm,
+    weight_norm,
+)
 from training_models import MODELS, gpt2, inputs, llama, logits_of, loss_of, vit
 
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -337,6 +345,55 @@ def test_conv1d_with_computed_weights(computed: str) -> None:
     model = gpt2()
     COMPUTED[computed](model.transformer.h[0].mlp.c_fc)
     close_in_int8_and_the_same_when_restored(model, inputs("gpt2"))
+
+
+REMOVED: dict[str, Callable[[nn.Module], Any]] = {
+    "weight_norm": remove_weight_norm,
+    "spectral_norm": remove_spectral_norm,
+    "pruned": functools.partial(prune.remove, name="weight"),
+    **dict.fromkeys(
+        (name for name in COMPUTED if name.startswith("parametrized")),
+        functools.partial(parametrize.remove_parametrizations, tensor_name="weight"),
+    ),
+}
+
+
+@each_mode
+@pytest.mark.parametrize("computed", COMPUTED)
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_computed_weights_can_be_made_parameters_after_the_conversion(computed: str, mode: Any) -> None:
+    model = vit().eval()
+    layers = model.blocks[0].mlp.fc1, model.blocks[0].attn.qkv
+    for layer in layers:
+        COMPUTED[computed](layer)
+    convert_to_int8_training(model, mode=mode)
+    with torch.no_grad():
+        before = model(inputs("vit"))
+    for layer in layers:
+        REMOVED[computed](layer)
+        assert "weight" in layer._parameters
+        assert type(layer).__mro__ == type(model.blocks[1].mlp.fc1).__mro__
+    assert (model(inputs("vit")) - before).abs().max() <= 1e-2 * before.abs().max()
+    close_in_int8_and_the_same_when_restored(restore_float(model), inputs("vit"), mode)
+    restore_float(model)
+    assert all(type(layer) is nn.Linear for layer in layers)
+
+
+def test_one_of_two_parametrizations_is_removed_after_the_conversion() -> None:
+    model = vit()
+    layer = model.blocks[0].mlp.fc1
+    for name in ("weight", "bias"):
+        parametrize.register_parametrization(layer, name, nn.Identity())
+    convert_to_int8_training(model)
+    parametrize.remove_parametrizations(layer, "weight")
+    loss_of(model, inputs("vit")).backward()
+    assert layer.weight.grad is not None
+    restore_float(model)
+    assert type(layer).__name__ == "ParametrizedLinear"
+    assert type(layer.weight) is nn.Parameter
+    parametrize.remove_parametrizations(layer, "bias")
+    assert type(layer) is nn.Linear
+    loss_of(model, inputs("vit")).backward()
 
 
 def test_a_parametrized_norm_is_named() -> None:

@@ -102,6 +102,11 @@ def batched(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
     torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True)
 
 
+def batched_by_vmap(model: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    y = model(x)
+    torch.vmap(lambda v: torch.autograd.grad(y, x, v, retain_graph=True)[0])(torch.ones(3, *y.shape))
+
+
 def weight_in_forward_mode(model: Any, x: Tensor) -> None:
     weight = model.blocks[0].mlp.fc1.weight
     with forward_ad.dual_level():
@@ -115,6 +120,7 @@ def weight_in_forward_mode(model: Any, x: Tensor) -> None:
     [
         penalty,
         batched,
+        batched_by_vmap,
         weight_in_forward_mode,
         lambda model, x: torch.autograd.functional.hvp(lambda x: model(x).sum(), x, x),
         lambda model, x: torch.autograd.functional.jvp(model, x, x),
@@ -198,6 +204,45 @@ def test_compiled_attention_refuses_transforms(transform: Any, fresh_dynamo: Non
     compiled = torch.compile(lambda x: transform(lambda x: sage_attention(x, x, x), (x,), (x,)), backend="eager")
     with pytest.raises(UnsupportedError, match=r"sage_attention: a transform of torch\.func"):
         compiled(x)
+
+
+def raw_operators() -> dict[str, Callable[[Tensor], Any]]:
+    ops = torch.ops.qframework
+    one, seed = torch.ones(1), None
+    return {
+        "sage_attention": lambda x: ops.sage_attention(x, x, x, None, False, None, False, "auto", True, False),
+        "block_quantize": lambda x: ops.block_quantize(x, (32, 32), seed),
+        "dynamic_quantize": lambda x: ops.dynamic_quantize(x, "per_token"),
+        "quantize": lambda x: ops.quantize(x, one),
+        "dequantize": lambda x: ops.dequantize(torch.ones(1, 1, 4, 6, dtype=torch.int8), x[0, 0, 0, :1]),
+        "quantize_weights": lambda x: ops.quantize_weights([x[0, 0]]),
+        "value_quantize": lambda x: ops.value_quantize(x, "int8", 127.0),
+    }
+
+
+@pytest.mark.parametrize("name", raw_operators())
+def test_raw_operators_refuse_forward_mode(name: str) -> None:
+    """Below autograd a tangent would be dropped."""
+    call, x = raw_operators()[name], torch.randn(1, 1, 4, 6)
+    with forward_ad.dual_level():
+        call(x)  # without a tangent
+        with pytest.raises(UnsupportedError, match=rf"^{name}: a forward-mode derivative; accepted: plain calls"):
+            call(forward_ad.make_dual(x, x))
+    with pytest.raises(UnsupportedError, match=rf"^{name}: called in torch\.func\.jvp; accepted: plain calls"):
+        torch.func.jvp(call, (x,), (x,))
+
+
+@pytest.mark.parametrize("warm", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_given_a_tangent_refuses_it(backend: str, warm: bool, fresh_dynamo: None) -> None:
+    compiled = torch.compile(lambda x: sage_attention(x, x, x), backend=backend)
+    x = torch.randn(1, 1, 4, 6)
+    if warm:
+        compiled(x)
+    with forward_ad.dual_level(), pytest.raises(Exception, match="sage_attention: a forward-mode derivative"):
+        compiled(forward_ad.make_dual(x, x))
+    with pytest.raises(Exception, match=r"sage_attention: (called in torch\.func\.jvp|a transform of torch\.func)"):
+        torch.func.jvp(compiled, (x,), (x,))
 
 
 def test_fake_quantization_has_second_derivatives() -> None:

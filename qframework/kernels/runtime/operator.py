@@ -23,6 +23,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from qframework.errors import QFrameworkError, UnsupportedError
@@ -45,6 +46,40 @@ class OperatorLibrary(torch.library.Library):
         for kind in ("CPU", "CUDA"):
             self.impl(name, _without_autocast(packet, overload or "default", kind.lower()), f"Autocast{kind}")
         return defined
+
+    def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **kwargs: Any) -> Any:
+        """Registers ``fn``, which refuses tangents; on GPUs ``on_its_device`` does that, without another call."""
+        if dispatch_key in ("CPU", "CompositeExplicitAutograd"):
+            fn = _without_tangents(str(op_name), fn)
+        return super().impl(op_name, fn, dispatch_key, **kwargs)
+
+
+def _without_tangents(operator: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(implementation)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(operator, (*args, *kwargs.values()))
+        return implementation(*args, **kwargs)
+
+    return run
+
+
+def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
+    """Raise UnsupportedError where an argument has a tangent, which implementations, below autograd, would drop.
+
+    For where a level of forward-mode AD is active, so that all other calls pay for one comparison. Inside
+    ``torch.func.jvp`` implementations cannot see which arguments have one.
+    """
+    passed = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
+    if passed or not torch._C._is_fwd_grad_enabled():  # the caller is a tensor subclass or an autograd function
+        return
+    tensors = (x for each in arguments for x in (each if isinstance(each, list | tuple) else (each,)))
+    jvp = eager_transforms.JVP_NESTING > 0
+    if jvp or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise UnsupportedError(
+            f"{operator}: {'called in torch.func.jvp' if jvp else 'a forward-mode derivative'}; accepted: plain calls, "
+            "and reverse-mode gradients where the operator has some"
+        )
 
 
 def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., Any]:
@@ -140,7 +175,7 @@ def declare(
     for key in given.keys() - {"CUDA", "Meta"}:
         LIBRARY.impl(name, operator.implementations[key], key)
     if operator.replayed is not None:
-        LIBRARY.impl(name, on_its_device(operator.replayed), "CUDA")
+        LIBRARY.impl(name, on_its_device(name, operator.replayed), "CUDA")
     torch.library.register_fake(f"qframework::{name}", operator.implementations["Meta"], lib=LIBRARY)
     return operator
 
@@ -155,11 +190,16 @@ def _checked(arguments: Callable[..., A], implementation: Callable[[A], R]) -> C
     return run
 
 
-def on_its_device(implementation: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there."""
+def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, R]:
+    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there.
+
+    Tangents, which ``implementation`` would drop, are refused.
+    """
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if forward_ad._current_level >= 0:
+            refuse_tangents(operator, (*args, *kwargs.values()))
         first: Any = args[0]
         device: torch.device = (first[0] if isinstance(first, list) else first).device
         if device.index == torch.cuda.current_device():

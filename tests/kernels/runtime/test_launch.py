@@ -33,7 +33,7 @@ def test_the_operands_device_is_the_current_one(monkeypatch, index):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
     monkeypatch.setattr(torch.cuda, "device", Guard)
     x = SimpleNamespace(device=torch.device("cuda", index))
-    assert on_its_device(lambda x, y: (current[-1], y))(x, y=3) == (index, 3)
+    assert on_its_device("operator", lambda x, y: (current[-1], y))(x, y=3) == (index, 3)
     assert current == [0]
 
 

@@ -1,0 +1,192 @@
+"""FloatView: a view of a BlockTensor that cuts through its blocks, such as ``x[:, :3]``.
+
+It lies in a float copy of the whole tensor, which all such views of the same blocks share. What is written to a view is
+quantized into the blocks, and what has been written to the blocks since is read again first, so that a view and its
+tensor hold the same values, as in PyTorch. Between a compiled graph and what is outside of it they no longer do.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from qframework.errors import UnsupportedError
+from qframework.graph.writes import written_arguments
+from qframework.training.block_tensor import BlockTensor, blocks_of, float_of, overwrite, refuse_data
+
+aten = torch.ops.aten
+
+
+class FloatCopy:
+    """``x`` dequantized, for as long as a view lies in it."""
+
+    def __init__(self, x: BlockTensor) -> None:
+        self.x, self.value, self.writes = x, float_of(x), x.memory.writes
+
+    def read(self) -> None:
+        """Take over what has been written to the blocks since."""
+        if self.writes != self.x.memory.writes:
+            self.value.copy_(float_of(self.x))
+            self.writes = self.x.memory.writes
+
+    def write(self) -> None:
+        """Quantize the copy into the blocks."""
+        self.writes = self.x.memory.writes + 1
+        overwrite(self.x, blocks_of(self.value, self.x.block_size))
+
+
+class TracedCopy(FloatCopy):
+    """One in a graph that AOTAutograd traces: its views are plain tensors, which the graph can return.
+
+    What is written to them is noticed by their versions the next time that somebody asks for the blocks.
+    """
+
+    def __init__(self, x: BlockTensor) -> None:
+        super().__init__(x)
+        self.views: list[tuple[Tensor, int]] = []
+
+    def flush(self) -> None:
+        """Write to the blocks what has been written to a view."""
+        if any(view._version != version for view, version in self.views):
+            self.views = [(view, view._version) for view, _ in self.views]
+            self.write()
+
+
+def view_of(func: OpOverload, x: BlockTensor, *args: Any, **kwargs: Any) -> Any:
+    """What a view operator gives for ``x``, in the one copy of the blocks that ``x`` is or is a view of."""
+    copy = x.memory.traced or (None if x.memory.copy is None else x.memory.copy())
+    if copy is None:
+        traced = isinstance(x.q, FunctionalTensor)
+        copy = TracedCopy(x) if traced else FloatCopy(x)
+        x.memory.traced, x.memory.copy = copy if traced else None, weakref.ref(copy)
+    copy.read()
+    result = func(copy.value.view(x.shape), *args, **kwargs)
+    if not isinstance(copy, TracedCopy):
+        return views_in(result, copy)
+    copy.views += [(view, x._version) for view in tree_leaves(result)]
+    return result
+
+
+class FloatView(Tensor):
+    """A float tensor in memory of its own, that writes what is written to it back to the blocks it stands for."""
+
+    inside: Tensor
+    shared: FloatCopy | None  # None of one that a compiled graph was given, which cannot write to it
+
+    @staticmethod
+    def __new__(cls, view: Tensor, copy: FloatCopy | None) -> FloatView:
+        if type(view) is Tensor:
+            self = torch.Tensor._make_subclass(cls, view)
+        else:  # while a graph is traced
+            self = torch.Tensor._make_wrapper_subclass(
+                cls,
+                view.shape,
+                strides=view.stride(),
+                storage_offset=view.storage_offset(),
+                dtype=view.dtype,
+                device=view.device,
+            )
+        self.inside, self.shared = view, copy
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        views = _views((args, kwargs))
+        for view in views:
+            if view.shared is not None:
+                view.shared.read()
+        written = _views(list(written_arguments(func, args, kwargs)))
+        for view in written:
+            _check_write(func, view)
+        if func in REPLACES_MEMORY or (
+            written and torch.Tag.inplace_view in func.tags and func is not aten.detach_.default
+        ):
+            refuse_memory(func, views[0])
+        plain_args, plain_kwargs = tree_map_only(FloatView, lambda view: view.inside, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for copy in dict.fromkeys(view.shared for view in written):
+            copy.write()  # type: ignore[union-attr]
+        if returns_views(func) and isinstance(args[0], FloatView):
+            return views_in(result, args[0].shared)
+        return written[0] if written and returns_operand(func) else result
+
+    @property
+    def data(self) -> Tensor:
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        refuse_data(self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        if self.shared is not None:
+            self.shared.read()
+        return ["inside"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inside: dict[str, Tensor], context: None, size: Any, stride: Any) -> FloatView:
+        return FloatView(inside["inside"], None)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"FloatView({self.inside!r})"
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return self.clone().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.clone().__reduce_ex__(protocol)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy, which is never written back."""
+        return self.clone().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.clone().tolist()
+
+
+def returns_views(func: OpOverload) -> bool:
+    """Whether what ``func`` gives lies in the memory of an argument that it does not write to."""
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+
+
+def returns_operand(func: OpOverload) -> bool:
+    """Whether ``func`` gives back what it wrote to."""
+    aliases = [each.alias_info for each in func._schema.returns]
+    return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
+
+
+def refuse_memory(func: OpOverload, x: Tensor, *_: Any, **__: Any) -> NoReturn:
+    """Raise UnsupportedError for ``func``, which would give ``x`` other memory or another shape in place."""
+    raise UnsupportedError(
+        f"{func.name()} replaces the memory or the shape of a {type(x).__name__} of shape {tuple(x.shape)}; "
+        "accepted: copy_, which writes values, and operators that return a new tensor"
+    )
+
+
+REPLACES_MEMORY = (aten._has_compatible_shallow_copy_type.default, aten.set_.source_Tensor)  # the first: ``x.data = y``
+
+
+def _check_write(func: OpOverload, view: FloatView) -> None:
+    if view.shared is None:
+        raise UnsupportedError(
+            f"{func.name()} writes to a view of a BlockTensor of shape {tuple(view.shape)} in a compiled graph "
+            "that was given it; accepted: writing to it outside, or making the view inside"
+        )
+
+
+def _views(values: Any) -> list[FloatView]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, FloatView)]
+
+
+def views_in(result: Any, copy: FloatCopy | None) -> Any:
+    """The tensors that a view operator gave, each of them in ``copy``."""
+    return tree_map_only(Tensor, lambda view: FloatView(view, copy), result)
