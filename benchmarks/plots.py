@@ -39,7 +39,7 @@ def draw(run: Run, path: Path) -> None:
 
 def mark(run: Run) -> str:
     """What a plot carries to show which results it was drawn from, and by which code."""
-    code = "".join(map(inspect.getsource, (draw, *_functions(run))))
+    code = "".join(map(inspect.getsource, (draw, *_functions(run)))) + str([record.key for record in run.records])
     return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 

@@ -29,10 +29,11 @@ from benchmarks.tables import (
     bold_if,
     combined,
     is_ours,
-    machine_table,
+    machine_line,
     number,
     ratio,
     scientific,
+    shown,
     speed,
     split,
     table,
@@ -52,7 +53,8 @@ A result is compared with an FP64 or FP32 oracle before it is timed, and a wrong
 with the L2 cache flushed before every call, or, for calls of microseconds, many of them in one CUDA graph; before a
 GEMM the GPU rests for half a millisecond, so that the host does not count. On a CPU, wall clock with the providers
 taking turns. Tables hold medians; of several runs in one file their geometric mean, and as the spread what the fastest
-took less than the slowest. Absolute figures belong to one machine; ratios travel better.
+took less than the slowest. Of what was measured more than once on a machine, the newest is shown; every measurement,
+with its percentiles, memory and errors, is in the files. Absolute figures belong to one machine; ratios travel better.
 """
 SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias,
 `scaled_mm_fp8` and `scaled_mm_fp8_precise` the bias; `qframework_int8_out` and `qframework_gelu_int8_out` also quantize
@@ -94,12 +96,12 @@ def render(runs: Sequence[Run]) -> str:
     """The whole page as Markdown."""
     if not runs:
         return HEAD + NOTHING
-    return "\n".join([HEAD, targets_section(runs), _losses(runs), *(_section(run) for run in runs)])
+    return "\n".join([HEAD, targets_section(runs), _losses(runs), *(_section(run) for run in shown(runs))])
 
 
 def _losses(runs: Sequence[Run]) -> str:
     """Every place where the best of qframework is slower than a peer, and every provider that was faster before."""
-    rows = [row for run in runs for group in run.groups() if (row := _lost(run, group))]
+    rows = [row for run in shown(runs) for group in run.groups() if (row := _lost(run, group))]
     text = "## Where qframework is slower\n\n"
     text += (
         table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
@@ -153,15 +155,15 @@ def _lost(run: Run, group: Sequence[Record]) -> list[str]:
 
 
 def _section(run: Run) -> str:
-    parts = [f"## {run.title}\n", machine_table(run.machine, run.peaks), *([f"{run.note}\n"] if run.note else [])]
+    parts = [f"## {run.title}\n", machine_line(run.machine, run.peaks), *([f"{run.note}\n"] if run.note else [])]
     parts.append(f"![{run.title}](assets/{run.plot})\n")
     if run.benchmark == "int8_linear":
         parts.append(SHAPES_NOTE)
         parts.append(_shapes_table(run))
-        parts.append("### Every measurement\n")
-    if run.benchmark == "attention":
+    elif run.benchmark == "attention":
         parts.append(attention_tables(run))
-    parts += [_group_table(run, group) for group in run.groups() if group[0].op not in PARTS]
+    else:
+        parts += [_group_table(run, group) for group in run.groups()]
     return "\n".join(parts)
 
 
@@ -211,9 +213,9 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
         "no time because": lambda record: "" if record.status == "ok" else f"{record.status}: {record.reason}",
     }
     filled = {name: [column(record) for record in group] for name, column in columns.items()}
-    shown = {name: cells for name, cells in filled.items() if any(cells)}
-    rows = [list(row) for row in zip(*shown.values(), strict=True)]
-    return f"**{group[0].subject}**\n\n{table(list(shown), rows)}"
+    used = {name: cells for name, cells in filled.items() if any(cells)}
+    rows = [list(row) for row in zip(*used.values(), strict=True)]
+    return f"**{group[0].subject}**\n\n{table(list(used), rows)}"
 
 
 # Command line ---------------------------------------------------------------------------------------------------------
@@ -223,13 +225,13 @@ def stale_files(runs: Sequence[Run], page: Path) -> list[Path]:
     """The page and plots that are missing, differ from what ``runs`` give, or belong to no run."""
     assets = page.parent / "assets"
     stale = [] if page.exists() and page.read_text() == render(runs) else [page]
-    plots = {assets / run.plot: run for run in runs}
+    plots = {assets / run.plot: run for run in shown(runs)}
     stale += [path for path, run in plots.items() if not (path.exists() and mark(run) in path.read_text())]
     return stale + _orphans(runs, assets)
 
 
 def _orphans(runs: Sequence[Run], assets: Path) -> list[Path]:
-    return sorted(set(assets.glob("performance-*.svg")) - {assets / run.plot for run in runs})
+    return sorted(set(assets.glob("performance-*.svg")) - {assets / run.plot for run in shown(runs)})
 
 
 def write(runs: Sequence[Run], page: Path) -> None:
@@ -237,7 +239,7 @@ def write(runs: Sequence[Run], page: Path) -> None:
     assets = page.parent / "assets"
     assets.mkdir(parents=True, exist_ok=True)
     stale = stale_files(runs, page)
-    for run in runs:
+    for run in shown(runs):
         if assets / run.plot in stale:
             draw(run, assets / run.plot)
     for orphan in _orphans(runs, assets):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTOR, TASKS, Row, load_rows
-from benchmarks.tables import machine_table, table
+from benchmarks.tables import machine_line, table
 from qframework.evaluation import digits_vit
 
 FP32 = "FP32"
@@ -164,7 +164,7 @@ def _model(measured: Measured) -> str:
     seeds = len(measured.values(FP32))
     title = f"### {measured.model}: {seeds} seed{'' if seeds == 1 else 's'}, {measured.count} counted\n"
     header = ["configuration", "mean %", "points lost", "worst seed"]
-    return f"{title}\n{table(header, rows)}\n{machine_table(measured.machine, {})}"
+    return f"{title}\n{table(header, rows)}\n{machine_line(measured.machine, {})}"
 
 
 def points(value: float) -> str:

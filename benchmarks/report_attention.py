@@ -26,7 +26,7 @@ def attention_tables(run: Run) -> str:
         parts += ["### Wrong, so not timed\n", refused]
     if split_times := _split_times(run):
         parts += ["### Milliseconds of quantization and of the kernel, each alone\n", SPLIT_NOTE, split_times]
-    return "\n".join([*parts, "### Every measurement\n"])
+    return "\n".join(parts)
 
 
 def _against_peers(groups: Sequence[Sequence[Record]]) -> str:

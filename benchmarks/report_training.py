@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from benchmarks import training_gradients, training_parity, training_processes
 from benchmarks.harness import Record
 from benchmarks.report_targets import newest
-from benchmarks.tables import Run, bold_if, machine_table, number, scientific, split, table
+from benchmarks.tables import Run, bold_if, machine_line, number, scientific, split, table
 from benchmarks.target_table import Target, rows
 from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
 from benchmarks.training_parity import SUBJECTS, Comparison, per_block
@@ -179,7 +179,7 @@ def _task(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
             f"![Losses of {task}](assets/{plot_name(task)})\n",
             training_parity.table(task, runs)[0],
             f"{settings}; every run: {_where(documents)}.\n",
-            machine_table(latest, {}),
+            machine_line(latest, {}),
         ]
     )
 
@@ -250,7 +250,7 @@ def _processes(document: dict[str, Any]) -> str:
     settings = ", ".join(f"{key} {value}" for key, value in document["settings"].items())
     text = training_processes.table(rows)
     parts = ["## Several processes\n", PROCESSES_NOTE, text, f"{settings}, {_where([document])}.\n"]
-    return "\n".join([*parts, machine_table(document["machine"], {})])
+    return "\n".join([*parts, machine_line(document["machine"], {})])
 
 
 # Speed ----------------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def _time(record: Record) -> float:
 
 def _section(run: Run) -> str:
     peaks = "".join(f"A copy of a gigabyte reaches {number(peak)} {unit}.\n" for unit, peak in run.peaks.items())
-    parts = [f"## {run.title}\n", machine_table(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
+    parts = [f"## {run.title}\n", machine_line(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
     parts.append(f"Milliseconds, the median; the fastest in bold.\n\n{_pivot(run, _time)}")
     if any(record.activation_mb for record in run.records):
         once = [record for record in run.records if record.activation_mb and record.op != "gpt_block_forward"]

@@ -63,6 +63,34 @@ AVERAGED = (
 )  # fmt: skip
 
 
+def shown(runs: Sequence[Run]) -> list[Run]:
+    """What a page shows of ``runs``, the newest first: what nobody has measured again on the same device.
+
+    Of the runs that measured a shape or a model there, the newest that has at least half of its providers: a later run
+    of a few providers does not hide the comparison with the others.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Run, set[str]]]] = {}
+    for run in runs:
+        for group in run.groups():
+            providers = {record.provider for record in group}
+            groups.setdefault(_place(run, group[0]), []).append((run, providers))
+    chosen = {}
+    for place, found in groups.items():
+        most = len(set().union(*(providers for _, providers in found)))
+        full = [(run, providers) for run, providers in found if 2 * len(providers) >= most] or found
+        chosen[place] = max(full, key=lambda each: str(each[0].machine.get("date")))[0]
+    kept = []
+    for run in runs:
+        records = [record for record in run.records if chosen[_place(run, record)] is run]
+        if records:
+            kept.append(replace(run, records=records))
+    return kept
+
+
+def _place(run: Run, record: Record) -> tuple[object, ...]:
+    return run.benchmark, run.machine.get("device"), record.op, record.subject
+
+
 def combined(records: Sequence[Record]) -> list[Record]:
     """One record for each thing measured: of several runs the geometric means and the spread.
 
@@ -133,8 +161,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines) + "\n"
 
 
-def machine_table(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
-    """Machine, versions, commit and date as a two-line table."""
+def machine_line(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
+    """Machine, versions, commit and date in one paragraph."""
     commit = f"`{machine['commit']}`" if machine.get("commit") else "unknown"
     rows = {
         "device": joined(machine.get("device"), machine.get("capability"), labelled("driver", machine.get("driver"))),
@@ -155,4 +183,4 @@ def machine_table(machine: Mapping[str, Any], peaks: Mapping[str, float]) -> str
     }
     if peaks:
         rows["best torch GEMM at 8192"] = joined(*(f"{width} {number(peak)} TFLOP/s" for width, peak in peaks.items()))
-    return table(["", ""], [[key, value] for key, value in rows.items()])
+    return "; ".join(f"{key}: {value}" for key, value in rows.items()) + ".\n"

@@ -1,9 +1,9 @@
-"""Errors for arguments that several parts of the package take: models, and batches to calibrate with."""
+"""Errors for arguments that several parts of the package take: models, batches to calibrate with, numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -25,6 +25,16 @@ def check_module(value: object, argument: str) -> None:
         raise QFrameworkError(f"{argument} is {described(value)}; accepted: an nn.Module")
 
 
+def is_number(value: object) -> TypeGuard[int | float]:
+    """Whether ``value`` is an int or a float. A bool is neither, though Python counts with it."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_count(value: object) -> TypeGuard[int]:
+    """Whether ``value`` is an int of 1 or more, and no bool."""
+    return is_number(value) and isinstance(value, int) and value >= 1
+
+
 def check_batches(data: object, what: str) -> None:
     """Raise CalibrationError unless ``data`` can be gone through and is not a batch by itself."""
     if isinstance(data, Mapping | str | bytes):
@@ -39,7 +49,7 @@ def check_batches(data: object, what: str) -> None:
 
 def check_number_of_batches(batches: object) -> None:
     """Raise CalibrationError unless ``batches`` is None or a positive number."""
-    if batches is not None and (not isinstance(batches, int) or isinstance(batches, bool) or batches < 1):
+    if batches is not None and not is_count(batches):
         raise CalibrationError(f"batches={batches!r}; accepted: None or a positive number")
 
 

@@ -26,6 +26,7 @@ from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
+from qframework.backend.zero_points import WatchedZeroPoints, left_out, zero_points_of
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -151,7 +152,9 @@ def qframework_backend(
 
     settings = parse_options(mode, options)
     release_prepared_models()
+    zero_points = zero_points_of(gm)
     report = Report(lower(gm, example_inputs, settings))
+    watched = left_out(zero_points, Constants(gm, example_inputs))
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     decompositions: dict[Any, Callable[..., Any]] = {
@@ -171,7 +174,17 @@ def qframework_backend(
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
         )
-    return _below_autograd(compiled) if lowered and on_cpu else compiled
+    compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
+    return _checked(compiled, watched) if watched else compiled
+
+
+def _checked(compiled: Callable[..., Any], watched: Sequence[WatchedZeroPoints]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        for zero_points in watched:
+            zero_points.check(args)
+        return compiled(*args)
+
+    return run
 
 
 def _forget_grad_mode(gm: GraphModule) -> None:

@@ -10,8 +10,10 @@ To::
 
 which lower_linear then takes into the linear's epilogue: ``round(y * c / S)`` in both. The quantizer writes such
 products where it moves scales of channels into weights (qframework/quantizer/channel_scales.py). S is a number of the
-graph. The constants are a buffer, which each call reads unless weights are frozen. Elsewhere the product stays, for
-Inductor to fuse with what comes before it.
+graph. The constants are a buffer, which each call reads unless weights are frozen: positive ones when the model is
+compiled; zero or negative ones written later give what the product would give. INT8 holds no NaN: a constant of
+NaN is undefined, with the product as without. Elsewhere the product stays, for Inductor to fuse with what comes
+before it.
 """
 
 from __future__ import annotations

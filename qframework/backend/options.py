@@ -58,7 +58,7 @@ def _checked_value(key: str, value: Any) -> Any:
         return {layer: str(_checked_value(key, variant)) for layer, variant in value.items()}
     if key == "attention" and _is_variant(value):
         return value
-    if value not in KNOWN_OPTIONS[key]:
+    if not any(value is known or (value == known and isinstance(value, str)) for known in KNOWN_OPTIONS[key]):
         accepted = ", ".join(map(repr, KNOWN_OPTIONS[key]))
         raise UnsupportedError(f"backend 'qframework': option {key!r} has value {value!r}; accepted: {accepted}")
     return value

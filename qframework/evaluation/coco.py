@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.arguments import is_count, is_number
 from qframework.errors import FileFormatError, QFrameworkError
 
 
@@ -83,7 +84,7 @@ def read_instances(annotations: Path, limit: int | None = None) -> list[Annotate
         FileNotFoundError: it is not there.
         QFrameworkError: no image has an object, or ``limit`` is not positive.
     """
-    if limit is not None and limit < 1:
+    if limit is not None and not is_count(limit):
         raise QFrameworkError(f"limit={limit}; accepted: None or a positive number of images")
     images, objects = _read(annotations)
     by_image: dict[int, list[Instance]] = defaultdict(list)
@@ -129,7 +130,7 @@ def _instance(annotation: Mapping[str, Any], path: Path) -> Instance:
 
 
 def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    return is_number(value) and math.isfinite(value)
 
 
 def _is_segmentation(value: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.arguments import is_count
 from qframework.errors import UnsupportedError
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
 
@@ -58,7 +59,7 @@ def transplant_outliers(
 
 def _factors(group: ChannelGroup, channels: int, ends: tuple[float, float], seed: int) -> Tensor:
     """``(group.size,)`` float64: the same for all groups of one size, 1 for what cannot be scaled."""
-    if not isinstance(channels, int) or not 1 <= channels <= group.size:
+    if not is_count(channels) or channels > group.size:
         raise UnsupportedError(f"transplant_outliers: channels={channels!r}; accepted: 1 to {group.size}")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(group.size, generator=generator)[:channels]

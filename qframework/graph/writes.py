@@ -21,6 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework.graph.nodes import why_not_plain
 
+_KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
+
 
 def writes_in_place(node: Node) -> bool:
     """Whether the node may change one of its inputs."""
@@ -30,15 +32,21 @@ def writes_in_place(node: Node) -> bool:
 def written_between(first: Node, last: Node, operands: Iterable[Node], own: Collection[Node] = ()) -> Node | None:
     """A node from ``first`` up to ``last``, not one of ``own``, that may write into the memory of an operand.
 
-    Operands whose value tracing did not record may lie anywhere.
+    Operands whose value tracing did not record may lie anywhere. An operator of another library may write whatever it
+    reads: its schema is what its author says, and an eager call follows what it does.
     """
     memory = [_memory(node) for node in operands]
     node = first
     while node is not last:
-        if node not in own and any(_overlap(_memory(x), m) for x in written_inputs(node) for m in memory):
+        written = node.all_input_nodes if _is_of_another_library(node) else written_inputs(node)
+        if node not in own and any(_overlap(_memory(x), m) for x in written for m in memory):
             return node
         node = node.next
     return None
+
+
+def _is_of_another_library(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN_LIBRARIES
 
 
 def written_inputs(node: Node) -> set[Node]:

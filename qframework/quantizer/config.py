@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+from qframework.arguments import is_count, is_number
 from qframework.errors import UnsupportedError
 from qframework.numerics import ActivationGranularity, WeightGranularity
 
@@ -23,20 +24,16 @@ OutputPolicy = Literal["consumer", "always"]
 ObserverArgs = Mapping[str, float] | tuple[tuple[str, float], ...]
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 def _is_share(value: object) -> bool:
-    return _is_number(value) and 0 < value <= 1  # type: ignore[operator]
+    return is_number(value) and 0 < value <= 1
 
 
 def _is_percentile(value: object) -> bool:
-    return _is_number(value) and 0 < value <= 100  # type: ignore[operator]
+    return is_number(value) and 0 < value <= 100
 
 
 def _is_bins(value: object) -> bool:
-    return isinstance(value, int) and 256 <= value <= 2**20 and value % 2 == 0
+    return is_count(value) and 256 <= value <= 2**20 and value % 2 == 0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from typing import Any, Literal, get_args
 
 from torch.fx import GraphModule
 
-from qframework.arguments import check_can_be_read_again
+from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibrate import Batch
@@ -57,9 +57,9 @@ class Smooth:
         if not isinstance(self.strengths, Iterable):
             raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
         object.__setattr__(self, "strengths", tuple(self.strengths))
-        if not self.strengths or not all(isinstance(a, int | float) and 0 <= a <= 1 for a in self.strengths):
+        if not self.strengths or not all(is_number(a) and 0 <= a <= 1 for a in self.strengths):
             raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
-        if not isinstance(self.samples, int) or self.samples < 1:
+        if not is_count(self.samples):
             raise UnsupportedError(f"Smooth: samples={self.samples!r}; accepted: a positive number")
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class Recipe:
             if not isinstance(getattr(self, name), bool):
                 raise UnsupportedError(f"Recipe: {name}={getattr(self, name)!r}; accepted: True, False")
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
-        if self.batches is not None and (type(self.batches) is not int or self.batches < 1):
+        if self.batches is not None and not is_count(self.batches):
             raise UnsupportedError(f"Recipe: batches={self.batches!r}; accepted: None or a positive number")
 
     @classmethod

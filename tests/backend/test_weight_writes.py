@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import pytest
@@ -246,3 +247,35 @@ def test_an_input_changed_between_two_linears_is_quantized_again(name):
     x = example()
     for value, reference in zip(torch.compile(run, backend=backend)(x), run(x), strict=True):
         assert numerics.sqnr_db(reference, value) > 30
+
+
+@torch.library.custom_op("qframework_test::doubles", mutates_args=())
+def doubles(weight: torch.Tensor) -> torch.Tensor:
+    """Writes what it declares to read alone."""
+    weight.data.mul_(2)
+    return weight.new_zeros(())
+
+
+@doubles.register_fake
+def _(weight):
+    return weight.new_empty(())
+
+
+class CallsForeignOperator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(32, 32)
+
+    def forward(self, x):
+        before = self.fc(x)
+        return before + self.fc(x + 1) + doubles(self.fc.weight) + self.fc(x - 1)
+
+
+@pytest.mark.parametrize("compiler", [backend, frozen])
+def test_an_operator_that_hides_its_write_is_followed(compiler):
+    torch.manual_seed(0)
+    model, x = CallsForeignOperator().eval(), example()
+    reference = copy.deepcopy(model)
+    compiled = torch.compile(model, backend=compiler)
+    for _ in range(2):
+        assert numerics.sqnr_db(reference(x), compiled(x)) > 30

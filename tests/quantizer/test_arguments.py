@@ -8,7 +8,9 @@ from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import calibrate_attention, explain, save
+from qframework.backend.options import parse_options
 from qframework.errors import QFrameworkError
+from qframework.kernels.attention.variants import AttentionVariant
 from qframework.quantizer import (
     QFrameworkQuantizer,
     Recipe,
@@ -135,6 +137,26 @@ def test_what_is_not_a_node(wrong):
 @pytest.mark.parametrize("wrong", [5, None, 0.5, "a"])
 def test_what_are_not_strengths(wrong):
     refused(lambda: Smooth(strengths=wrong), "Smooth: strengths=")
+
+
+FLAGS_FOR_NUMBERS = {
+    "Smooth: samples=True; accepted: a positive number": lambda: Smooth(samples=True),
+    "Smooth: strengths=(0.5, True); accepted: numbers": lambda: Smooth(strengths=(0.5, True)),
+    "Recipe: batches=True; accepted: None or a positive number": lambda: Recipe(batches=True),
+    "observer 'mse': bins=True; accepted: an even number": lambda: static_int8(observer="mse", bins=True),
+    "observer 'percentile': percentile=True; accepted": lambda: static_int8(observer="percentile", percentile=True),
+    "averaging_constant=True; accepted": lambda: static_int8(observer="moving_average", averaging_constant=True),
+    "batches=True; accepted: None or a positive number": lambda: calibrate(prepared(), [X], batches=True),
+    "AttentionVariant: qk_bits=True; accepted: 8, 4": lambda: AttentionVariant(qk_bits=True),
+    "AttentionVariant: smooth_q=1; accepted: True, False": lambda: AttentionVariant(smooth_q=1),
+    "AttentionVariant: smooth_v='yes'; accepted: True, False": lambda: AttentionVariant(smooth_v="yes"),
+    "option 'freeze_weights' has value 1; accepted: False, True": lambda: parse_options(None, {"freeze_weights": 1}),
+}
+
+
+@pytest.mark.parametrize("message", FLAGS_FOR_NUMBERS)
+def test_a_flag_is_no_number_and_a_number_no_flag(message):
+    refused(FLAGS_FOR_NUMBERS[message], message)
 
 
 READERS = {

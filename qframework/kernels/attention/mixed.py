@@ -108,6 +108,7 @@ def _operands(x: MixedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
         last_contiguous(call.k),
         _per_head(x.key_scale, call.k, call.k.shape[1]),
         x.query.shape[-1],
+        marked=False,
     )
     values = Values(last_contiguous(call.v), _per_head(x.value_scale, call.v, call.v.shape[1]))
     return qk, values, Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)

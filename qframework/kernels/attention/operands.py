@@ -83,6 +83,7 @@ class QuantizedQK(NamedTuple):
     k_scale: Tensor  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves
     row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
+    marked: bool = True  # a row of q that starts below -qmax held NaN; False where q comes from another quantizer
 
 
 class Values(NamedTuple):

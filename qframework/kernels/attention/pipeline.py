@@ -20,7 +20,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.arguments import SageAttentionArguments, VarlenArguments, canonical, default_scale
+from qframework.kernels.attention.arguments import (
+    Canonical,
+    SageAttentionArguments,
+    VarlenArguments,
+    canonical,
+    default_scale,
+)
 from qframework.kernels.attention.operands import (
     LOG2_E,
     AttentionShape,
@@ -31,6 +37,7 @@ from qframework.kernels.attention.operands import (
     last_contiguous,
     transposes_values,
 )
+from qframework.kernels.attention.padding import hidden_keys, without_hidden
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
 from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -206,10 +213,24 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
+    call = _seen(call, chosen, x.smooth_k, x.is_causal)
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     scale = default_scale(x.query, x.scale)
     result, sums = _attention(call.q, call.k, call.v, bias, chosen, scale, x.smooth_k, x.return_lse, steps)
     return result.view(shape), sums.view(shape[:-1]) if sums is not None else x.empty_lse()
+
+
+def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal: bool) -> Canonical:
+    """``call`` without what no query attends to, which must not count in any mean or scale."""
+    queries, keys = call.q.shape[2], call.k.shape[2]
+    if is_causal and keys > queries and call.rel_h is None:
+        mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
+        call = call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
+    hidden = hidden_keys(call.mask, *call.k.shape[:3])
+    if hidden is None:
+        return call
+    k, v = without_hidden(call.k, hidden, smooth_k), without_hidden(call.v, hidden, variant.smooth_v)
+    return call._replace(k=k, v=v)
 
 
 def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
@@ -248,6 +269,7 @@ def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
     for q_rows, k_rows in zip(*x.sequences(), strict=True):
         q, k, v = (t.transpose(0, 1)[None] for t in (x.query[q_rows], x.key[k_rows], x.value[k_rows]))
         if q.numel() and k.numel():
+            q, k, v, *_ = _seen(Canonical(q, k, v, None, None, None), chosen, x.smooth_k, x.is_causal)
             dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, _TORCH)
             out[q_rows] = dense[0].transpose(0, 1)
     return out

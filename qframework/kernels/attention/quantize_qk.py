@@ -10,6 +10,10 @@ Layout: ``x (B, H, N, D)`` any strides; ``mean (B, H, 1, D)`` of the head or ``(
 for each block of queries; ``q (B, H, N, D)`` int8; scales ``(B, H, G)`` float32 in the order of
 :func:`~qframework.kernels.attention.variants.token_groups`. INT4 is packed ``(B, H, N, ceil(D / 2))``: the low half of
 byte ``j`` is channel ``j``, the high half channel ``j + ceil(D / 2)``, so that unpacking needs no shuffle.
+
+NaN and infinity: a query that holds one has no say in its group's scale and becomes a row of ``-qmax - 1``, which is no
+other number's: its own result will be NaN, as in float attention, and no other row's. A key that holds one gives its
+group the scale NaN, and NaN to every query that attends to a key of the group.
 """
 
 from __future__ import annotations
@@ -65,14 +69,22 @@ def quantize_tokens_ref(
     y = y * factor
     index = groups.index(tokens, x.device)
     count = groups.count(tokens)
-    amax = y.new_zeros(*y.shape[:2], count)
+    amax, rows = y.new_zeros(*y.shape[:2], count), y.new_zeros(y.shape[:3])
     if y.numel():
         rows = y.abs().amax(-1)
-        amax = amax.scatter_reduce(2, index.expand_as(rows), rows, "amax")
+        said = torch.where(rows.isfinite(), rows, 0.0) if role == "query" else rows
+        amax = amax.scatter_reduce(2, index.expand_as(rows), said, "amax")
     scale = scale_of(amax.amax().expand_as(amax) if granularity == "per_tensor" and amax.numel() else amax, bits)
     qmax = qmax_of(bits)
     q = torch.clamp(torch.round(y * (1.0 / scale)[:, :, index, None]), -qmax, qmax).nan_to_num(0.0).to(torch.int8)
+    if role == "query":
+        q.masked_fill_(~rows.isfinite()[..., None], -qmax - 1)
     return (q if bits == 8 else pack_int4(q)), scale
+
+
+def is_marked(q: Tensor, bits: int) -> Tensor:
+    """Which rows of unpacked queries ``(..., N, D)`` held NaN or infinity: ``(..., N)`` bool."""
+    return q[..., 0] < -qmax_of(bits)
 
 
 def scale_of(amax: Tensor, bits: int) -> Tensor:
@@ -116,6 +128,24 @@ def to_integers(y, inv_scale, QMAX: tl.constexpr):
 
 
 @triton.jit
+def finite_rows(amax):
+    """Rows' magnitudes, 0 for a query that holds NaN or infinity: it has no say in its group's scale."""
+    return tl.where(amax < float("inf"), amax, 0.0)
+
+
+@triton.jit
+def mark_rows(q, amax, inside, QMAX: tl.constexpr):
+    """The number below -QMAX in queries that hold NaN or infinity, in channels ``inside`` (BLOCK_D,)."""
+    return tl.where((amax < float("inf"))[:, None] | ~inside[None, :], q, -QMAX - 1).to(tl.int8)
+
+
+@triton.jit
+def finite_or_zero(x):
+    """``x`` with 0 for NaN and infinity, for means, which softmax does not see and so need not be exact."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
 def _token_mean(base, stride, tokens, D, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
     """Mean of all tokens of a head, (BLOCK_D,) float32, block by block as token_statistics adds them."""
     d = tl.arange(0, BLOCK_D)
@@ -123,7 +153,8 @@ def _token_mean(base, stride, tokens, D, TILE: tl.constexpr, BLOCK_D: tl.constex
     for start in range(0, tokens, TILE):
         n = start + tl.arange(0, TILE)
         mask = (n < tokens)[:, None] & (d < D)[None, :]
-        total += tl.sum(tl.load(base + n[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32), 0)
+        x = tl.load(base + n[:, None] * stride + d[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += tl.sum(finite_or_zero(x), 0)
     return tl.math.div_rn(total, tokens.to(tl.float32))
 
 
@@ -158,6 +189,7 @@ def _attention_quantize_kernel(
     MEAN: tl.constexpr,  # "none", "given", or "compute": of all tokens of the head, INT8 only
     GIVEN_SCALE: tl.constexpr,  # scale_ptr (B, H) is read
     STORE_Q: tl.constexpr,
+    QUERIES: tl.constexpr,  # rows that hold NaN or infinity are marked, and have no say in scales
     VARLEN: tl.constexpr,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -205,14 +237,20 @@ def _attention_quantize_kernel(
     if GIVEN_SCALE:
         row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + b * H + h)
     else:
-        scale, row_scale = group_scale(amax, QMAX, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
+        said = finite_rows(amax) if QUERIES else amax
+        scale, row_scale = group_scale(said, QMAX, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
         g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
         tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
     if STORE_Q:
         inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
         q = to_integers(low, inv_scale, QMAX)
+        if QUERIES:
+            q = mark_rows(q, amax, d < stored, QMAX)
         if BITS == 4:
-            q = (q & 0xF) | (to_integers(high, inv_scale, QMAX) << 4)
+            q_high = to_integers(high, inv_scale, QMAX)
+            if QUERIES:
+                q_high = mark_rows(q_high, amax, channels, QMAX)
+            q = (q & 0xF) | (q_high << 4)
         tl.store(q_base + n[:, None] * stride_qn + d[None, :], q, mask=mask)
 
 
@@ -242,14 +280,14 @@ def quantize_tokens_triton(
     if x.numel() == 0:
         return q, scale.fill_(MIN_SCALE)
     if groups.span <= _TILE:
-        _launch(x, mean, factor, shape, groups, bits, q, scale, given=False, smooth=smooth)
+        _launch(x, mean, factor, shape, groups, role, bits, q, scale, given=False, smooth=smooth)
         return q, scale
     tiles = TokenGroups(_TILE)
     partial = scale.new_empty(shape.batch, shape.heads, tiles.count(shape.tokens))
-    _launch(x, mean, factor, shape, tiles, bits, None, partial, given=False)
+    _launch(x, mean, factor, shape, tiles, role, bits, None, partial, given=False)
     whole = (0, 1, 2) if granularity == "per_tensor" else (2,)
     scale = partial.amax(whole, keepdim=True).expand_as(scale).contiguous()
-    _launch(x, mean, factor, shape, tiles, bits, q, scale, given=True)
+    _launch(x, mean, factor, shape, tiles, role, bits, q, scale, given=True)
     return q, scale
 
 
@@ -259,6 +297,7 @@ def _launch(
     factor: float,
     shape: AttentionShape,
     groups: TokenGroups,
+    role: str,
     bits: int,
     q: Tensor | None,
     scale: Tensor,
@@ -286,6 +325,7 @@ def _launch(
         MEAN="given" if mean is not None else "compute" if smooth else "none",
         GIVEN_SCALE=given,
         STORE_Q=q is not None,
+        QUERIES=role == "query",
         VARLEN=shape.starts is not None,
         BITS=bits,
         SPAN=groups.span,
@@ -373,8 +413,8 @@ def attention_quantize(
         bits: 8, or 4 packed two to a byte.
 
     Returns:
-        int8 ``(B, H, N, D)`` (INT4: ``ceil(D / 2)`` bytes) and float32 scales ``(B, H, G)``. NaN and infinity give
-        their group a NaN scale.
+        int8 ``(B, H, N, D)`` (INT4: ``ceil(D / 2)`` bytes) and float32 scales ``(B, H, G)``. NaN and infinity in a key
+        give its group a NaN scale; a query that holds one is a row of -128 (INT4: -8), whose result will be NaN.
 
     Raises:
         UnsupportedError: dtype, shape, granularity, role, bits, or a GPU below sm_80.

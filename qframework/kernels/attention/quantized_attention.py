@@ -148,6 +148,7 @@ def quantized_attention_triton(
         ROUND_FP8=mode == "fp8" and values.v.dtype == torch.float16,
         INT4=variant.qk_bits == 4,
         QUANTIZE_Q=quantize_q,
+        MARKED_Q=qk.marked and not quantize_q,
         MIN_SCALE=MIN_SCALE,
         Q_SPAN=q_groups.span,
         Q_GROUPS=q_groups.groups,
@@ -331,7 +332,8 @@ def quantized_attention(
     """Attention of queries and keys that are integers already, for pipelines that quantize elsewhere (RoPE, a cache).
 
     Args:
-        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``.
+        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``; the result of a
+            row that starts with -128 (INT4: -8) is NaN, which is how they mark NaN in a query.
         q_scale: its scales, ``(B, H, G)`` fp32.
         k: ``(B, Hkv, Nk, D)`` int8, quantized with role ``"key"``; ``Hkv`` divides ``H``.
         k_scale: its scales.

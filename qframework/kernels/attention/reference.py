@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, p_range, transposes_values
-from qframework.kernels.attention.quantize_qk import unpack_int4
+from qframework.kernels.attention.quantize_qk import is_marked, unpack_int4
 from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, token_groups
 from qframework.numerics import exact_matmul
 
@@ -37,6 +37,8 @@ def quantized_attention_ref(
     keys, group = k.shape[2], heads // k.shape[1]
     unit = _unit(bias)
     q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(tokens, q.device)] * logit_scale / unit
+    if qk.marked:
+        q_scale = q_scale.masked_fill(is_marked(q, variant.qk_bits), torch.nan)
     k_scale = qk.k_scale[:, :, token_groups(variant.granularity, "key").index(keys, k.device)]
     v = values.v.transpose(2, 3)[:, :, :keys] if transposes_values(variant.pv) else values.v
     v = v if v.is_floating_point() and v.dtype != torch.float8_e4m3fn else v.to(dtype)

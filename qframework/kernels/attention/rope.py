@@ -28,7 +28,10 @@ from qframework.errors import QFrameworkError
 from qframework.kernels.attention.operands import check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_qk import (
     AttentionQuantizeArguments,
+    finite_or_zero,
+    finite_rows,
     group_scale,
+    mark_rows,
     quantize_tokens_ref,
     row_amax,
     to_integers,
@@ -99,7 +102,7 @@ class RopeQuantizeArguments(NamedTuple):
 
 def rope_mean_ref(x: RopeMeanArguments) -> Tensor:
     """Reference of ``qframework::rope_mean``."""
-    rotated = rope_ref(x.x, x.cos, x.sin, x.interleaved, x.rotary_dim)
+    rotated = rope_ref(x.x, x.cos, x.sin, x.interleaved, x.rotary_dim).nan_to_num(0.0, 0.0, 0.0)
     return rotated.sum(2, keepdim=True) / max(rotated.shape[2], 1)
 
 
@@ -137,6 +140,7 @@ def _rope_quantize_kernel(
     PARTIAL: tl.constexpr,  # 2 pairs < D: channels that are not rotated
     HAS_MEAN: tl.constexpr,
     MODE: tl.constexpr,  # "sum"; "scale"; "quantize" with a given scale, SPAN a multiple of TILE; "both", a divisor
+    QUERIES: tl.constexpr,  # rows that hold NaN or infinity are marked, and have no say in scales
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
     MODULO: tl.constexpr,
@@ -167,10 +171,10 @@ def _rope_quantize_kernel(
     one = tl.arange(0, 1)
     if MODE == "sum":
         sums = q_ptr + ((b * H + h) * tiles + tile) * D
-        total_first, total_second = tl.sum(first, 0)[None, :], tl.sum(second, 0)[None, :]
-        store_pairs(sums + one, total_first, total_second, one == 0, pairs, INTERLEAVED, 1, BLOCK_P)
+        total_first, total_second = tl.sum(finite_or_zero(first), 0), tl.sum(finite_or_zero(second), 0)
+        store_pairs(sums + one, total_first[None, :], total_second[None, :], one == 0, pairs, INTERLEAVED, 1, BLOCK_P)
         if PARTIAL:
-            tl.store(sums + r, tl.sum(rest, 0), mask=r < D)
+            tl.store(sums + r, tl.sum(finite_or_zero(rest), 0), mask=r < D)
     else:
         if HAS_MEAN:
             means = mean_ptr + ((b * H + h) * MEANS + (tile * TILE // QUERY_BLOCK if MEANS > 1 else 0)) * D
@@ -188,16 +192,23 @@ def _rope_quantize_kernel(
         if MODE == "quantize":
             row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + (b * H + h) * G + tile * TILE // SPAN)
         else:
-            scale, row_scale = group_scale(amax, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
+            said = finite_rows(amax) if QUERIES else amax
+            scale, row_scale = group_scale(said, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
             g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
             tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
         if MODE != "scale":
             inv_scale = tl.math.div_rn(1.0, row_scale)[:, None]
             q_ptrs = q_ptr + (b * H + h) * N * D + n.to(tl.int64) * D
             first, second = to_integers(first, inv_scale, 127), to_integers(second, inv_scale, 127)
+            if QUERIES:
+                every = tl.full((BLOCK_P,), 1, tl.int1)
+                first, second = mark_rows(first, amax, every, 127), mark_rows(second, amax, every, 127)
             store_pairs(q_ptrs, first, second, rows, pairs, INTERLEAVED, TILE, BLOCK_P)
             if PARTIAL:
-                tl.store(q_ptrs[:, None] + r[None, :], to_integers(rest, inv_scale, 127), mask=rest_mask)
+                rest = to_integers(rest, inv_scale, 127)
+                if QUERIES:
+                    rest = mark_rows(rest, amax, r < D, 127)
+                tl.store(q_ptrs[:, None] + r[None, :], rest, mask=rest_mask)
 
 
 def choose_tile(channels: int, span: int) -> tuple[int, int]:
@@ -225,6 +236,7 @@ def _launch(
     scale: Tensor,
     groups: TokenGroups,
     tile: tuple[int, int],
+    role: str = "key",
     factor: float = 1.0,
     mean: Tensor | None = None,
 ) -> None:
@@ -253,6 +265,7 @@ def _launch(
         PARTIAL=rest > 0,
         HAS_MEAN=mean is not None,
         MODE=mode,
+        QUERIES=role == "query",
         SPAN=groups.span,
         GROUPS=groups.groups,
         MODULO=groups.modulo,
@@ -278,13 +291,13 @@ def rope_quantize_triton(x: RopeQuantizeArguments) -> tuple[Tensor, Tensor]:
     mean = x.mean.contiguous() if x.mean is not None else None
     tile = choose_tile(source.shape[3], groups.span)
     if groups.span <= tile[0]:
-        _launch(source, rotation, x.interleaved, "both", q, scale, groups, tile, x.factor, mean)
+        _launch(source, rotation, x.interleaved, "both", q, scale, groups, tile, x.role, x.factor, mean)
         return q, scale
     tiles = TokenGroups(tile[0])
     partial = scale.new_empty(*source.shape[:2], tiles.count(source.shape[2]))
-    _launch(source, rotation, x.interleaved, "scale", q, partial, tiles, tile, x.factor, mean)
+    _launch(source, rotation, x.interleaved, "scale", q, partial, tiles, tile, x.role, x.factor, mean)
     scale = _join_scales(partial, groups, tile[0], x.granularity)
-    _launch(source, rotation, x.interleaved, "quantize", q, scale, groups, tile, x.factor, mean)
+    _launch(source, rotation, x.interleaved, "quantize", q, scale, groups, tile, x.role, x.factor, mean)
     return q, scale
 
 

@@ -1,6 +1,7 @@
 """Sums and extremes over blocks of tokens: what smoothing and per-channel scales of attention need, in one pass.
 
-Formula: ``sum``, ``low = min`` and ``high = max`` of ``x[n]`` over the tokens ``n`` of a block, per channel.
+Formula: ``sum``, ``low = min`` and ``high = max`` of ``x[n]`` over the tokens ``n`` of a block, per channel. NaN and
+infinity count as 0 in sums, whose means attention adds back or does not see, and as both infinities in extremes.
 Layout: ``x (B, H, N, D)`` any strides, results ``(B, H, ceil(N / QUERY_BLOCK), D)`` float32. Internal: no operator of
 its own, the operators of attention call it. Nothing is accumulated atomically, so results repeat bit for bit.
 """
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.kernels.attention.operands import AttentionShape, sequence_of
+from qframework.kernels.attention.quantize_qk import finite_or_zero
 from qframework.kernels.attention.variants import QUERY_BLOCK
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -35,7 +37,9 @@ def block_statistics_ref(x: Tensor) -> BlockStatistics:
     def blocks(fill: float) -> Tensor:
         return F.pad(x.float(), (0, 0, 0, tail), value=fill).unflatten(2, (-1, QUERY_BLOCK))
 
-    return BlockStatistics(blocks(0.0).sum(3), blocks(torch.inf).amin(3), blocks(-torch.inf).amax(3))
+    return BlockStatistics(
+        blocks(0.0).nan_to_num(0.0, 0.0, 0.0).sum(3), blocks(torch.inf).amin(3), blocks(-torch.inf).amax(3)
+    )
 
 
 @triton.jit(do_not_specialize=["N", "TOTAL"])
@@ -73,7 +77,7 @@ def _block_statistics_kernel(
     mask = (n < tokens)[:, None] & (d < D)[None, :]
     x = tl.load(base + n[:, None] * stride_xn + d[None, :], mask=mask, other=0.0).to(tl.float32)
     out = ((b * H + h) * M + block) * D + d
-    tl.store(sum_ptr + out, tl.sum(x, 0), mask=d < D)
+    tl.store(sum_ptr + out, tl.sum(finite_or_zero(x), 0), mask=d < D)
     if EXTREMES:
         # NaN would be dropped by min and max; as an infinity it reaches the scale and from there the output.
         bad = x != x

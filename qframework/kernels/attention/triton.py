@@ -6,7 +6,7 @@ Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`
 from __future__ import annotations
 
 from qframework.kernels.attention.operands import sequence_of
-from qframework.kernels.attention.quantize_qk import group_scale, row_amax, to_integers
+from qframework.kernels.attention.quantize_qk import finite_rows, group_scale, row_amax, to_integers
 from qframework.kernels.attention.quantize_v import round_to_e4m3
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even, round_to_int8
@@ -124,6 +124,7 @@ def _quantized_attention_kernel(
     ROUND_FP8: tl.constexpr,
     INT4: tl.constexpr,
     QUANTIZE_Q: tl.constexpr,  # whole groups of queries lie in one tile
+    MARKED_Q: tl.constexpr,  # a row of -128 (INT4: -8) held NaN
     MIN_SCALE: tl.constexpr,
     Q_SPAN: tl.constexpr,
     Q_GROUPS: tl.constexpr,
@@ -199,11 +200,16 @@ def _quantized_attention_kernel(
         q, q_high = (q_packed << 4) >> 4, q_packed >> 4
     if QUANTIZE_Q:
         q_float = tl.where(rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0)  # repeated rows have no say
-        _, q_scale = group_scale(row_amax(q_float), 127, MIN_SCALE, Q_SPAN, Q_GROUPS, Q_MODULO, Q_DIVISOR, BLOCK_M)
+        amax = row_amax(q_float)
+        _, q_scale = group_scale(finite_rows(amax), 127, MIN_SCALE, Q_SPAN, Q_GROUPS, Q_MODULO, Q_DIVISOR, BLOCK_M)
         q = to_integers(q_float, tl.math.div_rn(1.0, q_scale)[:, None], 127)
+        q_scale = tl.where(amax < float("inf"), q_scale, float("nan"))
     else:
         q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
         q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
+        if MARKED_Q:
+            first = tl.load(q_base + row * stride_qn)
+            q_scale = tl.where((((first << 4) >> 4) == -8) if INT4 else (first == -128), float("nan"), q_scale)
     if NATURAL:
         q_scale = q_scale * (1 / LOG2E)
     k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK

@@ -109,6 +109,9 @@ class AttentionVariant:
             if getattr(self, name) not in values:
                 names = ", ".join(map(str, values))
                 raise UnsupportedError(f"AttentionVariant: {name}={getattr(self, name)!r}; accepted: {names}")
+        for name in ("smooth_q", "smooth_v"):
+            if not isinstance(getattr(self, name), bool):
+                raise UnsupportedError(f"AttentionVariant: {name}={getattr(self, name)!r}; accepted: True, False")
         if self.accumulator == "fp16" and self.pv in ("int8", "int8_dequantized"):
             raise UnsupportedError(f"AttentionVariant: pv={self.pv!r} with accumulator='fp16'; accepted: 'fp32'")
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qframework import numerics
-from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
 from qframework.kernels.runtime.operator import declare
@@ -129,7 +129,7 @@ def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
     x.check_scales()
     check_positive_scale("int8_linear", "b_scale", x.b_scale)
     if x.out_scale is not None:
-        check_positive_scale("int8_linear", "out_scale", x.out_scale)
+        check_positive_scale("int8_linear", "out_scale", x.out_scale, signed=is_per_channel(x.out_scale, x.b.shape[0]))
     if 0 in (x.a.numel(), x.b.numel()):
         return int8_linear_ref(x).contiguous()
     y = _product(rows_of(x.a).contiguous(), x.b).float().mul_(x.b_scale).view(x.shape)

@@ -71,7 +71,7 @@ def int8_linear(
         activation: ``"none"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``, applied after the bias.
         residual: ``(..., N)`` fp32, fp16 or bf16, added after the activation.
         out_scale: fp32 like ``a_scale``, or ``(N,)`` per output channel; the result is requantized to int8 with it
-            (QAttn eq. 7-8).
+            (QAttn eq. 7-8). Per channel it may be negative: a product with ``c`` in front is ``out_scale / c``.
         out_dtype: float32 (default), float16 or bfloat16; int8 goes with ``out_scale``.
 
     Returns:

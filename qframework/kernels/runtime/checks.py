@@ -60,11 +60,15 @@ def _trailing(shape: torch.Size, n: int) -> tuple[int, ...] | None:
     return tuple(shape[len(shape) - 1 - n : -1]) if n < len(shape) else None
 
 
-def check_positive_scale(operator: str, argument: str, scale: Tensor) -> None:
-    """Raise QFrameworkError for a zero or negative scale. CPU only: on a GPU the look would cost a synchronization."""
-    if scale.device.type == "cpu" and bool((scale <= 0).any()):
+def check_positive_scale(operator: str, argument: str, scale: Tensor, signed: bool = False) -> None:
+    """Raise QFrameworkError for a zero or negative scale. CPU only: on a GPU the look would cost a synchronization.
+
+    ``signed`` allows what is negative: a constant of any sign may have been folded into the scale.
+    """
+    if scale.device.type == "cpu" and bool(((scale == 0) if signed else (scale <= 0)).any()):
+        worst = 0.0 if signed else float(scale.min())
         raise QFrameworkError(
-            f"{operator}: {argument} holds {float(scale.min())}; scales must be positive (at least {MIN_SCALE:.3g})"
+            f"{operator}: {argument} holds {worst}; scales must be positive (at least {MIN_SCALE:.3g})"
         )
 
 

@@ -42,7 +42,7 @@ def test_rope_quantize(chip, head, mode, tmp_path):
     types |= dict.fromkeys(("H", "N", "D", "pairs", "G", "MEANS"), "i32")
     types |= {f"stride_{x}{d}": "i32" for x in "xc" for d in "bhn"}
     constants = {"MIN_SCALE": 2.0**-60, "INTERLEAVED": interleaved, "FULL": full, "PARTIAL": rotary_dim < channels}
-    constants |= {"HAS_MEAN": has_mean, "MODE": what, "TILE": tile, "QUERY_BLOCK": 128}
+    constants |= {"HAS_MEAN": has_mean, "MODE": what, "QUERIES": role == "query", "TILE": tile, "QUERY_BLOCK": 128}
     constants |= {"SPAN": groups.span, "GROUPS": groups.groups, "MODULO": groups.modulo, "DIVISOR": groups.divisor}
     constants |= {"BLOCK_P": rotary_dim // 2, "BLOCK_R": 64 if rotary_dim < channels else 8}
     compiled = compile_for(chip, _rope_quantize_kernel, types, constants, num_warps=warps)

@@ -10,7 +10,7 @@ from oracle import UNIT, assert_int8_close, numpy64
 import qframework.kernels as kernels
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK
-from qframework.kernels.attention.pipeline import _TRITON, _quantize_values, _sage_attention
+from qframework.kernels.attention.pipeline import _TRITON, SAGE_ATTENTION, _quantize_values
 from qframework.kernels.attention.quantize_qk import ATTENTION_QUANTIZE
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.rope import ROPE_MEAN, ROPE_QUANTIZE
@@ -247,9 +247,7 @@ def test_feeds_quantized_attention(implementation, place, interleaved, name, smo
         qk = QuantizedQK(*fused, 64)
         values = _quantize_values(value, variant, _TRITON, None)
         got, _ = quantized_attention_triton(qk, values, Bias(), variant, 1.0, torch.float32)
-        expected, _ = _sage_attention(
-            _TRITON, *rotated, value, None, False, scale, False, name, smooth_k, False, None, None
-        )
+        expected, _ = SAGE_ATTENTION.cuda(*rotated, value, scale=scale, variant=name, smooth_k=smooth_k)
     exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (*rotated, value)))
     quantization = (expected - exact).square().mean().sqrt()
     # Rounding has a variance of 1/12 step squared everywhere, a flip adds 1 for a 2e-4 of the integers: 5 percent.

@@ -1,0 +1,78 @@
+"""Zero points that were zero when a model was compiled: a call after a write to one is an error, not a wrong number.
+
+INT8 operators have no zero points, so the lowering takes them out of the graph where all are zero. They stay tensors of
+the model, which somebody may write.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.errors import QFrameworkError
+from qframework.graph.nodes import Constants, layer_name
+
+_PER_CHANNEL = {
+    torch.ops.quantized_decomposed.quantize_per_channel.default,
+    torch.ops.quantized_decomposed.dequantize_per_channel.default,
+}
+
+
+def zero_points_of(gm: GraphModule) -> dict[Node, str]:
+    """The zero points that a graph reads as tensors, each with a layer that reads it."""
+    found: dict[Node, str] = {}
+    for node in gm.graph.nodes:
+        zero_points = node.args[2] if node.target in _PER_CHANNEL else None
+        if isinstance(zero_points, Node):
+            found.setdefault(zero_points, layer_name(next(iter(node.users), node)))
+    return found
+
+
+def left_out(zero_points: dict[Node, str], constants: Constants) -> list[WatchedZeroPoints]:
+    """Those that nothing reads any more: the lowering took their zeros for granted."""
+    inputs = (
+        (layer, constants.input_index(node), constants.value(node))
+        for node, layer in zero_points.items()
+        if not node.users
+    )
+    return [
+        WatchedZeroPoints(layer, index, value)
+        for layer, index, value in inputs
+        if index is not None and value is not None
+    ]
+
+
+class WatchedZeroPoints:
+    """Zero points among a graph's inputs.
+
+    On a CPU each call looks at their values. On a GPU, where that would be a synchronization, it looks at those that
+    are another tensor or were written since; writes through ``.data`` are not seen there.
+    """
+
+    def __init__(self, layer: str, index: int, value: Tensor) -> None:
+        self._layer, self._index = layer, index
+        self._known, self._version = weakref.ref(value), _version(value)
+
+    def check(self, args: Sequence[Any]) -> None:
+        """Raise QFrameworkError where one is not zero any more."""
+        value = args[self._index]
+        version = _version(value)
+        if value.device.type != "cpu" and value is self._known() and version == self._version:
+            return
+        if value.any():
+            worst = int(value[value != 0][0])
+            raise QFrameworkError(
+                f"layer {self._layer!r}: a zero point is {worst}, and was 0 when the model was compiled; accepted: 0 "
+                "(symmetric quantization). After torch.compiler.reset() the layer runs in float, with this zero point."
+            )
+        self._known, self._version = weakref.ref(value), version
+
+
+def _version(value: Tensor) -> int:
+    """How often the tensor was written; inference tensors do not count."""
+    return -1 if value.is_inference() else value._version
