@@ -344,7 +344,7 @@ BLOCK_QUANTIZE_BOTH = declare(
 BLOCK_DEQUANTIZE = declare(
     "block_dequantize(Tensor q, Tensor scale, int[2] block_size, ScalarType dtype=float) -> Tensor",
     BlockDequantizeArguments,
-    cpu=lambda args: dequantize_blocks_ref(*args),
+    cpu=block_dequantize_ref,
     cuda=block_dequantize_triton,
     fake=BlockDequantizeArguments.empty_result,
 )
