@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import host_calls
 from benchmarks.harness import WrongResultError
-from qframework.kernels.runtime.launch import cuda_implementations
+from qframework.kernels.runtime.operator import OPERATORS
 
 
 def test_smoke(tmp_path):
@@ -37,11 +37,12 @@ def test_a_call_is_the_time_of_many_divided_by_their_number(monkeypatch):
 
 def test_as_written_is_what_is_behind_the_replays():
     call = host_calls.provider("qframework_as_written", "int8_linear", "meta")
-    assert call.func is cuda_implementations["int8_linear"].__wrapped__
+    assert call.func is OPERATORS["int8_linear"].cuda
 
 
 def test_a_wrong_replay_is_not_timed(monkeypatch):
-    monkeypatch.setitem(host_calls.cuda_implementations, "dynamic_quantize", lambda x, granularity: (x, x.sum()))
+    wrong = {"CUDA": lambda x, granularity: (x, x.sum())}
+    monkeypatch.setattr(OPERATORS["dynamic_quantize"], "implementations", wrong)
     x = torch.arange(4.0)
     host_calls.check_replay("dynamic_quantize", (x, "per_token"), lambda: (x.clone(), x.sum()))
     with pytest.raises(WrongResultError, match="a replay of dynamic_quantize"):

@@ -36,6 +36,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 _MAX_KINDS = 8192  # of one operator; beyond, shapes hardly repeat: begin anew rather than grow for ever
+_SMALL_MEMORY_COUNTS = torch.version.hip is not None  # Triton compiles in for AMD's GPUs whether memory is small
 _active = threading.local()
 
 
@@ -314,8 +315,6 @@ def recording() -> Recording | None:
 
 def replayed(implementation: Callable[P, R]) -> Callable[P, R]:
     """``implementation``, recorded at the second call of a kind and repeated from the third on."""
-    if torch.version.hip:  # Triton compiles in there whether memory is small, which no key here tells
-        return implementation
     replays: dict[Any, Replay | str] = {}  # or why there is none; "": seen once
 
     @functools.wraps(implementation)
@@ -354,6 +353,8 @@ def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Te
         if isinstance(value, Tensor):
             pointer = value.data_ptr()
             key += (value.shape, value.stride(), value.dtype, value.device, pointer % 16)
+            if _SMALL_MEMORY_COUNTS:
+                key.append(value.untyped_storage().nbytes() < 2**31)
             operands.append(value)
             pointers.append(pointer)
         else:
