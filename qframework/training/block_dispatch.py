@@ -3,16 +3,13 @@
 In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
 and device, additions and products of two, products with a positive number, and activations with their gradients. Every
 other operator dequantizes its operands, runs as it would on floats and returns a float tensor: a stranger's model
-works, and ``fallbacks()`` says where its INT8 data flow ends. Such a result shares no memory with its operands, also
+works, and ``fallbacks`` says where its INT8 data flow ends. Such a result shares no memory with its operands, also
 where the operator is a view.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +19,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qframework.errors import UnsupportedError
+from qframework.fallbacks import Fallbacks
 from qframework.kernels.blocks.format import CanonicalSize, row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 from qframework.training.block_tensor import (
@@ -34,27 +32,12 @@ from qframework.training.block_tensor import (
     wrap_blocks,
 )
 
-log = logging.getLogger("qframework")
 aten = torch.ops.aten
 ops = torch.ops.qframework
 
 _handlers: dict[OpOverload, Handler] = {}
-_fallbacks: Counter[str] = Counter()
-_lock = threading.Lock()
-
-
-def fallbacks() -> dict[str, int]:
-    """How often each ATen operator left INT8 and computed in float, by its name; most frequent first.
-
-    A compiled model counts while it is traced, not when it runs. ``dequantize()``, asked for, is none.
-    """
-    return dict(_fallbacks.most_common())
-
-
-def reset_fallbacks() -> None:
-    """Count from zero, and log each operator once more."""
-    with _lock:
-        _fallbacks.clear()
+fallbacks = Fallbacks()
+"""How often each ATen operator left INT8 and computed in float, by its name. ``dequantize()``, asked for, is none."""
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,7 +65,8 @@ def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
 
 
 def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _count(func.name())
+    name = func.name()
+    fallbacks.note(name, f"{name} has no INT8 implementation: a BlockTensor is dequantized there")
     written = _written(func, args, kwargs)
     floats: dict[int, Tensor] = {id(x): float_of(x) for x in written}
 
@@ -102,14 +86,6 @@ def _note_view(func: OpOverload, x: Any) -> None:
     """PyTorch takes the result for a view of ``x``: a write to it counts as one to ``x``, which check_views sees."""
     if isinstance(x, BlockTensor) and x.copied_view is None and not x.is_inference():
         x.copied_view = func.name(), x._version
-
-
-def _count(name: str) -> None:
-    with _lock:
-        _fallbacks[name] += 1
-        first = _fallbacks[name] == 1
-    if first:
-        log.warning("%s has no INT8 implementation: a BlockTensor is dequantized there (logged once)", name)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
@@ -336,3 +312,6 @@ def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
     grad = as_blocks(grad, x.block_size)
     q, scale = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
     return wrap_blocks(q, scale, x.block_size, x.dtype)
+
+
+BlockTensor.dispatch = staticmethod(dispatch)

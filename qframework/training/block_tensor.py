@@ -39,7 +39,7 @@ it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTen
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -74,6 +74,7 @@ class BlockTensor(Tensor):
     scale: Tensor
     block_size: CanonicalSize
     statistics: Tensor | None
+    dispatch: ClassVar[Handler]  # what ATen operators do with one; block_dispatch.py sets it
     copied_view: tuple[str, int] | None = None  # the operator that gave a float copy as a view, and the version then
 
     @staticmethod
@@ -99,9 +100,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from qframework.training.block_dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return cls.dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         inside = ["q", "scale"] if self.statistics is None else ["q", "scale", "statistics"]

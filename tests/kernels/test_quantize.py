@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from oracle import UNIT, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import dequantize, dynamic_quantize, quantize
-from qframework.kernels.quantize import _dynamic_quantize_triton, _quantize_triton
+from qframework.kernels.quantize import (
+    _dynamic_quantize_triton,
+    _quantize_triton,
+    dequantize,
+    dynamic_quantize,
+    quantize,
+)
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

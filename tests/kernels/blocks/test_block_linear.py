@@ -14,7 +14,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.linear import launch as block_linear_launch
 from qframework.kernels.blocks.linear.block_linear import block_linear
 from qframework.kernels.blocks.linear.launch import block_linear_triton
-from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice, Tile
+from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, BlockTile, Choice
 
 BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128))
 SHAPES = [
@@ -233,8 +233,8 @@ def test_empty(run, place, rows, n, k, dtype):
 
 
 TILES = {
-    "descriptors": Tile(32, 64, 4, 1, tma=True, group_m=1),
-    "rows shorter than a block": Tile(32, 128, 4, 1),
+    "descriptors": BlockTile(32, 64, 4, 1, tma=True, group_m=1),
+    "rows shorter than a block": BlockTile(32, 128, 4, 1),
 }
 
 
@@ -253,7 +253,7 @@ def test_every_tile(monkeypatch, tile, block_size, parts):
 @pytest.mark.parametrize("rows", [3, 197])
 def test_whole_blocks_in_tiles_of_fewer_rows(monkeypatch, rows, block_size, tma):
     """Int8 results of blocks with fewer than 128 rows, in the tile for few rows."""
-    tile = Tile(64, 128, 4, 1, tma=tma, group_m=1)
+    tile = BlockTile(64, 128, 4, 1, tma=tma, group_m=1)
     check_tile(monkeypatch, tile, 1, block_size, (rows, 272), 144, torch.int8)
 
 
@@ -326,7 +326,7 @@ def unlaunched(monkeypatch):
     monkeypatch.setattr(block_linear_launch, "Launch", Nothing)
     monkeypatch.setattr(block_linear_launch, "check_device", lambda _: None)
     monkeypatch.setattr(block_linear_launch, "chip_of", lambda _: ((9, 0), 132))
-    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(Tile(128, 128, 8, 3), 1))
+    monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(BlockTile(128, 128, 8, 3), 1))
     monkeypatch.setattr(block_linear_launch, "_PLANS", {})
     return block_linear_launch._PLANS
 
@@ -378,7 +378,7 @@ def test_operands_that_begin_elsewhere_have_launches_of_their_own(unlaunched, mo
     """Triton compiles in whether a pointer is a multiple of 16; descriptors need it."""
     asked = []
     monkeypatch.setattr(
-        block_linear_launch, "choice_for", lambda *given: asked.append(given[5]) or Choice(Tile(64, 64, 4, 3), 1)
+        block_linear_launch, "choice_for", lambda *given: asked.append(given[5]) or Choice(BlockTile(64, 64, 4, 3), 1)
     )
     a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 64), 32, 32)
     shifted = torch.empty(33)[1:].copy_(bias)
@@ -391,7 +391,7 @@ def test_operands_that_begin_elsewhere_have_launches_of_their_own(unlaunched, mo
 
 
 def test_descriptors_keep_no_operand_alive(unlaunched, monkeypatch):
-    tile = Tile(32, 64, 4, 1, tma=True, group_m=1)
+    tile = BlockTile(32, 64, 4, 1, tma=True, group_m=1)
     monkeypatch.setattr(block_linear_launch, "choice_for", lambda *_: Choice(tile, 1))
     operands = make_case(torch.device("cpu"), (70, 64), 50, 32)
     block_linear_triton(*operands, 32, torch.float32)

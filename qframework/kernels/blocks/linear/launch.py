@@ -10,7 +10,7 @@ from torch import Tensor
 from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size, scale_shape
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear.arguments import check_arguments
-from qframework.kernels.blocks.linear.tiles import Choice, Tile, choice_for, count_tiles
+from qframework.kernels.blocks.linear.tiles import BlockTile, Choice, choice_for, count_tiles
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
 from qframework.kernels.linear.hopper import describe
 from qframework.kernels.runtime.chip import check_device, chip_of
@@ -69,7 +69,7 @@ class Plan:
             found = self._prepared[alignment] = prepare(*choice, operands)
         return found
 
-    def _anywhere(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
+    def _anywhere(self, tile: BlockTile, parts: int, operands: Operands) -> Prepared:
         """Of the kernel for every size and chip."""
         m, n, k = self.sizes
         a = b = None
@@ -81,7 +81,7 @@ class Plan:
         launch = Launch(_block_linear_kernel, (count_tiles(tile, m, n), parts, 1), constants, self.alike, **options)
         return Prepared(launch, parts, a, b, None, False, (m, n, k, self._depth(parts)))
 
-    def _specialized(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
+    def _specialized(self, tile: BlockTile, parts: int, operands: Operands) -> Prepared:
         """Of the kernel for Hopper."""
         m, n, k = self.sizes
         a = _without_tensor(describe(operands[0], (m, k), k, (tile.block_m, self.step)))
@@ -177,7 +177,7 @@ def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
     return out.copy_((y if bias is None else y + bias.float()).view(out.shape))
 
 
-def tile_constants(tile: Tile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
+def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
     """What the kernel is compiled for, in the order of its arguments."""
     return {
         "BLOCK": block_shape(block_size),
@@ -196,7 +196,7 @@ def stores_by_tma(dtype: torch.dtype, columns: int) -> bool:
     return dtype != torch.float32 and columns * dtype.itemsize % 16 == 0
 
 
-def specialized_constants(tile: Tile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
+def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
     """What the kernel for Hopper is compiled for, in the order of its arguments."""
     return {
         "BLOCK": block_shape(block_size),
@@ -210,6 +210,6 @@ def specialized_constants(tile: Tile, block_size: BlockSize, has_bias: bool, tma
     }
 
 
-def specialized_options(tile: Tile) -> dict[str, int]:
+def specialized_options(tile: BlockTile) -> dict[str, int]:
     """Warps, and registers a thread where two programs share a multiprocessor's."""
     return {"num_warps": tile.num_warps} | ({"maxnreg": 128} if tile.programs == 2 else {})
