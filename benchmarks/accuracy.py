@@ -26,8 +26,9 @@ from torch import nn
 from benchmarks.accuracy_cases import MAIN, STEPS
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import describe_machine
+from demos import shapes_sam
 from qframework.errors import FileFormatError
-from qframework.evaluation import digits, digits_vit, shapes_sam
+from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.comparison import Configuration
 from qframework.evaluation.image_folder import TensorBatches
 from qframework.evaluation.metric import task_counts
@@ -129,7 +130,7 @@ def smoke_subjects(folder: Path) -> Iterator[Subject]:
     """Both tasks with models that are hardly trained."""
     config = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
     yield Subject("digits", "smoke", 0, digits_task(digits_vit.train(config, show_progress=False), 0))
-    sam = shapes_sam.TrainingConfig(
+    sam = shapes_sam.SamTrainingConfig(
         image_size=64, embed_dim=16, depth=2, global_blocks=(1,), decoder_dim=16, images=4, epochs=1
     )
     task = shapes_sam.box_segmentation(folder, sam, images=3, calibration_images=2, show_progress=False)
@@ -187,7 +188,7 @@ def _subjects(arguments: argparse.Namespace) -> Iterator[Subject]:
         yield from digits_subjects(arguments.build, arguments.sizes, arguments.seeds)
     if "shapes" in arguments.tasks:
         task = shapes_sam.box_segmentation(arguments.build / "shapes", images=arguments.images)
-        yield Subject("shapes", "sam", shapes_sam.TrainingConfig().seed, task)
+        yield Subject("shapes", "sam", shapes_sam.SamTrainingConfig().seed, task)
 
 
 if __name__ == "__main__":

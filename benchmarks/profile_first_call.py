@@ -42,14 +42,10 @@ WHOLE = "torch.compile and first call"
 LEAST_S = 0.01  # phases shorter than this are left out of the printed table, not of the file
 
 _BACKEND = "qframework.backend.compile"
-_PASSES = (
-    "release_prepared_models", "lower", "expand_multi_head_attention", "expand_einsum", "lower_static_attention",
-    "lower_attention", "hoist_quantize", "lower_linear", "expand_patch_embedding", "lower_quantize",
-    "keep_dynamic_quantize", "outline_blocks",
-)  # fmt: skip
+_PASSES = "qframework.backend.passes"
 # Module, function, the phase it is.
 TIMED = (
-    *((_BACKEND, name, f"qframework: {name}") for name in _PASSES),
+    *((_BACKEND, name, f"qframework: {name}") for name in ("release_prepared_models", "run_passes")),
     ("qframework.backend.warm_up", "_compile", "beside: qframework's kernels, all"),
     ("triton.compiler", "compile", "beside: qframework's kernels, each"),
 )
@@ -114,11 +110,14 @@ class Clock:
 
 @contextlib.contextmanager
 def timed_functions(clock: Clock) -> Iterator[None]:
-    """``TIMED`` and the wait for our kernels, measured inside."""
+    """``TIMED``, every pass and the wait for our kernels, measured inside."""
     with contextlib.ExitStack() as patches:
         for module, name, phase in TIMED:
             with contextlib.suppress(ImportError):  # Triton, on some machines
                 _replace(patches, importlib.import_module(module), name, functools.partial(clock.timed, phase))
+        passes = importlib.import_module(_PASSES)
+        for name in ("LOWERING", "FOR_INDUCTOR"):
+            _replace(patches, passes, name, lambda each: [clock.timed(f"qframework: {p.__name__}", p) for p in each])
         backend = importlib.import_module(_BACKEND)
         _replace(patches, backend, "warm_up", functools.partial(clock.waiting, "qframework: wait for its kernels"))
         yield

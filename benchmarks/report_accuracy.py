@@ -44,7 +44,7 @@ third of the images that is held out, and the outliers.
     "shapes": """A small SamModel of transformers, trained with box prompts on shapes cut from scikit-image's
 photographs. Windows, global attention and relative positions are as in SAM. The image encoder is quantized, prompts and
 masks stay in FP32. Held-out pictures share no photograph with training or calibration.
-`python -m qframework.evaluation.shapes_sam` makes model and pictures, on which `examples/coco_sam.py build/shapes/model
+`python examples/train_sam_shapes.py` makes model and pictures, on which `examples/coco_sam.py build/shapes/model
 --images build/shapes/held_out/images --annotations build/shapes/held_out/instances.json` runs as on COCO.
 """,
 }

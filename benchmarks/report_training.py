@@ -22,7 +22,7 @@ from benchmarks.tables import Run, bold_if, machine_line, number, scientific, sp
 from benchmarks.target_table import Target, rows
 from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
 from benchmarks.training_parity import SUBJECTS, Comparison, per_block
-from qframework.evaluation.training_files import draw_curves
+from demos.training_files import draw_curves
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 
 FOLDER = "training"  # below the folder of results

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from benchmarks.training_parity import CONFIGURATIONS
+from demos.training_tasks import TextTask
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.training_tasks import TextTask
 from qframework.files import atomic_write
 from qframework.outputs import output_file
 from qframework.training import convert_to_int8_training

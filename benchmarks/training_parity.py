@@ -29,12 +29,12 @@ import torch
 from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
+from demos.training_files import Curves, draw_curves
+from demos.training_loop import Place, RunConfig, TrainingTask, train
+from demos.training_tasks import DigitsTask, TextTask
 from qframework.devices import device_name
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits_vit
-from qframework.evaluation.training_files import Curves, draw_curves
-from qframework.evaluation.training_loop import Place, RunConfig, TrainingTask, train
-from qframework.evaluation.training_tasks import DigitsTask, TextTask
 from qframework.files import atomic_write
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.outputs import output_folder

@@ -26,7 +26,7 @@ from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
-from qframework.evaluation.training_files import LOSSES, SUMMARY
+from demos.training_files import LOSSES, SUMMARY
 from qframework.files import atomic_write
 from qframework.kernels.blocks.format import block_size_name
 from qframework.outputs import output_file

@@ -15,9 +15,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from demos.comparison_script import comparison_parser, run_script
 from qframework.errors import QFrameworkError
 from qframework.evaluation.coco import AnnotatedImage, read_instances
-from qframework.evaluation.comparison_script import comparison_parser, run_script
 from qframework.evaluation.sam import Sam, load_sam, load_timm_encoder, sam_image_size
 from qframework.evaluation.tasks import BoxSegmentation
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from demos.digits_demo import run_demo
 from qframework.devices import device_name
 from qframework.evaluation import digits, digits_vit
-from qframework.evaluation.demo import run_demo
 from qframework.outputs import output_folder
 
 

@@ -15,8 +15,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from demos.comparison_script import comparison_parser, read_names, run_script
 from qframework.errors import QFrameworkError
-from qframework.evaluation.comparison_script import comparison_parser, read_names, run_script
 from qframework.evaluation.models import DIGITS, check_data_fits, check_model_name, images_for, load_classifier
 from qframework.evaluation.tasks import Classification
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from qframework.evaluation.training_loop import RunConfig
-from qframework.evaluation.training_script import run_training, training_parser
-from qframework.evaluation.training_tasks import TextTask
+from demos.training_loop import RunConfig
+from demos.training_script import run_training, training_parser
+from demos.training_tasks import TextTask
 
 RUN = RunConfig(steps=2000, batch_size=64, learning_rate=1e-3)
 

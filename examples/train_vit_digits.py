@@ -13,10 +13,10 @@ import argparse
 import sys
 from dataclasses import replace
 
+from demos.training_loop import RunConfig
+from demos.training_script import run_training, training_parser
+from demos.training_tasks import DigitsTask
 from qframework.evaluation import digits_vit
-from qframework.evaluation.training_loop import RunConfig
-from qframework.evaluation.training_script import run_training, training_parser
-from qframework.evaluation.training_tasks import DigitsTask
 
 RUN = RunConfig(steps=1500, batch_size=32, learning_rate=7e-4, warmup=0.07)
 SMOKE = {"embed_dim": 48, "depth": 1}

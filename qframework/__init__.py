@@ -11,30 +11,40 @@ from typing import TYPE_CHECKING, Any
 from qframework import kernels
 
 if TYPE_CHECKING:
-    from qframework import attention, backend, evaluation, quantizer
+    from qframework import attention, backend, errors, evaluation, numerics, quantizer, serialization, training, tuning
     from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
-    from qframework.backend.explain import explain
-    from qframework.quantizer.calibrate import calibrate
+    from qframework.backend.explanation import explain
+    from qframework.quantizer.calibration import calibrate
     from qframework.serialization import load, save
+    from qframework.tuning import Plan, sensitivity, tune
 
 __version__ = "0.1.0"
 __all__ = [
+    "Plan",
     "attention",
     "backend",
     "calibrate",
     "calibrate_attention",
+    "errors",
     "evaluation",
     "explain",
     "kernels",
     "load",
+    "numerics",
     "quantizer",
     "sage_attention",
     "sage_attention_varlen",
     "save",
+    "sensitivity",
+    "serialization",
+    "training",
+    "tune",
+    "tuning",
     "use_sage_attention",
 ]
 
 _HOME_OF = {
+    "Plan": "qframework.tuning",
     "calibrate": "qframework.quantizer",
     "calibrate_attention": "qframework.attention",
     "explain": "qframework.backend",
@@ -42,6 +52,8 @@ _HOME_OF = {
     "sage_attention": "qframework.attention",
     "sage_attention_varlen": "qframework.attention",
     "save": "qframework.serialization",
+    "sensitivity": "qframework.tuning",
+    "tune": "qframework.tuning",
     "use_sage_attention": "qframework.attention",
 }
 

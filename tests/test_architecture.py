@@ -1,12 +1,17 @@
-"""What docs/architecture.md and CONTRIBUTING.md say about the files is true."""
+"""What docs/architecture.md and CONTRIBUTING.md say about the files is true; modules and names do not get in each
+other's way."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
+import pkgutil
 import re
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -67,3 +72,138 @@ def test_the_stem_table_names_files_that_exist() -> None:
     assert len(paths) >= 6
     missing = [path for path in paths if not (PACKAGE / path).exists() and not (ROOT / path).exists()]
     assert not missing
+
+
+# Import circles -------------------------------------------------------------------------------------------------------
+
+
+def module_name(path: Path, folder: Path) -> str:
+    parts = path.relative_to(folder).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).removeprefix("typing.") == "TYPE_CHECKING"
+
+
+def import_statements(node: ast.AST, skip_type_checking: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Inside functions and classes as well."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    elif isinstance(node, ast.If) and skip_type_checking and for_type_checkers(node):
+        for child in node.orelse:
+            yield from import_statements(child, skip_type_checking)
+    else:
+        for child in ast.iter_child_nodes(node):
+            yield from import_statements(child, skip_type_checking)
+
+
+def imports(package: Path) -> dict[str, set[str]]:
+    """Which modules of a package each of them imports, itself aside.
+
+    Imports for type checkers count, but for a package's own: there they declare what ``__getattr__`` imports later.
+    """
+    files = {module_name(path, package.parent): path for path in package.rglob("*.py")}
+    found = {}
+    for name, path in files.items():
+        is_package = path.name == "__init__.py"
+        named = set()
+        for statement in import_statements(ast.parse(path.read_text()), skip_type_checking=is_package):
+            if isinstance(statement, ast.Import):
+                named |= {alias.name for alias in statement.names}
+                continue
+            package = name if is_package else name.rpartition(".")[0]
+            above = ".".join(package.split(".")[: len(package.split(".")) - statement.level + 1])
+            parts = [above] * (statement.level > 0) + [statement.module] * (statement.module is not None)
+            base = ".".join(parts)
+            full = {alias.name: f"{base}.{alias.name}" for alias in statement.names}
+            named |= {full[each] if full[each] in files else base for each in full}
+        found[name] = (named & files.keys()) - {name}
+    return found
+
+
+def circle(graph: Mapping[str, set[str]]) -> list[str]:
+    """The modules of an import circle, the first one again at the end; empty where there is none."""
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.mark.parametrize("package", ["qframework", "benchmarks", "examples/demos"])
+def test_no_modules_import_each_other(package: str) -> None:
+    assert not circle(imports(ROOT / package))
+
+
+def test_the_package_imports_no_demos_and_no_benchmarks() -> None:
+    for path in MODULES:
+        statements = import_statements(ast.parse(path.read_text()), skip_type_checking=False)
+        names = {s.module if isinstance(s, ast.ImportFrom) else s.names[0].name for s in statements}
+        assert not {name for name in names if name is not None and name.partition(".")[0] in ("demos", "benchmarks")}
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "from package import b",
+        "import package.b",
+        "from . import b",
+        "from .b import y",
+        "def f():\n    from package.b import y",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.b import y",
+    ],
+)
+def test_a_circle_is_seen(tmp_path: Path, lines: str) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package import b\n")
+    (package / "a.py").write_text(f"{lines}\n")
+    (package / "b.py").write_text("from package.c import z\ny = 1\n")
+    (package / "c.py").write_text("z = 1\n")
+    assert not circle(imports(package))
+    (package / "c.py").write_text("def f():\n    from package.a import x\nz = 1\n")
+    assert set(circle(imports(package))) == {"package.a", "package.b", "package.c"}
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+def public_classes(folder: Path) -> dict[str, list[str]]:
+    """In which modules each public class of a package is defined."""
+    found = defaultdict(list)
+    for path in sorted(folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found[node.name].append(module_name(path, folder.parent))
+    return found
+
+
+def test_no_two_public_classes_share_a_name() -> None:
+    homes = public_classes(PACKAGE)
+    assert {name: modules for name, modules in homes.items() if len(modules) > 1} == {}
+
+
+def hidden_modules(package: ModuleType) -> Iterator[str]:
+    """Modules that cannot be reached as attributes of their package, which has something else of that name."""
+    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if found.name.endswith(".__main__"):
+            continue
+        module = importlib.import_module(found.name)
+        parent, _, leaf = found.name.rpartition(".")
+        if getattr(importlib.import_module(parent), leaf) is not module:
+            yield found.name
+
+
+def test_no_name_hides_a_module() -> None:
+    assert list(hidden_modules(importlib.import_module("qframework"))) == []
+
+
+def test_a_hidden_module_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "package_that_hides"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package_that_hides.act import act\n")
+    (package / "act.py").write_text("def act(): pass\n")
+    (package / "other.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert list(hidden_modules(importlib.import_module("package_that_hides"))) == ["package_that_hides.act"]

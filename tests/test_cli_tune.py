@@ -12,9 +12,11 @@ from PIL import Image
 from typer.testing import CliRunner, Result
 
 from qframework import cli
-from qframework.evaluation import digits_vit, tune, tuning_plots
-from qframework.evaluation.layer_times import FLOAT
+from qframework.evaluation import digits_vit
 from qframework.serialization import load, read_metadata
+from qframework.tuning import mixed_precision as tune
+from qframework.tuning import plots as tuning_plots
+from qframework.tuning.layer_times import FLOAT
 
 TINY = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
 LAYERS = 6  # queries, keys and values; attention; projection; two of the MLP; head

@@ -277,7 +277,7 @@ def test_the_package_writes_files_through_this_module_alone() -> None:
         if direct.search(line)
     }
     assert found == {
-        'evaluation/journal.py: with self._path.open("ab", buffering=0) as file:',
+        'tuning/journal.py: with self._path.open("ab", buffering=0) as file:',
         'outputs.py: trial.open("xb").close()',  # created and removed, to see whether a file can be
     }
 
@@ -303,7 +303,7 @@ def attention_choice(path: Path) -> None:
 
 
 def plan(path: Path) -> None:
-    from qframework.evaluation.plan import Plan
+    from qframework.tuning.plan import Plan
 
     Plan.load(path)
 

@@ -90,6 +90,15 @@ print(json.dumps({"gluon": gluon.HAS_GLUON, "messages": messages}))
 """
 
 
+ATTRIBUTES = """
+import json, sys
+import qframework
+before = [name for name in qframework.__all__ if name not in vars(qframework)]
+kinds = {name: type(getattr(qframework, name)).__name__ for name in qframework.__all__}
+print(json.dumps({"lazy": before, "kinds": kinds}))
+"""
+
+
 def run_python(source: str, cwd: Path) -> Any:
     """Run ``source`` in a fresh interpreter and return the JSON of its last line."""
     result = subprocess.run([sys.executable, "-c", source], cwd=cwd, capture_output=True, text=True, check=False)
@@ -102,6 +111,16 @@ def test_import_is_lean(tmp_path: Path) -> None:
     assert "qframework" in modules
     heavy = [module for module in modules if any(module == name or module.startswith(f"{name}.") for name in HEAVY)]
     assert not heavy
+
+
+def test_every_public_name_is_an_attribute_that_loads_at_first_use(tmp_path: Path) -> None:
+    report = run_python(ATTRIBUTES, tmp_path)
+    rooms = {"attention", "backend", "evaluation", "quantizer", "serialization", "training", "tuning"}
+    assert rooms | {"Plan", "explain", "sensitivity", "tune"} <= set(report["lazy"])
+    assert {name for name, kind in report["kinds"].items() if kind == "module"} == {
+        *rooms, "errors", "kernels", "numerics",
+    }  # fmt: skip
+    assert report["kinds"]["tune"] == report["kinds"]["sensitivity"] == "function"
 
 
 def test_import_changes_nothing_but_registers_the_operators(tmp_path: Path) -> None:

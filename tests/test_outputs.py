@@ -14,13 +14,13 @@ from typer.testing import CliRunner
 
 from benchmarks import training_parity
 from benchmarks.harness import argument_parser
+from demos.comparison_script import comparison_parser
+from demos.comparison_script import run_script as compare
+from demos.training_loop import RunConfig
+from demos.training_script import run_training, training_parser
 from qframework import cli
 from qframework.errors import QFrameworkError
 from qframework.evaluation import checkpoint, digits_vit
-from qframework.evaluation.comparison_script import comparison_parser
-from qframework.evaluation.comparison_script import run_script as compare
-from qframework.evaluation.training_loop import RunConfig
-from qframework.evaluation.training_script import run_training, training_parser
 from qframework.outputs import check_output_file, check_output_folder, output_file, output_folder
 
 ROOT = Path(__file__).parent.parent

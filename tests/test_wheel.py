@@ -29,6 +29,16 @@ print(qframework.__file__)
 """
 
 
+DIGITS = """
+import importlib.util
+assert all(importlib.util.find_spec(name) is None for name in ("demos", "benchmarks", "examples", "tests"))
+from qframework.evaluation import checkpoint, digits, digits_vit
+from qframework.evaluation.models import load_classifier
+assert len(digits.load_digits().held_out) == 599
+from qframework import Plan, sensitivity, tune
+"""
+
+
 def run(*command: str | Path, cwd: Path) -> str:
     """Run a command away from this checkout and return what it printed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -102,3 +112,7 @@ def test_the_installed_wheel_compiles_a_model(empty_environment: Path) -> None:
 
 def test_the_installed_wheel_has_the_command(empty_environment: Path) -> None:
     assert "quantize" in run(empty_environment / "bin" / "qframework", "--help", cwd=empty_environment)
+
+
+def test_the_installed_wheel_holds_what_the_command_needs_for_digits_and_no_demos(empty_environment: Path) -> None:
+    run(empty_environment / "bin" / "python", "-c", DIGITS, cwd=empty_environment)

@@ -20,7 +20,8 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from qframework.arguments import check_batches, check_module, check_number_of_batches, described, no_data
-from qframework.attention.choice import OFF, AttentionChoice, LayerChoice, passes
+from qframework.attention.choice import AttentionChoice
+from qframework.attention.layer_choice import OFF, LayerChoice, passes
 from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model

@@ -7,17 +7,18 @@ innermost module that calls ``F.scaled_dot_product_attention``; a second call in
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, fields
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.fx import GraphModule
 
+from qframework.attention import choice_table
 from qframework.attention.drop_in import checked_spec
+from qframework.attention.layer_choice import LayerChoice, Measurement
 from qframework.attention.layer_scope import ROOT, LayerScope, rewrite_graph, split_name
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.files import read_json, write_json
@@ -26,52 +27,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 FORMAT = 1
-OFF = "off"
-
-
-@dataclass(frozen=True)
-class Measurement:
-    """How far one variant is from float attention in one layer, each number the worst over all calls.
-
-    Args:
-        cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))`` of the outputs of one call, O being float attention's.
-        relative_l1: ``sum|O - O'| / sum|O|``.
-        rmse: ``sqrt(mean((O - O')^2))``.
-        error: why the variant cannot be used in this layer; then the numbers mean nothing.
-    """
-
-    cosine: float = 1.0
-    relative_l1: float = 0.0
-    rmse: float = 0.0
-    error: str = ""
-
-    def worse(self, other: Measurement) -> Measurement:
-        """The worse of both in every number."""
-        return Measurement(
-            min(self.cosine, other.cosine),
-            max(self.relative_l1, other.relative_l1),
-            max(self.rmse, other.rmse),
-            self.error or other.error,
-        )
-
-
-@dataclass(frozen=True)
-class LayerChoice:
-    """The variant of one layer and what it was chosen from.
-
-    Args:
-        variant: a name or spec of a variant, ``"auto"``, or ``"off"`` for PyTorch's float attention.
-        calls: how many calls were measured.
-        query: shape of the first call's query.
-        keys: number of keys of the first call.
-        measurements: by variant, fastest first.
-    """
-
-    variant: str
-    calls: int = 0
-    query: tuple[int, ...] = ()
-    keys: int = 0
-    measurements: Mapping[str, Measurement] = field(default_factory=dict)
 
 
 class AttentionChoice(Mapping[str, str]):
@@ -186,13 +141,10 @@ class AttentionChoice(Mapping[str, str]):
 
     def table(self, details: bool = False) -> Table:
         """A rich table: a row for each layer, or with ``details`` one for each layer and variant."""
-        from qframework.attention import choice_table
-
-        return choice_table.detailed(self) if details else choice_table.compact(self)
+        table = choice_table.detailed if details else choice_table.compact
+        return table(self.layers, self.criteria)
 
     def __str__(self) -> str:
-        from qframework.attention import choice_table
-
         return choice_table.text(self.table())
 
 
@@ -232,11 +184,3 @@ def _layer_from(values: Mapping[str, Any]) -> LayerChoice:
         raise FileFormatError(f"a layer has the unknown entries {', '.join(sorted(unknown))}")
     measurements = {name: Measurement(**measured) for name, measured in values.get("measurements", {}).items()}
     return LayerChoice(**{**values, "query": tuple(values.get("query", ())), "measurements": measurements})
-
-
-def passes(measured: Measurement, criteria: Mapping[str, float]) -> bool:
-    """Whether a measurement beats the threshold of cosine similarity and keeps within the bounds that were given."""
-    if measured.error:
-        return False
-    bounded = all(getattr(measured, name) <= criteria.get(f"max_{name}", math.inf) for name in ("relative_l1", "rmse"))
-    return bounded and measured.cosine > criteria["threshold"]

@@ -3,39 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 from rich.console import Console
 from rich.table import Table
 
-if TYPE_CHECKING:
-    from qframework.attention.choice import AttentionChoice, LayerChoice, Measurement
+from qframework.attention.layer_choice import OFF, LayerChoice, Measurement
+
+Layers = Mapping[str, LayerChoice]
+Criteria = Mapping[str, float]
 
 
-def compact(choice: AttentionChoice) -> Table:
+def compact(layers: Layers, criteria: Criteria) -> Table:
     """A row for each layer: cosine similarity of every variant, and what was chosen."""
-    variants = _variants(choice.layers.values())
-    table = Table(title=_title(choice), caption="cosine similarity in percent" if variants else None)
+    variants = _variants(layers.values())
+    table = Table(title=_title(layers, criteria), caption="cosine similarity in percent" if variants else None)
     table.add_column("layer", overflow="fold")
     table.add_column("query", no_wrap=True)
     for variant in variants:
         table.add_column(variant, justify="right", no_wrap=True)
     table.add_column("chosen", no_wrap=True)
-    for name, layer in choice.layers.items():
+    for name, layer in layers.items():
         cells = [_cosine(layer, variant) for variant in variants]
         table.add_row(name, "x".join(map(str, layer.query)), *cells, f"[bold]{layer.variant}[/]")
     return table
 
 
-def detailed(choice: AttentionChoice) -> Table:
+def detailed(layers: Layers, criteria: Criteria) -> Table:
     """A row for each layer and variant, with every number."""
-    table = Table(title=_title(choice))
+    table = Table(title=_title(layers, criteria))
     for column in ("layer", "variant", "cosine, %", "relative L1", "RMSE", "chosen"):
         table.add_column(
             column, overflow="fold", justify="right" if column in ("cosine, %", "relative L1", "RMSE") else "left"
         )
-    for name, layer in choice.layers.items():
+    for name, layer in layers.items():
         for index, (variant, measured) in enumerate(layer.measurements.items()):
             chosen = "yes" if variant == layer.variant else ""
             table.add_row(name if index == 0 else "", variant, *_numbers(measured), chosen)
@@ -51,10 +52,10 @@ def text(table: Table, width: int = 120) -> str:
     return capture.get().rstrip("\n")
 
 
-def _title(choice: AttentionChoice) -> str:
-    quantized = sum(variant != "off" for variant in choice.values())
-    criteria = ", ".join(f"{name} {value:g}" for name, value in choice.criteria.items())
-    return f"{quantized} of {len(choice)} attention layers quantized" + (f" ({criteria})" if criteria else "")
+def _title(layers: Layers, criteria: Criteria) -> str:
+    quantized = sum(layer.variant != OFF for layer in layers.values())
+    thresholds = ", ".join(f"{name} {value:g}" for name, value in criteria.items())
+    return f"{quantized} of {len(layers)} attention layers quantized" + (f" ({thresholds})" if criteria else "")
 
 
 def _variants(layers: Iterable[LayerChoice]) -> list[str]:

@@ -6,9 +6,6 @@ alone, and takes it away at the end. Nothing is replaced, so nothing can be left
 
 from __future__ import annotations
 
-import logging
-import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,16 +18,14 @@ from torch.overrides import TorchFunctionMode
 from qframework.attention.api import attend, autocast, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.errors import UnsupportedError
+from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES
 
-log = logging.getLogger("qframework")
-
-fallbacks: Counter[str] = Counter()
+fallbacks = Fallbacks()
 """How often :class:`use_sage_attention` left a call to PyTorch, by reason. A compiled call counts once, when traced."""
 
-_fallbacks_lock = threading.Lock()
 _MAX_HEAD_DIM = 256
 _OFF = "off"
 _EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
@@ -163,13 +158,7 @@ def why_not(
 @torch.compiler.assume_constant_result
 def note_fallback(reason: str) -> None:
     """Count a call left to PyTorch and log the first of its kind."""
-    with _fallbacks_lock:
-        fallbacks[reason] += 1
-        first = fallbacks[reason] == 1
-    if first:
-        log.warning(
-            "use_sage_attention: %s; PyTorch's attention runs instead (said once, counted in fallbacks)", reason
-        )
+    fallbacks.note(reason, f"use_sage_attention: {reason}; PyTorch's attention runs instead")
 
 
 def _pytorch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from qframework.attention.api import sage_attention
-from qframework.attention.choice import Measurement
 from qframework.attention.drop_in import why_not
+from qframework.attention.layer_choice import Measurement
 from qframework.attention.layer_scope import AttentionCalls, attention_nodes, join_name
 from qframework.errors import CalibrationError, QFrameworkError
 
@@ -26,7 +26,7 @@ class Recorder(AttentionCalls):
         super().__init__()
         self.variants = tuple(variants)
         self.next_layer: Callable[[], str] = lambda: join_name("", 0)
-        self.layers: dict[str, Layer] = {}
+        self.layers: dict[str, RecordedLayer] = {}
 
     def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         name = self.next_layer()
@@ -38,7 +38,7 @@ class Recorder(AttentionCalls):
                     raise CalibrationError(
                         f"attention layer {name!r}: its {argument} holds NaN or infinity; finite values are accepted"
                     )
-            layer = self.layers.setdefault(name, Layer(call))
+            layer = self.layers.setdefault(name, RecordedLayer(call))
             layer.calls += 1
             for variant in self.variants:
                 layer.record(variant, _measure(call, variant, out))
@@ -86,7 +86,7 @@ class _Call:
         return out
 
 
-class Layer:
+class RecordedLayer:
     """What was seen of one layer."""
 
     def __init__(self, call: _Call) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from qframework.backend.compile import fallbacks
-from qframework.backend.explain import explain
+from qframework.backend.explanation import explain
 from qframework.backend.report import LayerReport, Report
 
 if TYPE_CHECKING:

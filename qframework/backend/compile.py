@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,30 +11,22 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.float_linear import lower_float_linear
-from qframework.backend.fold_channel_scale import fold_channel_scale
-from qframework.backend.group_weights import group_weights
-from qframework.backend.hoist_quantize import hoist_quantize
-from qframework.backend.keep_quantize import keep_dynamic_quantize
-from qframework.backend.lower_attention import NEEDS_GRADIENTS, lower_attention
-from qframework.backend.lower_linear import ScaleConstants, lower_linear
-from qframework.backend.lower_quantize import lower_quantize
-from qframework.backend.lower_static_attention import lower_static_attention
+from qframework.backend import passes
+from qframework.backend.lower_attention import NEEDS_GRADIENTS
+from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
-from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
 from qframework.backend.zero_points import WatchedZeroPoints, left_out, zero_points_of
-from qframework.graph.expand_attention import expand_multi_head_attention
-from qframework.graph.expand_einsum import expand_einsum
-from qframework.graph.expand_patch_embedding import expand_patch_embedding
-from qframework.graph.nodes import Constants, differentiates, layer_name, linear_call, operation
+from qframework.fallbacks import Fallbacks
+from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 
 logger = logging.getLogger(__name__)
 
-# How often a layer that was to be quantized was left in float, by reason. Each (layer, reason) is logged once.
-fallbacks: Counter[str] = Counter()
+fallbacks = Fallbacks()
+"""How often a layer that was to be quantized was left in float, by reason. Each layer's reason is logged once."""
+
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
 _HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
@@ -45,31 +36,26 @@ _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[LayerReport]:
-    """Run every lowering pass over the graph, in place; report on every layer."""
+    """Lower a graph, in place; report on every layer."""
+    lowering = Lowering.of(gm, example_inputs, options)
+    run_passes(lowering)
+    return lowering.reports
+
+
+def run_passes(lowering: Lowering) -> None:
+    """Run the lowering passes, and put their reports on every layer in the order of the graph."""
+    gm, options = lowering.gm, lowering.options
     inside = _inside_other_graphs(gm, options)
     if differentiates(gm):
-        return _left_whole(gm, options) + inside
-    constants, scales = Constants(gm, example_inputs), ScaleConstants(gm)
-    expand_multi_head_attention(gm)
-    expand_einsum(gm)
-    order = _layer_order(gm)
-    attention = lower_static_attention(gm, constants, scales)
-    attention = _one_for_each(attention, lower_attention(gm, options.attention))
-    fold_channel_scale(gm, constants, scales, freeze_weights=options.freeze_weights)
-    hoist_quantize(gm, constants, scales)
-    reports = lower_linear(gm, constants, scales)
-    if options.linear == "int8_dynamic":
-        lowered = [report for report in reports if report.lowered]
-        reports = lowered + lower_float_linear(gm, constants, scales, freeze_weights=options.freeze_weights)
-    expand_patch_embedding(gm)  # after the linears, of which it is to be none
-    reports = sorted(attention + reports + inside, key=lambda report: order.get(report.name, len(order)))
-    lower_quantize(gm, scales)
-    group_weights(gm, constants)
-    keep_dynamic_quantize(gm)
+        lowering.reports = _left_whole(gm, options) + inside
+        return
+    for run in passes.LOWERING:
+        run(lowering)
+    order = lowering.order
+    lowering.reports = sorted(lowering.reports + inside, key=lambda report: order.get(report.name, len(order)))
     gm.graph.lint()
     gm.recompile()
-    _count_fallbacks(reports)
-    return reports
+    _count_fallbacks(lowering.reports)
 
 
 def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
@@ -96,23 +82,6 @@ def _inside_other_graphs(gm: GraphModule, options: BackendOptions) -> list[Layer
 def _float_layer(node: Node, reason: str, options: BackendOptions) -> LayerReport:
     quantized = any("dequantize" in str(operand.target) for operand in node.all_input_nodes)
     return LayerReport(layer_name(node), False, "float linear", reason, fallback=quantized or options.linear != "off")
-
-
-def _layer_order(gm: GraphModule) -> dict[str, int]:
-    """Where each layer begins."""
-    order: dict[str, int] = {}
-    for place, node in enumerate(gm.graph.nodes):
-        if node.op.startswith("call"):
-            order.setdefault(layer_name(node), place)
-    return order
-
-
-def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:
-    """Attention that could not be static is looked at once more: what was done in the end counts."""
-    lowered = {report.name for report in rest if report.lowered}
-    kept = [report for report in static if report.lowered or report.name not in lowered]
-    names = {report.name for report in kept if not report.lowered}
-    return kept + [report for report in rest if report.name not in names]
 
 
 def qframework_backend(
@@ -153,8 +122,10 @@ def qframework_backend(
     settings = parse_options(mode, options)
     release_prepared_models()
     zero_points = zero_points_of(gm)
-    report = Report(lower(gm, example_inputs, settings))
-    watched = left_out(zero_points, Constants(gm, example_inputs))
+    lowering = Lowering.of(gm, example_inputs, settings)
+    run_passes(lowering)
+    report = Report(lowering.reports)
+    watched = left_out(zero_points, lowering.constants)
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     decompositions: dict[Any, Callable[..., Any]] = {
@@ -162,14 +133,12 @@ def qframework_backend(
         **quantize_decompositions,
         **int8_linear_decompositions,
     }
-    if lowered:
-        _forget_grad_mode(gm)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
     with warm_up(gm), torch.no_grad() if lowered else contextlib.nullcontext():
-        if lowered and not settings.inductor:  # whole: what Inductor was told something about
-            outline_blocks(gm)
+        for run in passes.FOR_INDUCTOR if lowered else ():
+            run(lowering)
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
         compiled: Any = compile_fx(
             gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
@@ -187,14 +156,6 @@ def _checked(compiled: Callable[..., Any], watched: Sequence[WatchedZeroPoints])
     return run
 
 
-def _forget_grad_mode(gm: GraphModule) -> None:
-    """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
-    for node in list(gm.graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
-            gm.graph.erase_node(node)
-    gm.recompile()
-
-
 def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """An inference graph needs no autograd: without it every operator is dispatched in one step less of Python.
 
@@ -210,11 +171,10 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 def _count_fallbacks(reports: Sequence[LayerReport]) -> None:
     for report in reports:
-        if report.reason == NEEDS_GRADIENTS:
-            _warn_once(f"attention stays in float: {NEEDS_GRADIENTS}")
+        if report.reason in NEEDS_GRADIENTS.values():
+            _warn_once(f"attention stays in float: {report.reason}")
         if report.fallback:
-            fallbacks[report.reason] += 1
-            _warn_once(f"layer {report.name!r} stays in float: {report.reason}")
+            fallbacks.note(report.reason, f"layer {report.name!r} stays in float: {report.reason}")
 
 
 def _warn_once(message: str) -> None:

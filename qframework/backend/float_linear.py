@@ -24,13 +24,8 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework import numerics
-from qframework.backend.lower_linear import (
-    Quantized,
-    ScaleConstants,
-    find_epilogue,
-    insert_int8_linear,
-    reason_against_operands,
-)
+from qframework.backend.lowering import Lowering, ScaleConstants
+from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
 from qframework.graph.nodes import (
     Constants,
@@ -47,12 +42,14 @@ from qframework.numerics import FLOAT_DTYPES
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 
-def lower_float_linear(
-    gm: GraphModule, constants: Constants, scales: ScaleConstants, *, freeze_weights: bool = False
-) -> list[LayerReport]:
-    """Replace every linear layer whose weight is a float parameter, in place; report on every linear layer."""
-    reports = []
-    inputs, weights = _SharedQuantize(gm), _FrozenWeights(gm, constants, scales) if freeze_weights else None
+def lower_float_linear(lowering: Lowering) -> None:
+    """Replace every linear layer whose weight is a float parameter; report anew on every linear layer left in float."""
+    if lowering.options.linear != "int8_dynamic":
+        return
+    gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
+    reports = [report for report in lowering.reports if report.lowered or report.kind != "linear"]
+    inputs = _SharedQuantize(gm)
+    weights = _FrozenWeights(gm, constants, scales) if lowering.options.freeze_weights else None
     for node in list(gm.graph.nodes):
         call = linear_call(node)
         if call is None:
@@ -69,7 +66,7 @@ def lower_float_linear(
         when = "once" if frozen else "at each call"
         operator_text = f"{epilogue.describe()} after dynamic_quantize, weight quantized {when}"
         reports.append(LayerReport(name, True, operator_text, ""))
-    return reports
+    lowering.reports = reports
 
 
 def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:

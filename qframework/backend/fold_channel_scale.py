@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
-from qframework.backend.lower_linear import ScaleConstants, erase_unused, find_epilogue, static_quantize_scale
+from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
+from qframework.backend.quantized_linear import find_epilogue, static_quantize_scale
 from qframework.graph.nodes import Constants, argument, fake_value, guard_identity, linear_call, operation
 
 _ours = torch.ops.qframework
 
 
-def fold_channel_scale(
-    gm: GraphModule, constants: Constants, scales: ScaleConstants, *, freeze_weights: bool = False
-) -> None:
-    """Fold every such product behind a linear that is quantized itself, in place."""
+def fold_channel_scale(lowering: Lowering) -> None:
+    """Fold every such product behind a linear that is quantized itself."""
+    gm, constants, freeze_weights = lowering.gm, lowering.constants, lowering.options.freeze_weights
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
             continue
@@ -42,7 +42,7 @@ def fold_channel_scale(
         if product is not None and factor is not None:
             if freeze_weights:
                 guard_identity(factor)
-            _fold(gm, product, end, factor, constants.value(factor) if freeze_weights else None, scales)
+            _fold(gm, product, end, factor, constants.value(factor) if freeze_weights else None, lowering.scales)
 
 
 def _channel_factor(node: Node, value: Node, constants: Constants) -> Node | None:

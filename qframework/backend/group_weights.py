@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qframework.backend.lowering import Lowering
 from qframework.graph.nodes import Constants, argument, fake_value
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.quantize_weights import MOST, places
@@ -31,9 +32,10 @@ _quantize_weights = torch.ops.qframework.quantize_weights.default
 aten = torch.ops.aten
 
 
-def group_weights(gm: GraphModule, constants: Constants) -> None:
-    """Group the quantization of every weight on a GPU, in place."""
-    found = [node for node in gm.graph.nodes if _quantizes_weight(node, constants)]
+def group_weights(lowering: Lowering) -> None:
+    """Group the quantization of every weight on a GPU."""
+    gm = lowering.gm
+    found = [node for node in gm.graph.nodes if _quantizes_weight(node, lowering.constants)]
     if sum(_fake(node).numel() for node in found) > _MOST_BYTES:
         return
     by_kind: dict[Any, list[Node]] = {}

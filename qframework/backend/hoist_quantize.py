@@ -23,13 +23,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.backend.lower_linear import (
-    Refused,
-    ScaleConstants,
-    find_epilogue,
-    quantized_operands,
-    static_quantize_scale,
-)
+from qframework.backend.lowering import Lowering, ScaleConstants
+from qframework.backend.quantized_linear import CannotLower, find_epilogue, quantized_operands, static_quantize_scale
 from qframework.graph.channels import ChannelView, Leaf, quantized_everywhere
 from qframework.graph.nodes import Constants, fake_value, layer_name, linear_call
 from qframework.numerics import QMAX
@@ -38,8 +33,9 @@ _decomposed = torch.ops.quantized_decomposed
 _ours = torch.ops.qframework
 
 
-def hoist_quantize(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
-    """Move the quantization of every quantized linear's output up to the linear, in place, where views are between."""
+def hoist_quantize(lowering: Lowering) -> None:
+    """Move the quantization of every quantized linear's output up to the linear, where views are between."""
+    gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
             continue
@@ -64,7 +60,7 @@ def is_quantized_linear(linear: Node, constants: Constants) -> bool:
     assert call is not None
     try:
         return None not in quantized_operands(call, constants, name)
-    except Refused:
+    except CannotLower:
         return False
 
 

@@ -14,16 +14,17 @@ Nothing computes what is quantized but an opaque operator, so there is nothing t
 from __future__ import annotations
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
+from qframework.backend.lowering import Lowering
 from qframework.graph.nodes import argument, fake_value
 
 _ours = torch.ops.qframework
 
 
-def keep_dynamic_quantize(gm: GraphModule) -> None:
-    """Mark every such ``dynamic_quantize``, in place."""
-    for node in gm.graph.nodes:
+def keep_dynamic_quantize(lowering: Lowering) -> None:
+    """Mark every such ``dynamic_quantize``."""
+    for node in lowering.gm.graph.nodes:
         if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _not_fused(node.args[0]):
             node.target = _ours.dynamic_quantize.alone
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import (
@@ -36,7 +37,10 @@ from qframework.kernels.runtime.chip import MIN_CAPABILITY, capability_of
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
-NEEDS_GRADIENTS = "its gradients are needed, which {!r} leaves exact; use torch.no_grad(), or name a variant"
+NEEDS_GRADIENTS = {
+    option: f"its gradients are needed, which {option!r} leaves exact; use torch.no_grad(), or name a variant"
+    for option in _BY_DEVICE
+}
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip; 'sage' or the name of a variant quantizes it"
 
 
@@ -45,18 +49,16 @@ _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_atten
 _FUSED = "PyTorch's fused layer holds it; torch.backends.mha.set_fastpath_enabled(False) takes it apart"
 
 
-def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[LayerReport]:
-    """Replace every attention the operator computes, in place; report on every attention.
+def lower_attention(lowering: Lowering) -> None:
+    """Replace every attention the operator computes; report on every attention.
 
-    Args:
-        gm: the captured graph.
-        option: ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (there, unless PyTorch's is faster), the
-            name of a variant (everywhere) or ``"off"``; or one of these for each layer, ``"off"`` for those that it
-            does not name and ``"auto"`` as ``"sage"``. The second attention of a layer ``name`` is ``name#1``, or else
-            as the first.
+    The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (there, unless PyTorch's is faster), the
+    name of a variant (everywhere) or ``"off"``; or one of these for each layer, ``"off"`` for those that it does not
+    name and ``"auto"`` as ``"sage"``. The second attention of a layer ``name`` is ``name#1``, or else as the first.
     """
+    gm, option = lowering.gm, lowering.options.attention
     name_shapes(gm)
-    reports = []
+    reports: list[LayerReport] = []
     seen: Counter[str] = Counter()
     for node in list(gm.graph.nodes):
         if node._erased or node.op not in ("call_function", "call_method"):
@@ -78,7 +80,15 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
         elif (report := _lower_one(gm, node, option, seen)) is not None:
             reports.append(report)
             seen[report.name] += 1
-    return reports
+    lowering.reports = _one_for_each(lowering.reports, reports)
+
+
+def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:
+    """Attention that could not be static is looked at once more: what was done in the end counts."""
+    lowered = {report.name for report in rest if report.lowered}
+    kept = [report for report in static if report.lowered or report.name not in lowered]
+    names = {report.name for report in kept if not report.lowered}
+    return kept + [report for report in rest if report.name not in names]
 
 
 def _describe(variant: str, query: Tensor) -> str:
@@ -167,7 +177,7 @@ def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
     if (reason := _why_not(option, operands[0].device)) is not None:
         return reason
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    return NEEDS_GRADIENTS.format(option) if needed else None
+    return NEEDS_GRADIENTS[option] if needed else None
 
 
 def _why_not(option: str, device: torch.device) -> str | None:

@@ -15,74 +15,33 @@ epilogue ends in a quantize the operator writes int8, and the next layer reads i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from torch.fx import Node
 
-import torch
-from torch._dynamo.source import ConstantSource
-from torch.fx import GraphModule, Node
-
-from qframework.backend.report import LayerReport
-from qframework.errors import QFrameworkError
-from qframework.graph.nodes import (
-    Constants,
-    LinearCall,
-    activation_name,
-    added_to,
-    calibration_notes,
-    fake_value,
-    is_inactive_dropout,
-    layer_name,
-    linear_call,
-    why_not_plain,
+from qframework.backend.lowering import Lowering
+from qframework.backend.quantized_linear import (
+    CannotLower,
+    Quantized,
+    find_epilogue,
+    insert_int8_linear,
+    quantized_operands,
 )
+from qframework.backend.report import LayerReport
+from qframework.graph.nodes import LinearCall, calibration_notes, layer_name, linear_call
 from qframework.graph.writes import written_between
-from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
-
-_decomposed = torch.ops.quantized_decomposed
-_ours = torch.ops.qframework
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """An int8 value in the graph: its node and its scale, a number (per tensor) or a node."""
-
-    value: Node
-    scale: float | Node
-
-
-@dataclass
-class Epilogue:
-    """What follows a linear layer and is computed with it; ``end`` is the node whose value it replaces."""
-
-    end: Node
-    activation: str = "none"
-    residual: Node | None = None
-    out_scale: float | Node | None = None
-
-    def describe(self) -> str:
-        """The operator's name with what its epilogue does."""
-        parts = [self.activation] * (self.activation != "none")
-        parts += ["residual"] * (self.residual is not None) + ["int8 out"] * (self.out_scale is not None)
-        return "qframework::int8_linear" + (f" ({', '.join(parts)})" if parts else "")
-
-
-class Refused(Exception):
-    """A layer that no kernel can take; the message is the reason."""
-
-
-def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> list[LayerReport]:
-    """Replace every linear layer that stands between dequantize nodes, in place; report on every linear layer."""
-    reports = []
-    for node in list(gm.graph.nodes):
+def lower_linear(lowering: Lowering) -> None:
+    """Replace every linear layer that stands between dequantize nodes; report on every linear layer."""
+    reports = lowering.reports
+    for node in list(lowering.gm.graph.nodes):
         call = linear_call(node)
         if call is None:
             continue
         name = layer_name(node)
         try:
-            a, b = quantized_operands(call, constants, name)
+            a, b = quantized_operands(call, lowering.constants, name)
             _require_unchanged(node, call)
-        except Refused as refusal:
+        except CannotLower as refusal:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
@@ -90,9 +49,8 @@ def lower_linear(gm: GraphModule, constants: Constants, scales: ScaleConstants) 
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
-        insert_int8_linear(gm, call, a, b, epilogue, scales)
+        insert_int8_linear(lowering.gm, call, a, b, epilogue, lowering.scales)
         reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
-    return reports
 
 
 def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
@@ -103,225 +61,10 @@ def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
     return "its weight is not quantized, only its input is"
 
 
-def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
-    """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
-
-    Raises Refused and QFrameworkError as ``dequantized`` does, and Refused where both are quantized and no kernel takes
-    the layer's bias or width.
-    """
-    a = dequantized(call.input, constants, layer, "input")
-    b = dequantized(call.weight, constants, layer, "weight", axis=0)
-    if a is not None and b is not None and (reason := reason_against_operands(call)):
-        raise Refused(reason)
-    return a, b
-
-
-def reason_against_operands(call: LinearCall) -> str | None:
-    """Why no kernel takes a bias like this layer's, or sums up as many products; None where one does."""
-    weight, bias = fake_value(call.weight), fake_value(call.bias) if call.bias is not None else None
-    if weight is not None and bias is not None:
-        if reason := why_not_plain(bias):
-            return f"its bias {reason}"
-        if bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES:
-            accepted = f"({weight.shape[0]},) in float32, float16 or bfloat16"
-            return f"its bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; accepted: {accepted}"
-    features = weight.shape[-1] if weight is not None else 0
-    if isinstance(features, int) and features > MAX_INT8_PRODUCTS:
-        return f"its INT32 sums over {features} input features can overflow; accepted: up to {MAX_INT8_PRODUCTS}"
-    return None
-
-
-def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:
-    """What a dequantize node dequantizes; None when ``node`` is none. ``axis`` may have a scale for each element.
-
-    Raises Refused for a form no kernel computes and QFrameworkError for a scale that is zero, negative or not finite.
-    """
-    value: Any
-    scale: Any
-    if node.op != "call_function":
-        return None
-    if node.target is _ours.dequantize.default:
-        value, scale = node.args[:2]
-    elif node.target is _decomposed.dequantize_per_tensor.default:
-        value, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
-        _require_symmetric(role, zero_point, quant_min, quant_max, dtype)
-    elif node.target is _decomposed.dequantize_per_channel.default:
-        value, scale, zero_points, along, quant_min, quant_max, dtype = node.args[:7]
-        _require_symmetric(role, _zero_points(zero_points, constants), quant_min, quant_max, dtype)
-        if along != axis:
-            accepted = "one scale" if axis is None else f"along axis {axis}"
-            raise Refused(f"its {role} is quantized per channel along axis {along}; accepted: {accepted}")
-    elif "dequantize" in str(node.target):
-        raise Refused(f"its {role} is dequantized by {node.target}, which no kernel reads")
-    else:
-        return None
-    _require_positive(scale, constants, layer, role)
-    return Quantized(value, scale)
-
-
-def _zero_points(node: Any, constants: Constants) -> int | None:
-    """0 where all are known to be zero, the first other one, None where they cannot be known."""
-    if node is None:
-        return 0
-    value = constants.value(node)
-    return None if value is None else int(value.abs().max()) if value.numel() else 0
-
-
-def _require_symmetric(role: str, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any) -> None:
-    if dtype != torch.int8 or quant_max != QMAX:
-        raise Refused(f"its {role} is quantized to {dtype} in [{quant_min}, {quant_max}]; accepted: int8 up to 127")
-    if zero_point != 0 and not (zero_point is None and quant_min == -QMAX):
-        raise Refused(f"its {role} has zero point {zero_point}; accepted: 0 (symmetric quantization)")
-
-
-def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
-    values = torch.tensor(scale) if isinstance(scale, float) else constants.value(scale)
-    if values is not None and not bool(((values > 0) & values.isfinite()).all()):
-        worst = float(values[~((values > 0) & values.isfinite())].flatten()[0])
-        raise QFrameworkError(
-            f"layer {layer!r}: the scale of its {role} is {worst}; scales must be positive and finite. "
-            "Was the model calibrated with data that reaches this layer?"
-        )
-
-
-def find_epilogue(linear: Node) -> Epilogue:
-    """Follow the only user of each value for as long as ``int8_linear`` can compute it.
-
-    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place. What
-    the epilogue itself writes is its own result.
-    """
-    own: set[Node] = set()
-    epilogue, reads = Epilogue(linear), _reads(linear)
-    while len(epilogue.end.users) == 1:
-        user = next(iter(epilogue.end.users))
-        if written_between(linear.next, user, reads, own) is not None:
-            break
-        own.add(user)
-        if is_inactive_dropout(user):
-            epilogue.end = user
-        elif epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
-            epilogue.end, epilogue.activation = user, name
-        elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
-            epilogue.end, epilogue.residual = user, residual
-            reads.append(residual)
-        elif (scale := static_quantize_scale(user, epilogue.end)) is not None:
-            epilogue.end, epilogue.out_scale = user, scale
-            break
-        else:
-            break
-    return epilogue
-
-
 def _require_unchanged(linear: Node, call: LinearCall) -> None:
     """Refuse a linear one of whose operands is written between its dequantization and the product."""
     for operand in (call.input, call.weight):
         if "dequantize" in str(operand.target):
             writer = written_between(operand.next, linear, [operand, *operand.all_input_nodes])
             if writer is not None:
-                raise Refused(f"{writer.name} changes one of its operands in place before the product")
-
-
-def _reads(linear: Node) -> list[Node]:
-    """What an INT8 linear reads in the place of ``linear``: its operands, or what they dequantize."""
-    operands = linear.all_input_nodes
-    return operands + [x for node in operands if "dequantize" in str(node.target) for x in node.all_input_nodes]
-
-
-def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
-    """The scale of a static symmetric quantize node of ``value``, None for any other node."""
-    if node.target is _ours.quantize.default and node.args[0] is value:
-        return node.args[1]  # type: ignore[return-value]
-    if node.target is _decomposed.quantize_per_tensor.default and node.args[0] is value:
-        _, scale, zero_point, quant_min, quant_max, dtype = node.args
-        if (zero_point, quant_min, quant_max, dtype) == (0, -QMAX, QMAX, torch.int8):
-            return scale  # type: ignore[return-value]
-    return None
-
-
-def insert_int8_linear(
-    gm: GraphModule, call: LinearCall, a: Quantized, b: Quantized, epilogue: Epilogue, scales: ScaleConstants
-) -> None:
-    """Put ``int8_linear`` in the place of ``epilogue.end`` and erase what nothing reads any more."""
-    end = epilogue.end
-    device = _device_of(call.weight, end)
-    out_dtype = None if epilogue.out_scale is not None else _float_dtype(end)
-    with gm.graph.inserting_before(end):
-        new = gm.graph.call_function(
-            _ours.int8_linear.default,
-            (
-                a.value,
-                scales.node(a.scale, device),
-                b.value,
-                scales.node(b.scale, device),
-                call.bias,
-                epilogue.activation,
-                epilogue.residual,
-                scales.node(epilogue.out_scale, device) if epilogue.out_scale is not None else None,
-                out_dtype,
-            ),
-        )
-    new.meta = {k: v for k, v in end.meta.items() if k in ("example_value", "val", "nn_module_stack", "stack_trace")}
-    end.replace_all_uses_with(new)
-    erase_unused(gm, end)
-
-
-def _float_dtype(node: Node) -> torch.dtype:
-    fake = fake_value(node)
-    dtype = fake.dtype if fake is not None else torch.float32
-    if dtype not in FLOAT_DTYPES:
-        raise QFrameworkError(f"layer {layer_name(node)!r}: output dtype {dtype}; accepted: float32, float16, bfloat16")
-    return dtype
-
-
-def _device_of(*nodes: Node) -> torch.device:
-    for node in nodes:
-        fake = fake_value(node)
-        if fake is not None:
-            return fake.device
-    return torch.device("cpu")
-
-
-def erase_unused(gm: GraphModule, node: Node) -> None:
-    """Erase a node without users, then whatever fed only it; placeholders and attributes stay."""
-    if node.users or node.op != "call_function":
-        return
-    inputs = node.all_input_nodes
-    gm.graph.erase_node(node)
-    for each in inputs:
-        erase_unused(gm, each)
-
-
-class ScaleConstants:
-    """Scales that the graph holds as numbers, turned into one-element buffers on the layer's device."""
-
-    def __init__(self, gm: GraphModule) -> None:
-        self._gm = gm
-        self._first = next(iter(gm.graph.nodes))
-        self._nodes: dict[tuple[float, torch.device], Node] = {}
-        self._count = 0
-
-    def node(self, scale: float | Node, device: torch.device) -> Node:
-        """The node that holds ``scale``."""
-        if isinstance(scale, Node):
-            return scale
-        key = (scale, device)
-        if key not in self._nodes:
-            self._nodes[key] = self.buffer(torch.tensor([scale], device=device))
-        return self._nodes[key]
-
-    def buffer(self, value: torch.Tensor) -> Node:
-        """A node that reads a new buffer."""
-        self._count += 1
-        return attach_buffer(self._gm, f"_qframework_scale_{self._count - 1}", value, self._first)
-
-
-def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node) -> Node:
-    """Register a buffer on the graph module and return a node that reads it."""
-    gm.register_buffer(name, value)
-    sources = getattr(gm, "_param_name_to_source", None)
-    if sources is not None:  # Dynamo's graphs carry a source for each buffer; AOTAutograd insists on it
-        sources[name] = ConstantSource(name)
-    with gm.graph.inserting_before(before):
-        node = gm.graph.get_attr(name)
-    node.meta["example_value"] = node.meta["val"] = value
-    return node
+                raise CannotLower(f"{writer.name} changes one of its operands in place before the product")

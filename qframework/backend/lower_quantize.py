@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from qframework.backend.lower_linear import ScaleConstants, static_quantize_scale
+from qframework.backend.lowering import Lowering, ScaleConstants
+from qframework.backend.quantized_linear import static_quantize_scale
 from qframework.graph.nodes import fake_value
 from qframework.numerics import FLOAT_DTYPES, QMAX
 
@@ -26,8 +27,9 @@ _decomposed = torch.ops.quantized_decomposed
 _ours = torch.ops.qframework
 
 
-def lower_quantize(gm: GraphModule, scales: ScaleConstants) -> None:
-    """Replace every static symmetric INT8 quantize and dequantize of one scale, in place."""
+def lower_quantize(lowering: Lowering) -> None:
+    """Replace every static symmetric INT8 quantize and dequantize of one scale."""
+    gm, scales = lowering.gm, lowering.scales
     for node in list(gm.graph.nodes):
         if node.target is _decomposed.quantize_per_tensor.default:
             _lower_one_quantize(gm, node, scales)

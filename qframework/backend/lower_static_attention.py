@@ -24,17 +24,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.hoist_quantize import drop_requantization, erase_quantize, is_static_quantize, mark_int8
-from qframework.backend.lower_linear import (
-    Quantized,
-    Refused,
-    ScaleConstants,
-    dequantized,
-    erase_unused,
-    static_quantize_scale,
-)
+from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
+from qframework.backend.quantized_linear import CannotLower, Quantized, dequantized, static_quantize_scale
 from qframework.backend.report import LayerReport
-from qframework.graph.attention_patterns import NotAttention, sdpa_call
-from qframework.graph.attention_patterns import Refused as NotWritable
+from qframework.graph.attention_patterns import NotAttention, Refused, sdpa_call
 from qframework.graph.channels import ChannelView, quantized_everywhere
 from qframework.graph.nodes import Constants, argument, calibration_notes, fake_value, layer_name, operation
 from qframework.graph.write_attention import AttentionWriter
@@ -43,16 +36,16 @@ _ours = torch.ops.qframework
 _ROLES = ("query", "key", "value")
 
 
-def lower_static_attention(gm: GraphModule, constants: Constants, scales: ScaleConstants) -> list[LayerReport]:
-    """Replace every attention of which query, key and value are dequantized, in place; report on those."""
-    reports = []
+def lower_static_attention(lowering: Lowering) -> None:
+    """Replace every attention of which query, key and value are dequantized; report on those."""
+    gm, constants, scales, reports = lowering.gm, lowering.constants, lowering.scales, lowering.reports
     for node in list(gm.graph.nodes):
         if operation(node) != "scaled_dot_product_attention":
             continue
         name = layer_name(node)
         try:
             operands = _operands(node, constants, name)
-        except (Refused, NotWritable) as refusal:
+        except (CannotLower, Refused) as refusal:
             reason = calibration_notes(node) or str(refusal)
             reports.append(LayerReport(name, False, "float attention", reason, fallback=True, kind="attention"))
             continue
@@ -62,7 +55,6 @@ def lower_static_attention(gm: GraphModule, constants: Constants, scales: ScaleC
         elif notes:
             reports.append(LayerReport(name, False, "float attention", notes, fallback=True, kind="attention"))
     drop_requantization(gm)
-    return reports
 
 
 class _Operands(NamedTuple):
@@ -79,9 +71,9 @@ def _operands(node: Node, constants: Constants, name: str) -> _Operands | None:
     if len(missing) == len(_ROLES):
         return None
     if missing:
-        raise Refused(f"its {' and '.join(missing)} is not quantized; accepted: query, key and value together")
+        raise CannotLower(f"its {' and '.join(missing)} is not quantized; accepted: query, key and value together")
     if (dropout_p := argument(node, 4, "dropout_p", default=0.0)) != 0:
-        raise Refused(f"dropout_p={dropout_p}; accepted: 0")
+        raise CannotLower(f"dropout_p={dropout_p}; accepted: 0")
     return _Operands(**found)  # type: ignore[arg-type]
 
 
@@ -90,7 +82,9 @@ def _dequantized(node: Any, constants: Constants, name: str, role: str) -> Quant
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is _ours.dequantize.default:
-        raise Refused(f"its {role} is quantized per token or with a scale from the data; accepted: one static scale")
+        raise CannotLower(
+            f"its {role} is quantized per token or with a scale from the data; accepted: one static scale"
+        )
     return dequantized(node, constants, name, role=role, axis=_heads_axis(node))
 
 
@@ -139,7 +133,7 @@ def _bias(gm: GraphModule, node: Node) -> tuple[Node | None, Node | None, Node |
     writer = AttentionWriter(gm, call)
     try:
         return writer.operands()[3:]
-    except (NotAttention, NotWritable):
+    except (NotAttention, Refused):
         writer.undo()
         return mask, None, None
 

@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from qframework.backend.group_weights import reads_grouped_weight
+from qframework.backend.lowering import Lowering
 from qframework.graph.nodes import is_inactive_dropout, operation
 from qframework.graph.writes import writes_in_place
 
@@ -53,7 +54,13 @@ class Repeat(NamedTuple):
         return [list(calls[start : start + self.length]) for start in starts]
 
 
-def outline_blocks(gm: GraphModule) -> int:
+def outline_blocks(lowering: Lowering) -> None:
+    """Replace the blocks that repeat by calls of one subgraph, unless Inductor was told something about the whole."""
+    if not lowering.options.inductor:
+        outline(lowering.gm)
+
+
+def outline(gm: GraphModule) -> int:
     """Replace the blocks that repeat by calls of one subgraph, in place; returns how many there were."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     kinds = _numbered([_kind(node) for node in calls])

@@ -7,7 +7,7 @@ standard output, as a table or with ``--json`` as JSON; progress goes to standar
 from __future__ import annotations
 
 from qframework.cli import benchmark, doctor, evaluate, quantize, sensitivity, tune
-from qframework.cli.app import app
+from qframework.cli.command import app
 
 app.command(epilog=quantize.EXAMPLES)(quantize.quantize)
 app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from qframework.cli.app import BatchSize, Checkpoint, Device, Json, Target
+from qframework.cli.command import BatchSize, Checkpoint, Device, Json, Target
 from qframework.cli.output import print_rows
 from qframework.cli.targets import compiled, device_named, dtype_named, dtype_of, is_file, open_target
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import typer
 
-from qframework.cli.app import Json, failed_check
+from qframework.cli.command import Json, failed_check
 from qframework.cli.output import print_table
 
 EXAMPLES = """\

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qframework.cli.app import BatchSize, Checkpoint, Data, Device, Json, Pretrained, Target, failed_check
+from qframework.cli.command import BatchSize, Checkpoint, Data, Device, Json, Pretrained, Target, failed_check
 from qframework.cli.output import print_result
 from qframework.cli.targets import (
     InDtype,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from qframework.cli.app import (
+from qframework.cli.command import (
     Batches,
     BatchSize,
     Checkpoint,
@@ -27,8 +27,8 @@ from qframework.errors import QFrameworkError
 from qframework.outputs import check_output_file
 
 if TYPE_CHECKING:
-    from qframework.evaluation.plan import Plan
     from qframework.quantizer import AttentionConfig, LinearConfig
+    from qframework.tuning.plan import Plan
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -80,9 +80,9 @@ def quantize(
     from qframework.backend import explain
     from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
     from qframework.evaluation.models import images_for, load_classifier
-    from qframework.evaluation.plan import Plan
     from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
     from qframework.serialization import save
+    from qframework.tuning.plan import Plan
 
     output = output or Path(f"{model}_int8.pt2")
     check_output_file(output, "--output")
@@ -140,8 +140,8 @@ def _refuse_beside_config(context: typer.Context) -> None:
 
 
 def _plan(static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str) -> Plan:
-    from qframework.evaluation.plan import Plan
     from qframework.quantizer import QFrameworkQuantizer
+    from qframework.tuning.plan import Plan
 
     quantizer = QFrameworkQuantizer().set_global(_linear_config(static, observer, activation, weight))
     if attention != "off":

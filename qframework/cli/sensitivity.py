@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qframework.cli.app import (
+from qframework.cli.command import (
     Batches,
     BatchSize,
     CalibrationData,
@@ -63,11 +63,11 @@ def sensitivity(
 
     Beside OUTPUT stand a plot and a journal, from which an interrupted run goes on.
     """
-    from qframework.evaluation.assignment import Meanings
-    from qframework.evaluation.journal import Journal
-    from qframework.evaluation.sensitivity import sensitivity as measure
-    from qframework.evaluation.tuning_plots import require_matplotlib
     from qframework.quantizer import static_attention, static_int8
+    from qframework.tuning.assignment import Meanings
+    from qframework.tuning.journal import Journal
+    from qframework.tuning.layer_sensitivity import sensitivity as measure
+    from qframework.tuning.plots import require_matplotlib
 
     if plot:
         require_matplotlib()

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qframework.cli.app import (
+from qframework.cli.command import (
     Batches,
     BatchSize,
     CalibrationData,
@@ -66,11 +66,11 @@ def tune(
     OUTPUT is for qframework quantize --config. Beside it stand a plot and a journal, from which an interrupted run, or
     one with another budget, goes on. Exit code 1: nothing quantized stays inside the budget; OUTPUT is what is nearest.
     """
-    from qframework.evaluation.assignment import Meanings
-    from qframework.evaluation.journal import Journal
-    from qframework.evaluation.tune import tune as search
-    from qframework.evaluation.tuning_plots import require_matplotlib
     from qframework.quantizer import static_attention, static_int8
+    from qframework.tuning.assignment import Meanings
+    from qframework.tuning.journal import Journal
+    from qframework.tuning.mixed_precision import tune as search
+    from qframework.tuning.plots import require_matplotlib
 
     if plot:
         require_matplotlib()

@@ -25,7 +25,7 @@ from qframework.graph.writes import written_between
 aten = torch.ops.aten
 
 
-class AttentionOperands(NamedTuple):
+class WrittenOperands(NamedTuple):
     """Tensors of one attention in the operators' shapes; ``mask`` bool or float."""
 
     query: Node
@@ -77,12 +77,12 @@ class AttentionWriter:
         operands = (query, key, value, mask, 0.0, call.is_causal)
         return self._as_end(self.add(aten.scaled_dot_product_attention.default, *operands, **arguments))
 
-    def operands(self) -> AttentionOperands:
+    def operands(self) -> WrittenOperands:
         """What the project's operators take, written in front of ``call.end``. Raises Refused."""
         relative, masks = self._split_summands()
         query, key, value = self._query_key_value()
         rel_h, rel_w = self._factors(relative) if relative else (None, None)
-        return AttentionOperands(query, key, value, self._mask(masks), rel_h, rel_w)
+        return WrittenOperands(query, key, value, self._mask(masks), rel_h, rel_w)
 
     def _query_key_value(self) -> tuple[Node, Node, Node]:
         call, end = self._call, _fake(self._call.end)

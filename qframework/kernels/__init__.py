@@ -1,7 +1,13 @@
-"""Operators, each with a plain-torch reference, a Triton kernel for GPUs and a CPU implementation."""
+"""Operators, each with a plain-torch reference, a Triton kernel for GPUs and a CPU implementation.
+
+``quantize``, ``dynamic_quantize`` and ``dequantize`` are imported from their module, whose name the first has::
+
+    from qframework.kernels.quantize import quantize
+"""
 
 import qframework.kernels.attention.backward
-import qframework.kernels.attention.pipeline  # noqa: F401  both register operators
+import qframework.kernels.attention.pipeline
+import qframework.kernels.quantize  # noqa: F401  these register operators
 from qframework.kernels.attention.mixed import mixed_attention
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantize_v import value_quantize
@@ -19,7 +25,6 @@ from qframework.kernels.blocks.sum_rows import block_sum_rows
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.linear.int8_linear import int8_linear
 from qframework.kernels.linear.quantize_weights import quantize_weights
-from qframework.kernels.quantize import dequantize, dynamic_quantize, quantize
 
 __all__ = [
     "attention_quantize",
@@ -41,11 +46,8 @@ __all__ = [
     "block_sum_rows",
     "block_transpose",
     "cpu_implementation",
-    "dequantize",
-    "dynamic_quantize",
     "int8_linear",
     "mixed_attention",
-    "quantize",
     "quantize_weights",
     "quantized_attention",
     "rope_mean",

@@ -7,7 +7,7 @@ from qframework.quantizer.attention_config import (
     static_attention,
 )
 from qframework.quantizer.bias_correction import correct_bias
-from qframework.quantizer.calibrate import calibrate
+from qframework.quantizer.calibration import calibrate
 from qframework.quantizer.config import (
     ActivationConfig,
     LinearConfig,
@@ -18,9 +18,9 @@ from qframework.quantizer.config import (
 )
 from qframework.quantizer.quantizer import QFrameworkQuantizer
 from qframework.quantizer.recipe import Recipe, Smooth
-from qframework.quantizer.round_weights import round_weights
 from qframework.quantizer.split_range import split_gelu_ranges
 from qframework.quantizer.static_observer import uncalibrated
+from qframework.quantizer.weight_rounding import round_weights
 
 __all__ = [
     "ActivationConfig",

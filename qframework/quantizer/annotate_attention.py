@@ -46,7 +46,7 @@ class AttentionAnnotation(QuantizationAnnotation):
     config: AttentionConfig = field(default_factory=AttentionConfig)
 
 
-class AttentionCall(NamedTuple):
+class SdpaArguments(NamedTuple):
     """The arguments of ``scaled_dot_product_attention``."""
 
     query: Node
@@ -78,12 +78,12 @@ def is_variant(node: Node) -> bool:
     return node.op == "call_function" and node.target == torch.ops.qframework.sage_attention.default
 
 
-def attention_call(node: Node) -> AttentionCall:
+def attention_call(node: Node) -> SdpaArguments:
     """The arguments of an attention's node, defaults filled in."""
     names = [argument.name for argument in _SDPA._schema.arguments]
     values: dict[str, Any] = {argument.name: argument.default_value for argument in _SDPA._schema.arguments}
     values |= dict(zip(names, node.args, strict=False)) | node.kwargs
-    return AttentionCall(**{name: values[name] for name in AttentionCall._fields})
+    return SdpaArguments(**{name: values[name] for name in SdpaArguments._fields})
 
 
 def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: SharedObservers) -> None:

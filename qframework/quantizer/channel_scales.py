@@ -26,7 +26,7 @@ from qframework.graph.attributes import add_attribute, attribute
 from qframework.graph.channel_groups import Parameter, find_channel_groups, multiply, only_reader
 from qframework.graph.nodes import fake_value, is_inactive_dropout, operation
 from qframework.quantizer.annotate_linear import is_linear
-from qframework.quantizer.calibrate import Batch
+from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import channel_statistics
 from qframework.quantizer.config import LinearConfig
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name

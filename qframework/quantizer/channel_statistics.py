@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from qframework.errors import CalibrationError
-from qframework.quantizer.calibrate import Batch, flat_inputs
+from qframework.quantizer.calibration import Batch, flat_inputs
 
 
 class ChannelStatistics:

@@ -21,7 +21,7 @@ from qframework.arguments import check_batches, check_number_of_batches, no_data
 from qframework.graph.attributes import attribute
 from qframework.graph.nodes import linear_call
 from qframework.quantizer.arguments import OBSERVERS, check_prepared
-from qframework.quantizer.calibrate import flat_inputs
+from qframework.quantizer.calibration import flat_inputs
 from qframework.quantizer.fake_quantize import fake_quantize, own_observer
 from qframework.quantizer.observers import WeightObserver
 from qframework.quantizer.static_observer import StaticObserver, check_calibrated

@@ -24,7 +24,7 @@ from torch.fx import GraphModule
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
 from qframework.quantizer.arguments import check_exported, check_prepared
-from qframework.quantizer.calibrate import Batch
+from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import check_choice, check_keys
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
@@ -160,7 +160,7 @@ class Recipe:
         check_can_be_read_again(data, "Recipe.after_calibrate")
         check_prepared(prepared, "Recipe.after_calibrate: prepared")
         if self.weight_rounding != "nearest":
-            from qframework.quantizer.round_weights import round_weights
+            from qframework.quantizer.weight_rounding import round_weights
 
             round_weights(prepared, data, method=self.weight_rounding, batches=self.batches)
         if self.bias_correction:

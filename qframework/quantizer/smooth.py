@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 from qframework.graph.attributes import attribute
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
 from qframework.numerics import MIN_AMAX, dynamic_scale, exact_matmul, quantize, scale_from_amax
-from qframework.quantizer.calibrate import Batch
+from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.observers import WeightObserver, activation_observer

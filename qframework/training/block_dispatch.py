@@ -3,15 +3,12 @@
 In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
 and device, additions and products of two, products with a positive number, and activations with their gradients. Every
 other operator dequantizes its operands, runs as it would on floats and returns a float tensor, of a view a FloatView: a
-third-party model works, and ``fallbacks()`` says where its INT8 data flow ends.
+third-party model works, and ``fallbacks`` says where its INT8 data flow ends.
 """
 
 from __future__ import annotations
 
-import logging
 import math
-import threading
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +18,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_any, tree_map_only
 
 from qframework.errors import UnsupportedError
+from qframework.fallbacks import Fallbacks
 from qframework.graph.writes import written_arguments
 from qframework.kernels.blocks.format import row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -42,27 +40,12 @@ from qframework.training.float_view import (
     view_of,
 )
 
-log = logging.getLogger("qframework")
 aten = torch.ops.aten
 ops = torch.ops.qframework
 
 _handlers: dict[OpOverload, Handler] = {}
-_fallbacks: Counter[str] = Counter()
-_lock = threading.Lock()
-
-
-def fallbacks() -> dict[str, int]:
-    """How often each ATen operator left INT8 and computed in float, by its name; most frequent first.
-
-    A compiled model counts while it is traced, not when it runs. ``dequantize()``, asked for, is none.
-    """
-    return dict(_fallbacks.most_common())
-
-
-def reset_fallbacks() -> None:
-    """Count from zero, and log each operator once more."""
-    with _lock:
-        _fallbacks.clear()
+fallbacks = Fallbacks()
+"""How often each ATen operator left INT8 and computed in float, by its name. ``dequantize()``, asked for, is none."""
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -86,7 +69,8 @@ def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
 
 
 def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    _count(func.name())
+    name = func.name()
+    fallbacks.note(name, f"{name} has no INT8 implementation: a BlockTensor is dequantized there")
     if returns_views(func) and isinstance(args[0], BlockTensor):
         return view_of(func, *args, **kwargs)
     written = _written(func, args, kwargs)
@@ -100,14 +84,6 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     for x in written:
         _write_back(func, x, floats[id(x)])
     return written[0] if written and returns_operand(func) else result
-
-
-def _count(name: str) -> None:
-    with _lock:
-        _fallbacks[name] += 1
-        first = _fallbacks[name] == 1
-    if first:
-        log.warning("%s has no INT8 implementation: a BlockTensor is dequantized there (logged once)", name)
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
@@ -317,3 +293,6 @@ def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
     grad = as_blocks(grad, x.block_size)
     q, scale = ops.block_activation_backward(grad.q, grad.scale, x.q, x.scale, kind, x.block_size)
     return wrap_blocks(q, scale, x.block_size, x.dtype)
+
+
+BlockTensor.dispatch = staticmethod(dispatch)

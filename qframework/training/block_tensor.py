@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class BlockTensor(Tensor):
     q: Tensor
     scale: Tensor
     block_size: CanonicalSize
+    dispatch: ClassVar[Handler]  # what ATen operators do with one; block_dispatch.py sets it
     _memory: Memory | None = None
 
     @staticmethod
@@ -137,9 +138,7 @@ class BlockTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        from qframework.training.block_dispatch import dispatch
-
-        return dispatch(func, args, kwargs or {})
+        return cls.dispatch(func, args, kwargs or {})
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         flush(self)

@@ -23,7 +23,7 @@ from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_sha
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
-from qframework.training.plan import MEANT, Converted, Kept, Mode, Plan, make_plan
+from qframework.training.plan import MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
 from qframework.training.replace import become, check_unchanged, float_again, is_converted
 from qframework.training.roles import held
 
@@ -140,7 +140,7 @@ def restore_float(model: nn.Module) -> nn.Module:
     return model
 
 
-def _apply(model: nn.Module, plan: Plan, stochastic_gradients: bool) -> None:
+def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -> None:
     model.__dict__[_REPORT] = ConversionReport(
         plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept)
     )
@@ -158,7 +158,7 @@ def _apply(model: nn.Module, plan: Plan, stochastic_gradients: bool) -> None:
         _set_boundaries(model, plan, stochastic_gradients)
 
 
-def _set_boundaries(model: nn.Module, plan: Plan, stochastic: bool) -> None:
+def _set_boundaries(model: nn.Module, plan: ConversionPlan, stochastic: bool) -> None:
     """Blocks take floats in; those without a block behind them, and what is kept in float, give floats or get them."""
     for block in plan.blocks:
         _around(block, EnterBlocks(plan.block_size))

@@ -67,7 +67,7 @@ class _Place:
 
 
 @dataclass
-class Plan:
+class ConversionPlan:
     """Modules and what happens to them; ``floats`` are those kept that must be given floats."""
 
     mode: Mode
@@ -89,7 +89,7 @@ class Plan:
 
 def make_plan(
     model: nn.Module, mode: Mode, block_size: CanonicalSize, blocks: Sequence[str] | None, keep_float: Sequence[str]
-) -> Plan:
+) -> ConversionPlan:
     """Decide for every module of ``model``'s blocks.
 
     Raises:
@@ -99,7 +99,7 @@ def make_plan(
     _check_model(model)
     _check_names(model, "blocks", blocks or ())
     _check_names(model, "keep_float", keep_float)
-    plan, everywhere = Plan(mode, block_size), _places(model)
+    plan, everywhere = ConversionPlan(mode, block_size), _places(model)
     for block in _find_blocks(model, blocks):
         asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
         if asked is None:
@@ -122,7 +122,7 @@ def make_plan(
 # Modules of a block
 
 
-def _decide(plan: Plan, module: nn.Module, places: list[_Place], only_inside: bool) -> None:
+def _decide(plan: ConversionPlan, module: nn.Module, places: list[_Place], only_inside: bool) -> None:
     """Exchange a module, keep it, or note why neither is possible."""
     name, role = places[0].name, None if own_forward(module) else role_of(module)
     attentions = [in_attention(place.local) for place in places]
@@ -156,7 +156,7 @@ def _exchangeable(role: Role | None, places: list[_Place], attentions: list[bool
     return not any(inside and _stays(place.local, role) for place, inside in zip(places, attentions, strict=True))
 
 
-def _keep_or_object(plan: Plan, module: nn.Module, places: list[_Place], attentions: list[bool]) -> None:
+def _keep_or_object(plan: ConversionPlan, module: nn.Module, places: list[_Place], attentions: list[bool]) -> None:
     if not any(attentions) and role_of(module) is None and (reason := lookalike(module)) is not None:
         _keep(plan, module, places[0].name, reason)
     elif not any(attentions) or _has_matrices(module):
@@ -167,7 +167,7 @@ def _keep_or_object(plan: Plan, module: nn.Module, places: list[_Place], attenti
         _keep(plan, module, places[0].name, _INSIDE_ATTENTION)
 
 
-def _keep(plan: Plan, module: nn.Module, name: str, reason: str) -> None:
+def _keep(plan: ConversionPlan, module: nn.Module, name: str, reason: str) -> None:
     plan.kept.append(Kept(name, type(module).__name__, reason))
     plan.floats.append(module)
 
@@ -182,7 +182,7 @@ def _has_matrices(module: nn.Module) -> bool:
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
-def _add_gated_mlps(plan: Plan, everywhere: dict[nn.Module, list[str]]) -> None:
+def _add_gated_mlps(plan: ConversionPlan, everywhere: dict[nn.Module, list[str]]) -> None:
     """Gated MLPs whose parts are all exchanged."""
     for block in plan.blocks:
         for module in block.modules():
@@ -195,7 +195,7 @@ def _add_gated_mlps(plan: Plan, everywhere: dict[nn.Module, list[str]]) -> None:
                 plan.news[module], plan.names[module] = new, everywhere[module][0]
 
 
-def _raise_on_obstacles(plan: Plan) -> None:
+def _raise_on_obstacles(plan: ConversionPlan) -> None:
     if plan.obstacles:
         told = ", ".join(_told(row) for row in plan.obstacles[:8])
         more = f" and {len(plan.obstacles) - 8} more" if len(plan.obstacles) > 8 else ""

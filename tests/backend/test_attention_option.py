@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_models import VARIANT, Attention, Capture, compiled, qkv
 
-from qframework.backend import lower_attention
+from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.variants import VARIANTS
@@ -153,6 +153,18 @@ class TestGradients:
         with torch.no_grad():
             torch.compile(model, backend=capture)(x)
         assert capture.calls[0]["variant"] == "auto"
+
+    @pytest.mark.parametrize("option", ["auto", "sage"])
+    def test_attention_left_exact_for_its_gradients_is_said_once(self, option, as_on_cuda, caplog, monkeypatch):
+        monkeypatch.setattr(compile, "_warned", set())
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch.compile(Attention(), backend=Capture(option))(torch.randn(3, 17, 32))
+        said = [record.getMessage() for record in caplog.records if "gradients" in record.getMessage()]
+        assert said == [
+            f"qframework: attention stays in float: its gradients are needed, which {option!r} leaves exact; use "
+            "torch.no_grad(), or name a variant"
+        ]
 
     def test_a_named_variant_has_the_gradients_of_exact_attention(self):
         torch.manual_seed(0)

@@ -9,6 +9,7 @@ from torch import nn
 
 import qframework
 from qframework import numerics
+from qframework.kernels.quantize import dynamic_quantize
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
@@ -108,7 +109,7 @@ def test_operators_under_capture():
     w, w_scale = numerics.quantize_weight(torch.randn(64, 96, device="cuda"))
 
     def run():
-        q, scale = qframework.kernels.dynamic_quantize(x)
+        q, scale = dynamic_quantize(x)
         return qframework.kernels.int8_linear(q, scale, w, w_scale, activation="gelu", out_dtype=torch.half)
 
     run()

@@ -12,9 +12,10 @@ from qframework import numerics
 from qframework.backend import group_weights as module
 from qframework.backend.compile import lower
 from qframework.backend.group_weights import group_weights
+from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
-from qframework.backend.outline_blocks import outline_blocks
-from qframework.graph.nodes import Constants, fake_value
+from qframework.backend.outline_blocks import outline
+from qframework.graph.nodes import fake_value
 
 _together = torch.ops.qframework.quantize_weights.default
 _alone = torch.ops.qframework.dynamic_quantize.default
@@ -33,9 +34,9 @@ def grouped(model, x, blocks=False):
                     node.meta["example_value"] = torch.empty_strided(
                         fake.shape, fake.stride(), dtype=fake.dtype, device="cuda"
                     )
-            group_weights(gm, Constants(gm, inputs))
+            group_weights(Lowering.of(gm, inputs))
         if blocks:
-            outline_blocks(gm)
+            outline(gm)
         gm.graph.lint()
         gm.recompile()
         found.append((gm, inputs))

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qframework import numerics
 from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.backend.lowering import Lowering
 from qframework.quantizer import dynamic_int8
 
 _ours = torch.ops.qframework
@@ -24,7 +25,7 @@ def kept(producer, device: str) -> bool:
         y.meta["val"] = torch.empty(4, 8, device=device)
     quantized = graph.call_function(_ours.dynamic_quantize.default, (y, "per_token"))
     graph.output(quantized)
-    keep_dynamic_quantize(fx.GraphModule(nn.Module(), graph))
+    keep_dynamic_quantize(Lowering.of(fx.GraphModule(nn.Module(), graph)))
     return quantized.target is _ours.dynamic_quantize.alone
 
 

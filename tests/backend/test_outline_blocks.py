@@ -7,11 +7,10 @@ import torch
 from models import Block, converted, example
 from torch import nn
 
-from qframework.backend import compile as backend
-from qframework.backend import outline_blocks as outline
+from qframework.backend import outline_blocks as module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
-from qframework.backend.outline_blocks import Repeat, longest_repeat, outline_blocks
+from qframework.backend.outline_blocks import Repeat, longest_repeat, outline
 from qframework.quantizer import dynamic_int8, static_int8
 
 _int8_linear = torch.ops.qframework.int8_linear.default
@@ -22,7 +21,7 @@ CONFIGS = {"static": static_int8(), "static per token": static_int8(activation="
 @pytest.fixture(autouse=True)
 def small(monkeypatch, fresh_dynamo):
     """Small models have blocks worth it."""
-    monkeypatch.setattr(outline, "_LEAST_SAVED", 4)
+    monkeypatch.setattr(module, "_LEAST_SAVED", 4)
 
 
 def blocks(count: int) -> nn.Sequential:
@@ -70,7 +69,7 @@ def test_blocks_become_one_subgraph(config):
     x = example()
     gm, inputs = lowered_graph(converted(blocks(5), x, CONFIGS[config]), x)
     expected = run(gm, inputs)
-    assert outline_blocks(gm) == 5
+    assert outline(gm) == 5
     assert len(calls(gm, _invoke)) == 5
     assert not calls(gm, _int8_linear)
     assert len(calls(subgraph(gm), _int8_linear)) == 2
@@ -81,7 +80,7 @@ def test_blocks_become_one_subgraph(config):
 def test_every_block_keeps_its_own_weights():
     x = example()
     gm, _ = lowered_graph(converted(blocks(4), x), x)
-    outline_blocks(gm)
+    outline(gm)
     weights = [
         [arg for arg in call.args[2:] if arg.op == "placeholder" and arg.meta["example_value"].dtype == torch.int8]
         for call in calls(gm, _invoke)
@@ -96,11 +95,11 @@ def test_a_compiled_model_computes_the_same(config, inference, monkeypatch):
     x = example()
     model = converted(blocks(4), x, CONFIGS[config])
     counts = []
-    monkeypatch.setattr(backend, "outline_blocks", lambda gm: counts.append(outline_blocks(gm)))
+    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
     with torch.inference_mode() if inference else torch.no_grad():
         ours = torch.compile(model, backend="qframework", dynamic=False)(x)
         torch._dynamo.reset()
-        monkeypatch.setattr(backend, "outline_blocks", lambda gm: 0)
+        monkeypatch.setattr(module, "outline", lambda gm: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [4]
     assert torch.equal(ours, wanted)
@@ -110,7 +109,7 @@ def test_options_of_inductor_leave_the_graph_whole(monkeypatch):
     def refuse(gm):
         raise AssertionError("outlined")
 
-    monkeypatch.setattr(backend, "outline_blocks", refuse)
+    monkeypatch.setattr(module, "outline", refuse)
     x = torch.randn(3, 8)
     model = converted(nn.Sequential(nn.Linear(8, 4)), x)
     with torch.no_grad():
@@ -121,7 +120,7 @@ def test_options_of_inductor_leave_the_graph_whole(monkeypatch):
 
 
 def test_a_float_model_is_left_whole(monkeypatch):
-    monkeypatch.setattr(backend, "outline_blocks", lambda gm: pytest.fail("outlined"))
+    monkeypatch.setattr(module, "outline", lambda gm: pytest.fail("outlined"))
     with torch.no_grad():
         torch.compile(nn.Linear(8, 4), backend="qframework")(torch.randn(3, 8))
 
@@ -129,7 +128,7 @@ def test_a_float_model_is_left_whole(monkeypatch):
 def test_symbolic_sizes_are_left_whole():
     x = example()
     gm, _ = lowered_graph(converted(blocks(4), x), x, dynamic=True)
-    assert outline_blocks(gm) == 0
+    assert outline(gm) == 0
     assert not calls(gm, _invoke)
 
 
@@ -137,7 +136,7 @@ def test_blocks_of_other_sizes_are_not_taken_together():
     x = example()
     layers = [Block(dim=32), Block(dim=32), nn.Linear(32, 16), Block(dim=16), Block(dim=16)]
     gm, _ = lowered_graph(converted(nn.Sequential(*layers), x), x)
-    assert outline_blocks(gm) == 2
+    assert outline(gm) == 2
     assert len(calls(gm, _int8_linear)) == 5
 
 
@@ -146,7 +145,7 @@ def test_blocks_that_read_what_inductor_may_lay_out_as_it_likes_stay_in_line():
     model = nn.Sequential(nn.LayerNorm(32), *blocks(4))
     gm, inputs = lowered_graph(converted(model, x), x)
     expected = run(gm, inputs)
-    assert outline_blocks(gm) == 3
+    assert outline(gm) == 3
     assert len(calls(gm, _int8_linear)) == 2, "the first block's"
     for ours, wanted in zip(run(gm, inputs), expected, strict=True):
         assert torch.equal(ours, wanted)
@@ -171,7 +170,7 @@ def test_what_is_read_later_comes_out_of_every_block():
     x = example()
     gm, inputs = lowered_graph(converted(Taps(), x), x)
     expected = run(gm, inputs)
-    assert outline_blocks(gm) == 4
+    assert outline(gm) == 4
     for ours, wanted in zip(run(gm, inputs), expected, strict=True):
         assert torch.equal(ours, wanted)
 
@@ -195,16 +194,16 @@ def test_what_was_computed_long_before_is_an_input():
     x = example()
     gm, inputs = lowered_graph(converted(Skips(), x), x)
     expected = run(gm, inputs)
-    assert outline_blocks(gm) == 5
+    assert outline(gm) == 5
     for ours, wanted in zip(run(gm, inputs), expected, strict=True):
         assert torch.equal(ours, wanted)
 
 
 def test_a_small_saving_is_not_worth_it(monkeypatch):
-    monkeypatch.setattr(outline, "_LEAST_SAVED", 1000)
+    monkeypatch.setattr(module, "_LEAST_SAVED", 1000)
     x = example()
     gm, _ = lowered_graph(converted(blocks(4), x), x)
-    assert outline_blocks(gm) == 0
+    assert outline(gm) == 0
 
 
 @pytest.mark.parametrize(
@@ -222,4 +221,4 @@ def test_what_writes_in_place_or_is_random_stays_in_line(target, arguments, in_l
     nodes = [graph.call_function(target, (x, *arguments)) for _ in range(2)]
     for node in (x, *nodes):
         node.meta["example_value"] = torch.zeros(2, 3)
-    assert (outline._kind(nodes[0]) == outline._kind(nodes[1])) is not in_line
+    assert (module._kind(nodes[0]) == module._kind(nodes[1])) is not in_line

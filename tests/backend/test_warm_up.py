@@ -23,9 +23,10 @@ from qframework.backend import warm_up as warm_up_module
 from qframework.backend.compile import lower
 from qframework.backend.group_weights import group_weights
 from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions
 from qframework.backend.warm_up import warm_up
-from qframework.graph.nodes import Constants, fake_value
+from qframework.graph.nodes import fake_value
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear.arguments import Int8LinearArguments
@@ -236,8 +237,9 @@ def as_if_on_cuda(gm, inputs=()):
             if (fake := fake_value(node)) is not None:
                 like = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device=CUDA)
                 node.meta["example_value"] = like
-    group_weights(gm, Constants(gm, inputs))
-    keep_dynamic_quantize(gm)
+    lowering = Lowering.of(gm, inputs)
+    group_weights(lowering)
+    keep_dynamic_quantize(lowering)
     return gm
 
 

@@ -13,10 +13,11 @@ from torch import nn
 from benchmarks import profile_first_call
 from benchmarks.profile_first_call import Clock, Phase, first_call, show
 from qframework.backend import compile as backend
+from qframework.backend import passes
 
 
 def test_the_phases_of_a_first_call(fresh_dynamo, tmp_path):
-    before = dict(vars(backend))
+    before = dict(vars(backend)), dict(vars(passes))
     linear = nn.Linear(4, 2)
     file = tmp_path / "first.prof"
     with torch.no_grad():
@@ -24,14 +25,15 @@ def test_the_phases_of_a_first_call(fresh_dynamo, tmp_path):
         output, phases = first_call(lambda: torch.compile(linear, backend="qframework"), x, file)
     assert torch.allclose(output, linear(x))
     assert file.stat().st_size > 0
-    assert phases["qframework: lower"].calls == 1
+    assert phases["qframework: run_passes"].calls == 1
+    assert {f"qframework: {each.__name__}" for each in passes.LOWERING} <= set(phases)
     assert phases["qframework: lower_linear"].calls == 1
     assert phases["qframework: wait for its kernels"].calls == 1
     whole = phases[profile_first_call.WHOLE].s
     assert whole > phases["torch.compile"].s
-    assert whole > phases["torch: OutputGraph.call_user_compiler"].s > phases["qframework: lower"].s
+    assert whole > phases["torch: OutputGraph.call_user_compiler"].s > phases["qframework: run_passes"].s
     assert phases["second call"].s < whole
-    assert dict(vars(backend)) == before
+    assert (dict(vars(backend)), dict(vars(passes))) == before
 
 
 def test_threads_and_their_time_on_a_core():

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import training_gradients
 from benchmarks.training_gradients import Row
-from qframework.evaluation.training_tasks import TextTask
+from demos.training_tasks import TextTask
 
 TASK = TextTask(width=256, depth=1, heads=2, context=16, limit=300_000)
 

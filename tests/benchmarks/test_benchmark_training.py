@@ -13,8 +13,8 @@ import torch
 from benchmarks import training_block, training_parity
 from benchmarks.harness import WrongResultError
 from benchmarks.training_parity import Case
+from demos.training_loop import RunConfig
 from qframework.errors import QFrameworkError
-from qframework.evaluation.training_loop import RunConfig
 from qframework.kernels.blocks.format import BLOCK_SIZES
 
 # Parity

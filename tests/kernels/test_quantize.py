@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from oracle import UNIT, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import dequantize, dynamic_quantize, quantize
-from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
+from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE, dequantize, dynamic_quantize, quantize
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
 from qframework.quantizer.bias_correction import correct_bias
-from qframework.quantizer.round_weights import round_weights
+from qframework.quantizer.weight_rounding import round_weights
 
 CLIPPED = static_int8(observer="percentile", percentile=98.0)
 

@@ -27,7 +27,7 @@ from qframework.quantizer import (
 )
 from qframework.quantizer.bias_correction import correct_bias
 from qframework.quantizer.fake_quantize import FakeQuantize, fake_quantize
-from qframework.quantizer.round_weights import round_weights
+from qframework.quantizer.weight_rounding import round_weights
 
 CONFIGS = {
     "static": static_int8(),

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import BLOCK_SIZES, dequantize_blocks_ref, spread_scale
-from qframework.training import BlockTensor, fallbacks, quantize_blocks, reset_fallbacks
+from qframework.training import BlockTensor, fallbacks, quantize_blocks
 from qframework.training.activation import Int8Activation, Int8GatedMLP, gated_activation
 from qframework.training.dropout import Int8Dropout
 from qframework.training.linear import Int8Linear
@@ -214,14 +214,14 @@ class Block(nn.Module):
 def test_a_block_stays_in_int8_and_checkpointing_repeats_it(block_size):
     """The mask too: the generator is put back before the block is computed again."""
     model, x = Block(block_size), torch.randn(3, 20, C)
-    reset_fallbacks()
+    fallbacks.clear()
 
     def run(call):
         torch.manual_seed(1)
         return loss_and_gradients(call, model, x)
 
     expected = run(model)
-    assert fallbacks() == {}
+    assert fallbacks == {}
     for reentrant in (True, False):
         got = run(lambda given, reentrant=reentrant: checkpoint(model, given, use_reentrant=reentrant))
         for one, other in zip(got, expected, strict=True):

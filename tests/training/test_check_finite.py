@@ -9,7 +9,7 @@ from training_models import MODELS, inputs, logits_of, loss_of, vit
 
 from qframework.errors import NonFiniteError
 from qframework.kernels.blocks.format import CanonicalSize
-from qframework.training import convert_to_int8_training, fallbacks, reset_fallbacks, restore_float
+from qframework.training import convert_to_int8_training, fallbacks, restore_float
 
 LAYERS = {
     "vit": ("blocks.1.mlp.fc1", "blocks.0.norm1", "patch_embed.proj", "head"),
@@ -69,14 +69,14 @@ def test_checks_change_no_result() -> None:
     wanted.backward()
     gradients = [parameter.grad.clone() for parameter in plain.parameters()]
     restore_float(plain).zero_grad()
-    reset_fallbacks()
+    fallbacks.clear()
     watched = convert_to_int8_training(plain, check_finite=True)
     loss = loss_of(watched, x)
     loss.backward()
     assert torch.equal(loss, wanted)
     for parameter, gradient in zip(watched.parameters(), gradients, strict=True):
         assert torch.equal(parameter.grad, gradient)
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 def hooks(model: nn.Module) -> int:

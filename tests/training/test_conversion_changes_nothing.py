@@ -19,7 +19,6 @@ from qframework.training import (
     fallbacks,
     plan,
     quantize_blocks,
-    reset_fallbacks,
     restore_float,
 )
 from qframework.training import convert as conversion
@@ -31,14 +30,14 @@ each_model = pytest.mark.parametrize("name", MODELS)
 def works_and_is_restored(model: nn.Module, x: Tensor, mode: Any = "per_block") -> nn.Module:
     """Converted, near the float model (test_convert.py says how near), whole again, and converted once more."""
     wanted, before, parameters = logits_of(model.eval(), x).detach(), everything(model), list(model.parameters())
-    reset_fallbacks()
+    fallbacks.clear()
     convert_to_int8_training(model, mode=mode)
     got = logits_of(model, x)
     assert 1e-5 < float((got.detach() - wanted).norm() / wanted.norm()) < 0.01 * (2 * 12) ** 0.5 * 2
     loss_of(model, x).backward()
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     assert all(parameter.grad is not None for parameter in parameters)
-    assert fallbacks() == {}
+    assert fallbacks == {}
     restore_float(model)
     assert everything(model) == before
     assert torch.equal(logits_of(model, x), wanted)
@@ -327,10 +326,10 @@ def test_a_name_of_either_place_keeps_a_module() -> None:
 
 def test_blocks_before_one_that_is_not_listed_give_floats() -> None:
     model = vit(depth=3)
-    reset_fallbacks()
+    fallbacks.clear()
     convert_to_int8_training(model, blocks=["blocks.0", "blocks.2"])
     loss_of(model, inputs("vit")).backward()
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 def test_a_model_may_be_a_block() -> None:

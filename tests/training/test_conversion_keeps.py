@@ -24,7 +24,7 @@ from torch.nn.utils import (
 from training_models import MODELS, gpt2, inputs, llama, logits_of, loss_of, vit
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.training import conversion_report, convert_to_int8_training, fallbacks, reset_fallbacks, restore_float
+from qframework.training import conversion_report, convert_to_int8_training, fallbacks, restore_float
 from qframework.training.linear import Int8Linear
 
 each_mode = pytest.mark.parametrize("mode", ["per_block", "per_token", "per_tensor"])
@@ -279,9 +279,9 @@ def test_adapters_around_layers(mode: Any) -> None:
     for block in model.blocks:
         block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)
         block.attn.proj = Wrapped(block.attn.proj)
-    reset_fallbacks()
+    fallbacks.clear()
     close_in_int8_and_the_same_when_restored(model, inputs("vit"), mode)
-    assert not fallbacks()
+    assert not fallbacks
     assert not model.blocks[0].mlp.fc1.base_layer.weight.requires_grad
 
 

@@ -21,7 +21,6 @@ from qframework.training import (
     conversion_report,
     convert_to_int8_training,
     fallbacks,
-    reset_fallbacks,
     restore_float,
 )
 from qframework.training.activation import Int8Activation, Int8GatedMLP
@@ -34,9 +33,9 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 @pytest.fixture(autouse=True)
 def count_from_zero() -> Iterator[None]:
-    reset_fallbacks()
+    fallbacks.clear()
     yield
-    reset_fallbacks()
+    fallbacks.clear()
 
 
 def state(model: nn.Module) -> dict[str, Tensor]:
@@ -76,7 +75,7 @@ def test_close_to_float_and_no_operator_falls_back(name: str, block_size: Canoni
     error = float((got - wanted).norm() / wanted.norm())
     assert 1e-4 < error < 0.01 * (2 * 12) ** 0.5 * 2
     loss_of(model.train(), x).backward()
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
@@ -163,7 +162,7 @@ def test_the_report_names_every_module() -> None:
     assert "blocks of 1 x 128:" in str(conversion_report(convert_to_int8_training(vit(), [1, 128])))
     assert "2 Linear to Int8Linear (float out)" in shown
     loss_of(model, inputs("vit")).backward()
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @each_model
@@ -275,7 +274,7 @@ def test_a_whole_block_kept_in_float() -> None:
     assert conversion_report(model).blocks == ("blocks.0", "blocks.2")
     assert type(model.blocks[1].norm1).__name__ == "LayerNorm"
     loss_of(model, x).backward()
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @pytest.mark.parametrize("block_size", [0, 16, 48, 256, (128, 32), (1, 64), [1, 128, 128], "1x128"])
@@ -352,7 +351,7 @@ def test_a_strangers_blocks_are_named_by_the_user_and_fall_back_where_they_must(
     assert float((got - wanted).norm() / wanted.norm()) < 0.05
     got.sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert "aten::sigmoid" in fallbacks()
+    assert "aten::sigmoid" in fallbacks
 
 
 def test_attention_that_reads_its_linears_weights_is_named() -> None:

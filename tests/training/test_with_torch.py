@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from training_models import MODELS, inputs, loss_of
 
 from qframework.kernels.blocks.format import CanonicalSize
-from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks, reset_fallbacks
+from qframework.training import compilation, conversion_report, convert_to_int8_training, fallbacks
 from qframework.training.dropout import Int8Dropout
 
 each_model = pytest.mark.parametrize("name", MODELS)
@@ -28,9 +28,9 @@ each_case = pytest.mark.parametrize(("name", "block_size"), CASES)
 
 @pytest.fixture(autouse=True)
 def count_from_zero() -> Iterator[None]:
-    reset_fallbacks()
+    fallbacks.clear()
     yield
-    reset_fallbacks()
+    fallbacks.clear()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -56,7 +56,7 @@ def test_compiled_without_graph_breaks(name: str, block_size: CanonicalSize, fre
     again.backward()
     assert again.item() == pytest.approx(loss.item(), rel=1e-3)
     assert distance(gradients(model), wanted) < 0.02
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_compiled_by_inductor_under_autocast(
     loss.backward()
     assert loss.item() == pytest.approx(wanted.item(), rel=0.1 if training else 1e-2)  # dropout draws anew
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 def test_inductor_knows_the_operators_of_pytorch_before_2_15(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_checkpointing_gives_the_same_gradients(name: str, block_size: Canonical
     again.backward()
     assert again.item() == loss.item()
     assert distance(gradients(model), wanted) == 0
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -169,7 +169,7 @@ def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
     loss.backward()
     assert loss.item() == pytest.approx(loss_of(model, x).item(), rel=0.02)
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 def test_an_optimizer_made_before_goes_on() -> None:
@@ -219,7 +219,7 @@ for name, block_size in CASES:
         losses = torch.tensor(steps(model, inputs(name, batch=8)[4 * rank : 4 * rank + 4]))
         distributed.all_reduce(losses)
         found[f"{name} {block_size} {wrap}"] = (losses / 2).tolist()
-assert fallbacks() == {}, fallbacks()
+assert fallbacks == {}, fallbacks
 if rank == 0:
     Path(sys.argv[1]).write_text(json.dumps(found))
 distributed.destroy_process_group()
@@ -308,7 +308,7 @@ def test_compiled_and_distributed(
     found = {key: getattr(gradient, "full_tensor", gradient.clone)() for key, gradient in gradients(model).items()}
     assert again.item() == pytest.approx(loss.item(), rel=1e-3)
     assert distance(found, wanted) < 0.02
-    assert fallbacks() == {}
+    assert fallbacks == {}
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +15,10 @@ from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR
 from qframework.kernels.blocks.quantize import block_quantize
+from qframework.quantizer import weight_rounding
 from qframework.quantizer.config import static_int8
 from qframework.quantizer.smooth import CalibratedLinear
 
-round_weights = importlib.import_module("qframework.quantizer.round_weights")
 PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "scaled_dot_product", "convolution")
 
 
@@ -81,7 +80,7 @@ def log_sum_exp() -> None:
 
 
 def hessian() -> None:
-    round_weights._outer_product([torch.randn(50, 16)], None)
+    weight_rounding._outer_product([torch.randn(50, 16)], None)
 
 
 def smoothing() -> None:

@@ -17,7 +17,7 @@ from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
 from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR, block_linear
 from qframework.kernels.blocks.linear.hopper import HAS_GLUON
 from qframework.kernels.blocks.linear.launch import block_linear_triton
-from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, Choice, Tile
+from qframework.kernels.blocks.linear.tiles import COOPERATIVE, SINGLE, BlockTile, Choice
 from qframework.kernels.runtime.replay import replayed
 
 BLOCK_SIZES = (32, 64, 128, (32, 128), (1, 128))
@@ -237,8 +237,8 @@ def test_empty(run, place, rows, n, k, dtype):
 
 
 TILES = {
-    "descriptors": Tile(32, 64, 4, 1, tma=True, group_m=1),
-    "rows shorter than a block": Tile(32, 128, 4, 1),
+    "descriptors": BlockTile(32, 64, 4, 1, tma=True, group_m=1),
+    "rows shorter than a block": BlockTile(32, 128, 4, 1),
 }
 
 
@@ -257,7 +257,7 @@ def test_every_tile(tile, block_size, parts):
 @pytest.mark.parametrize("rows", [3, 197])
 def test_whole_blocks_in_tiles_of_fewer_rows(rows, block_size, tma):
     """Int8 results of blocks with fewer than 128 rows, in the tile for few rows."""
-    tile = Tile(64, 128, 4, 1, tma=tma, group_m=1)
+    tile = BlockTile(64, 128, 4, 1, tma=tma, group_m=1)
     check_tile(tile, 1, block_size, (rows, 272), 144, torch.int8)
 
 
@@ -335,8 +335,8 @@ def seen(argument):
     return argument
 
 
-POINTERS = Tile(128, 128, 8, 3)
-DESCRIPTORS = Tile(32, 64, 4, 1, tma=True, group_m=1)
+POINTERS = BlockTile(128, 128, 8, 3)
+DESCRIPTORS = BlockTile(32, 64, 4, 1, tma=True, group_m=1)
 
 
 @pytest.fixture

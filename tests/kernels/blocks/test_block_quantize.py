@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from oracle import UNIT, assert_float_close, assert_int8_close, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import block_dequantize, block_quantize, block_quantize_both, block_transpose, dynamic_quantize
+from qframework.kernels import block_dequantize, block_quantize, block_quantize_both, block_transpose
 from qframework.kernels.blocks.format import block_size_name, parse_block_size
 from qframework.kernels.blocks.quantize import (
     BLOCK_DEQUANTIZE,
@@ -22,6 +22,7 @@ from qframework.kernels.blocks.quantize import (
     BLOCK_QUANTIZE_BOTH,
     BLOCK_TRANSPOSE,
 )
+from qframework.kernels.quantize import dynamic_quantize
 from qframework.numerics import MIN_SCALE
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

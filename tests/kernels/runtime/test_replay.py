@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from qframework import kernels
-from qframework.kernels import quantize
+from qframework.kernels.quantize import quantize
 from qframework.kernels.runtime import launch as _launch
 from qframework.kernels.runtime import replay as _replay
 from qframework.kernels.runtime.launch import launch

@@ -10,7 +10,7 @@ from torch import Tensor
 from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear.arguments import BlockLinearArguments
-from qframework.kernels.blocks.linear.tiles import Choice, Tile, choice_for, count_tiles
+from qframework.kernels.blocks.linear.tiles import BlockTile, Choice, choice_for, count_tiles
 from qframework.kernels.blocks.linear.triton import _block_linear_kernel
 from qframework.kernels.blocks.tiles import contiguous
 from qframework.kernels.linear.hopper import describe
@@ -52,7 +52,7 @@ class _Call(NamedTuple):
     constants: dict[str, Any]
 
 
-def _call(args: BlockLinearArguments, tile: Tile, parts: int, out: Tensor, out_scale: Tensor) -> _Call:
+def _call(args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, out_scale: Tensor) -> _Call:
     """The launch that writes ``out``, or where K is cut into parts, the sums of each."""
     n, k = args.b.shape
     m = args.a.shape[:-1].numel()
@@ -88,7 +88,7 @@ def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
     out.copy_(y if bias is None else y + bias.float())
 
 
-def tile_constants(tile: Tile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
+def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
     """What the kernel is compiled for, in the order of its arguments."""
     return {
         "BLOCK": block_shape(block_size),
@@ -107,7 +107,7 @@ def stores_by_tma(dtype: torch.dtype, columns: int) -> bool:
     return dtype != torch.float32 and columns * dtype.itemsize % 16 == 0
 
 
-def specialized_constants(tile: Tile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
+def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
     """What the kernel for Hopper is compiled for, in the order of its arguments."""
     return {
         "BLOCK": block_shape(block_size),
@@ -121,6 +121,6 @@ def specialized_constants(tile: Tile, block_size: BlockSize, has_bias: bool, tma
     }
 
 
-def specialized_options(tile: Tile) -> dict[str, int]:
+def specialized_options(tile: BlockTile) -> dict[str, int]:
     """Warps, and registers a thread where two programs share a multiprocessor's."""
     return {"num_warps": tile.num_warps} | ({"maxnreg": 128} if tile.programs == 2 else {})

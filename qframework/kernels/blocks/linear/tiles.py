@@ -16,7 +16,7 @@ from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 
-class Tile(NamedTuple):
+class BlockTile(NamedTuple):
     """The compile-time choices of a kernel. Its step along K is the block size."""
 
     block_m: int
@@ -35,15 +35,15 @@ class Tile(NamedTuple):
 
 # Largest first; the last one also serves everything smaller. By columns of a block, the step along K.
 _BY_POINTERS = {
-    32: [Tile(128, 128, 8, 5), Tile(64, 128, 8, 5), Tile(64, 64, 4, 5)],
-    64: [Tile(128, 128, 8, 4), Tile(64, 128, 8, 4), Tile(64, 64, 4, 4)],
-    128: [Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(64, 64, 4, 3)],
+    32: [BlockTile(128, 128, 8, 5), BlockTile(64, 128, 8, 5), BlockTile(64, 64, 4, 5)],
+    64: [BlockTile(128, 128, 8, 4), BlockTile(64, 128, 8, 4), BlockTile(64, 64, 4, 4)],
+    128: [BlockTile(128, 128, 8, 3), BlockTile(64, 128, 8, 3), BlockTile(64, 64, 4, 3)],
 }
 _BY_TMA = {size: [tile._replace(tma=True) for tile in tiles] for size, tiles in _BY_POINTERS.items()}
-INTERPRETED = {32: Tile(32, 64, 4, 1), 64: Tile(64, 64, 4, 1), 128: Tile(128, 128, 4, 1)}
+INTERPRETED = {32: BlockTile(32, 64, 4, 1), 64: BlockTile(64, 64, 4, 1), 128: BlockTile(128, 128, 4, 1)}
 # 192 KB and 96 KB of stages: what shared memory holds beside the result, with one program or two on a multiprocessor.
-COOPERATIVE = {size: Tile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
-SINGLE = {size: Tile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
+COOPERATIVE = {size: BlockTile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
+SINGLE = {size: BlockTile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
 _MIN_DEPTH = 1024  # columns that a part of K has at least: less is not worth a pass over the parts
 
 
@@ -56,7 +56,7 @@ def choose_tile(
     processors: int,
     tma: bool,
     whole: bool,
-) -> Tile:
+) -> BlockTile:
     """Tile for a problem on a chip.
 
     Args:
@@ -84,7 +84,7 @@ def choose_tile(
     return chosen if large_memory else chosen._replace(num_stages=2)
 
 
-def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whole: bool) -> Tile:
+def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whole: bool) -> BlockTile:
     """For blocks of so many columns.
 
     Long ones keep the tensor cores busy, and two warpgroups read less; shorter ones wait, two programs in turn. So it
@@ -95,12 +95,12 @@ def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whol
     return single if columns < 128 or programs <= processors else COOPERATIVE[columns]
 
 
-def count_tiles(tile: Tile, m: int, n: int) -> int:
+def count_tiles(tile: BlockTile, m: int, n: int) -> int:
     """How many tiles cover a result."""
     return math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
 
 
-def parts_of(tile: Tile, m: int, n: int, k: int, processors: int, whole: bool) -> int:
+def parts_of(tile: BlockTile, m: int, n: int, k: int, processors: int, whole: bool) -> int:
     """Parts into which K is cut, so that few tiles of a long product still fill the chip.
 
     Gradients of weights are such: thousands of tokens summed up into a small matrix.
@@ -113,7 +113,7 @@ def parts_of(tile: Tile, m: int, n: int, k: int, processors: int, whole: bool) -
 class Choice(NamedTuple):
     """A tile and the parts of K."""
 
-    tile: Tile
+    tile: BlockTile
     parts: int
 
 

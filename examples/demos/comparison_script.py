@@ -1,0 +1,109 @@
+"""What ``examples/imagenet_timm.py`` and ``examples/coco_sam.py`` have in common: options, processes, output."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from qframework.errors import QFrameworkError
+from qframework.evaluation.comparison import Configuration, Settings, compare, standard_configurations
+from qframework.evaluation.comparison_results import Results
+from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
+from qframework.evaluation.tasks import Task
+from qframework.files import atomic_write
+from qframework.outputs import check_output_file
+
+BAD_INPUT = 2
+_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+MakeTask = Callable[[argparse.Namespace], Task]
+
+
+def comparison_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with the options that both scripts have."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="only N images, spread evenly over all")
+    parser.add_argument("--calibration-images", type=int, default=512, metavar="N", help="default: %(default)s")
+    parser.add_argument("--configurations", metavar="A,B", help="rows to measure, by name (default: all)")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda (torchrun: one GPU a process), cuda:1, ...")
+    parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of all that is not INT8")
+    parser.add_argument("--workers", type=int, default=0, metavar="N", help="processes that read images; 0: none")
+    parser.add_argument("--repeats", type=int, default=20, metavar="N", help="timed calls, of which the median counts")
+    parser.add_argument("--eager", action="store_true", help="compile nothing; INT8 is then computed in float")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE.json", help="keep results here and go on from there; Markdown beside it"
+    )
+    parser.add_argument("--restart", action="store_true", help="forget what --output holds")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    return parser
+
+
+def run_script(make_task: MakeTask, options: argparse.Namespace) -> int:
+    """Make the task, compare, print and write; the exit code: 2 for bad input, said in one line on stderr."""
+    # torchao says at import that PyTorch deprecates something it does; users cannot mend that.
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    with ExitStack() as stack:
+        processes = Processes()
+        try:
+            processes = stack.enter_context(joined_processes())
+            results = _compare(make_task, options, processes)
+        except (QFrameworkError, OSError, ModuleNotFoundError) as error:
+            if processes.is_first:
+                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return BAD_INPUT
+    if processes.is_first:
+        _show(results, options.output)
+    return 0
+
+
+def _compare(make_task: MakeTask, options: argparse.Namespace, processes: Processes) -> Results:
+    dtype, device = _DTYPES[options.dtype], device_of_process(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # what libraries allocate without saying where
+    settings = Settings(device, dtype, not options.eager, options.repeats, not options.quiet)
+    chosen = _chosen(standard_configurations(dtype), options.configurations)
+    if options.output is not None:
+        _check_output(options.output)
+    results = Results.open(options.output, restart=options.restart, processes=processes)
+    return compare(make_task(options), chosen, settings, processes=processes, results=results)
+
+
+def _check_output(output: Path) -> None:
+    """Raise QFrameworkError unless the results and their Markdown can be written, each to a file of its own."""
+    check_output_file(output, "--output", make_folder=True)
+    if output.suffix == ".md":
+        raise QFrameworkError(f"--output {output} is the name of the Markdown beside it; accepted: FILE.json")
+    check_output_file(output.with_suffix(".md"), f"--output {output}")
+
+
+def _chosen(configurations: dict[str, Configuration], names: str | None) -> dict[str, Configuration]:
+    """Those named, in the order of the standard ones."""
+    if names is None:
+        return configurations
+    wanted = [name.strip() for name in names.split(",")]
+    unknown = [name for name in wanted if name not in configurations]
+    if unknown:
+        raise QFrameworkError(f"--configurations: {unknown[0]!r} is unknown; accepted: {', '.join(configurations)}")
+    return {name: configuration for name, configuration in configurations.items() if name in wanted}
+
+
+def _show(results: Results, output: Path | None) -> None:
+    Console(markup=False, highlight=False).print(results.table())
+    if output is not None:
+        with atomic_write(output.with_suffix(".md")) as file:
+            file.write(results.markdown().encode())
+
+
+def read_names(path: Path | None) -> list[str] | None:
+    """The lines of a text file that are not empty; None for no file."""
+    if path is None:
+        return None
+    return [line for line in map(str.strip, path.read_text().splitlines()) if line]

@@ -1,0 +1,336 @@
+"""Training by one process or several, that goes on after an interruption with the losses it would have had.
+
+Nothing random outlives a step: before each one the generators are seeded from (seed, step, process), and what a batch
+holds depends on (seed, step) alone. A checkpoint is then the weights, the optimizer and the step.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from demos.training_files import CHECKPOINT, Checkpoint, Curves, load_checkpoint, save_checkpoint
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.evaluation.distributed import Processes
+from qframework.evaluation.progress import progress_bar
+from qframework.evaluation.schedule import warmup_cosine
+from qframework.kernels.blocks.format import BlockSize, block_size_name, check_block_size
+from qframework.training.convert import Mode, convert_to_int8_training
+
+PRECISIONS = ("fp32", "bf16", "int8")
+_FLUSH_EVERY = 20  # steps; reading a loss waits for the GPU
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything besides the task that the losses depend on.
+
+    Args:
+        steps: of the optimizer.
+        batch_size: examples of a step, over all processes and micro-batches.
+        learning_rate: its peak; it rises in a line over ``warmup`` of the steps and falls in a cosine to zero.
+        weight_decay: of AdamW, for matrices; vectors have none.
+        clip: norm that gradients are scaled down to.
+        accumulate: micro-batches of a step.
+        seed: of the weights, the batches and dropout.
+        precision: ``"fp32"``, ``"bf16"`` (autocast) or ``"int8"`` (bf16 with INT8 blocks).
+        mode: of INT8, see convert_to_int8_training.
+        block_size: of INT8 per block, see convert_to_int8_training.
+    """
+
+    steps: int
+    batch_size: int
+    learning_rate: float
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.98)
+    clip: float = 1.0
+    accumulate: int = 1
+    seed: int = 0
+    precision: str = "fp32"
+    mode: Mode = "per_block"
+    block_size: BlockSize = 32
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "block_size", check_block_size("RunConfig", self.block_size))
+        if self.precision not in PRECISIONS:
+            raise UnsupportedError(f"precision {self.precision!r} is unknown; accepted: {', '.join(PRECISIONS)}")
+        if self.mode not in get_args(Mode):
+            raise UnsupportedError(f"mode {self.mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
+        if min(self.steps, self.batch_size, self.accumulate) < 1:
+            raise QFrameworkError(
+                f"steps={self.steps}, batch_size={self.batch_size}, accumulate={self.accumulate}; accepted: 1 or more"
+            )
+
+    @property
+    def label(self) -> str:
+        """``fp32``, ``bf16``, ``per_block_32``, ``per_block_1x128``, ``per_token``, ..."""
+        if self.precision != "int8":
+            return self.precision
+        return f"per_block_{block_size_name(self.block_size)}" if self.mode == "per_block" else self.mode
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its fields as JSON gives them back: lists, no tuples."""
+        return json.loads(json.dumps(asdict(self)))
+
+
+class TrainingTask(Protocol):
+    """A model, its data and its loss."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """JSON-able; with the RunConfig all that the losses depend on."""
+
+    def build(self, seed: int) -> nn.Module:
+        """The untrained float model, on the CPU; its weights from the global generator."""
+
+    def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step on the CPU, ``size`` examples; the same in every process."""
+
+    def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        """The mean over the examples."""
+
+    def evaluate(self, model: nn.Module, seed: int, device: torch.device) -> dict[str, float]:
+        """Figures on data the model was not trained on, ``"loss"`` among them; ``model`` is in eval mode."""
+
+
+@dataclass
+class Place:
+    """Where and how a run is carried out: nothing that its losses depend on, up to rounding.
+
+    Args:
+        device: of this process.
+        processes: that share the run, each with a part of every batch.
+        folder: of the checkpoint; None keeps none.
+        evaluate_every: steps between two validations; 0: only at the end.
+        checkpoint_every: steps between two checkpoints; 0: only at the end.
+        stop_after: steps after which to stop early, as an interruption would; None: at the end.
+        compiled: torch.compile the model.
+        check_finite: report NaN and infinity with the layer's name; INT8 only.
+        restart: forget the checkpoint that is there.
+        show_progress: draw a bar.
+    """
+
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    processes: Processes = field(default_factory=Processes)
+    folder: Path | None = None
+    evaluate_every: int = 0
+    checkpoint_every: int = 0
+    stop_after: int | None = None
+    compiled: bool = False
+    check_finite: bool = False
+    restart: bool = False
+    show_progress: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a run gave.
+
+    ``examples_per_second`` is of the steps made now, all processes together; of more than 20, without the first 20,
+    in which models are compiled and kernels tuned.
+    """
+
+    model: nn.Module
+    curves: Curves
+    examples_per_second: float
+    finished: bool
+
+
+def train(task: TrainingTask, config: RunConfig, place: Place | None = None) -> Outcome:
+    """Train from the checkpoint in ``place.folder`` on, or from the start.
+
+    Raises:
+        QFrameworkError: the batch cannot be dealt out evenly, or the checkpoint is of another run.
+    """
+    place = place or Place()
+    share = config.batch_size // (place.processes.size * config.accumulate)
+    if share * place.processes.size * config.accumulate != config.batch_size:
+        raise QFrameworkError(
+            f"batch_size={config.batch_size} for {place.processes.size} processes with {config.accumulate} "
+            "micro-batches each; accepted: a multiple of their product"
+        )
+    with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), _deterministic():
+        return _Run(task, config, place).finish()
+
+
+class _Run:
+    """A run in progress."""
+
+    def __init__(self, task: TrainingTask, config: RunConfig, place: Place) -> None:
+        self.task, self.config, self.place = task, config, place
+        self.settings = {"task": dict(task.settings), **config.settings}
+        self.model = prepared_model(task, config, place)
+        self.optimizer = _optimizer(self.model, config)
+        self.curves = Curves()
+        self.pending: list[Tensor] = []  # losses of this process that were not read yet
+        self.step = self._restore()
+        self.module = _wrapped(self.model, place)
+
+    def finish(self) -> Outcome:
+        """Make all steps that are left."""
+        config, place = self.config, self.place
+        first, last = self.step, min(config.steps, place.stop_after or config.steps)
+        warm = first + _FLUSH_EVERY
+        timed_from, seconds = first, 0.0
+        show = place.show_progress and place.processes.is_first
+        with progress_bar(f"Training, {config.label}", config.steps, show) as advance:
+            for _ in range(first):
+                advance()
+            while self.step < last:
+                start = time.perf_counter()
+                self._make_step()
+                if len(self.pending) == _FLUSH_EVERY or self.step in (warm, last):
+                    self._read_losses()
+                seconds += time.perf_counter() - start
+                if self.step == warm < last:
+                    timed_from, seconds = warm, 0.0
+                if self._due(place.evaluate_every):
+                    self._evaluate()
+                if self._due(place.checkpoint_every) or self.step == last:
+                    self._save()
+                advance()
+        rate = (last - timed_from) * config.batch_size / seconds if seconds else 0.0
+        return Outcome(self.model, self.curves, rate, self.step == config.steps)
+
+    def _due(self, every: int) -> bool:
+        """Whether what happens ``every`` so many steps, and at the end, happens now; 0 is only at the end."""
+        return self.step == self.config.steps or (every > 0 and self.step % every == 0)
+
+    def _make_step(self) -> None:
+        config, processes = self.config, self.place.processes
+        for group in self.optimizer.param_groups:
+            group["lr"] = config.learning_rate * warmup_cosine(self.step, config.steps, config.warmup)
+        torch.manual_seed(_mixed(config.seed, self.step))
+        batch = self.task.batch(config.seed, self.step, config.batch_size)
+        torch.manual_seed(_mixed(config.seed, self.step, processes.rank + 1))
+        self.module.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.pending.append(self._accumulate(*batch))
+        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        self.optimizer.step()
+        self.step += 1
+
+    def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Gradients of this process's part of the batch; its mean loss, a scalar on the device."""
+        rank, parts, device = self.place.processes.rank, self.config.accumulate, self.place.device
+        size = len(inputs) // (self.place.processes.size * parts)
+        total = torch.zeros((), device=device)
+        for part in range(parts):
+            start = (rank * parts + part) * size
+            chosen = slice(start, start + size)
+            with self._without_exchange(part + 1 < parts):
+                with autocast(self.config.precision, device):
+                    loss = self.task.loss(self.module, inputs[chosen].to(device), targets[chosen].to(device)) / parts
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _without_exchange(self, more_to_come: bool) -> AbstractContextManager[None]:
+        """Gradients are exchanged once a step, with the last micro-batch."""
+        if more_to_come and isinstance(self.module, DistributedDataParallel):
+            return self.module.no_sync()
+        return nullcontext()
+
+    def _read_losses(self) -> None:
+        """The mean over all processes, in the order of their ranks: every process keeps the same curve."""
+        mine = torch.stack(self.pending).double().cpu().tolist()
+        everyones = self.place.processes.gather([mine])
+        self.curves.losses += [sum(losses) / len(losses) for losses in zip(*everyones, strict=True)]
+        self.pending.clear()
+
+    def _evaluate(self) -> None:
+        """By the first process; the others wait where losses are next exchanged."""
+        if not self.place.processes.is_first:
+            return
+        self.model.eval()
+        torch.manual_seed(self.config.seed)
+        with torch.no_grad(), autocast(self.config.precision, self.place.device):
+            figures = self.task.evaluate(self.model, self.config.seed, self.place.device)
+        self.curves.validation[self.step] = figures
+
+    def _save(self) -> None:
+        if self.pending:
+            self._read_losses()
+        if self.place.folder is None or not self.place.processes.is_first:
+            return
+        states = self.model.state_dict(), self.optimizer.state_dict()
+        save_checkpoint(
+            self.place.folder / CHECKPOINT, Checkpoint(self.settings, self.step, *states, curves=self.curves)
+        )
+
+    def _restore(self) -> int:
+        """The step to go on with."""
+        path = None if self.place.folder is None else self.place.folder / CHECKPOINT
+        if path is None or self.place.restart or not path.exists():
+            return 0
+        checkpoint = load_checkpoint(path, self.settings, self.place.device)
+        self.model.load_state_dict(checkpoint.model)
+        self.optimizer.load_state_dict(checkpoint.optimizer)
+        self.curves = checkpoint.curves
+        return checkpoint.step
+
+
+def prepared_model(task: TrainingTask, config: RunConfig, place: Place) -> nn.Module:
+    """The untrained model on its device, converted where the precision is INT8."""
+    torch.manual_seed(config.seed)
+    model = task.build(config.seed).to(place.device)
+    if config.precision == "int8":
+        convert_to_int8_training(model, block_size=config.block_size, mode=config.mode, check_finite=place.check_finite)
+    return model
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """BF16 wherever PyTorch's autocast says so; nothing for ``"fp32"``."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=precision != "fp32")
+
+
+def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+    """AdamW; biases and the weights of norms do not decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
+        {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def _wrapped(model: nn.Module, place: Place) -> nn.Module:
+    """What a step calls: compiled and with gradients exchanged, as the place says."""
+    module: Any = torch.compile(model) if place.compiled else model
+    if place.processes.size > 1:
+        module = DistributedDataParallel(module, [place.device] if place.device.type == "cuda" else None)
+    return module
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that differs wherever one of a few numbers does."""
+    seed = 0
+    for number in numbers:
+        seed = (seed * 1_000_003 + number + 1) % 2**63
+    return seed
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """PyTorch's deterministic algorithms where it has them; it warns where it has none."""
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    settings: Any = torch.utils.deterministic  # a module whose attributes checkers do not see
+    filled = settings.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    settings.fill_uninitialized_memory = False  # every empty tensor would be written twice
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)
+        settings.fill_uninitialized_memory = filled

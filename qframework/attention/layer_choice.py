@@ -1,0 +1,62 @@
+"""The variant of one attention layer, and what was measured to choose it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+OFF = "off"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """How far one variant is from float attention in one layer, each number the worst over all calls.
+
+    Args:
+        cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))`` of the outputs of one call, O being float attention's.
+        relative_l1: ``sum|O - O'| / sum|O|``.
+        rmse: ``sqrt(mean((O - O')^2))``.
+        error: why the variant cannot be used in this layer; then the numbers mean nothing.
+    """
+
+    cosine: float = 1.0
+    relative_l1: float = 0.0
+    rmse: float = 0.0
+    error: str = ""
+
+    def worse(self, other: Measurement) -> Measurement:
+        """The worse of both in every number."""
+        return Measurement(
+            min(self.cosine, other.cosine),
+            max(self.relative_l1, other.relative_l1),
+            max(self.rmse, other.rmse),
+            self.error or other.error,
+        )
+
+
+@dataclass(frozen=True)
+class LayerChoice:
+    """The variant of one layer and what it was chosen from.
+
+    Args:
+        variant: a name or spec of a variant, ``"auto"``, or ``"off"`` for PyTorch's float attention.
+        calls: how many calls were measured.
+        query: shape of the first call's query.
+        keys: number of keys of the first call.
+        measurements: by variant, fastest first.
+    """
+
+    variant: str
+    calls: int = 0
+    query: tuple[int, ...] = ()
+    keys: int = 0
+    measurements: Mapping[str, Measurement] = field(default_factory=dict)
+
+
+def passes(measured: Measurement, criteria: Mapping[str, float]) -> bool:
+    """Whether a measurement beats the threshold of cosine similarity and keeps within the bounds that were given."""
+    if measured.error:
+        return False
+    bounded = all(getattr(measured, name) <= criteria.get(f"max_{name}", math.inf) for name in ("relative_l1", "rmse"))
+    return bounded and measured.cosine > criteria["threshold"]

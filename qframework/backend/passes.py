@@ -1,0 +1,72 @@
+"""The backend's passes, in their order: each takes a ``Lowering`` and changes its graph in place."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from qframework.backend.float_linear import lower_float_linear
+from qframework.backend.fold_channel_scale import fold_channel_scale
+from qframework.backend.group_weights import group_weights
+from qframework.backend.hoist_quantize import hoist_quantize
+from qframework.backend.keep_quantize import keep_dynamic_quantize
+from qframework.backend.lower_attention import lower_attention
+from qframework.backend.lower_linear import lower_linear
+from qframework.backend.lower_quantize import lower_quantize
+from qframework.backend.lower_static_attention import lower_static_attention
+from qframework.backend.lowering import Lowering, Pass
+from qframework.backend.outline_blocks import outline_blocks
+from qframework.graph.expand_attention import expand_multi_head_attention
+from qframework.graph.expand_einsum import expand_einsum
+from qframework.graph.expand_patch_embedding import expand_patch_embedding
+from qframework.graph.nodes import layer_name
+
+
+def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
+    """A rewriting of ``qframework.graph``, which needs nothing but the graph, as a pass."""
+
+    @functools.wraps(rewrite)
+    def run(lowering: Lowering) -> None:
+        rewrite(lowering.gm)
+
+    return run
+
+
+def note_layer_order(lowering: Lowering) -> None:
+    """Note where each layer begins: reports come in this order."""
+    for place, node in enumerate(lowering.gm.graph.nodes):
+        if node.op.startswith("call"):
+            lowering.order.setdefault(layer_name(node), place)
+
+
+def forget_grad_mode(lowering: Lowering) -> None:
+    """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
+    for node in list(lowering.gm.graph.nodes):
+        if node.target is torch._C._set_grad_enabled:
+            lowering.gm.graph.erase_node(node)
+    lowering.gm.recompile()
+
+
+# What is quantized becomes INT8 operators.
+LOWERING: tuple[Pass, ...] = (
+    on_graph(expand_multi_head_attention),
+    on_graph(expand_einsum),
+    note_layer_order,
+    lower_static_attention,
+    lower_attention,
+    fold_channel_scale,
+    hoist_quantize,
+    lower_linear,
+    lower_float_linear,
+    on_graph(expand_patch_embedding),  # after the linears, of which it is to be none
+    lower_quantize,
+    group_weights,
+    keep_dynamic_quantize,
+)
+
+# A graph with INT8 linears, made ready for Inductor.
+FOR_INDUCTOR: tuple[Pass, ...] = (forget_grad_mode, outline_blocks)

@@ -1,0 +1,225 @@
+"""INT8 linears in a captured graph: what their operands dequantize, what follows them, and the operator itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from qframework.backend.lowering import ScaleConstants, erase_unused
+from qframework.errors import QFrameworkError
+from qframework.graph.nodes import (
+    Constants,
+    LinearCall,
+    activation_name,
+    added_to,
+    fake_value,
+    is_inactive_dropout,
+    layer_name,
+    why_not_plain,
+)
+from qframework.graph.writes import written_between
+from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX
+
+_decomposed = torch.ops.quantized_decomposed
+_ours = torch.ops.qframework
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """An int8 value in the graph: its node and its scale, a number (per tensor) or a node."""
+
+    value: Node
+    scale: float | Node
+
+
+@dataclass
+class Epilogue:
+    """What follows a linear layer and is computed with it; ``end`` is the node whose value it replaces."""
+
+    end: Node
+    activation: str = "none"
+    residual: Node | None = None
+    out_scale: float | Node | None = None
+
+    def describe(self) -> str:
+        """The operator's name with what its epilogue does."""
+        parts = [self.activation] * (self.activation != "none")
+        parts += ["residual"] * (self.residual is not None) + ["int8 out"] * (self.out_scale is not None)
+        return "qframework::int8_linear" + (f" ({', '.join(parts)})" if parts else "")
+
+
+class CannotLower(Exception):
+    """A layer that no kernel can take; the message is the reason."""
+
+
+def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
+    """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
+
+    Raises CannotLower and QFrameworkError as ``dequantized`` does, and CannotLower where both are quantized and no
+    kernel takes the layer's bias or width.
+    """
+    a = dequantized(call.input, constants, layer, "input")
+    b = dequantized(call.weight, constants, layer, "weight", axis=0)
+    if a is not None and b is not None and (reason := reason_against_operands(call)):
+        raise CannotLower(reason)
+    return a, b
+
+
+def reason_against_operands(call: LinearCall) -> str | None:
+    """Why no kernel takes a bias like this layer's, or sums up as many products; None where one does."""
+    weight, bias = fake_value(call.weight), fake_value(call.bias) if call.bias is not None else None
+    if weight is not None and bias is not None:
+        if reason := why_not_plain(bias):
+            return f"its bias {reason}"
+        if bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES:
+            accepted = f"({weight.shape[0]},) in float32, float16 or bfloat16"
+            return f"its bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; accepted: {accepted}"
+    features = weight.shape[-1] if weight is not None else 0
+    if isinstance(features, int) and features > MAX_INT8_PRODUCTS:
+        return f"its INT32 sums over {features} input features can overflow; accepted: up to {MAX_INT8_PRODUCTS}"
+    return None
+
+
+def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:
+    """What a dequantize node dequantizes; None when ``node`` is none. ``axis`` may have a scale for each element.
+
+    Raises CannotLower for a form no kernel computes, and QFrameworkError for a scale that is zero, negative or not
+    finite.
+    """
+    value: Any
+    scale: Any
+    if node.op != "call_function":
+        return None
+    if node.target is _ours.dequantize.default:
+        value, scale = node.args[:2]
+    elif node.target is _decomposed.dequantize_per_tensor.default:
+        value, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
+        _require_symmetric(role, zero_point, quant_min, quant_max, dtype)
+    elif node.target is _decomposed.dequantize_per_channel.default:
+        value, scale, zero_points, along, quant_min, quant_max, dtype = node.args[:7]
+        _require_symmetric(role, _zero_points(zero_points, constants), quant_min, quant_max, dtype)
+        if along != axis:
+            accepted = "one scale" if axis is None else f"along axis {axis}"
+            raise CannotLower(f"its {role} is quantized per channel along axis {along}; accepted: {accepted}")
+    elif "dequantize" in str(node.target):
+        raise CannotLower(f"its {role} is dequantized by {node.target}, which no kernel reads")
+    else:
+        return None
+    _require_positive(scale, constants, layer, role)
+    return Quantized(value, scale)
+
+
+def _zero_points(node: Any, constants: Constants) -> int | None:
+    """0 where all are known to be zero, the first other one, None where they cannot be known."""
+    if node is None:
+        return 0
+    value = constants.value(node)
+    return None if value is None else int(value.abs().max()) if value.numel() else 0
+
+
+def _require_symmetric(role: str, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any) -> None:
+    if dtype != torch.int8 or quant_max != QMAX:
+        raise CannotLower(f"its {role} is quantized to {dtype} in [{quant_min}, {quant_max}]; accepted: int8 up to 127")
+    if zero_point != 0 and not (zero_point is None and quant_min == -QMAX):
+        raise CannotLower(f"its {role} has zero point {zero_point}; accepted: 0 (symmetric quantization)")
+
+
+def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
+    values = torch.tensor(scale) if isinstance(scale, float) else constants.value(scale)
+    if values is not None and not bool(((values > 0) & values.isfinite()).all()):
+        worst = float(values[~((values > 0) & values.isfinite())].flatten()[0])
+        raise QFrameworkError(
+            f"layer {layer!r}: the scale of its {role} is {worst}; scales must be positive and finite. "
+            "Was the model calibrated with data that reaches this layer?"
+        )
+
+
+def find_epilogue(linear: Node) -> Epilogue:
+    """Follow the only user of each value for as long as ``int8_linear`` can compute it.
+
+    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place. What
+    the epilogue itself writes is its own result.
+    """
+    own: set[Node] = set()
+    epilogue, reads = Epilogue(linear), _reads(linear)
+    while len(epilogue.end.users) == 1:
+        user = next(iter(epilogue.end.users))
+        if written_between(linear.next, user, reads, own) is not None:
+            break
+        own.add(user)
+        if is_inactive_dropout(user):
+            epilogue.end = user
+        elif epilogue.activation == "none" and epilogue.residual is None and (name := activation_name(user)):
+            epilogue.end, epilogue.activation = user, name
+        elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
+            epilogue.end, epilogue.residual = user, residual
+            reads.append(residual)
+        elif (scale := static_quantize_scale(user, epilogue.end)) is not None:
+            epilogue.end, epilogue.out_scale = user, scale
+            break
+        else:
+            break
+    return epilogue
+
+
+def _reads(linear: Node) -> list[Node]:
+    """What an INT8 linear reads in the place of ``linear``: its operands, or what they dequantize."""
+    operands = linear.all_input_nodes
+    return operands + [x for node in operands if "dequantize" in str(node.target) for x in node.all_input_nodes]
+
+
+def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
+    """The scale of a static symmetric quantize node of ``value``, None for any other node."""
+    if node.target is _ours.quantize.default and node.args[0] is value:
+        return node.args[1]  # type: ignore[return-value]
+    if node.target is _decomposed.quantize_per_tensor.default and node.args[0] is value:
+        _, scale, zero_point, quant_min, quant_max, dtype = node.args
+        if (zero_point, quant_min, quant_max, dtype) == (0, -QMAX, QMAX, torch.int8):
+            return scale  # type: ignore[return-value]
+    return None
+
+
+def insert_int8_linear(
+    gm: GraphModule, call: LinearCall, a: Quantized, b: Quantized, epilogue: Epilogue, scales: ScaleConstants
+) -> None:
+    """Put ``int8_linear`` in the place of ``epilogue.end`` and erase what nothing reads any more."""
+    end = epilogue.end
+    device = _device_of(call.weight, end)
+    out_dtype = None if epilogue.out_scale is not None else _float_dtype(end)
+    with gm.graph.inserting_before(end):
+        new = gm.graph.call_function(
+            _ours.int8_linear.default,
+            (
+                a.value,
+                scales.node(a.scale, device),
+                b.value,
+                scales.node(b.scale, device),
+                call.bias,
+                epilogue.activation,
+                epilogue.residual,
+                scales.node(epilogue.out_scale, device) if epilogue.out_scale is not None else None,
+                out_dtype,
+            ),
+        )
+    new.meta = {k: v for k, v in end.meta.items() if k in ("example_value", "val", "nn_module_stack", "stack_trace")}
+    end.replace_all_uses_with(new)
+    erase_unused(gm, end)
+
+
+def _float_dtype(node: Node) -> torch.dtype:
+    fake = fake_value(node)
+    dtype = fake.dtype if fake is not None else torch.float32
+    if dtype not in FLOAT_DTYPES:
+        raise QFrameworkError(f"layer {layer_name(node)!r}: output dtype {dtype}; accepted: float32, float16, bfloat16")
+    return dtype
+
+
+def _device_of(*nodes: Node) -> torch.device:
+    for node in nodes:
+        fake = fake_value(node)
+        if fake is not None:
+            return fake.device
+    return torch.device("cpu")

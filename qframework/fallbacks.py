@@ -1,0 +1,38 @@
+"""What was to run in INT8 and ran in float instead: counted by reason, logged once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from typing import Any
+
+_logger = logging.getLogger("qframework")
+_lock = threading.Lock()
+
+
+class Fallbacks(Counter[str]):
+    """How often something that was to run in INT8 ran in float, by reason.
+
+    ``qframework.backend``, ``qframework.attention`` and ``qframework.training`` have one each, of that name. What is
+    compiled counts when it is traced, not when it runs. ``clear()`` counts from zero and logs each message once more.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._logged: set[str] = set()
+
+    def note(self, reason: str, message: str) -> None:
+        """Count ``reason``, and log ``message`` as a warning if it is new."""
+        with _lock:
+            self[reason] += 1
+            new = message not in self._logged
+            self._logged.add(message)
+        if new:
+            _logger.warning("qframework: %s (logged once, counted in fallbacks)", message)
+
+    def clear(self) -> None:
+        """Count from zero, and log each message once more."""
+        with _lock:
+            super().clear()
+            self._logged.clear()

@@ -1,0 +1,128 @@
+"""A choice for each layer: float, static, dynamic, or a variant of attention; as rules and the backend's options."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from qframework.errors import UnsupportedError
+from qframework.quantizer import (
+    AttentionConfig,
+    LinearConfig,
+    QFrameworkQuantizer,
+    QuantizationConfig,
+    dynamic_attention,
+    dynamic_int8,
+    static_attention,
+    static_int8,
+)
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC
+from qframework.tuning.layers import KINDS, Layer, LayerKind
+
+Key = tuple[LayerKind, str]
+
+
+@dataclass(frozen=True)
+class Meanings:
+    """What the choices stand for; a variant of attention stands for itself."""
+
+    static: LinearConfig = field(default_factory=static_int8)
+    dynamic: LinearConfig = field(default_factory=dynamic_int8)
+    static_attention: AttentionConfig = field(default_factory=static_attention)
+
+    def linear(self, choice: str) -> LinearConfig | None:
+        """The configuration of a linear. Raises UnsupportedError for an unknown choice."""
+        accepted = {FLOAT: None, STATIC: self.static, DYNAMIC: self.dynamic}
+        if choice not in accepted:
+            raise UnsupportedError(f"a linear cannot be {choice!r}; accepted: {', '.join(accepted)}")
+        return accepted[choice]
+
+    def attention(self, choice: str) -> AttentionConfig | None:
+        """The configuration of an attention. Raises UnsupportedError for an unknown choice."""
+        if choice in (FLOAT, STATIC):
+            return self.static_attention if choice == STATIC else None
+        return dynamic_attention(choice)
+
+
+class Assignment(Mapping[Key, str]):
+    """A choice for each layer, by kind and name; hashable, and equal to one with the same choices."""
+
+    def __init__(self, choices: Mapping[Key, str] | Iterable[tuple[Key, str]]) -> None:
+        self._choices: dict[Key, str] = dict(choices)
+
+    @classmethod
+    def uniform(cls, layers: Iterable[Layer], choice: str = FLOAT) -> Assignment:
+        """The same choice for all ``layers``."""
+        return cls({layer.key: choice for layer in layers})
+
+    def __getitem__(self, key: Key) -> str:
+        return self._choices[key]
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._choices)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._choices.items()))
+
+    def __repr__(self) -> str:
+        return f"Assignment({self.to_dict()})"
+
+    def changed(self, key: Key, choice: str) -> Assignment:
+        """A copy with another choice for one layer."""
+        return Assignment(self._choices | {key: choice})
+
+    @property
+    def is_float(self) -> bool:
+        """Whether nothing is quantized."""
+        return set(self._choices.values()) <= {FLOAT}
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether a scale comes from calibration."""
+        return STATIC in self._choices.values()
+
+    def quantizer(self, meanings: Meanings | None = None) -> QFrameworkQuantizer:
+        """The quantizer that does this and nothing else: one rule for each module, an inner one after the outer one.
+
+        Raises:
+            UnsupportedError: a choice that its kind of layer does not have.
+        """
+        meanings = meanings or Meanings()
+        quantizer = QFrameworkQuantizer()
+        names = dict.fromkeys(name for _, name in self)
+        # A module may hold others: rules also cover what is inside, and of two the later one counts.
+        for name in sorted(names, key=lambda name: name.count(".")):
+            linear = meanings.linear(self._choices.get(("linear", name), FLOAT))
+            attention = meanings.attention(self._choices.get(("attention", name), FLOAT))
+            quantizer.set_module_name(glob.escape(name), QuantizationConfig(linear, attention))
+        return quantizer
+
+    def options(self) -> dict[str, Any]:
+        """Options for ``torch.compile(..., backend="qframework")``: attention that is float here stays in float."""
+        variants = {
+            name: choice
+            for (kind, name), choice in self.items()
+            if kind == "attention" and choice not in (FLOAT, STATIC)
+        }
+        return {"attention": variants or "off"}
+
+    def to_dict(self) -> dict[str, dict[str, str]]:
+        """JSON-able: ``{"linear": {name: choice}, "attention": {name: choice}}``."""
+        return {kind: {name: choice for (own, name), choice in self.items() if own == kind} for kind in KINDS}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Mapping[str, str]]) -> Assignment:
+        """Inverse of ``to_dict``."""
+        return cls({(kind, name): choice for kind in KINDS for name, choice in values[kind].items()})
+
+    def count(self) -> dict[str, int]:
+        """How many layers of a kind have a choice, as ``{"linear static": 12, ...}``."""
+        counts: dict[str, int] = {}
+        for (kind, _), choice in self.items():
+            counts[f"{kind} {choice}"] = counts.get(f"{kind} {choice}", 0) + 1
+        return dict(sorted(counts.items()))

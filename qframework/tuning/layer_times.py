@@ -1,0 +1,159 @@
+"""How long one layer takes, alone, by the operator that a compiled model launches for it.
+
+=========  ==============================================================================
+choice     what is timed
+=========  ==============================================================================
+float      ``linear``, ``scaled_dot_product_attention``
+static     ``int8_linear``, ``mixed_attention``: their inputs are quantized by what writes them
+dynamic    ``dynamic_quantize`` and ``int8_linear``
+a variant  ``sage_attention``
+=========  ==============================================================================
+
+Operands are random and have the layer's shapes. What a compiled model fuses with a layer is not in its time.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import qframework.kernels  # noqa: F401  registers the operators
+from qframework.tuning.layers import AttentionOperands, LinearOperands, Operands, TensorShape
+
+FLOAT, STATIC, DYNAMIC = "float", "static", "dynamic"
+_WARM_UP = 2
+_GRAPH_CALLS = 20
+_HOST_MS = 500.0
+
+
+@torch.no_grad()
+def milliseconds(operands: Operands, choice: str, device: torch.device | str, *, repeats: int = 20) -> float:
+    """Median time of one call with a choice of ``"float"``, ``"static"``, ``"dynamic"`` or a variant of attention.
+
+    On a GPU calls are replayed in a CUDA graph, so that launching them is not in the time, as in a large model.
+
+    Args:
+        operands: what the layer is called with.
+        choice: how it is quantized.
+        device: where to run.
+        repeats: timed calls, or on a GPU graphs of several calls.
+
+    Raises:
+        UnsupportedError, QFrameworkError: no kernel can do it.
+    """
+    device = torch.device(device)
+    make = _Operands(device)
+    fn = make.linear(operands, choice) if isinstance(operands, LinearOperands) else make.attention(operands, choice)
+    for _ in range(_WARM_UP):
+        fn()
+    if device.type != "cuda":
+        return _on_host(fn, repeats)
+    with torch.cuda.device(device):
+        return _in_graph(fn, repeats)
+
+
+class _Operands:
+    """Random operands from a seed of their own, and what is called with them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def linear(self, call: LinearOperands, choice: str) -> Callable[[], Any]:
+        """A linear layer."""
+        bias = self._optional(call.bias)
+        if choice == FLOAT:
+            x, weight = self._float(call.input), self._float(call.weight)
+            return lambda: F.linear(x, weight, bias)
+        ops, dtype = torch.ops.qframework, call.input.dtype
+        b, b_scale = self._int8(call.weight), self._scale(call.weight.shape[0])
+        if choice == STATIC:
+            a, a_scale = self._int8(call.input), self._scale(1)
+            return lambda: ops.int8_linear(a, a_scale, b, b_scale, bias, "none", None, None, dtype)
+        x = self._float(call.input)
+        quantize = ops.dynamic_quantize.alone
+
+        def dynamic() -> Tensor:
+            q, scale = quantize(x, "per_token")
+            return ops.int8_linear(q, scale, b, b_scale, bias, "none", None, None, dtype)
+
+        return dynamic
+
+    def attention(self, call: AttentionOperands, choice: str) -> Callable[[], Any]:
+        """An attention."""
+        ops, flags = torch.ops.qframework, {"is_causal": call.is_causal, "enable_gqa": call.enable_gqa}
+        mask, rel_h, rel_w = (self._optional(each) for each in (call.mask, call.rel_h, call.rel_w))
+        if choice == STATIC:
+            integers = [self._int8(each) for each in (call.query, call.key, call.value)]
+            scales = [self._scale(1) for _ in range(3)]
+            dtype = call.query.dtype
+            return lambda: ops.mixed_attention(
+                *integers, *scales, mask, **flags, out_dtype=dtype, rel_h=rel_h, rel_w=rel_w
+            )
+        query, key, value = (self._float(each) for each in (call.query, call.key, call.value))
+        if choice != FLOAT:
+            return lambda: ops.sage_attention(
+                query, key, value, mask, **flags, variant=choice, rel_h=rel_h, rel_w=rel_w
+            )
+        bias = _dense_bias(mask, rel_h, rel_w)
+        bias = bias if bias is None or bias.dtype == torch.bool else bias.to(query.dtype)
+        return lambda: F.scaled_dot_product_attention(query, key, value, bias, **flags)
+
+    def _optional(self, like: TensorShape | None) -> Tensor | None:
+        return None if like is None else self._float(like)
+
+    def _float(self, like: TensorShape) -> Tensor:
+        if like.dtype == torch.bool:
+            return torch.ones(like.shape, dtype=torch.bool, device=self._device)
+        return torch.randn(like.shape, generator=self._generator, device=self._device).to(like.dtype)
+
+    def _int8(self, like: TensorShape) -> Tensor:
+        return torch.randint(-127, 128, like.shape, generator=self._generator, device=self._device, dtype=torch.int8)
+
+    def _scale(self, count: int) -> Tensor:
+        return torch.full((count,), 0.01, device=self._device)
+
+
+def _dense_bias(mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None) -> Tensor | None:
+    """What float attention adds to its logits: relative positions as the ``(..., N, Nk)`` that their factors make."""
+    if rel_h is None or rel_w is None:
+        return mask
+    relative = (rel_h.unsqueeze(-1) + rel_w.unsqueeze(-2)).flatten(-2)
+    if mask is None:
+        return relative
+    return relative.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else relative + mask
+
+
+def _on_host(fn: Callable[[], Any], repeats: int) -> float:
+    """Median of several calls, fewer of a slow one: the references of attention take seconds."""
+    once = _wall_ms(fn)
+    return median(_wall_ms(fn) for _ in range(max(3, min(repeats, int(_HOST_MS / once)))))
+
+
+def _wall_ms(fn: Callable[[], Any]) -> float:
+    start = time.perf_counter()
+    fn()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _in_graph(fn: Callable[[], Any], repeats: int) -> float:
+    """Median time of a call among several in one CUDA graph."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_GRAPH_CALLS):
+            fn()
+    graph.replay()
+    events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for start, end in events:
+        start.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return median(start.elapsed_time(end) for start, end in events) / _GRAPH_CALLS

@@ -1,0 +1,362 @@
+"""Mixed precision by measurement: the fastest choice for each layer whose measured drop stays inside a budget."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from qframework.attention.adaptive import speed_order
+from qframework.errors import QFrameworkError
+from qframework.evaluation.progress import progress_bar
+from qframework.evaluation.pt2e import export_model
+from qframework.evaluation.speed import throughput
+from qframework.files import write_json
+from qframework.quantizer import Recipe, dynamic_attention
+from qframework.tuning.assignment import Assignment, Key, Meanings
+from qframework.tuning.candidates import Candidates, Metric, checked_metric
+from qframework.tuning.journal import Journal
+from qframework.tuning.layer_times import DYNAMIC, FLOAT, STATIC, milliseconds
+from qframework.tuning.layers import Layer, Operands, find_layers
+from qframework.tuning.plots import draw_front
+from qframework.tuning.results import Measured, Trial
+from qframework.tuning.search import Cost, Costs, climb, ladder, pareto, rungs, total_time
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_logger = logging.getLogger(__name__)
+_ROUNDING = 1e-9  # of a difference of two percentages
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What ``tune`` found.
+
+    Attributes:
+        baseline: metric of the float model.
+        max_drop: the budget.
+        met: whether a quantized assignment, or float where nothing quantized is faster, stays inside the budget.
+        chosen: the fastest that does; where none does, the one that comes nearest.
+        float_model: the float model, measured like ``chosen``.
+        trials: everything whose metric was measured, in that order.
+        measured: everything that was measured whole, but for the float model.
+        meanings: what static and dynamic stand for.
+        recipe: steps around the calibration.
+    """
+
+    baseline: float
+    max_drop: float
+    met: bool
+    chosen: Measured
+    float_model: Measured
+    trials: list[Trial]
+    measured: list[Measured]
+    meanings: Meanings
+    recipe: Recipe | None = None
+
+    def front(self) -> list[Trial]:
+        """The trials that no other beats in both estimated speed and drop, fastest first."""
+        points = [(trial.estimated_images_per_second, trial.drop) for trial in self.trials]
+        return [self.trials[index] for index in pareto(points)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able; ``Plan`` reads it. What a clock measured is under ``"timings"``."""
+        found = self.chosen.assignment
+        return {
+            "format": 1,
+            "quantizer": found.quantizer(self.meanings).to_dict(),
+            "options": found.options(),
+            "recipe": self.recipe and self.recipe.to_dict(),
+            "assignment": found.to_dict(),
+            "metric": self.chosen.metric,
+            "baseline": self.baseline,
+            "drop": self.chosen.drop,
+            "max_drop": self.max_drop,
+            "met": self.met,
+            "front": [
+                {"drop": trial.drop, "metric": trial.metric, "layers": trial.assignment.count()}
+                for trial in self.front()
+            ],
+            "timings": {
+                "images_per_second": self.chosen.images_per_second,
+                "float_images_per_second": self.float_model.images_per_second,
+                "front_estimated_images_per_second": [each.estimated_images_per_second for each in self.front()],
+            },
+        }
+
+    def save(self, path: Path) -> None:
+        """Write ``to_dict()`` to ``path`` as JSON."""
+        write_json(path, self.to_dict(), indent=2)
+
+    def plot(self, path: Path) -> None:
+        """Draw drop against speed to a PNG. Raises ModuleNotFoundError where matplotlib is missing."""
+        measured = {
+            "float": [self.float_model],
+            "measured whole": self.measured,
+            "chosen" if self.met else "nearest": [self.chosen],
+        }
+        draw_front(self.trials, self.front(), measured, self.max_drop, path)
+
+    def table(self) -> Table:
+        """What was measured whole, for people."""
+        from rich.table import Table
+
+        table = Table(title=f"Drop of at most {self.max_drop:g}; float: {self.baseline:.2f}")
+        table.add_column("layers", overflow="fold")
+        for name in ("metric", "drop", "images/s", ""):
+            table.add_column(name, justify="right", no_wrap=True)
+        for each in [self.float_model, *self.measured]:
+            layers = ", ".join(f"{count} {name}" for name, count in each.assignment.count().items())
+            mark = ("chosen" if self.met else "nearest") if each == self.chosen else ""
+            table.add_row(layers, f"{each.metric:.2f}", f"{each.drop:+.2f}", f"{each.images_per_second:,.1f}", mark)
+        return table
+
+
+class Timer:
+    """Times on a device: of single layers, and of whole models on a batch."""
+
+    def __init__(self, images: Tensor, repeats: int = 20) -> None:
+        self._images = images
+        self._repeats = repeats
+
+    def layer(self, operands: Operands, choice: str) -> float:
+        """Milliseconds of one call."""
+        return milliseconds(operands, choice, self._images.device, repeats=self._repeats)
+
+    def model(self, module: Callable[[Tensor], Any]) -> float:
+        """Images per second."""
+        return throughput(module, self._images, repeats=self._repeats)
+
+
+def tune(
+    model: nn.Module,
+    images: Tensor,
+    metric: Metric,
+    calibration: Iterable[Any],
+    *,
+    max_drop: float,
+    variants: Sequence[str] | None = None,
+    meanings: Meanings | None = None,
+    recipe: Recipe | None = None,
+    batches: int | None = None,
+    refinements: int = 12,
+    finalists: int = 3,
+    compiled: bool = True,
+    timer: Timer | None = None,
+    journal: Journal | None = None,
+    show_progress: bool = False,
+) -> Tuning:
+    """Find the fastest assignment of float, static, dynamic and variants of attention to the layers inside a budget.
+
+    Each layer's times are measured on the device of ``images``, by the operators that a compiled model launches, and
+    the noise that it alone brings into the model's output; see search.py for the search. What it finds fastest,
+    and all linears static or dynamic, is compiled and measured whole; of what stays inside the budget then, the fastest
+    is chosen. Equal measurements, as a journal keeps them, give equal results.
+
+    Args:
+        model: in eval mode, on the device of ``images``.
+        images: a batch ``(B, C, H, W)`` of at least 2; speeds are those of its size.
+        metric: of a model, higher is better: ``lambda model: top1(model, loader)``.
+        calibration: a list or DataLoader of batches.
+        max_drop: the budget, in points of the metric below the float model's.
+        variants: of attention to try; default: those worth it on the device (``speed_order``).
+        meanings: configurations of static and dynamic.
+        recipe: steps around the calibration.
+        batches: use only so many calibration batches.
+        refinements: how many steps beyond the ladder's best part are tried.
+        finalists: how many of the fastest are measured whole.
+        compiled: False compiles nothing; speeds are then estimated from the float model's, which runs eagerly, and
+            from the layers' times.
+        timer: measures times; default: this device's.
+        journal: keeps what was measured, and resumes.
+        show_progress: draw progress bars.
+
+    Raises:
+        QFrameworkError: nothing to quantize, a metric that is no finite number, a negative budget, calibration data
+            that is an iterator.
+        UnsupportedError: an unknown variant.
+    """
+    if not max_drop >= 0:
+        raise QFrameworkError(f"max_drop={max_drop}; accepted: 0 or more points of the metric")
+    variants = tuple(speed_order(images.device) if variants is None else variants)
+    for variant in variants:
+        dynamic_attention(variant)  # refuses unknown ones before anything runs
+    exported = export_model(model, images)
+    work = _Work(
+        Candidates(exported, images, calibration, meanings or Meanings(), recipe, batches),
+        metric,
+        timer or Timer(images),
+        Journal() if journal is None else journal,
+        compiled,
+        show_progress,
+    )
+    layers = find_layers(exported, images)
+    costs = work.costs(layers, variants)
+    start = Assignment.uniform(layers)
+    search = _Search(work, costs, work.whole(start), max_drop)
+    steps = ladder(costs)
+    uniform = _uniform(layers)
+    climb(start, steps, search.fits, refinements)
+    for assignment in (*_spread(rungs(start, steps)), *uniform):
+        search.fits(assignment)
+    met, chosen, measured = search.finish(finalists, uniform, can_be_faster=bool(steps))
+    trials = list(search.trials.values())
+    return Tuning(
+        work.baseline(), max_drop, met, chosen, search.float_model, trials, measured, work.candidates.meanings, recipe
+    )
+
+
+def _spread(parts: Sequence[Assignment], count: int = 6) -> list[Assignment]:
+    """Parts of a ladder from the first step to the last, evenly spaced: the front that is drawn."""
+    last = len(parts) - 1
+    return [parts[index] for index in dict.fromkeys([min(1, last), *(last * k // count for k in range(1, count + 1))])]
+
+
+def _uniform(layers: Sequence[Layer]) -> list[Assignment]:
+    """All linears static, all dynamic: fused from layer to layer they may be faster than their layers' times tell."""
+    return [
+        Assignment({layer.key: choice if layer.kind == "linear" else FLOAT for layer in layers})
+        for choice in (STATIC, DYNAMIC)
+    ]
+
+
+@dataclass
+class _Work:
+    """What is measured, through the journal."""
+
+    candidates: Candidates
+    metric: Metric
+    timer: Timer
+    journal: Journal
+    compiled: bool
+    show_progress: bool
+
+    def baseline(self) -> float:
+        return self.journal("metric float", lambda: checked_metric(self.metric, self.candidates.exported))
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.candidates.images)
+
+    def costs(self, layers: Sequence[Layer], variants: Sequence[str]) -> Costs:
+        """Time of every choice, and the noise of those that are faster than float; the others could only lose."""
+        start = Assignment.uniform(layers)
+        pairs = [(layer, choice) for layer in layers for choice in _choices(layer, variants)]
+        costs: dict[Key, dict[str, Cost]] = {layer.key: {} for layer in layers}
+        with progress_bar("Measuring the time of each layer", len(pairs), self.show_progress) as advance:
+            for layer, choice in pairs:
+                costs[layer.key][choice] = Cost(sum(self._time(call, choice) for call in layer.calls), math.inf)
+                advance()
+        faster = [(key, c) for key, each in costs.items() for c in each if each[c].time < each[FLOAT].time]
+        with progress_bar("Measuring the noise of each layer", len(faster), self.show_progress) as advance:
+            for key, choice in faster:
+                costs[key][choice] = Cost(costs[key][choice].time, self._noise(start.changed(key, choice), key, choice))
+                advance()
+        for each in costs.values():
+            each[FLOAT] = Cost(each[FLOAT].time, 0.0)
+        return costs
+
+    def _time(self, call: Operands, choice: str) -> float:
+        return self.journal(f"time {choice}, {call}", lambda: self.timer.layer(call, choice))
+
+    def _noise(self, alone: Assignment, key: Key, choice: str) -> float:
+        kind, name = key
+        return self.journal(
+            f"noise {kind} {name} {choice}", lambda: self.candidates.output_noise(self.candidates.quantized(alone))
+        )
+
+    def metric_of(self, assignment: Assignment) -> float:
+        """The metric of the converted graph, not compiled."""
+        if assignment.is_float:
+            return self.baseline()
+        return self.journal(
+            f"metric {_digest(assignment)}",
+            lambda: checked_metric(self.metric, self.candidates.quantized(assignment)),
+        )
+
+    def whole(self, assignment: Assignment, estimated: float | None = None) -> Measured:
+        """An assignment as it will run. Where nothing is compiled nothing runs in INT8: the speed is the estimate."""
+        if not self.compiled and estimated is not None:
+            metric = self.metric_of(assignment)
+            return Measured(assignment, metric, self.baseline() - metric, estimated)
+
+        def measure() -> dict[str, float]:
+            module = self.candidates.quantized(assignment)
+            if self.compiled:
+                options = assignment.options()
+                module = torch.compile(module, backend="qframework", dynamic=True, options=options)  # type: ignore[assignment]
+            return {"images_per_second": self.timer.model(module), "metric": checked_metric(self.metric, module)}
+
+        values = self.journal(f"whole {_digest(assignment)}", measure)
+        return Measured(assignment, values["metric"], self.baseline() - values["metric"], values["images_per_second"])
+
+
+class _Search:
+    """What was tried, and whether it stays inside the budget."""
+
+    def __init__(self, work: _Work, costs: Costs, float_model: Measured, max_drop: float) -> None:
+        self._work = work
+        self._costs = costs
+        self._max_drop = max_drop
+        self.float_model = float_model
+        self.trials: dict[Assignment, Trial] = {}
+
+    def fits(self, assignment: Assignment) -> bool:
+        """Whether the measured drop stays inside the budget."""
+        if assignment not in self.trials:
+            metric = self._work.metric_of(assignment)
+            drop = self._work.baseline() - metric
+            self.trials[assignment] = Trial(assignment, metric, drop, self._estimate(assignment))
+            _logger.info("%s: drop %.3f", assignment.count(), drop)
+        return self._is_inside(self.trials[assignment])
+
+    def _is_inside(self, found: Trial | Measured) -> bool:
+        return found.drop <= self._max_drop + _ROUNDING
+
+    def _estimate(self, assignment: Assignment) -> float:
+        """Images per second: the float model's time, with its layers' times exchanged."""
+        images = self._work.batch_size
+        whole = images / self.float_model.images_per_second * 1e3
+        before = total_time(Assignment(dict.fromkeys(assignment, FLOAT)), self._costs)
+        after = total_time(assignment, self._costs)
+        # Alone, layers may take longer than together: then it is their share that changes.
+        return images / (whole - before + after if before < whole else whole * after / before) * 1e3
+
+    def finish(
+        self, finalists: int, always: Sequence[Assignment], can_be_faster: bool
+    ) -> tuple[bool, Measured, list[Measured]]:
+        """Measure whole what fits; returns whether the budget is met, the choice, and what was measured."""
+        quantized = [trial for trial in self.trials.values() if not trial.assignment.is_float]
+        fitting = [trial for trial in quantized if self._is_inside(trial)]
+        measured: list[Measured] = []
+        for rank, trial in enumerate(sorted(fitting, key=lambda trial: -trial.estimated_images_per_second)):
+            wanted = rank < finalists or trial.assignment in always
+            if wanted or not any(
+                map(self._is_inside, measured)
+            ):  # what fits when converted may miss the budget once compiled
+                measured.append(self._work.whole(trial.assignment, trial.estimated_images_per_second))
+        inside = [each for each in measured if self._is_inside(each)]
+        if inside or not can_be_faster or not quantized:
+            return True, max([self.float_model, *inside], key=lambda each: each.images_per_second), measured
+        nearest = min(quantized, key=lambda trial: (trial.drop, -trial.estimated_images_per_second))
+        found = self._work.whole(nearest.assignment, nearest.estimated_images_per_second)
+        measured = measured if found in measured else [*measured, found]
+        return self._is_inside(found), found, measured
+
+
+def _choices(layer: Layer, variants: Sequence[str]) -> list[str]:
+    static = [STATIC] if layer.static else []
+    return [FLOAT, *static, *([DYNAMIC] if layer.kind == "linear" else variants)]
+
+
+def _digest(assignment: Assignment) -> str:
+    return hashlib.sha256(json.dumps(assignment.to_dict(), sort_keys=True).encode()).hexdigest()[:16]

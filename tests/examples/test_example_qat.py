@@ -1,0 +1,32 @@
+"""The example of quantization-aware training runs."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "qat_digits.py"
+
+
+def load_example():
+    spec = importlib.util.spec_from_file_location("qat_digits", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert load_example().main(["--smoke", "--build", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("FP32", "static INT8", "static INT8, trained"))
+
+
+@pytest.mark.slow
+def test_training_wins_back_what_static_lost(tmp_path: Path) -> None:
+    example = load_example()
+    full, lost, trained = example.run(example.parse_arguments(["--build", str(tmp_path)])).values()
+    assert full > 95
+    assert lost < full - 10
+    assert trained > full - 0.3 * (full - lost)

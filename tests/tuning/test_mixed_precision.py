@@ -1,0 +1,222 @@
+"""The fastest assignment inside a budget, and the configuration that it is written as."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from test_layer_sensitivity import closeness
+from tuning_models import NAMES, Table, images, transformer
+
+from qframework.backend import explain
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
+from qframework.evaluation import quantize_model
+from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_attention, static_int8
+from qframework.tuning.journal import Journal
+from qframework.tuning.mixed_precision import Tuning, tune
+from qframework.tuning.plan import Plan
+
+
+@pytest.fixture
+def batch():
+    return images(16)
+
+
+def tuned(model, batch, max_drop: float, metric=None, timer=None, **arguments) -> Tuning:
+    arguments = {"variants": ("sage_b", "sage_vb"), "compiled": False, **arguments}
+    with torch.no_grad():
+        metric = metric or closeness(model, batch)
+        return tune(model, batch, metric, [batch], max_drop=max_drop, timer=timer or Table(batch), **arguments)
+
+
+def test_a_wide_budget_takes_the_fastest_of_each_layer(batch) -> None:
+    result = tuned(transformer(), batch, max_drop=50.0)
+    assert result.met
+    assert dict(result.chosen.assignment) == dict.fromkeys(NAMES, "static")
+    # float: 100 ms, of which 60 are its layers'; static 4 ms each
+    assert result.float_model.images_per_second == pytest.approx(16 / 0.1)
+    assert result.chosen.images_per_second == pytest.approx(16 / (0.1 - 0.06 + 0.024))
+
+
+def test_layers_slower_alone_than_together_change_by_their_share(batch) -> None:
+    slow = Table(batch, float=100.0, static=50.0)  # 600 ms of 100
+    result = tuned(transformer(), batch, max_drop=50.0, timer=slow, variants=())
+    assert result.chosen.assignment["linear", "fc1"] == "dynamic"
+    # five linears in 6 ms instead of 100, attention in 50
+    assert result.chosen.images_per_second == pytest.approx(16 / (0.1 * (5 * 6 + 50) / 600))
+
+
+def test_the_layer_that_hurts_is_kept_from_it(batch) -> None:
+    """An outlier token makes static fc1 lose several points; with a scale for each token, or in float, it does not."""
+    result = tuned(transformer(outlier=200.0), batch, max_drop=0.5)
+    assert result.met
+    assert 0 < result.chosen.drop <= 0.5
+    assert result.chosen.assignment["linear", "fc1"] == "dynamic"
+    others = {key: choice for key, choice in result.chosen.assignment.items() if key != ("linear", "fc1")}
+    assert others == dict.fromkeys(others, "static")
+
+
+def test_a_slow_variant_is_not_taken_and_not_measured(batch, tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    result = tuned(transformer(), batch, 50.0, timer=Table(batch, static=30.0), journal=Journal(path))
+    assert result.chosen.assignment["attention", "attn"] == "sage_b"
+    assert result.chosen.assignment["linear", "fc1"] == "dynamic"
+    keys = [json.loads(line).get("key", "") for line in path.read_text().splitlines()]
+    assert [key for key in keys if key.startswith("noise attention")] == ["noise attention attn sage_b"]
+
+
+def test_what_is_chosen_was_measured_to_fit(batch) -> None:
+    model, journal = transformer(outlier=200.0), Journal()
+    for budget in (0.005, 0.02, 0.1):
+        result = tuned(model, batch, budget, journal=journal)
+        assert result.chosen.drop <= budget
+        assert result.chosen.metric == result.baseline - result.chosen.drop
+        fitting = [trial for trial in result.trials if trial.drop <= budget]
+        assert result.chosen.images_per_second == max(trial.estimated_images_per_second for trial in fitting)
+
+
+def test_a_budget_that_cannot_be_met_says_so_and_offers_the_nearest(batch) -> None:
+    model = transformer()
+    result = tuned(model, batch, max_drop=0.0)
+    assert not result.met
+    quantized = [trial for trial in result.trials if not trial.assignment.is_float]
+    assert result.chosen.drop == min(trial.drop for trial in quantized) > 0
+    assert not result.chosen.assignment.is_float
+    assert result.to_dict()["met"] is False
+
+
+def test_where_nothing_is_faster_float_is_the_answer(batch) -> None:
+    slow = Table(batch, static=11.0, dynamic=12.0, sage_b=13.0)
+    result = tuned(transformer(), batch, max_drop=0.0, timer=slow)
+    assert result.met
+    assert result.chosen == result.float_model
+    assert result.chosen.assignment.is_float
+
+
+def test_an_interrupted_search_goes_on_and_ends_in_the_same_bytes(batch, tmp_path: Path) -> None:
+    model, path = transformer(outlier=200.0), tmp_path / "journal.jsonl"
+    real, calls = closeness(model, batch), []
+
+    def breaks(module) -> float:
+        calls.append(module)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return real(module)
+
+    with pytest.raises(KeyboardInterrupt):
+        tuned(model, batch, 0.05, metric=breaks, journal=Journal(path))
+    resumed = tuned(model, batch, 0.05, metric=breaks, journal=Journal(path))
+    resumed.save(tmp_path / "resumed.json")
+    tuned(model, batch, 0.05).save(tmp_path / "whole.json")
+    assert (tmp_path / "resumed.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    # all that was on file was not measured again, times included
+    before, timer = len(calls), Table(batch)
+    again = tuned(model, batch, 0.05, metric=breaks, timer=timer, journal=Journal(path))
+    assert (len(calls), timer.calls) == (before, 0)
+    assert again.chosen == resumed.chosen
+
+
+def test_the_plot_is_the_same_every_time(batch, tmp_path: Path) -> None:
+    result = tuned(transformer(), batch, 0.05)
+    result.plot(tmp_path / "a.png")
+    result.plot(tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert result.table().row_count == 1 + len(result.measured)
+
+
+def test_no_trial_of_the_front_is_beaten_by_another(batch) -> None:
+    result = tuned(transformer(outlier=200.0), batch, 0.05)
+    front = result.front()
+    assert len(front) >= 3
+    for one in front:
+        assert not [
+            other
+            for other in result.trials
+            if other.drop < one.drop and other.estimated_images_per_second > one.estimated_images_per_second
+        ]
+
+
+@pytest.mark.parametrize("budget", [-0.1, float("nan")])
+def test_a_budget_that_is_none_is_refused(budget: float, batch) -> None:
+    with pytest.raises(QFrameworkError, match="accepted: 0 or more points"):
+        tuned(transformer(), batch, budget)
+
+
+def test_unknown_variants_are_refused_before_anything_runs(batch) -> None:
+    timer = Table(batch)
+    with pytest.raises(UnsupportedError, match="variant='sage9' is unknown"):
+        tuned(transformer(), batch, 1.0, timer=timer, variants=("sage_b", "sage9"))
+    assert timer.calls == 0
+
+
+@pytest.mark.slow
+def test_the_choice_is_measured_compiled(batch, fresh_dynamo) -> None:
+    result = tuned(transformer(), batch, 50.0, compiled=True, timer=None, finalists=1, variants=())
+    eager = {trial.assignment: trial for trial in result.trials}
+    for each in result.measured:
+        # INT8 kernels compute what the converted graph does but for the rounding of ties: a hundredth of the noise
+        assert each.drop == pytest.approx(eager[each.assignment].drop, rel=0.05)
+
+
+# Plan
+
+
+def test_what_is_written_quantizes_a_model_again(batch, tmp_path: Path) -> None:
+    model = transformer(outlier=200.0)
+    result = tuned(model, batch, 0.5)
+    result.save(tmp_path / "tuned.json")
+    plan = Plan.load(tmp_path / "tuned.json")
+    assert plan.needs_calibration
+    assert plan.options == result.chosen.assignment.options()
+    converted = quantize_model(model, batch, plan.quantizer, [batch]).converted
+    assert explain(converted, (batch,)).lowered == 5
+    with torch.no_grad():
+        # the same program, run once more
+        assert closeness(model, batch)(converted) == result.chosen.metric
+
+
+def test_a_configuration_is_json_and_back() -> None:
+    quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("head", None)
+    kept = Plan(quantizer, {"attention": {"a": "sage_b"}}, Recipe(bias_correction=True))
+    read = Plan.from_dict(json.loads(json.dumps(kept.to_dict())))
+    assert (read.quantizer.rules, read.options, read.recipe) == (quantizer.rules, kept.options, kept.recipe)
+
+
+@pytest.mark.parametrize(
+    ("config", "recipe", "needed"),
+    [
+        (static_int8(), None, True),
+        (static_attention(), None, True),
+        (dynamic_int8(), None, False),
+        (None, None, False),
+        (dynamic_int8(), Recipe(), True),
+    ],
+)
+def test_calibration_is_needed_for_static_scales_and_recipes(config, recipe, needed) -> None:
+    assert Plan(QFrameworkQuantizer().set_global(config), {}, recipe).needs_calibration is needed
+
+
+RULES = QFrameworkQuantizer().set_global(None).to_dict()
+NO_CONFIGURATION = {
+    "a text": ("a text", FileFormatError, "is no plan"),
+    "no mapping": ("[]", FileFormatError, "no format or no quantizer"),
+    "no quantizer": ('{"format": 1}', FileFormatError, "no format or no quantizer"),
+    "a newer format": (json.dumps({"format": 9, "quantizer": RULES}), FileFormatError, "format 9.*upgrade"),
+    "unknown options": (
+        json.dumps({"format": 1, "quantizer": RULES, "options": {"atention": "off"}}), UnsupportedError, "atention"
+    ),
+    "options of no kind": (json.dumps({"format": 1, "quantizer": RULES, "options": 3}), UnsupportedError, "options=3"),
+    "unknown recipe": (
+        json.dumps({"format": 1, "quantizer": RULES, "recipe": {"smoth": 1}}), UnsupportedError, "'smoth'"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "error", "message"), NO_CONFIGURATION.values(), ids=NO_CONFIGURATION)
+def test_what_is_no_configuration_is_refused(content, error, message, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(error, match=message):
+        Plan.load(tmp_path / "a.json")
