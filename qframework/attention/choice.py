@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 
 from qframework.attention.drop_in import checked_spec
 from qframework.attention.layer_scope import ROOT, LayerScope, rewrite_graph, split_name
+from qframework.compat.dynamo import is_compiled
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.files import read_json, write_json
 
@@ -122,7 +123,7 @@ class AttentionChoice(Mapping[str, str]):
         Raises:
             QFrameworkError: the model is compiled, or lacks a layer of the choice.
         """
-        if hasattr(model, "_orig_mod"):
+        if is_compiled(model):
             raise QFrameworkError(
                 "AttentionChoice.apply: the model is compiled; accepted: the model that was given to torch.compile, "
                 "which is compiled afterwards"

@@ -26,6 +26,8 @@ from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
+from qframework.compat.dispatch import below_autograd, set_grad_enabled
+from qframework.compat.dynamo import check_hints
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -45,6 +47,7 @@ _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[LayerReport]:
     """Run every lowering pass over the graph, in place; report on every layer."""
+    check_hints(gm)
     inside = _inside_other_graphs(gm, options)
     if differentiates(gm):
         return _left_whole(gm, options) + inside
@@ -143,9 +146,7 @@ def qframework_backend(
         UnsupportedError: an unknown mode or option.
         QFrameworkError: a quantized layer that cannot be right, by name.
     """
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
-
+    from qframework.compat.inductor import compile_graph, select_decomp_table
     from qframework.kernels.linear.cpu import DECOMPOSITIONS as int8_linear_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
@@ -168,16 +169,14 @@ def qframework_backend(
         if lowered and not settings.inductor:  # whole: what Inductor was told something about
             outline_blocks(gm)
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
-        compiled: Any = compile_fx(
-            gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
-        )
+        compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions)
     return _below_autograd(compiled) if lowered and on_cpu else compiled
 
 
 def _forget_grad_mode(gm: GraphModule) -> None:
     """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
     for node in list(gm.graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             gm.graph.erase_node(node)
     gm.recompile()
 
@@ -189,7 +188,7 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return compiled(*args)
 
     return run

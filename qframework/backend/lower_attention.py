@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.report import LayerReport
+from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import (
     AttentionCall,
@@ -59,7 +60,7 @@ def lower_attention(gm: GraphModule, option: str | Mapping[str, str]) -> list[La
     reports = []
     seen: Counter[str] = Counter()
     for node in list(gm.graph.nodes):
-        if node._erased or node.op not in ("call_function", "call_method"):
+        if is_erased(node) or node.op not in ("call_function", "call_method"):
             continue
         if node.target is _SAGE:
             reports.append(

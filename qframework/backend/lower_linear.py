@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
 from qframework.backend.report import LayerReport
+from qframework.compat.dynamo import VALUE_KEYS, add_source, record_value
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import (
     Constants,
@@ -260,7 +260,7 @@ def insert_int8_linear(
                 out_dtype,
             ),
         )
-    new.meta = {k: v for k, v in end.meta.items() if k in ("example_value", "val", "nn_module_stack", "stack_trace")}
+    new.meta = {k: v for k, v in end.meta.items() if k in (*VALUE_KEYS, "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
     erase_unused(gm, end)
 
@@ -318,10 +318,9 @@ class ScaleConstants:
 def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node) -> Node:
     """Register a buffer on the graph module and return a node that reads it."""
     gm.register_buffer(name, value)
-    sources = getattr(gm, "_param_name_to_source", None)
-    if sources is not None:  # Dynamo's graphs carry a source for each buffer; AOTAutograd insists on it
-        sources[name] = ConstantSource(name)
+    add_source(gm, name)
     with gm.graph.inserting_before(before):
         node = gm.graph.get_attr(name)
-    node.meta["example_value"] = node.meta["val"] = value
+    record_value(node, value)
+    node.meta["val"] = value
     return node

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 from contextlib import ExitStack
@@ -13,6 +12,7 @@ from typing import get_args
 
 import torch
 
+from qframework.compat.logs import silence_torchao_at_import
 from qframework.errors import QFrameworkError
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
 from qframework.evaluation.training_files import LOSSES, PLOT, SUMMARY, draw_curves
@@ -83,8 +83,7 @@ def run_config(options: argparse.Namespace, defaults: RunConfig) -> RunConfig:
 
 def run_training(task: TrainingTask, defaults: RunConfig, options: argparse.Namespace) -> int:
     """Train, print, write; the exit code: 2 for bad input, said in one line on stderr."""
-    # torchao says at import that PyTorch deprecates something it does; users cannot mend that.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    silence_torchao_at_import()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its results only with this
     processes = Processes()
     with ExitStack() as stack:

@@ -19,9 +19,15 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, SharedQuantizationSpec
-from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, EdgeOrNode, QuantizationSpecBase
 
+from qframework.compat.torchao import (
+    Q_ANNOTATION_KEY,
+    EdgeOrNode,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+)
 from qframework.errors import UnsupportedError
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX, QMIN
 from qframework.quantizer.config import ActivationConfig, LinearConfig

@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_any, tree_map_only
 
+from qframework.compat.dispatch import current_graph_task, writes
+from qframework.compat.operators import TO_COPY, VIEWS, OpOverload, schema
+from qframework.compat.pytree import tree_any, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize, row_count
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
@@ -93,7 +94,7 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     result = func(*float_args, **float_kwargs)
     for x in written:
         _write_back(func, x, floats[id(x)])
-    if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+    if any(each.alias_info is not None and not each.alias_info.is_write for each in schema(func).returns):
         _note_view(func, args[0])
     return result  # of an in-place operator PyTorch returns the operand, whatever this is
 
@@ -101,7 +102,7 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def _note_view(func: OpOverload, x: Any) -> None:
     """PyTorch takes the result for a view of ``x``: a write to it counts as one to ``x``, which check_views sees."""
     if isinstance(x, BlockTensor) and x.copied_view is None and not x.is_inference():
-        x.copied_view = func.name(), x._version
+        x.copied_view = func.name(), writes(x)
 
 
 def _count(name: str) -> None:
@@ -114,10 +115,10 @@ def _count(name: str) -> None:
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
     """The BlockTensors that ``func`` writes to. Raises UnsupportedError where they are in a list."""
-    if not func._schema.is_mutable:
+    if not schema(func).is_mutable:
         return []
     found = []
-    for i, argument in enumerate(func._schema.arguments):
+    for i, argument in enumerate(schema(func).arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         value = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -151,19 +152,19 @@ def _clone(func: OpOverload, x: BlockTensor, *, memory_format: Any = None) -> Bl
     return _like(x, torch.clone)
 
 
-@implements(aten._to_copy.default)
+@implements(TO_COPY)
 def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Another dtype outside changes nothing inside; another device moves the insides."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         return NotImplemented
     # In a backward pass autograd converts gradients, which nobody writes to: under autocast a copy in every residual.
-    if kwargs.get("device") in (None, x.device) and torch._C._current_graph_task_id() != -1:
+    if kwargs.get("device") in (None, x.device) and current_graph_task() != -1:
         return _like(x, aten.alias.default, dtype)
     kwargs.pop("memory_format", None)
     return _like(x, lambda inside: func(inside, **kwargs), dtype)
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+@implements(aten.view.default, *VIEWS)
 def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> Any:
     """Rows keep their order where the last dimension stays: the same blocks."""
     if len(size) == 0 or x.ndim == 0 or x.numel() == 0:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from qframework.compat.dispatch import is_legacy_batchedtensor, peek_interpreter_stack
 from qframework.errors import UnsupportedError
 
 
@@ -32,7 +33,7 @@ class Int8Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             _refuse(cls, "called in a transform of torch.func")
         return super().apply(*args, **kwargs)
 
@@ -48,7 +49,7 @@ def _first_order(function: type[Int8Function], backward: Callable[..., Any]) -> 
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             _refuse(function, "create_graph=True asks for second derivatives")
-        if any(isinstance(grad, Tensor) and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        if any(isinstance(grad, Tensor) and is_legacy_batchedtensor(grad) for grad in grads):
             _refuse(function, "is_grads_batched=True asks for several gradients at once")
         return backward(ctx, *grads)
 

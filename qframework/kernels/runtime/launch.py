@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from qframework.compat.triton import argument_names, compile_ahead, finished, launcher
 from qframework.kernels.runtime.operator import LIBRARY
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording, replayed
@@ -76,7 +77,7 @@ class Launch:
             compiled = self._kernel[self._grid](*arguments, *self._constants, **all_options)
             run, rest = functools.partial(self._kernel[self._grid], **all_options), self._constants
             if self._alike and compiled is not None:  # the interpreter compiles nothing
-                run, rest = finished(compiled)[self._grid], (*self._constants, *constants.values())
+                run, rest = launcher(finished(compiled), self._grid), (*self._constants, *constants.values())
                 self._direct = run, rest
         if (recorded := recording()) is not None:
             recorded.launch(run, (*arguments, *rest))
@@ -97,14 +98,9 @@ def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
     def compile(*arguments: Any, **constants: Any) -> Any:
         more, options = overlap(kernel)
-        return kernel.warmup(*arguments, grid=grid, **constants, **more, **options)
+        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options})
 
     return compile
-
-
-def finished(kernel: Any) -> Any:
-    """The compiled kernel, also where it comes as Triton's promise: another thread was still compiling it."""
-    return kernel.result() if hasattr(type(kernel), "result") else kernel
 
 
 def cdiv(a: int, b: int) -> int:
@@ -146,11 +142,11 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             if compiled is None:  # the interpreter compiles nothing
                 return functools.partial(kernel[grid], **constants, **more, **options), ()
             values = constants | more
-            found = finished(compiled), tuple(values[name] for name in kernel.arg_names[len(arguments) :])
+            found = finished(compiled), tuple(values[name] for name in argument_names(kernel)[len(arguments) :])
             _compiled[key] = found
-            return found[0][(*grid, 1, 1)[:3]], found[1]
+            return launcher(found[0], (*grid, 1, 1)[:3]), found[1]
         compiled, rest = found
-        again = compiled[(*grid, 1, 1)[:3]]
+        again = launcher(compiled, (*grid, 1, 1)[:3])
         again(*arguments, *rest)
         return again, rest
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from qframework.compat.dispatch import functorch_transforms_active
 from qframework.errors import QFrameworkError, UnsupportedError
 
 
@@ -43,7 +44,7 @@ LIBRARY = OperatorLibrary("qframework", "DEF")
 
 def transform_in_force(*tensors: Tensor | None) -> str | None:
     """What asks for derivatives or batching in a way that operators have no rule for, and would get wrong silently."""
-    if torch._C._are_functorch_transforms_active():
+    if functorch_transforms_active():
         return "a transform of torch.func"
     if torch.compiler.is_compiling():  # whose graph has no tangents but those of a transform
         return None

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.compat.triton import descriptor_maker
 from qframework.kernels.blocks.format import BlockSize, block_shape, canonical_size, operand_size, scale_shape
 from qframework.kernels.blocks.linear import hopper as specialized
 from qframework.kernels.blocks.linear.arguments import check_arguments
@@ -26,7 +27,7 @@ class Prepared(NamedTuple):
 
     launch: Launch
     parts: int  # of K
-    a: Any  # descriptors without a tensor, None where the kernel takes pointers
+    a: Any  # what makes descriptors of tensors, None where the kernel takes pointers
     b: Any
     out: Any
     specialized: bool
@@ -74,8 +75,8 @@ class Plan:
         m, n, k = self.sizes
         a = b = None
         if tile.tma:
-            a = _without_tensor(TensorDescriptor(operands[0], (m, k), (k, 1), (tile.block_m, self.step)))
-            b = _without_tensor(TensorDescriptor(operands[2], (n, k), (k, 1), (tile.block_n, self.step)))
+            a = descriptor_maker(TensorDescriptor(operands[0], (m, k), (k, 1), (tile.block_m, self.step)))
+            b = descriptor_maker(TensorDescriptor(operands[2], (n, k), (k, 1), (tile.block_n, self.step)))
         constants = tuple(tile_constants(tile, k, self.block_size, self.has_bias and parts == 1).values())
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
         launch = Launch(_block_linear_kernel, (count_tiles(tile, m, n), parts, 1), constants, self.alike, **options)
@@ -84,12 +85,12 @@ class Plan:
     def _specialized(self, tile: Tile, parts: int, operands: Operands) -> Prepared:
         """Of the kernel for Hopper."""
         m, n, k = self.sizes
-        a = _without_tensor(describe(operands[0], (m, k), k, (tile.block_m, self.step)))
-        b = _without_tensor(describe(operands[2], (n, k), k, (tile.block_n, self.step)))
+        a = descriptor_maker(describe(operands[0], (m, k), k, (tile.block_m, self.step)))
+        b = descriptor_maker(describe(operands[2], (n, k), k, (tile.block_n, self.step)))
         dtype = self.out_dtype if parts == 1 else torch.float32
         by_tma = stores_by_tma(dtype, n)
         like = torch.empty((1, n), dtype=dtype, device=self.device)
-        out = _without_tensor(describe(like, (m, n), n, (specialized.ROWS, tile.block_n))) if by_tma else None
+        out = descriptor_maker(describe(like, (m, n), n, (specialized.ROWS, tile.block_n))) if by_tma else None
         programs = min(count_tiles(tile, m, n) * parts, chip_of(self.device)[1] * tile.programs)
         constants = specialized_constants(tile, self.block_size, self.has_bias and parts == 1, by_tma)
         options = specialized_options(tile)
@@ -148,27 +149,13 @@ def run_plan(plan: Plan, operands: Operands) -> tuple[Tensor, Tensor]:
 
 def _launch(prepared: Prepared, operands: Operands, out: Tensor, out_scale: Tensor) -> None:
     a, a_scale, b, b_scale, bias = operands
-    a_ref, b_ref = (a, b) if prepared.a is None else (_of(prepared.a, a), _of(prepared.b, b))
+    a_ref, b_ref = (a, b) if prepared.a is None else (prepared.a(a), prepared.b(b))
     refs = (a_scale, b_scale, a_ref, b_ref, b_scale if bias is None else bias)
     if prepared.specialized:
-        out_ref = b_ref if prepared.out is None else _of(prepared.out, out)
+        out_ref = b_ref if prepared.out is None else prepared.out(out)
         prepared.launch(*refs, out_ref, out, out_scale, *prepared.sizes)
     else:
         prepared.launch(*refs, out, out_scale, *prepared.sizes)
-
-
-def _without_tensor(descriptor: Any) -> Any:
-    """A descriptor that keeps no memory alive."""
-    descriptor.base = None
-    return descriptor
-
-
-def _of(descriptor: Any, x: Tensor) -> Any:
-    """``descriptor`` of the tensor ``x``, like the one it was made for: what was checked then is not checked again."""
-    made = object.__new__(type(descriptor))
-    made.__dict__.update(descriptor.__dict__)
-    made.base = x
-    return made
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
