@@ -9,9 +9,10 @@ from torch import nn
 
 from qframework.compat.missing import explained
 
+SPACES = ("_modules", "_parameters", "_buffers")  # also parts of the paths that Dynamo gives to what modules hold
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KEPT = ("_parameters", "_buffers", "_modules", *_HOOKS, "_forward_pre_hooks_with_kwargs")
-_SPACES = attrgetter("_parameters", "_buffers", "_modules")
+_KEPT = (*SPACES, *_HOOKS, "_forward_pre_hooks_with_kwargs")
+_spaces = attrgetter(*SPACES)
 
 with explained():
     attrgetter(*_KEPT)(nn.Module())  # asked here, so that calls need not
@@ -29,7 +30,7 @@ def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
 
 def names(module: nn.Module) -> set[str]:
     """Of all parameters, buffers and submodules."""
-    return {name for space in _SPACES(module) for name in space}
+    return {name for space in _spaces(module) for name in space}
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -48,7 +49,7 @@ def remove_hooks(module: nn.Module, kinds: type | tuple[type, ...]) -> None:
 
 def with_submodules(module: nn.Module, /, **changed: nn.Module | None) -> None:
     """Give ``module``, a shallow copy, submodules of its own, of which some are changed."""
-    module._modules = {**module._modules, **changed}
+    module.__dict__["_modules"] = {**module._modules, **changed}
 
 
 def with_parameters(probe: nn.Module, module: nn.Module, /, **changed: Any) -> None:
@@ -59,6 +60,7 @@ def with_parameters(probe: nn.Module, module: nn.Module, /, **changed: Any) -> N
 
 
 __all__ = [
+    "SPACES",
     "has_hooks",
     "names",
     "parameters",

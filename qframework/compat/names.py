@@ -79,8 +79,8 @@ _ROWS = (
     ),
     Name("torch._C._set_grad_enabled", "compiled INT8 models keep nodes that switch gradients on and off"),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
-    Name("torch._C.TensorBase._make_wrapper_subclass", _BLOCKS),
-    Name("torch._C.TensorBase._version", "writes to a float copy of a BlockTensor cannot be noticed"),
+    Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
+    Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be noticed"),
     Name("torch.storage.UntypedStorage._cdata", "tensors that share memory cannot be told while lowering a graph"),
     Name("torch._subclasses.fake_tensor.FakeTensor", "captured graphs cannot be lowered"),
     Name("torch._subclasses.fake_tensor.FakeTensorMode", "what a node of a captured graph writes cannot be found out"),
@@ -285,6 +285,7 @@ _ROWS = (
             "SharedQuantizationSpec",
         )
     ),
+    Name("torchao.quantization.pt2e.quantizer.quantizer.QuantizationAnnotation._annotated", _ANNOTATE),
     Name("torchao.quantization.pt2e.quantizer.quantizer.Q_ANNOTATION_KEY", _ANNOTATE),
     Name("torchao.quantization.pt2e.quantize_pt2e.convert_pt2e", "models cannot be quantized in one call"),
     Name("torchao.quantization.pt2e.quantize_pt2e.prepare_pt2e", "models cannot be quantized in one call"),

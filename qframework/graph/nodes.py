@@ -19,6 +19,7 @@ from torch.nn import functional as F
 import qframework.compat.quantized_decomposed  # noqa: F401  (registers the operators of PT2E)
 from qframework.compat.dispatch import FakeTensor, is_functorch_wrapped_tensor, is_gradtrackingtensor
 from qframework.compat.dynamo import is_static_input, recorded_value, source_name
+from qframework.compat.modules import SPACES
 from qframework.compat.operators import OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
 
@@ -227,7 +228,7 @@ def layer_name(node: Node) -> str:
 def _clean_path(path: str) -> str:
     path = re.sub(r"^L\['(?:self|fn)'\]\.?|^L__self__\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    parts = [part for part in path.split(".") if part not in ("", "_modules", "_parameters", "_buffers")]
+    parts = [part for part in path.split(".") if part not in ("", *SPACES)]
     return ".".join(parts)
 
 

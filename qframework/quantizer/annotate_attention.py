@@ -24,7 +24,13 @@ from torch.fx import GraphModule, Node
 
 import qframework.kernels  # noqa: F401  registers the operator that variants become
 from qframework.compat.operators import schema
-from qframework.compat.torchao import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
+from qframework.compat.torchao import (
+    ANNOTATED,
+    Q_ANNOTATION_KEY,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+)
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
@@ -103,7 +109,7 @@ def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: 
         input_qspec_map=qspecs,
         output_qspec=output,
         allow_implicit_sharing=False,
-        _annotated=True,
+        **ANNOTATED,
         layer=layer,
         config=config,
     )

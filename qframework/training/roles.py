@@ -20,7 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 
 from qframework.compat.dispatch import is_traceable_wrapper_subclass
-from qframework.compat.modules import parameters, submodules, with_parameters
+from qframework.compat.modules import parameters, submodules, with_parameters, with_submodules
 from qframework.numerics import FLOAT_DTYPES
 
 Role = Literal["linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path"]
@@ -196,7 +196,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     probe, act = _probe(module), nn.SiLU()
     with _probing():
         gate, up, down = (nn.Linear(*shape, dtype=torch.float32) for shape in ((3, 5), (3, 5), (5, 3)))
-        probe.__dict__["_modules"] = dict(zip(GATED, (gate, up, down, act), strict=True))
+        with_submodules(probe, **dict(zip(GATED, (gate, up, down, act), strict=True)))
         unit = torch.linspace(-2, 2, 6, dtype=torch.float32).view(2, 3)
         tried = [unit * magnitude for magnitude in _MAGNITUDES]
         return all(_gives(probe, x, down(act(gate(x)) * up(x))) for x in tried)
