@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 
-from qframework.compat.missing import note_missing
+from qframework.compat.missing import note_error
 
 
 def cpp_compiler() -> str | None:
@@ -13,8 +13,8 @@ def cpp_compiler() -> str | None:
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler
-    except ImportError:
-        note_missing("torch._inductor.cpp_builder.get_cpp_compiler")
+    except ImportError as error:
+        note_error(error)
         return None
     try:
         return shutil.which(get_cpp_compiler())

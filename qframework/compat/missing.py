@@ -79,6 +79,14 @@ def note_missing(path: str) -> None:
         logger.warning("qframework: %s (said once)", sentence(NAMES[path]))
 
 
+def note_error(error: ImportError | AttributeError) -> None:
+    """``note_missing`` of what an import did not find; errors for other reasons are raised again."""
+    name = _name_of(error)
+    if name is None:
+        raise error
+    note_missing(name.path)
+
+
 def _name_of(error: ImportError | AttributeError) -> Name | None:
     """The row of what an error misses, or the first one inside of it where that is a module."""
     from qframework.compat.names import NAMES

@@ -10,7 +10,17 @@ from typing import Any
 
 from torch import Tensor
 
-from qframework.compat.missing import explained, note_missing
+from qframework.compat.missing import explained, note_error, note_missing
+
+
+def _dependent_launch() -> tuple[Any, Any]:
+    try:
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    except ImportError as error:
+        note_error(error)
+        return None, None
+    return gdc_wait, gdc_launch_dependents
+
 
 TensorDescriptor: Any = None  # of a matrix that a kernel loads by TMA
 on_cuda: Any = None  # inside a kernel: whether it is compiled for an NVIDIA GPU
@@ -24,12 +34,7 @@ if importlib.util.find_spec("triton") is not None:
         from triton.tools import tensor_descriptor
 
         TensorDescriptor = tensor_descriptor.TensorDescriptor
-    try:
-        from triton.language.extra import cuda
-
-        gdc_wait, gdc_launch_dependents = cuda.gdc_wait, cuda.gdc_launch_dependents
-    except (ImportError, AttributeError):
-        note_missing("triton.language.extra.cuda.gdc_wait")
+    gdc_wait, gdc_launch_dependents = _dependent_launch()
 
     @builtin
     def on_cuda(_semantic=None):
