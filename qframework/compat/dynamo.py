@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.compat.missing import explained, note_missing, optional
+from qframework.compat.missing import explained, gone, note_missing, optional
 
 with explained():
     from torch._guards import TracingContext
@@ -117,12 +117,15 @@ def is_compiled(model: Any) -> bool:
 @explained()
 def backend_arguments(compiled: Any, name: str) -> dict[str, Any] | None:
     """``mode=`` and ``options=`` that a module was compiled with; None where the backend is not called ``name``."""
-    callback = compiled.dynamo_ctx.callback
+    found = []
+    callback = compiled.dynamo_ctx.callback  # Dynamo's own, around the one that torch.compile makes of a backend
     while callback is not None:
-        if getattr(callback, "compiler_name", None) == name and hasattr(callback, "kwargs"):
-            return callback.kwargs
+        found.append(callback)
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
-    return None
+    if len(found) == 1:
+        raise gone("_torchdynamo_orig_backend")
+    with_arguments = (each for each in found if hasattr(each, "kwargs"))
+    return next((each.kwargs for each in with_arguments if getattr(each, "compiler_name", None) == name), None)
 
 
 def switch_off_ddp_optimizer() -> bool:

@@ -47,6 +47,13 @@ class explained:
         return run
 
 
+def gone(path: str) -> QFrameworkError:
+    """The error for a name that is gone."""
+    from qframework.compat.names import NAMES
+
+    return QFrameworkError(sentence(NAMES[path]))
+
+
 def sentence(name: Name) -> str:
     """What is missing, what breaks, and what to do."""
     from qframework.compat.names import KNOWN  # only where something is missing: the table takes milliseconds

@@ -114,7 +114,7 @@ _ROWS = (
     Name("torch.ops.aten._reshape_alias", "BlockTensors cannot keep INT8 where they are viewed"),
     Name("torch._int_mm", "the CPU has no INT8 product", "the float product of the same integers computes"),
     Name("torch._C._dispatch_has_kernel", f"{_SAVED}: operators cannot be told from functions that touch files"),
-    Name("torch._C._dispatch_get_all_op_names", _INT8_OPERATORS),
+    Name("torch._C._dispatch_get_all_op_names", _INT8_OPERATORS, until="2.15"),
     Name("torch.ao.quantization.fx._decomposed", "graphs of PT2E (quantized_decomposed) cannot be read or written"),
     # modules.py
     *(Name(f"torch.nn.modules.module.Module.{name}", _CONVERTED) for name in ("_buffers", "_modules", "_parameters")),

@@ -69,7 +69,9 @@ def is_there(name: Name) -> bool:
 def _exists(path: str) -> bool:
     try:
         resolve(path)
-    except (ImportError, AttributeError):
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ImportError) and not (error.name and path.startswith(error.name)):
+            raise  # the library itself cannot be imported here: this says nothing of the name
         return False
     return True
 

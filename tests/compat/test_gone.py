@@ -283,8 +283,11 @@ def test_the_arguments_of_a_backend_are_found_or_an_error() -> None:
     assert found is not None
     assert found["options"] == {"linear": "int8_dynamic"}
     assert dynamo.backend_arguments(torch.compile(nn.Linear(2, 2)), "qframework") is None
-    with pytest.raises(QFrameworkError, match="explain cannot find"):
+    with pytest.raises(QFrameworkError, match=r"OptimizedModule\.dynamo_ctx"):
         dynamo.backend_arguments(OPTIMIZED, "qframework")
+    compiled.dynamo_ctx = types.SimpleNamespace(callback=lambda *_: None)  # with nothing inside
+    with pytest.raises(QFrameworkError, match="no _torchdynamo_orig_backend"):
+        dynamo.backend_arguments(compiled, "qframework")
 
 
 def test_ddp_optimizer_without_its_option_is_said(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
