@@ -13,9 +13,14 @@ PYTEST_JOBS ?= 2
 # The modules of benchmarks/ that can be run: benchmarks.int8_linear and the like.
 BENCHMARKS = $(subst /,.,$(basename $(shell grep -l '__name__ == "__main__"' benchmarks/*.py)))
 
+# make test-nightly has a .venv of its own, with the newest pre-releases that this index and pip's own have.
+NIGHTLY_VENV := .venv-nightly
+NIGHTLY_INDEX ?= https://download.pytorch.org/whl/nightly/cpu
+NIGHTLY_PIP := $(NIGHTLY_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all check format test-gpu bench-smoke docs wheel clean
+.PHONY: help demo test test-all test-nightly check format test-gpu bench-smoke docs wheel clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +44,16 @@ run-tests: $(DEV_STAMP)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PYTEST_JOBS) \
 		-m "$(SELECTED) and interpreter" tests/kernels || status=1; \
 	exit $$status
+
+# Only the first installation takes pre-releases. The stamps tell the second make that this .venv is complete.
+test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private name first, then make test
+	$(MAKE) VENV=$(NIGHTLY_VENV) $(NIGHTLY_VENV)/.stamp-venv
+	$(NIGHTLY_PIP) --pre --upgrade --extra-index-url $(NIGHTLY_INDEX) torch torchao torchvision triton
+	$(NIGHTLY_PIP) --extra-index-url $(NIGHTLY_INDEX) --editable '.[test,bench]'
+	touch $(NIGHTLY_VENV)/.stamp-demo $(NIGHTLY_VENV)/.stamp-dev
+	$(NIGHTLY_VENV)/bin/python -m pip list --disable-pip-version-check
+	OMP_NUM_THREADS=1 $(NIGHTLY_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) tests/compat
+	$(MAKE) VENV=$(NIGHTLY_VENV) test
 
 check: $(DEV_STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check .
@@ -66,7 +81,7 @@ wheel: $(DEV_STAMP)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NIGHTLY_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:

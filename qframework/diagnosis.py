@@ -6,12 +6,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
-import subprocess
 from typing import Any
 
 import torch
 
+from qframework.compat.cpp_compiler import cpp_compiler
 from qframework.kernels.linear.cpu import cpu_choice
 from qframework.kernels.runtime.chip import MIN_CAPABILITY
 
@@ -45,19 +44,8 @@ def _cpu() -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "int8_linear": choice.name,
         **{f"int8_linear_not_{name}": reason for name, reason in choice.rejected.items()},
-        "compiler": _cpp_compiler(),
+        "compiler": cpp_compiler(),
     }
-
-
-def _cpp_compiler() -> str | None:
-    """The C++ compiler that Inductor will use, None where it finds none."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        return shutil.which(get_cpp_compiler())
-    except (InvalidCxxCompiler, subprocess.SubprocessError, OSError):
-        return None
 
 
 def _gpu(index: int) -> dict[str, Any]:

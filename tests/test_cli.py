@@ -196,7 +196,7 @@ def test_doctor_prints_tables() -> None:
 
 
 def test_doctor_fails_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diagnosis, "_cpp_compiler", lambda: None)
+    monkeypatch.setattr(diagnosis, "cpp_compiler", lambda: None)
     result = run("doctor")
     assert result.exit_code == 1
     assert "no C++ compiler" in result.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from qframework.compat.logs import silence_torchao_at_import
 from qframework.errors import QFrameworkError
 from qframework.evaluation.comparison import Configuration, Settings, compare, standard_configurations
 from qframework.evaluation.comparison_results import Results
@@ -48,8 +48,7 @@ def comparison_parser(description: str | None) -> argparse.ArgumentParser:
 
 def run_script(make_task: MakeTask, options: argparse.Namespace) -> int:
     """Make the task, compare, print and write; the exit code: 2 for bad input, said in one line on stderr."""
-    # torchao says at import that PyTorch deprecates something it does; users cannot mend that.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    silence_torchao_at_import()
     with ExitStack() as stack:
         processes = Processes()
         try:

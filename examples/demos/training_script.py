@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import sys
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import torch
 
 from demos.training_files import LOSSES, PLOT, SUMMARY, draw_curves
 from demos.training_loop import PRECISIONS, Outcome, Place, RunConfig, TrainingTask, train
+from qframework.compat.logs import silence_torchao_at_import
 from qframework.errors import QFrameworkError
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
 from qframework.files import atomic_write
@@ -83,8 +83,7 @@ def run_config(options: argparse.Namespace, defaults: RunConfig) -> RunConfig:
 
 def run_training(task: TrainingTask, defaults: RunConfig, options: argparse.Namespace) -> int:
     """Train, print, write; the exit code: 2 for bad input, said in one line on stderr."""
-    # torchao says at import that PyTorch deprecates something it does; users cannot mend that.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    silence_torchao_at_import()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its results only with this
     processes = Processes()
     with ExitStack() as stack:

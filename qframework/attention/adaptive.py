@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from qframework.arguments import check_batches, check_module, check_number_of_batches, described, no_data
 from qframework.attention.choice import AttentionChoice
@@ -25,6 +24,8 @@ from qframework.attention.layer_choice import OFF, LayerChoice, passes
 from qframework.attention.layer_scope import join_name, split_name
 from qframework.attention.measure import Recorder, named_calls
 from qframework.attention.model_inputs import call_model
+from qframework.compat import pytree
+from qframework.compat.dynamo import is_compiled
 from qframework.devices import checked_device
 from qframework.errors import CalibrationError
 from qframework.kernels.attention.variants import AttentionVariant, resolve
@@ -106,7 +107,7 @@ def calibrate_attention(
     check_number_of_batches(batches)
     if forward is not None and not callable(forward):
         raise CalibrationError(f"calibrate_attention: forward={forward!r}; accepted: None or a function")
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise CalibrationError("calibrate_attention: the model is compiled; accepted: what was given to torch.compile")
     target = checked_device(device, "calibrate_attention: device") if device is not None else _device_of(model)
     if device is not None:

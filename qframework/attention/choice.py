@@ -20,6 +20,7 @@ from qframework.attention import choice_table
 from qframework.attention.drop_in import checked_spec
 from qframework.attention.layer_choice import LayerChoice, Measurement
 from qframework.attention.layer_scope import ROOT, LayerScope, rewrite_graph, split_name
+from qframework.compat.dynamo import is_compiled
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.files import read_json, write_json
 
@@ -77,7 +78,7 @@ class AttentionChoice(Mapping[str, str]):
         Raises:
             QFrameworkError: the model is compiled, or lacks a layer of the choice.
         """
-        if hasattr(model, "_orig_mod"):
+        if is_compiled(model):
             raise QFrameworkError(
                 "AttentionChoice.apply: the model is compiled; accepted: the model that was given to torch.compile, "
                 "which is compiled afterwards"

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from qframework.attention.api import attend, autocast, spec_of
 from qframework.attention.handover import to_run_inside
+from qframework.compat.dispatch import FakeTensor
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.variants import AttentionVariant, resolve
@@ -163,7 +163,7 @@ def note_fallback(reason: str) -> None:
 
 def _pytorch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """PyTorch's own result. An enclosing scope must not see this call: the innermost has decided."""
-    with torch._C.DisableTorchFunction():
+    with torch.DisableTorchFunction():
         return func(*args, **kwargs)
 
 

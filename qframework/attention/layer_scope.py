@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from qframework.attention.drop_in import use_sage_attention
 from qframework.attention.handover import multi_head_attention_forward
+from qframework.compat.functions import current_function_mode
 from qframework.errors import QFrameworkError
 
 ROOT = "scaled_dot_product_attention"
@@ -61,7 +62,7 @@ class LayerScope:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         # where an earlier hook raised, nothing was entered, and the scope on top is someone else's
-        if torch.compiler.is_compiling() or self._is_own(_get_current_function_mode()):
+        if torch.compiler.is_compiling() or self._is_own(current_function_mode()):
             (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
 
     def _is_own(self, scope: object) -> bool:
@@ -83,8 +84,8 @@ class AttentionCalls(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention or func is _SDPA:
             return self.attend(func, *args, **kwargs)
-        if func is F.multi_head_attention_forward:  # PyTorch would hide the attention inside from this scope
-            with self:
+        if func is F.multi_head_attention_forward and multi_head_attention_forward is not None:
+            with self:  # PyTorch would hide the attention inside from this scope
                 return multi_head_attention_forward(*args, **kwargs)
         if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
             return torch.unflatten(*args, **kwargs)

@@ -30,7 +30,7 @@ class Recorder(AttentionCalls):
 
     def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         name = self.next_layer()
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             out = func(*args, **kwargs)
             call = _Call(*args, **kwargs)
             for argument, tensor in (*call.inputs().items(), ("output", out)):

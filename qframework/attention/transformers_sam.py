@@ -13,10 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.sam import modeling_sam
-from transformers.models.sam_hq import modeling_sam_hq
 
 from qframework.attention.drop_in import note_fallback, why_not
+from qframework.compat.transformers import (
+    SAM_HQ_VISION_ATTENTION_CLASSES,
+    SAM_VISION_ATTENTION_CLASSES,
+    SamHQVisionSdpaAttention,
+    SamVisionSdpaAttention,
+)
 
 
 def _forward(module: Any, hidden_states: Tensor) -> Tensor | None:
@@ -45,7 +49,7 @@ def _factors(module: Any, query: Tensor, height: int, width: int) -> tuple[Tenso
     return rel_h.flatten(2, 3), rel_w.flatten(2, 3)
 
 
-class SamVisionSageAttention(modeling_sam.SamVisionSdpaAttention):
+class SamVisionSageAttention(SamVisionSdpaAttention):
     """SAM's attention with the operator in the middle; no attention weights."""
 
     def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
@@ -58,7 +62,7 @@ class SamVisionSageAttention(modeling_sam.SamVisionSdpaAttention):
         return super().forward(hidden_states, output_attentions) if out is None else (out, None)
 
 
-class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
+class SamHQVisionSageAttention(SamHQVisionSdpaAttention):
     """The same for SAM-HQ."""
 
     def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
@@ -74,5 +78,5 @@ class SamHQVisionSageAttention(modeling_sam_hq.SamHQVisionSdpaAttention):
 def register_sam(name: str, variant: str, smooth_k: bool) -> None:
     """Add ``name`` to the attention classes that SAM's encoders choose from."""
     settings: dict[str, Any] = {"variant": variant, "smooth_k": smooth_k}
-    modeling_sam.SAM_VISION_ATTENTION_CLASSES[name] = partial(SamVisionSageAttention, **settings)
-    modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES[name] = partial(SamHQVisionSageAttention, **settings)
+    SAM_VISION_ATTENTION_CLASSES[name] = partial(SamVisionSageAttention, **settings)
+    SAM_HQ_VISION_ATTENTION_CLASSES[name] = partial(SamHQVisionSageAttention, **settings)

@@ -22,8 +22,7 @@ def __getattr__(name: str) -> Any:
     """
     if name != "qframework_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")
-    import torch._inductor.compile_fx  # noqa: F401
-
+    import qframework.compat.inductor  # noqa: F401
     from qframework.backend.compile import qframework_backend
 
     return qframework_backend

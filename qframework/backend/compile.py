@@ -19,6 +19,8 @@ from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
 from qframework.backend.zero_points import WatchedZeroPoints, left_out, zero_points_of
+from qframework.compat.dispatch import below_autograd
+from qframework.compat.dynamo import check_hints
 from qframework.fallbacks import Fallbacks
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
 
@@ -45,6 +47,7 @@ def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOption
 def run_passes(lowering: Lowering) -> None:
     """Run the lowering passes, and put their reports on every layer in the order of the graph."""
     gm, options = lowering.gm, lowering.options
+    check_hints(gm)
     inside = _inside_other_graphs(gm, options)
     if differentiates(gm):
         lowering.reports = _left_whole(gm, options) + inside
@@ -113,9 +116,7 @@ def qframework_backend(
         UnsupportedError: an unknown mode or option.
         QFrameworkError: a quantized layer that cannot be right, by name.
     """
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.decomposition import select_decomp_table
-
+    from qframework.compat.inductor import compile_graph, select_decomp_table
     from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
@@ -140,9 +141,7 @@ def qframework_backend(
         for run in passes.FOR_INDUCTOR if lowered else ():
             run(lowering)
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
-        compiled: Any = compile_fx(
-            gm, list(example_inputs), config_patches=patches or None, decompositions=decompositions
-        )
+        compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions)
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
     return _checked(compiled, watched) if watched else compiled
 
@@ -163,7 +162,7 @@ def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return compiled(*args)
 
     return run

@@ -13,6 +13,7 @@ from qframework.arguments import check_module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
+from qframework.compat.dynamo import backend_arguments, original_module
 from qframework.errors import QFrameworkError
 
 
@@ -33,7 +34,7 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
     """
     if isinstance(model, type | torch.export.ExportedProgram) or not callable(model):
         check_module(model, "explain: model")
-    original = getattr(model, "_orig_mod", model)
+    original = original_module(model)
     options = _options_of(model) if original is not model else BackendOptions()
     args, kwargs = _as_call(inputs)
     if isinstance(original, GraphModule) and options.linear == "off":
@@ -63,10 +64,8 @@ def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _options_of(compiled: Any) -> BackendOptions:
-    """The options a module was compiled with, found by following Dynamo's chain of wrapped backends."""
-    callback = compiled.dynamo_ctx.callback
-    while callback is not None:
-        if getattr(callback, "compiler_name", None) == "qframework" and hasattr(callback, "kwargs"):
-            return parse_options(**callback.kwargs)
-        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    """The options a module was compiled with."""
+    arguments = backend_arguments(compiled, "qframework")
+    if arguments is not None:
+        return parse_options(**arguments)
     raise QFrameworkError("explain: the model was compiled with another backend; accepted: backend='qframework'")

@@ -27,11 +27,11 @@ from qframework import numerics
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
+from qframework.compat.dynamo import guard_identity, record_value
 from qframework.graph.nodes import (
     Constants,
     LinearCall,
     fake_value,
-    guard_identity,
     layer_name,
     linear_call,
     why_not_plain,
@@ -109,8 +109,9 @@ class _SharedQuantize:
             value = self._gm.graph.call_function(operator.getitem, (quantized, 0))
             scale = self._gm.graph.call_function(operator.getitem, (quantized, 1))
         if (fake := fake_value(x)) is not None:
-            quantized.meta["example_value"] = fakes = _dynamic_quantize(fake, "per_token")
-            value.meta["example_value"], scale.meta["example_value"] = fakes
+            fakes = _dynamic_quantize(fake, "per_token")
+            for new, recorded in zip((quantized, value, scale), (fakes, *fakes), strict=True):
+                record_value(new, recorded)
         return Quantized(value, scale)
 
 
@@ -120,7 +121,7 @@ def _flat_scale(gm: GraphModule, weight: Quantized, linear: Node) -> Quantized:
         flat = gm.graph.call_function(torch.ops.aten.squeeze.dim, (weight.scale, -1))
     assert isinstance(weight.scale, Node)
     if (fake := fake_value(weight.scale)) is not None:
-        flat.meta["example_value"] = fake.squeeze(-1)
+        record_value(flat, fake.squeeze(-1))
     return Quantized(weight.value, flat)
 
 

@@ -25,7 +25,8 @@ from torch.fx import GraphModule, Node
 from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
 from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
 from qframework.backend.quantized_linear import find_epilogue, static_quantize_scale
-from qframework.graph.nodes import Constants, argument, fake_value, guard_identity, linear_call, operation
+from qframework.compat.dynamo import guard_identity
+from qframework.graph.nodes import Constants, argument, fake_value, linear_call, operation
 
 _ours = torch.ops.qframework
 

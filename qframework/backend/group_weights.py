@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering
+from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.nodes import Constants, argument, fake_value
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.quantize_weights import MOST, places
@@ -75,8 +76,8 @@ def _quantize_together(gm: GraphModule, nodes: list[Node], before: Node) -> None
 
     def add(target: Any, *args: Any) -> Node:
         node = gm.graph.call_function(target, args)
-        operands = torch.fx.node.map_arg(args, lambda x: x.meta.get("example_value", x.meta.get("val")))
-        node.meta["example_value"] = target(*operands)  # fake tensors, as tracing recorded
+        operands = torch.fx.node.map_arg(args, recorded_value)
+        record_value(node, target(*operands))  # fake tensors, as tracing recorded
         return node
 
     fakes = [_fake(node) for node in nodes]

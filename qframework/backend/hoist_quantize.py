@@ -25,6 +25,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import CannotLower, find_epilogue, quantized_operands, static_quantize_scale
+from qframework.compat.dynamo import VALUE_KEYS
 from qframework.graph.channels import ChannelView, Leaf, quantized_everywhere
 from qframework.graph.nodes import Constants, fake_value, layer_name, linear_call
 from qframework.numerics import QMAX
@@ -171,6 +172,6 @@ def erase_quantize(gm: GraphModule, leaves: list[Leaf]) -> None:
 def mark_int8(nodes: list[Node]) -> None:
     """Record that nodes which carried float values carry int8."""
     for node in nodes:
-        for key in ("example_value", "val"):
+        for key in VALUE_KEYS:
             if isinstance(node.meta.get(key), Tensor):
                 node.meta[key] = node.meta[key].to(torch.int8)

@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
+from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import (
     AttentionCall,
@@ -61,7 +62,7 @@ def lower_attention(lowering: Lowering) -> None:
     reports: list[LayerReport] = []
     seen: Counter[str] = Counter()
     for node in list(gm.graph.nodes):
-        if node._erased or node.op not in ("call_function", "call_method"):
+        if is_erased(node) or node.op not in ("call_function", "call_method"):
             continue
         if node.target is _SAGE:
             reports.append(

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import static_quantize_scale
+from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import fake_value
 from qframework.numerics import FLOAT_DTYPES, QMAX
 
@@ -53,7 +54,7 @@ def _lower_one_dequantize(gm: GraphModule, node: Node, scales: ScaleConstants) -
         _replace(gm, node, _ours.dequantize.default, (q, scales.node(scale, fake.device), fake.dtype))
 
 
-def _replace(gm: GraphModule, node: Node, target: torch._ops.OpOverload, args: tuple) -> None:
+def _replace(gm: GraphModule, node: Node, target: OpOverload, args: tuple) -> None:
     with gm.graph.inserting_before(node):
         new = gm.graph.call_function(target, args)
     new.meta = dict(node.meta)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._dynamo.source import ConstantSource
 from torch.fx import GraphModule, Node
 
 from qframework.backend.options import BackendOptions
 from qframework.backend.report import LayerReport
+from qframework.compat.dynamo import add_source, record_value
 from qframework.graph.nodes import Constants
 
 
@@ -42,12 +42,11 @@ class ScaleConstants:
 def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node) -> Node:
     """Register a buffer on the graph module and return a node that reads it."""
     gm.register_buffer(name, value)
-    sources = getattr(gm, "_param_name_to_source", None)
-    if sources is not None:  # Dynamo's graphs carry a source for each buffer; AOTAutograd insists on it
-        sources[name] = ConstantSource(name)
+    add_source(gm, name)
     with gm.graph.inserting_before(before):
         node = gm.graph.get_attr(name)
-    node.meta["example_value"] = node.meta["val"] = value
+    record_value(node, value)
+    node.meta["val"] = value
     return node
 
 

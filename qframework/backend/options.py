@@ -45,7 +45,7 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
 
 
 def _mode_options(mode: str | None) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
+    from qframework.compat.inductor import list_mode_options
 
     modes = list_mode_options()
     if mode is not None and mode not in modes:
@@ -73,7 +73,7 @@ def _is_variant(value: Any) -> bool:
 
 
 def _inductor_name(key: str) -> str:
-    from torch._inductor import list_options
+    from qframework.compat.inductor import list_options
 
     name = key.replace("-", "_")
     known = list_options()

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
 
 from qframework.backend.group_weights import reads_grouped_weight
 from qframework.backend.lowering import Lowering
+from qframework.compat import pytree
+from qframework.compat.dynamo import VALUE_KEYS, recorded_value
 from qframework.graph.nodes import is_inactive_dropout, operation
 from qframework.graph.writes import writes_in_place
 
@@ -95,7 +96,7 @@ def _kind(node: Node) -> Any:
 
 def _fakes(node: Node) -> list[Tensor] | None:
     """The tensors a node gives; None where it gives anything else, or nothing is known of it."""
-    values = pytree.tree_leaves(node.meta.get("example_value", node.meta.get("val")))
+    values = pytree.tree_leaves(recorded_value(node))
     return values if values and all(isinstance(value, Tensor) for value in values) else None
 
 
@@ -194,7 +195,7 @@ def _as_graph(block: Sequence[Node]) -> Graph:
     copies: dict[Node, Node] = {}
     for number, node in enumerate(_inputs(block)):
         copies[node] = graph.placeholder(f"input_{number}")
-        copies[node].meta = {k: v for k, v in node.meta.items() if k in ("example_value", "val")}
+        copies[node].meta = {k: v for k, v in node.meta.items() if k in VALUE_KEYS}
     for node in block:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in _outputs(block)))

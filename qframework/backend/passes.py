@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import lower_float_linear
@@ -20,6 +19,7 @@ from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.outline_blocks import outline_blocks
+from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -46,7 +46,7 @@ def note_layer_order(lowering: Lowering) -> None:
 def forget_grad_mode(lowering: Lowering) -> None:
     """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
     for node in list(lowering.gm.graph.nodes):
-        if node.target is torch._C._set_grad_enabled:
+        if node.target is set_grad_enabled:
             lowering.gm.graph.erase_node(node)
     lowering.gm.recompile()
 

@@ -9,6 +9,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import ScaleConstants, erase_unused
+from qframework.compat.dynamo import VALUE_KEYS
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import (
     Constants,
@@ -204,7 +205,7 @@ def insert_int8_linear(
                 out_dtype,
             ),
         )
-    new.meta = {k: v for k, v in end.meta.items() if k in ("example_value", "val", "nn_module_stack", "stack_trace")}
+    new.meta = {k: v for k, v in end.meta.items() if k in (*VALUE_KEYS, "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
     erase_unused(gm, end)
 

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.cuda import device as current_device
 from torch.fx import GraphModule, Node
 
+from qframework.compat.operators import schema
+from qframework.compat.triton import compile_in, finished, launcher
 from qframework.graph.nodes import argument, fake_value
-from qframework.kernels.runtime.launch import finished
 from qframework.kernels.runtime.operator import Operator, operator_of
-from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET, triton
+from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ def _call(node: Node) -> _Call | None:
     operator = operator_of(node.target)
     if operator is None or operator.warm_up is None or INTERPRET or not HAS_TRITON:
         return None
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = [argument(node, place, each.name, default=each.default_value) for place, each in enumerate(schema)]
+    names = schema(node.target).arguments
+    given = [argument(node, place, each.name, default=each.default_value) for place, each in enumerate(names)]
     likes = {each: _like(each) for each in node.all_input_nodes}
     if None in likes.values():
         return None
@@ -120,7 +121,7 @@ def _like(node: Node) -> _Like | None:
 def _compile(calls: list[_Call]) -> None:
     """Compile all at a time. Runs in a thread of its own: Triton's mode is the thread's that enters it."""
     workers = min(len(calls), os.cpu_count() or 1)
-    with ThreadPoolExecutor(workers, "qframework-compile") as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
+    with ThreadPoolExecutor(workers, "qframework-compile") as pool, compile_in(pool):
         started = [(_attempt(_start, call), call.device) for call in calls]
         different = {id(kernel): (kernel, device) for kernel, device in started if kernel is not None}
         for kernel, device in different.values():
@@ -136,7 +137,7 @@ def _load(kernel: Any, device: torch.device) -> None:
     """Wait for a kernel, and bring it to the GPU with the function that launches it."""
     compiled = finished(kernel)
     with current_device(device):
-        compiled[(1, 1, 1)]  # what launches it: asking for it loads the kernel
+        launcher(compiled, (1, 1, 1))  # asking for it loads the kernel
 
 
 def _attempt(step: Callable[..., Any], *arguments: Any) -> Any:

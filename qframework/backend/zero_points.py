@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from qframework.compat.dispatch import writes
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import Constants, layer_name
 
@@ -56,13 +57,13 @@ class WatchedZeroPoints:
 
     def __init__(self, layer: str, index: int, value: Tensor) -> None:
         self._layer, self._index = layer, index
-        self._known, self._version = weakref.ref(value), _version(value)
+        self._known, self._writes = weakref.ref(value), _times_written(value)
 
     def check(self, args: Sequence[Any]) -> None:
         """Raise QFrameworkError where one is not zero any more."""
         value = args[self._index]
-        version = _version(value)
-        if value.device.type != "cpu" and value is self._known() and version == self._version:
+        version = _times_written(value)
+        if value.device.type != "cpu" and value is self._known() and version == self._writes:
             return
         if value.any():
             worst = int(value[value != 0][0])
@@ -70,9 +71,9 @@ class WatchedZeroPoints:
                 f"layer {self._layer!r}: a zero point is {worst}, and was 0 when the model was compiled; accepted: 0 "
                 "(symmetric quantization). After torch.compiler.reset() the layer runs in float, with this zero point."
             )
-        self._known, self._version = weakref.ref(value), version
+        self._known, self._writes = weakref.ref(value), version
 
 
-def _version(value: Tensor) -> int:
+def _times_written(value: Tensor) -> int:
     """How often the tensor was written; inference tensors do not count."""
-    return -1 if value.is_inference() else value._version
+    return -1 if value.is_inference() else writes(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,6 +10,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 
 from qframework import __version__
+from qframework.compat.logs import silence_torchao_at_import
 from qframework.errors import QFrameworkError
 
 CHECK_FAILED, BAD_INPUT = 1, 2
@@ -80,8 +80,7 @@ def _options(
     ] = False,
 ) -> None:
     _state["debug"] = debug
-    # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does; users cannot mend that.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    silence_torchao_at_import()
 
 
 def failed_check(message: str) -> typer.Exit:

@@ -267,7 +267,7 @@ class _Bench:
 
     def _forget(self) -> None:
         """Compiled code keeps its module alive, and a process may compile only so many versions of a module."""
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         if self.example.is_cuda:
             torch.cuda.empty_cache()

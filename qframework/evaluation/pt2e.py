@@ -49,7 +49,7 @@ def quantize_exported(
 
     Arguments and errors are those of ``quantize_model``; batches go to the device of the graph.
     """
-    from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+    from qframework.compat.torchao import convert_pt2e, prepare_pt2e
 
     weights = sum(tensor.nbytes for tensor in exported.state_dict().values())
     data = None if calibration is None else _FirstBatches(calibration, batches)

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qframework.compat.dispatch import FakeTensorMode
+from qframework.compat.modules import with_submodules
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
@@ -146,7 +148,7 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
     parts = encoder or SamEncoder(model.vision_encoder)
     # The decoder without the encoder: it would be kept and moved to the device for nothing.
     decoder = copy.copy(model)
-    decoder._modules = {**model._modules, "vision_encoder": None}
+    with_submodules(decoder, vision_encoder=None)
     grid = prompt.image_embedding_size
     _check_encoder(parts, vision.image_size, (prompt.hidden_size, grid, grid), encoder_name or name)
     return Sam(f"{name} with {encoder_name}" if encoder_name else name, parts.eval(), decoder, processor)
@@ -189,8 +191,6 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 @torch.no_grad()
 def _check_encoder(encoder: nn.Module, size: int, expected: Sequence[int], name: str) -> None:
     """On fake tensors: shapes cost nothing."""
-    from torch._subclasses import FakeTensorMode
-
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
             shape = tuple(encoder(torch.empty(1, 3, size, size)).shape[1:])

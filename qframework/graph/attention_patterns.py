@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from qframework.compat.operators import ASSERT_METADATA
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
 from qframework.graph.shapes import same
 from qframework.numerics import FLOAT_DTYPES
@@ -172,7 +173,7 @@ def users(node: Node) -> list[Node]:
 
 def is_assertion(node: Node) -> bool:
     """``aten._assert_tensor_metadata``."""
-    return node.target is torch.ops.aten._assert_tensor_metadata.default
+    return node.target is ASSERT_METADATA
 
 
 def _require_private(node: Node) -> None:

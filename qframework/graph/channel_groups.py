@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
+from qframework.compat.dispatch import memory_of
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import CASTS, is_assertion
 from qframework.graph.channels import ChannelView, Dim, parts, through
@@ -178,8 +179,8 @@ def _users_of_parameters(gm: GraphModule) -> Callable[[GraphModule, str], set[No
     readers: dict[int, set[Node]] = {}
     for node in gm.graph.nodes:
         if node.op == "get_attr" and isinstance(value := _attribute(gm, str(node.target)), Tensor):
-            readers.setdefault(value.untyped_storage()._cdata, set()).update(node.users)
-    return lambda gm, name: readers[_attribute(gm, name).untyped_storage()._cdata]
+            readers.setdefault(memory_of(value), set()).update(node.users)
+    return lambda gm, name: readers[memory_of(_attribute(gm, name))]
 
 
 def _attribute(gm: GraphModule, name: str) -> Any:

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from qframework.compat.graphs import statically_known_true
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
 
 Size = int | torch.SymInt

@@ -20,11 +20,12 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from qframework.compat.dispatch import FakeTensor
+from qframework.compat.dynamo import value_key
+from qframework.compat.graphs import make_fx
 from qframework.graph.nodes import fake_value, linear_call
 
 
@@ -67,7 +68,7 @@ def _expand(gm: GraphModule, node: Node, output: Node) -> None:
 
 def _inline(gm: GraphModule, node: Node, output: Node, traced: GraphModule, copies: dict[Node, Node]) -> None:
     """Copy a traced graph in front of ``node`` and let its result take the place of ``output``."""
-    key = "example_value" if "example_value" in output.meta else "val"
+    key = value_key(output)
     with gm.graph.inserting_before(node):
         for each in traced.graph.nodes:
             if each.op not in ("placeholder", "output"):

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
+from qframework.compat.dynamo import value_key
 from qframework.graph.nodes import fake_value, operation
 from qframework.graph.shapes import same
 
@@ -83,7 +84,7 @@ def _fit(operands: Sequence[Any], subscripts: Sequence[str]) -> bool:
 
 
 def _replace(gm: GraphModule, node: Node, call: _Einsum) -> None:
-    key = "example_value" if "example_value" in node.meta else "val"
+    key = value_key(node)
     new: list[Node] = []
 
     def add(target: Any, *args: Any) -> Node:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
+from qframework.compat.dynamo import value_key
 from qframework.graph.nodes import argument, fake_value, operation, why_not_plain
 from qframework.graph.shapes import same
 from qframework.graph.strides import follow_strides
@@ -85,7 +86,7 @@ def _each(value: Any, kernel: list[int]) -> list[Any]:
 
 
 def _replace(gm: GraphModule, node: Node, call: _PatchEmbedding) -> None:
-    key = "example_value" if "example_value" in node.meta else "val"
+    key = value_key(node)
     recorded: Tensor = node.meta[key]
     spatial = len(call.kernel)
 

@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.ao.quantization.fx._decomposed  # registers quantized_decomposed, which importing torch does not
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
+import qframework.compat.quantized_decomposed  # noqa: F401  (registers the operators of PT2E)
+from qframework.compat.dispatch import FakeTensor, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from qframework.compat.dynamo import is_static_input, recorded_value, source_name
+from qframework.compat.modules import SPACES
+from qframework.compat.operators import OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
 
 aten = torch.ops.aten
@@ -75,8 +78,8 @@ def operation(node: Node) -> str | None:
         name = str(node.target)
     elif node.op != "call_function":
         return None
-    elif isinstance(node.target, torch._ops.OpOverload):
-        space, _, name = node.target._schema.name.partition("::")
+    elif isinstance(node.target, OpOverload):
+        space, _, name = schema(node.target).name.partition("::")
         if space != "aten":
             return None
     else:
@@ -142,7 +145,7 @@ def added_to(node: Node, operand: Node) -> Node | None:
 
 def fake_value(node: Node) -> Tensor | None:
     """The fake tensor that tracing recorded for a node, None where it recorded none."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     return value if isinstance(value, Tensor) else None
 
 
@@ -150,7 +153,7 @@ def why_not_plain(value: Tensor | None) -> str | None:
     """Why no operator of ours computes with a tensor, whatever its dtype; None where one may, or nothing is known."""
     if value is None:
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(value):
+    if is_functorch_wrapped_tensor(value):
         return "belongs to torch.vmap or another transform of torch.func, which INT8 operators do not support"
     if type(value) not in (Tensor, torch.nn.Parameter, FakeTensor) or value.layout != torch.strided:
         return f"is a {type(value).__name__} of layout {value.layout}; accepted: plain strided tensors"
@@ -191,23 +194,11 @@ class Constants:
         return self._inputs[node][0] if node in self._inputs else None
 
 
-def guard_identity(node: Node) -> None:
-    """Have Dynamo compile anew where the input that ``node`` stands for is another object; nothing for an attribute.
-
-    While a backend runs, Dynamo has not built its guards yet.
-    """
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    if source is not None and torch._guards.TracingContext.try_get() is not None:
-        from torch._dynamo.guards import GuardBuilder, install_guard
-
-        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
-
-
 def differentiates(gm: GraphModule) -> bool:
     """Whether the graph itself computes derivatives: with ``torch.func``, or in forward mode."""
     for node in gm.graph.nodes:
         fake = fake_value(node)
-        if fake is not None and torch._C._functorch.is_gradtrackingtensor(fake):
+        if fake is not None and is_gradtrackingtensor(fake):
             return True
         if "dual" in str(node.target):  # torch.autograd.forward_ad.make_dual and what it calls
             return True
@@ -215,8 +206,7 @@ def differentiates(gm: GraphModule) -> bool:
 
 
 def _is_module_state(node: Node, value: Any) -> bool:
-    static = (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type")
-    return isinstance(value, torch.nn.Parameter) or static is not None
+    return isinstance(value, torch.nn.Parameter) or is_static_input(node)
 
 
 def layer_name(node: Node) -> str:
@@ -238,7 +228,7 @@ def layer_name(node: Node) -> str:
 def _clean_path(path: str) -> str:
     path = re.sub(r"^L\['(?:self|fn)'\]\.?|^L__self__\.?", "", path)
     path = re.sub(r"\[['\"]?([^'\"\]]+)['\"]?\]", r".\1", path)
-    parts = [part for part in path.split(".") if part not in ("", "_modules", "_parameters", "_buffers")]
+    parts = [part for part in path.split(".") if part not in ("", *SPACES)]
     return ".".join(parts)
 
 
@@ -247,10 +237,10 @@ def _state_path(node: Node) -> str | None:
     if node.op == "get_attr":
         path = str(node.target)
     else:
-        source = getattr(node.meta.get("grapharg"), "source", None)
-        if source is None:
+        name = source_name(node)
+        if name is None:
             return None
-        path = _clean_path(source.name() if callable(source.name) else source.name)
+        path = _clean_path(name)
     owner, _, leaf = path.rpartition(".")
     if leaf in ("in_proj_weight", "in_proj_bias"):  # nn.MultiheadAttention's own parameters
         return f"{owner}.in_proj" if owner else "in_proj"

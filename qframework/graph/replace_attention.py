@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.fx import GraphModule, Node
 
+from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, is_assertion
 from qframework.graph.nodes import argument, fake_value, operation, why_not_plain
@@ -62,7 +63,7 @@ def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
     inputs = node.all_input_nodes
     gm.graph.erase_node(node)
     for each in inputs:
-        if not each._erased:
+        if not is_erased(each):
             _erase_unused(gm, each, own)
 
 

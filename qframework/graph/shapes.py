@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from qframework.compat.graphs import statically_known_true
 
 Size = int | torch.SymInt
 

@@ -6,11 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.fx.node import map_arg
 
+from qframework.compat.dispatch import FakeTensor, memory_of
+from qframework.compat.dynamo import recorded_value
+from qframework.compat.graphs import free_unbacked_symbols
+from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import fake_value, operation
 from qframework.graph.shapes import same_shape
 from qframework.graph.writes import writes_in_place
@@ -52,7 +54,7 @@ def _is_opaque(node: Node) -> bool:
 
 def _is_quantization(node: Node) -> bool:
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace in ("qframework", "quantized_decomposed")
+    return isinstance(target, OpOverload) and target.namespace in ("qframework", "quantized_decomposed")
 
 
 class _Replay:
@@ -85,7 +87,7 @@ class _Replay:
     def _operand(self, node: Node) -> Any:
         if node in self.moved:
             return self.moved[node]
-        value = node.meta.get("example_value", node.meta.get("val"))
+        value = recorded_value(node)
         if value is None:
             return self._of_unrecorded(node)
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -111,4 +113,4 @@ def _moved(node: Node, value: Tensor) -> bool:
 
 
 def _memory(value: Any) -> int | None:
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+    return memory_of(value) if isinstance(value, Tensor) else None

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
+from qframework.compat.dynamo import recorded_value, value_key
 from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
 from qframework.graph.nodes import fake_value, operation
 from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
@@ -41,7 +42,7 @@ class AttentionWriter:
 
     def __init__(self, gm: GraphModule, call: AttentionCall) -> None:
         self._gm, self._call = gm, call
-        self._key = "example_value" if "example_value" in call.end.meta else "val"
+        self._key = value_key(call.end)
         self._new: list[Node] = []
         self._grid_summands: list[Summand] = []
         self._fine = self._finest_shape()
@@ -320,7 +321,7 @@ def _hint(size: int | torch.SymInt) -> int:
 
 
 def _recorded(node: Node) -> Any:
-    return node.meta.get("example_value", node.meta.get("val"))
+    return recorded_value(node)
 
 
 def _fake(node: Node) -> Tensor:

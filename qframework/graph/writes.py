@@ -13,12 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Node
 from torch.fx.node import map_arg
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from qframework.compat import pytree
+from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of
+from qframework.compat.dynamo import recorded_value
+from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import why_not_plain
 
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
@@ -46,14 +47,14 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
 
 
 def _is_of_another_library(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _KNOWN_LIBRARIES
+    return isinstance(node.target, OpOverload) and node.target.namespace not in _KNOWN_LIBRARIES
 
 
 def written_inputs(node: Node) -> set[Node]:
     """The inputs of a node whose memory it may change."""
     if not node.op.startswith("call") or not node.all_input_nodes or node.target is operator.getitem:
         return set()
-    if isinstance(node.target, torch._ops.OpOverload):
+    if isinstance(node.target, OpOverload):
         return {x for value in written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
     if not any(map(_may_hold_a_tensor, node.all_input_nodes)):
         return set()
@@ -63,11 +64,11 @@ def written_inputs(node: Node) -> set[Node]:
         return set(node.all_input_nodes)
 
 
-def written_arguments(target: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
+def written_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
     """The arguments of a call that the operator's schema marks as written."""
-    if not target._schema.is_mutable:
+    if not schema(target).is_mutable:
         return
-    for place, argument in enumerate(target._schema.arguments):
+    for place, argument in enumerate(schema(target).arguments):
         if argument.is_write:
             yield args[place] if place < len(args) else kwargs.get(argument.name)
 
@@ -90,7 +91,7 @@ class _WrittenMemory(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         written = pytree.tree_leaves(list(written_arguments(func, args, kwargs)))
-        self.memory |= {_storage(x) for x in written if isinstance(x, Tensor)}
+        self.memory |= {memory_of(x) for x in written if isinstance(x, Tensor)}
         return func(*args, **kwargs)
 
 
@@ -99,7 +100,7 @@ def _observed(node: Node) -> set[Node]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
         tensors = [(x, t) for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-        owners = {_storage(t): x for x, t in tensors}  # before the call, which may give a tensor other memory
+        owners = {memory_of(t): x for x, t in tensors}  # before the call, which may give a tensor other memory
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with _WrittenMemory() as written:
             _callable(node)(*args, **kwargs)
@@ -133,28 +134,24 @@ def _copy(value: Any) -> Any:
 
 
 def _recorded(node: Node) -> Any:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     if value is None:
         raise NotImplementedError(f"tracing recorded no value of {node.name}")
     return value
 
 
 def _may_hold_a_tensor(node: Node) -> bool:
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     return value is None or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _memory(node: Node) -> set[int] | None:
     """What tells the memory of a node's tensors, and of their views, from that of others; None where it is unknown."""
-    value = node.meta.get("example_value", node.meta.get("val"))
+    value = recorded_value(node)
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if value is None or any(map(why_not_plain, tensors)):  # a subclass may hold tensors whose memory it does not show
         return None
-    return {_storage(tensor) for tensor in tensors}
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return {memory_of(tensor) for tensor in tensors}
 
 
 def _overlap(one: set[int] | None, other: set[int] | None) -> bool:

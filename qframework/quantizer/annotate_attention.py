@@ -21,10 +21,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec
-from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, QuantizationSpecBase
 
 import qframework.kernels  # noqa: F401  registers the operator that variants become
+from qframework.compat.operators import schema
+from qframework.compat.torchao import (
+    ANNOTATED,
+    Q_ANNOTATION_KEY,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+)
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
@@ -80,8 +86,8 @@ def is_variant(node: Node) -> bool:
 
 def attention_call(node: Node) -> SdpaArguments:
     """The arguments of an attention's node, defaults filled in."""
-    names = [argument.name for argument in _SDPA._schema.arguments]
-    values: dict[str, Any] = {argument.name: argument.default_value for argument in _SDPA._schema.arguments}
+    names = [argument.name for argument in schema(_SDPA).arguments]
+    values: dict[str, Any] = {argument.name: argument.default_value for argument in schema(_SDPA).arguments}
     values |= dict(zip(names, node.args, strict=False)) | node.kwargs
     return SdpaArguments(**{name: values[name] for name in SdpaArguments._fields})
 
@@ -103,7 +109,7 @@ def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: 
         input_qspec_map=qspecs,
         output_qspec=output,
         allow_implicit_sharing=False,
-        _annotated=True,
+        **ANNOTATED,
         layer=layer,
         config=config,
     )

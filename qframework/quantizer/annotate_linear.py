@@ -19,9 +19,17 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.quantizer import QuantizationAnnotation, QuantizationSpec, SharedQuantizationSpec
-from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY, EdgeOrNode, QuantizationSpecBase
 
+from qframework.compat.torchao import (
+    ANNOTATED,
+    Q_ANNOTATION_KEY,
+    EdgeOrNode,
+    QuantizationAnnotation,
+    QuantizationSpec,
+    QuantizationSpecBase,
+    SharedQuantizationSpec,
+    says_annotated,
+)
 from qframework.errors import UnsupportedError
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS, QMAX, QMIN
 from qframework.quantizer.config import ActivationConfig, LinearConfig
@@ -58,8 +66,7 @@ def is_linear(node: Node) -> bool:
 
 def is_annotated(node: Node) -> bool:
     """Whether a quantizer, ours or another, has taken ``node``."""
-    annotation = node.meta.get(Q_ANNOTATION_KEY)
-    return annotation is not None and annotation._annotated
+    return says_annotated(node.meta.get(Q_ANNOTATION_KEY))
 
 
 def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: SharedObservers) -> None:
@@ -84,7 +91,7 @@ def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: Shared
         input_qspec_map=qspecs,
         output_qspec=output,
         allow_implicit_sharing=False,
-        _annotated=True,
+        **ANNOTATED,
         layer=layer,
         config=config,
     )

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
-from torchao.quantization.pt2e import FakeQuantizeBase, ObserverBase
-from torchao.quantization.pt2e.observer import AffineQuantizedObserverBase
 
 from qframework.arguments import described
+from qframework.compat.dynamo import is_compiled
+from qframework.compat.torchao import PREPARED_META, AffineQuantizedObserverBase, FakeQuantizeBase, ObserverBase
 from qframework.errors import CalibrationError, UnsupportedError
 
 OBSERVERS = (ObserverBase, FakeQuantizeBase, AffineQuantizedObserverBase)
-_PREPARED_META = "_observed_graph_module_attrs"  # torchao's; a converted model keeps it
 
 
 def check_exported(model: object, what: str) -> None:
@@ -47,7 +46,7 @@ def _state(model: object) -> str:
         return "an ExportedProgram"
     if not isinstance(model, torch.nn.Module):
         return described(model)
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         return "a compiled model"
     if not isinstance(model, GraphModule):
         return f"a {type(model).__name__} that was not exported"
@@ -55,7 +54,7 @@ def _state(model: object) -> str:
         return "a prepared model"
     if any(node.op == "call_function" and "dequantize" in str(node.target) for node in model.graph.nodes):
         return "a converted model"
-    if _PREPARED_META in model.meta:
+    if PREPARED_META in model.meta:
         return "a prepared model"  # in which nothing is to be quantized
     known = all("val" in node.meta for node in model.graph.find_nodes(op="placeholder"))
     return "an exported model" if known else "a GraphModule that torch.export did not make"

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
 from qframework.arguments import check_batches, check_number_of_batches, no_data
+from qframework.compat import pytree
+from qframework.compat.graphs import input_structure
 from qframework.devices import checked_device
 from qframework.errors import CalibrationError
 from qframework.quantizer.arguments import check_prepared
@@ -104,7 +105,7 @@ class _Inputs:
 
     def __init__(self, prepared: GraphModule) -> None:
         placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
-        info = getattr(prepared.graph._codegen, "pytree_info", None)
+        info = input_structure(prepared)
         if info is None:
             self.positional = [str(node.target) for node in placeholders]
             self.keyword: list[str] = []

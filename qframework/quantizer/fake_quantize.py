@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e.fake_quantize import FakeQuantizeBase
 
+from qframework.compat.torchao import FakeQuantizeBase
 from qframework.kernels.runtime.operator import refuse_transforms
 from qframework.numerics import QMAX, QMIN, rounded_steps
 from qframework.quantizer.observers import DynamicObserver, WeightObserver
@@ -75,6 +75,7 @@ class FakeQuantize(FakeQuantizeBase):
         self.layer, self.dtype = observer.layer, torch.int8
         # of a static activation, kept while its observer is disabled: searching a histogram takes a while
         self.register_buffer("scale", torch.empty(0), persistent=False)
+        self.register_load_state_dict_post_hook(_after_loading)
 
     def enable_observer(self, enabled: bool = True) -> None:
         """torchao's switch: whether a static activation's scale follows the data."""
@@ -103,18 +104,18 @@ class FakeQuantize(FakeQuantizeBase):
             self.scale = self.scale.new_empty(0) if self.always_zero else self.observer.broadcast_scale(x)
         return None if self.always_zero else self.scale
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        # Python's copies of torchao's switches: reading a buffer waits for the device and breaks a compiled graph
-        self.observing, self.quantizing = bool(self.observer_enabled), bool(self.fake_quant_enabled)
-        self.scale, self.always_zero = self.scale.new_empty(0), False
-
     def calculate_qparams(self, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.observer.calculate_qparams(**kwargs)
 
     def convert(self, model: GraphModule, node: Node) -> None:
         """Replace it by what its observer writes."""
         self.observer.convert(model, node)
+
+
+def _after_loading(module: Any, incompatible: Any) -> None:
+    """Python's copies of torchao's switches: reading a buffer waits for the device and breaks a compiled graph."""
+    module.observing, module.quantizing = bool(module.observer_enabled), bool(module.fake_quant_enabled)
+    module.scale, module.always_zero = module.scale.new_empty(0), False
 
 
 def wrap_observers(observers: dict[Any, Any]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchao.quantization.pt2e.observer import ObserverBase
 
+from qframework.compat.torchao import ObserverBase
 from qframework.numerics import MIN_AMAX, MIN_SCALE, QMAX
 from qframework.quantizer.static_observer import StaticObserver
 

@@ -22,24 +22,24 @@ with a warning. ``convert(model, node)`` is torchao's hook for observers that wr
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
-from torchao.quantization.pt2e import FROM_NODE_KEY
-from torchao.quantization.pt2e.observer import (
+
+import qframework.kernels  # noqa: F401  registers the operators that convert() writes
+from qframework.compat.torchao import (
+    FROM_NODE_KEY,
     MinMaxObserver,
     MovingAverageMinMaxObserver,
     MovingAveragePerChannelMinMaxObserver,
     ObserverBase,
-    PartialWrapper,
     PerChannelMinMaxObserver,
+    create_getattr_from_value,
 )
-from torchao.quantization.pt2e.utils import create_getattr_from_value
-
-import qframework.kernels  # noqa: F401  registers the operators that convert() writes
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import attribute
 from qframework.numerics import (
@@ -376,7 +376,7 @@ _PER_TOKEN: dict[str, Any] = {"minmax": PerTokenMinMax, "moving_average": PerTok
 _PER_HEAD: dict[str, Any] = {"minmax": PerHeadMinMax, "moving_average": PerHeadMovingAverage}
 
 
-def activation_observer(config: ActivationConfig, layer: str, positions: tuple[int, ...]) -> PartialWrapper:
+def activation_observer(config: ActivationConfig, layer: str, positions: tuple[int, ...]) -> Callable[..., Any]:
     """Constructor of the observer of ``config`` for the activation of ``layer``, as QuantizationSpec takes it.
 
     ``positions`` are the dimensions between batch and channels; only static per-token observers use them.
@@ -389,11 +389,11 @@ def activation_observer(config: ActivationConfig, layer: str, positions: tuple[i
     return _PER_TENSOR[config.observer].with_args(layer=layer, **arguments)
 
 
-def per_head_observer(config: AttentionConfig, layer: str, heads_axis: int) -> PartialWrapper:
+def per_head_observer(config: AttentionConfig, layer: str, heads_axis: int) -> Callable[..., Any]:
     """Constructor of the observer of queries, keys or values whose dimension ``heads_axis`` are the heads."""
     return _PER_HEAD[config.observer].with_args(layer=layer, heads_axis=heads_axis, **dict(config.observer_args))
 
 
-def weight_observer(config: WeightConfig, layer: str) -> PartialWrapper:
+def weight_observer(config: WeightConfig, layer: str) -> Callable[..., Any]:
     """Constructor of the observer of a weight."""
     return WeightObserver.with_args(layer=layer, config=config)

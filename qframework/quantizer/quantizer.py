@@ -9,11 +9,9 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch.fx import GraphModule, Node
-from torchao.quantization.pt2e import ObserverOrFakeQuantize
-from torchao.quantization.pt2e.quantizer import Quantizer
-from torchao.quantization.pt2e.quantizer.quantizer import EdgeOrNode
 
 from qframework.arguments import described
+from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.replace_attention import name_shapes

@@ -24,6 +24,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import activation_name, is_inactive_dropout
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.arguments import check_exported
@@ -89,7 +90,7 @@ def _split(exported: GraphModule, node: Node, positive: Node, negative: Node) ->
     total.args = (node, second)
 
 
-def _call(exported: GraphModule, target: torch._ops.OpOverload, args: tuple, like: Node) -> Node:
+def _call(exported: GraphModule, target: OpOverload, args: tuple, like: Node) -> Node:
     """A call whose result has the shape and the layer of ``like``."""
     new = exported.graph.call_function(target, args)
     new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}

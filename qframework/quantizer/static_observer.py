@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.traceback import NodeSource, NodeSourceAction
-from torchao.quantization.pt2e import FROM_NODE_KEY
-from torchao.quantization.pt2e.utils import create_getattr_from_value
 
+from qframework.compat.torchao import FROM_NODE_KEY, create_getattr_from_value
 from qframework.errors import CalibrationError
 from qframework.graph.nodes import CALIBRATION_NOTES
 from qframework.numerics import MIN_AMAX, QMAX, QMIN, scale_from_amax

@@ -23,6 +23,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
+from qframework.compat.dynamo import is_compiled
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.files import atomic_write, open_regular
 from qframework.serialization.archive import METADATA, PROGRAM, Archive
@@ -142,7 +143,7 @@ def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...
         if dynamic_shapes is not None:
             raise QFrameworkError("save: dynamic_shapes has no effect on an ExportedProgram; leave it out")
         return model
-    if hasattr(model, "_orig_mod"):
+    if is_compiled(model):
         raise QFrameworkError("save: the model is compiled; save what was given to torch.compile, compile after load")
     if not isinstance(model, GraphModule):
         raise QFrameworkError(

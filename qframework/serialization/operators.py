@@ -7,15 +7,15 @@ import re
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 
+from qframework.compat.operators import OpOverload, on_tensors, schema
 from qframework.serialization.grammar import refuse
 
 # What registers the operators of a namespace.
 _NAMESPACES = {
     "aten": None,
     "qframework": "qframework.kernels",
-    "quantized_decomposed": "torchao.quantization.pt2e.quantize_pt2e",
+    "quantized_decomposed": "qframework.compat.quantized_decomposed",
 }
 _OPERATOR = re.compile(rf"torch\.ops\.({'|'.join(_NAMESPACES)})\.(\w+)\.(\w+)", re.ASCII)
 # Arithmetic on sizes.
@@ -81,7 +81,7 @@ def _is_allowed(target: str) -> bool:
 
 def _is_harmless(name: str, operator: OpOverload) -> bool:
     # TorchScript registers under aten, beside the operators on tensors, what Python's builtins do, and save.
-    on_tensors = torch._C._dispatch_has_kernel(operator.name())
+    computes = on_tensors(operator.name())
     public = not name.startswith("_") or name in _PRIVATE
-    strings = {argument.name for argument in operator._schema.arguments if "str" in str(argument.type)}
-    return on_tensors and public and strings <= _STRING_ARGUMENTS
+    strings = {argument.name for argument in schema(operator).arguments if "str" in str(argument.type)}
+    return computes and public and strings <= _STRING_ARGUMENTS

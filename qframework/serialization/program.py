@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
-from torch.utils import _pytree as pytree
 
+from qframework.compat import pytree
 from qframework.errors import FileFormatError
 from qframework.files import parse_json
 from qframework.serialization.expressions import NOT_PLAIN, SYMBOL, condition
@@ -68,12 +68,10 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
     Raises:
         FileFormatError: a name in the source that PyTorch makes of it hides one that the source needs.
     """
-    from torch._export.serde import schema
-    from torch._export.serde.serialize import ExportedProgramDeserializer, _dict_to_dataclass
+    from qframework.compat.export import program_of
 
-    serialized = _dict_to_dataclass(schema.ExportedProgram, checked)
     with _LOADING:
-        program = ExportedProgramDeserializer().deserialize(serialized, weights, constants, _example_inputs(checked))
+        program = program_of(checked, weights, constants, _example_inputs(checked))
     model = program.module()
     for name, part in model.named_modules():
         if isinstance(part, GraphModule) and name != "_guards_fn":  # made of checked conditions; inputs have methods

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.compat.modules import has_hooks, submodules
 from qframework.kernels.blocks.activation import check_kind
 from qframework.kernels.blocks.format import BlockSize, canonical_size, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, wrap_blocks
@@ -14,7 +15,7 @@ from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8ActivationFunction(Int8Function):
     """``f(x)`` of blocks; saves them."""
 
@@ -36,7 +37,7 @@ class Int8ActivationFunction(Int8Function):
         return input_gradient(ctx.in_blocks, q, scale, x), None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8GatedActivationFunction(Int8Function):
     """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
 
@@ -120,7 +121,7 @@ class Int8GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to what ``down_proj`` makes of it."""
         gate, up = self.gate_proj(x), self.up_proj(x)
-        act_fn = self._modules.get("act_fn")
+        act_fn = submodules(self).get("act_fn")
         if act_fn is not None and _is_observed(act_fn):
             return self.down_proj(act_fn(gate) * up)
         return self.down_proj(gated_activation(gate, up, self.kind, self.block_size))
@@ -131,8 +132,7 @@ class Int8GatedMLP(nn.Module):
 
 def _is_observed(module: nn.Module) -> bool:
     """Whether calling ``module`` does more than its class says, so that the call must not be left out."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or "forward" in module.__dict__
+    return has_hooks(module) or "forward" in module.__dict__
 
 
 def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = 32) -> Tensor:

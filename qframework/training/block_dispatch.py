@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_any, tree_map_only
 
+from qframework.compat.dispatch import current_graph_task
+from qframework.compat.operators import TO_COPY, VIEWS, OpOverload
+from qframework.compat.pytree import tree_any, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
 from qframework.graph.writes import written_arguments
@@ -123,19 +124,19 @@ def _clone(func: OpOverload, x: BlockTensor, *, memory_format: Any = None) -> Bl
     return _like(x, torch.clone)
 
 
-@implements(aten._to_copy.default)
+@implements(TO_COPY)
 def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     """Another dtype outside changes nothing inside; another device moves the insides."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         return NotImplemented
     # In a backward pass autograd converts gradients, which nobody writes to: under autocast a copy in every residual.
-    if kwargs.get("device") in (None, x.device) and torch._C._current_graph_task_id() != -1:
+    if kwargs.get("device") in (None, x.device) and current_graph_task() != -1:
         return _like(x, aten.alias.default, dtype)
     kwargs.pop("memory_format", None)
     return _like(x, lambda inside: func(inside, **kwargs), dtype)
 
 
-@implements(aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default)
+@implements(aten.view.default, *VIEWS)
 def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> Any:
     """Rows keep their order where the last dimension stays: the same blocks."""
     if len(size) == 0 or x.ndim == 0 or x.numel() == 0:

@@ -7,7 +7,7 @@ are BlockTensors too wherever the data flow is INT8. What an ATen operator does 
 Functions of this package follow one pattern, which runs in eager mode, under ``torch.compile(fullgraph=True)`` and
 under checkpointing alike::
 
-    @torch._dynamo.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
+    @torch.compiler.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
     class GELU(Int8Function):
         @staticmethod
         def forward(ctx, x, block_size):              # tensors, BlockTensors, None, numbers, strings, dtypes, tuples
@@ -45,6 +45,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
+from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels.runtime.checks import check_dtype, check_float_input
@@ -101,7 +102,7 @@ class BlockTensor(Tensor):
         dtype: torch.dtype,
         statistics: Tensor | None = None,
     ) -> BlockTensor:
-        self = torch.Tensor._make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
+        self = make_wrapper_subclass(cls, q.shape, dtype=dtype, device=q.device)
         self.q, self.scale, self.block_size, self.statistics = q, scale, canonical_size(block_size), statistics
         return self
 
@@ -134,7 +135,7 @@ class BlockTensor(Tensor):
         check_blocks("BlockTensor", "q", q, scale, block_size)
         check_dtype("BlockTensor", "the outside", self, FLOAT_DTYPES)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -269,7 +270,7 @@ def as_grad_of(x: Tensor, grad: Tensor) -> Tensor:
     return float_of(grad) if isinstance(grad, BlockTensor) else grad
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class QuantizeBlocks(Int8Function):
     """A float tensor into blocks; the gradient passes straight through, as a float tensor."""
 
@@ -282,7 +283,7 @@ class QuantizeBlocks(Int8Function):
         return (float_of(grad) if isinstance(grad, BlockTensor) else grad), None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class DequantizeBlocks(Int8Function):
     """Blocks into the float tensor they stand for; the gradient passes straight through, in blocks of the same size."""
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.compat.dispatch import writes
 from qframework.kernels.blocks.format import BlockSize
 from qframework.training.block_tensor import BlockTensor, new_seed, put_into, quantize_blocks
 from qframework.training.float_view import view_of
@@ -97,10 +98,10 @@ class LeaveBlocks:
         return dequantized(output, self.stochastic and module.training)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 def write_back(instead: Tensor, original: Tensor) -> Tensor:
     """Put ``instead`` into ``original`` where somebody has written to it since it was made."""
-    if instead.is_inference() or instead._version > 0:
+    if instead.is_inference() or writes(instead) > 0:
         put_into(original, instead)
     return original
 

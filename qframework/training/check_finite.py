@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from qframework.compat.modules import remove_hooks, submodules
 from qframework.errors import NonFiniteError
 from qframework.kernels.runtime.operator import declare
 from qframework.training.activation import Int8GatedMLP
@@ -52,7 +53,7 @@ def _checked(x: Tensor, name: str, what: str) -> Tensor:
     return wrap_blocks(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class CheckFinite(Int8Function):
     """A copy of ``x``, float or in blocks, checked on the way forward, and its gradient on the way back."""
 
@@ -97,7 +98,9 @@ class CheckInput:
 
 def watch(model: nn.Module) -> None:
     """Check what every layer of ``model`` without layers in it gives, and what linears are given."""
-    parts_of_gated = {module._modules.get("act_fn") for module in model.modules() if isinstance(module, Int8GatedMLP)}
+    parts_of_gated = {
+        submodules(module).get("act_fn") for module in model.modules() if isinstance(module, Int8GatedMLP)
+    }
     for name, module in model.named_modules():
         if any(True for _ in module.children()) or module in parts_of_gated:
             continue
@@ -113,7 +116,4 @@ def _looks_up(module: nn.Module) -> bool:
 def remove_checks(model: nn.Module) -> None:
     """Undo ``watch``."""
     for module in model.modules():
-        for hooks in (module._forward_hooks, module._forward_pre_hooks):
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, (CheckOutput, CheckInput)):
-                    del hooks[key]
+        remove_hooks(module, (CheckOutput, CheckInput))

@@ -6,7 +6,9 @@ import functools
 import logging
 
 import torch
-import torch._dynamo.config
+
+from qframework.compat.dynamo import switch_off_ddp_optimizer
+from qframework.compat.operators import registered
 
 log = logging.getLogger("qframework")
 
@@ -25,18 +27,10 @@ def register_fallbacks() -> None:
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= _FIXED:
         return
-    from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
-    from torch._library.utils import get_layout_constraint_tag
+    from qframework.compat.inductor import keep_whole
 
-    for name in torch._C._dispatch_get_all_op_names():
-        namespace, _, operator = name.partition("::")
-        if namespace != "qframework" or not operator.startswith(("block_", "check_finite")):
-            continue
-        packet, _, overload = operator.partition(".")
-        target = getattr(getattr(torch.ops.qframework, packet), overload or "default")
-        if target not in lowerings:
-            constraint = tag_to_layout_constraint(get_layout_constraint_tag(target, with_default=True))
-            make_fallback(target, layout_constraint=constraint, warn=False)
+    names = [name.partition(".") for name in registered("qframework") if name.startswith(("block_", "check_finite"))]
+    keep_whole([getattr(getattr(torch.ops.qframework, packet), overload or "default") for packet, _, overload in names])
 
 
 def keep_graphs_whole() -> None:
@@ -45,6 +39,5 @@ def keep_graphs_whole() -> None:
     It cuts the graph of a model in DistributedDataParallel where a bucket of gradients is full, and takes what passes
     from one part to the next for plain tensors: of a BlockTensor it would hand on the insides.
     """
-    if torch._dynamo.config.optimize_ddp in (True, "ddp_optimizer"):
-        torch._dynamo.config.optimize_ddp = False
+    if switch_off_ddp_optimizer():
         log.info("torch._dynamo.config.optimize_ddp is False from here on: it cannot cut graphs of INT8 training")

@@ -18,6 +18,7 @@ from typing import get_args
 from torch import nn
 
 from qframework.arguments import check_module
+from qframework.compat.modules import remove_hooks
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_shape, check_block_size
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
@@ -190,19 +191,10 @@ def _undo(model: nn.Module) -> None:
     """Make ``model`` what it was before a conversion, also one that ended early."""
     remove_checks(model)
     for module in model.modules():
-        _remove_boundaries(module)
+        remove_hooks(module, BOUNDARIES)
         if is_converted(module):
             float_again(module)
     model.__dict__.pop(_REPORT, None)
-
-
-def _remove_boundaries(module: nn.Module) -> None:
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key, hook in list(hooks.items()):
-            if isinstance(hook, BOUNDARIES):
-                del hooks[key]
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-                module._forward_hooks_always_called.pop(key, None)
 
 
 def _log_kept(model: nn.Module, kept: list[Kept]) -> None:

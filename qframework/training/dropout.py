@@ -20,7 +20,7 @@ from qframework.training.block_tensor import (
 from qframework.training.function import Int8Function
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8DropoutFunction(Int8Function):
     """``m x / (1 - p)`` of blocks, the mask m made from the seed in both passes."""
 

@@ -12,10 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from qframework.compat.dispatch import (
+    FunctionalTensor,
+    disabled_torch_function,
+    make_subclass,
+    make_wrapper_subclass,
+    writes,
+)
+from qframework.compat.operators import SWAP_MEMORY, OpOverload, schema
+from qframework.compat.pytree import tree_leaves, tree_map_only
 from qframework.errors import UnsupportedError
 from qframework.graph.writes import written_arguments
 from qframework.training.block_tensor import BlockTensor, blocks_of, float_of, overwrite, refuse_data
@@ -53,8 +59,8 @@ class TracedCopy(FloatCopy):
 
     def flush(self) -> None:
         """Write to the blocks what has been written to a view."""
-        if any(view._version != version for view, version in self.views):
-            self.views = [(view, view._version) for view, _ in self.views]
+        if any(writes(view) != version for view, version in self.views):
+            self.views = [(view, writes(view)) for view, _ in self.views]
             self.write()
 
 
@@ -69,7 +75,7 @@ def view_of(func: OpOverload, x: BlockTensor, *args: Any, **kwargs: Any) -> Any:
     result = func(copy.value.view(x.shape), *args, **kwargs)
     if not isinstance(copy, TracedCopy):
         return views_in(result, copy)
-    copy.views += [(view, x._version) for view in tree_leaves(result)]
+    copy.views += [(view, writes(x)) for view in tree_leaves(result)]
     return result
 
 
@@ -82,9 +88,9 @@ class FloatView(Tensor):
     @staticmethod
     def __new__(cls, view: Tensor, copy: FloatCopy | None) -> FloatView:
         if type(view) is Tensor:
-            self = torch.Tensor._make_subclass(cls, view)
+            self = make_subclass(cls, view)
         else:  # while a graph is traced
-            self = torch.Tensor._make_wrapper_subclass(
+            self = make_wrapper_subclass(
                 cls,
                 view.shape,
                 strides=view.stride(),
@@ -95,7 +101,7 @@ class FloatView(Tensor):
         self.inside, self.shared = view, copy
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -155,12 +161,12 @@ class FloatView(Tensor):
 
 def returns_views(func: OpOverload) -> bool:
     """Whether what ``func`` gives lies in the memory of an argument that it does not write to."""
-    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in schema(func).returns)
 
 
 def returns_operand(func: OpOverload) -> bool:
     """Whether ``func`` gives back what it wrote to."""
-    aliases = [each.alias_info for each in func._schema.returns]
+    aliases = [each.alias_info for each in schema(func).returns]
     return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
 
 
@@ -172,7 +178,7 @@ def refuse_memory(func: OpOverload, x: Tensor, *_: Any, **__: Any) -> NoReturn:
     )
 
 
-REPLACES_MEMORY = (aten._has_compatible_shallow_copy_type.default, aten.set_.source_Tensor)  # the first: ``x.data = y``
+REPLACES_MEMORY = (SWAP_MEMORY, aten.set_.source_Tensor)  # the first: ``x.data = y``
 
 
 def _check_write(func: OpOverload, view: FloatView) -> None:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from qframework.compat.dispatch import is_batchedtensor, is_legacy_batchedtensor, peek_interpreter_stack
 from qframework.errors import UnsupportedError
 
 
@@ -32,7 +33,7 @@ class Int8Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if peek_interpreter_stack() is not None:
             _refuse(cls, "called in a transform of torch.func")
         return super().apply(*args, **kwargs)
 
@@ -56,8 +57,7 @@ def _first_order(function: type[Int8Function], backward: Callable[..., Any]) -> 
 
 
 def _is_batch(grad: Any) -> bool:
-    kinds = torch._C._functorch
-    return isinstance(grad, Tensor) and (kinds.is_legacy_batchedtensor(grad) or kinds.is_batchedtensor(grad))
+    return isinstance(grad, Tensor) and (is_legacy_batchedtensor(grad) or is_batchedtensor(grad))
 
 
 def _refuse(function: type[Int8Function], why: str) -> NoReturn:

@@ -29,7 +29,7 @@ Output = Literal["block", "float"]
 Blocks = tuple[Tensor, Tensor]
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8LinearFunction(Int8Function):
     """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight.
 

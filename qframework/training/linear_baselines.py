@@ -18,7 +18,7 @@ from qframework.training.function import Int8Function
 from qframework.training.linear import Conv1D, result_dtype, share, sum_rows
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class PerTensorLinearFunction(Int8Function):
     """``x @ weight.T + bias`` with one scale for each of X, W and dY. Saves INT8 and the master weight."""
 
@@ -45,7 +45,7 @@ class PerTensorLinearFunction(Int8Function):
         return grad_x, grad_weight, sum_rows(grad).to(ctx.bias_dtype) if for_bias else None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class PerTokenLinearFunction(Int8Function):
     """SwitchBack: a scale for each row of X and dY and one for W; dW is a float product. Saves X as it came."""
 

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qframework.compat.modules import parameters
 from qframework.errors import UnsupportedError
 from qframework.kernels.blocks.format import BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
 from qframework.training.function import Int8Function
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8LayerNormFunction(Int8Function):
     """LayerNorm of blocks; saves them and two numbers a row."""
 
@@ -46,7 +47,7 @@ class Int8LayerNormFunction(Int8Function):
         return input_gradient(ctx.in_blocks, q, scale, x), dweight, dbias, None, None
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8RMSNormFunction(Int8Function):
     """RMSNorm of blocks; saves them and one number a row."""
 
@@ -120,7 +121,7 @@ class Int8LayerNorm(nn.LayerNorm):
         """The same normalization with the very same parameters."""
         affine, bias = norm.weight is not None, norm.bias is not None
         new = cls(norm.normalized_shape, norm.eps, affine, bias, "meta", block_size=block_size)
-        new._parameters.update(norm._parameters)
+        parameters(new).update(parameters(norm))
         return new.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -161,7 +162,7 @@ class Int8RMSNorm(nn.RMSNorm):
         weight = norm.weight
         shape = norm.normalized_shape if weight is None else weight.shape
         new = cls(tuple(shape), eps, weight is not None, "meta", block_size=block_size)  # type: ignore[arg-type]
-        new._parameters.update(norm._parameters)
+        parameters(new).update(parameters(norm))
         return new.train(norm.training)
 
     def forward(self, x: Tensor) -> Tensor:

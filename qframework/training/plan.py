@@ -12,6 +12,7 @@ from typing import Literal
 
 from torch import nn
 
+from qframework.compat.dynamo import is_compiled
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.replace import Replacement, gated_mlp, is_converted, replacement, taken_name
@@ -223,7 +224,7 @@ def _check_model(model: nn.Module) -> None:
                 "restore_float first"
             )
     wrapper = type(model).__name__
-    if hasattr(model, "_orig_mod") or wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
+    if is_compiled(model) or wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
         raise QFrameworkError(
             f"model is wrapped ({wrapper}); accepted: the model itself, converted before it is wrapped"
         )

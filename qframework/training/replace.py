@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 from torch import nn
 from torch.nn.utils import parametrize
 
+from qframework.compat.modules import names, parameters
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.format import BlockSize
 from qframework.training.activation import Int8Activation, Int8GatedMLP
@@ -64,7 +65,7 @@ def gated_mlp(act_fn: nn.Module, block_size: BlockSize) -> Replacement:
 
 def taken_name(module: nn.Module, new: Replacement) -> str | None:
     """A name that ``new`` needs for a setting and ``module`` uses for something else."""
-    spaces = (module.__dict__, module._parameters, module._buffers, module._modules, _class_names(type(module)))
+    spaces = (module.__dict__, names(module), _class_names(type(module)))
     return next((name for name in new.settings if any(name in space for space in spaces)), None)
 
 
@@ -177,7 +178,7 @@ def _linear(module: Any, output: str, block_size: BlockSize) -> Replacement:
 
 
 def _conv1d(module: Any, output: str, block_size: BlockSize) -> Replacement:
-    weight = module._parameters.get("weight")  # none where it is computed by a hook or a parametrization
+    weight = parameters(module).get("weight")  # none where it is computed by a hook or a parametrization
     shape = {"nx": None if weight is None else weight.shape[0]}
     return Replacement(Int8Conv1D, _linear(module, output, block_size).settings, shape)
 

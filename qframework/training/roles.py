@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from qframework.compat.dispatch import is_traceable_wrapper_subclass
+from qframework.compat.modules import parameters, submodules, with_parameters, with_submodules
 from qframework.numerics import FLOAT_DTYPES
 
 Role = Literal["linear", "conv1d", "layer_norm", "rms_norm", "activation", "dropout", "layer_scale", "drop_path"]
@@ -195,7 +196,7 @@ def is_gated_mlp(module: nn.Module) -> bool:
     probe, act = _probe(module), nn.SiLU()
     with _probing():
         gate, up, down = (nn.Linear(*shape, dtype=torch.float32) for shape in ((3, 5), (3, 5), (5, 3)))
-        probe.__dict__["_modules"] = dict(zip(GATED, (gate, up, down, act), strict=True))
+        with_submodules(probe, **dict(zip(GATED, (gate, up, down, act), strict=True)))
         unit = torch.linspace(-2, 2, 6, dtype=torch.float32).view(2, 3)
         tried = [unit * magnitude for magnitude in _MAGNITUDES]
         return all(_gives(probe, x, down(act(gate(x)) * up(x))) for x in tried)
@@ -216,14 +217,11 @@ def _random_numbers() -> Callable[..., Tensor]:
     return functools.partial(torch.randn, dtype=torch.float32, generator=torch.Generator("cpu").manual_seed(0))
 
 
-def _probe(module: nn.Module, **parameters: Tensor) -> nn.Module:
+def _probe(module: nn.Module, **own: Tensor) -> nn.Module:
     """A shallow copy with these parameters instead of its own, and without parametrizations."""
     probe: nn.Module = object.__new__(parametrize.type_before_parametrizations(module))
     probe.__dict__.update(module.__dict__)
-    probe.__dict__["_parameters"] = parameters
-    probe.__dict__["_buffers"] = {
-        name: None if each is None else each.clone() for name, each in module._buffers.items()
-    }
+    with_parameters(probe, module, **own)
     return probe
 
 
@@ -253,12 +251,12 @@ def _computes(
     magnitudes: Sequence[float] = _MAGNITUDES,
 ) -> bool:
     """Whether ``module``, with a vector ``weight``, gives what ``formula`` gives; random parameters are tried."""
-    own = module._parameters.get(weight)
+    own = parameters(module).get(weight)
     if own is None or is_lazy(own) or own.dim() != 1:
         return False
     with _probing():
         random = _random_numbers()
-        made = {name: None if each is None else random(*own.shape) for name, each in module._parameters.items()}
+        made = {name: None if each is None else random(*own.shape) for name, each in parameters(module).items()}
         probe, unit = _probe(module, **made), random(3, *own.shape)  # type: ignore[arg-type]
         tried = [unit * magnitude for magnitude in magnitudes]
         return all(_gives(probe, x, formula(probe, made[weight], x)) for x in tried)  # type: ignore[arg-type]
@@ -276,7 +274,7 @@ def _is_conv1d(module: nn.Module) -> bool:
 
 
 def _layer_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, module._parameters.get("bias"), norm_eps(module))
+    return F.layer_norm(x, weight.shape, weight, parameters(module).get("bias"), norm_eps(module))
 
 
 def _rms_norm(module: nn.Module, weight: Tensor, x: Tensor) -> Tensor:
@@ -313,7 +311,7 @@ def own_forward(module: nn.Module) -> bool:
 
 def held(module: nn.Module) -> list[tuple[str, nn.Module]]:
     """``named_children``, with those that have several names under each of them."""
-    return [(name, child) for name, child in module._modules.items() if child is not None]
+    return [(name, child) for name, child in submodules(module).items() if child is not None]
 
 
 def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -25,7 +25,7 @@ def _quantized(x: Tensor, like: BlockTensor) -> BlockTensor:
     return wrap_blocks(q, scale, like.block_size, like.dtype)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8LayerScaleFunction(Int8Function):
     """``x * gamma`` in blocks; ``gamma (C,)`` gets the sum over rows of ``grad * x``, in FP32."""
 
@@ -42,7 +42,7 @@ class Int8LayerScaleFunction(Int8Function):
         return _quantized(grad * gamma.float(), x), dgamma.to(gamma.dtype)
 
 
-@torch._dynamo.allow_in_graph
+@torch.compiler.allow_in_graph
 class Int8DropPathFunction(Int8Function):
     """``x * kept * factor`` in blocks, for ``kept`` int8 zeros and ones that broadcast against ``x``; exact."""
 

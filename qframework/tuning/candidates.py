@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.utils import _pytree as pytree
 
+from qframework.compat import pytree
 from qframework.errors import QFrameworkError
 from qframework.evaluation.pt2e import quantize_exported
 from qframework.graph.attention_patterns import NotAttention, Refused, spelled_out_call

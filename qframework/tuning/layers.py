@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 
+from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.nodes import argument
@@ -139,12 +140,12 @@ def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.No
     expand_einsum(gm)
     names: dict[fx.Node, str] = {}
     for node in list(gm.graph.nodes):
-        if node._erased or not (is_attention(node) or is_softmax(node)) or not module_stack(node)[1:]:
+        if is_erased(node) or not (is_attention(node) or is_softmax(node)) or not module_stack(node)[1:]:
             continue
         name, before = layer_name(node), set(gm.graph.nodes)
         try:
             transform_attention(gm, node, name, config)
-            written = [node] if not node._erased else []
+            written = [node] if not is_erased(node) else []
             written += [new for new in gm.graph.nodes if new not in before]
             attentions = [new for new in written if is_attention(new) or is_variant(new)]
             for attention in attentions:

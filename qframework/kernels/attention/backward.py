@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import qframework.kernels.attention.pipeline  # noqa: F401  (declares the operators)
+from qframework.compat.dispatch import AUTOGRAD_KEYS, exclude_dispatch_key
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.arguments import (
     SageAttentionArguments,
@@ -182,12 +183,12 @@ def _exact_gradients(
 @contextmanager
 def _autograd(device: str) -> Iterator[None]:
     """Plain autograd, though an operator may run below it: under a dispatch mode (a profiler, a counter) it does."""
-    keys = torch._C.DispatchKey
+    autograd, in_place = AUTOGRAD_KEYS
     with (
         torch.enable_grad(),
         torch.autocast(device, enabled=False),
-        torch._C._SetExcludeDispatchKeyGuard(keys.AutogradFunctionality, False),
-        torch._C._SetExcludeDispatchKeyGuard(keys.ADInplaceOrView, False),
+        exclude_dispatch_key(autograd, False),
+        exclude_dispatch_key(in_place, False),
     ):
         yield
 
@@ -197,7 +198,7 @@ def _recompute(
 ) -> list[Tensor]:
     """First derivatives, outside of any graph."""
     # An active use_sage_attention must not see this SDPA.
-    with _autograd(x.query.device.type), torch._C.DisableTorchFunction():
+    with _autograd(x.query.device.type), torch.DisableTorchFunction():
         leaves = _Inputs._make(t if t is None else t.detach().requires_grad_(n) for t, n in zip(x, needed, strict=True))
         return [g.contiguous() for g in _exact_gradients(grad_out, grad_lse, leaves, settings, needed)]
 
@@ -251,7 +252,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
         return (None,) * passed
     inputs = _Inputs(*ctx.saved_tensors)
     if torch.is_grad_enabled():  # create_graph=True: second derivatives, which only the math kernel has
-        with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunction():
+        with sdpa_kernel(SDPBackend.MATH), torch.DisableTorchFunction():
             # Aliases: where one input is another, or was computed from it, its gradient is still its own part alone.
             aliases = _Inputs._make(t if t is None else t.view_as(t) for t in inputs)
             found = _exact_gradients(grad_out, grad_lse, aliases, ctx.settings, needed, create_graph=True)

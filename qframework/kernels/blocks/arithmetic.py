@@ -5,6 +5,7 @@ Triton functions of values and of scales. On NVIDIA they are PTX, elsewhere and 
 
 from __future__ import annotations
 
+from qframework.compat.triton import on_cuda
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRET)
@@ -25,12 +26,6 @@ _KEPT_OF_FOUR = tl.constexpr(
 )
 
 
-@tl.core.builtin
-def _on_cuda(_semantic=None):
-    """Whether the kernel is compiled for an NVIDIA GPU."""
-    return tl.constexpr(_semantic.builder.options.backend_name == "cuda")
-
-
 @triton.jit
 def int8_to_float(q):
     """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
@@ -40,7 +35,7 @@ def int8_to_float(q):
     """
     if _INTERPRETED:
         value = q.to(tl.float32)
-    elif _on_cuda():
+    elif on_cuda():
         biased = tl.inline_asm_elementwise(
             _FOUR_BYTES_TO_FLOAT, "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4
         )
@@ -60,7 +55,7 @@ def sums_of_four(q, FOURS: tl.constexpr):
     if _INTERPRETED or not FOURS:
         value = q.to(tl.int32)
         square = value * value
-    elif _on_cuda():
+    elif on_cuda():
         value, square = tl.inline_asm_elementwise(
             _SUMS_OF_FOUR,
             "=r,=r,=r,=r,=r,=r,=r,=r,r",
@@ -83,7 +78,7 @@ def kept_steps(q, bits, threshold):
     """
     if _INTERPRETED:
         kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
-    elif _on_cuda():
+    elif on_cuda():
         twice = tl.full((), threshold, tl.uint32) * 0x10001
         kept = tl.inline_asm_elementwise(
             _KEPT_OF_FOUR, "=r,r,r,r,r,r,r,r", [q, bits, twice], dtype=tl.int8, is_pure=True, pack=4
@@ -98,7 +93,7 @@ def prefetch(pointers):
     """Ask L2 for the 32 bytes around each of them; on NVIDIA alone."""
     if _INTERPRETED:
         pass
-    elif _on_cuda():
+    elif on_cuda():
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -109,7 +104,7 @@ def reciprocal(x):
     """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction on NVIDIA, as division is not."""
     if _INTERPRETED:
         r = 1.0 / x
-    elif _on_cuda():
+    elif on_cuda():
         r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         root = tl.rsqrt(x)
@@ -122,7 +117,7 @@ def saturated_product(x, y):
     """``x * y`` between 0 and 1, NaN as 0: one instruction on NVIDIA."""
     if _INTERPRETED:
         z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
-    elif _on_cuda():
+    elif on_cuda():
         z = tl.inline_asm_elementwise(
             "mul.sat.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
@@ -136,7 +131,7 @@ def tanh(x):
     """On NVIDIA one instruction, off by at most 2^-11 of itself; elsewhere to float32's precision of 1."""
     if _INTERPRETED:
         t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    elif _on_cuda():
+    elif on_cuda():
         t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
         t = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
@@ -162,7 +157,7 @@ def inverse(scale):
     """``1 / scale``, to half a unit of its last place and hardly more, as a division is; infinity becomes NaN."""
     if _INTERPRETED:
         y = tl.math.div_rn(1.0, scale)
-    elif _on_cuda():
+    elif on_cuda():
         y = reciprocal(scale)
         y = tl.fma(tl.fma(-y, scale, 1.0), y, y)
     else:

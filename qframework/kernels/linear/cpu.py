@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qframework import numerics
+from qframework.compat.operators import int_mm
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
@@ -165,7 +166,7 @@ def _activate_in_place(y: Tensor, activation: str) -> Tensor:
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
-    return torch._int_mm(a, b.t())
+    return int_mm(a, b.t())
 
 
 # 128 * 128 * 1024 is 2**24: to there float32 holds every integer, so that no order of adding products rounds. Where the

@@ -6,32 +6,30 @@ place of those in Gluon, and a warning says so.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 
+from qframework.errors import QFrameworkError
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 logger = logging.getLogger(__name__)
 
-HAS_GLUON = HAS_TRITON and not INTERPRET and importlib.util.find_spec("triton.experimental.gluon") is not None
+HAS_GLUON = HAS_TRITON and not INTERPRET
 
 if HAS_GLUON:
     try:
-        from triton.experimental import gluon
-        from triton.experimental.gluon import language as gl
-        from triton.experimental.gluon.language.nvidia.hopper import (
+        from qframework.compat.gluon import (
+            TensorDescriptor,
             fence_async_shared,
+            gl,
+            gluon,
             mbarrier,
             tma,
+            tma_load,
+            tma_store,
             warpgroup_mma,
             warpgroup_mma_wait,
         )
-        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-        # Triton 3.6 has the older names only, 3.9 the newer ones only.
-        tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
-        tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
-    except (ImportError, AttributeError) as error:
+    except (QFrameworkError, ImportError, AttributeError) as error:
         logger.warning("this Triton's Gluon lacks what kernels for Hopper need, plain ones take their place: %s", error)
         HAS_GLUON = False
 

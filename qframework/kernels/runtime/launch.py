@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from qframework.compat.triton import argument_names, compile_ahead, finished, launcher
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
@@ -21,14 +22,9 @@ def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
     def compile(*arguments: Any, **constants: Any) -> Any:
         more, options = overlap(kernel)
-        return kernel.warmup(*arguments, grid=grid, **constants, **more, **options)
+        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options})
 
     return compile
-
-
-def finished(kernel: Any) -> Any:
-    """The compiled kernel, also where it comes as Triton's promise: another thread was still compiling it."""
-    return kernel.result() if hasattr(type(kernel), "result") else kernel
 
 
 def cdiv(a: int, b: int) -> int:
@@ -70,11 +66,11 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             if compiled is None:  # the interpreter compiles nothing
                 return functools.partial(kernel[grid], **constants, **more, **options), ()
             values = constants | more
-            found = finished(compiled), tuple(values[name] for name in kernel.arg_names[len(arguments) :])
+            found = finished(compiled), tuple(values[name] for name in argument_names(kernel)[len(arguments) :])
             _compiled[key] = found
-            return found[0][(*grid, 1, 1)[:3]], found[1]
+            return launcher(found[0], (*grid, 1, 1)[:3]), found[1]
         compiled, rest = found
-        again = compiled[(*grid, 1, 1)[:3]]
+        again = launcher(compiled, (*grid, 1, 1)[:3])
         again(*arguments, *rest)
         return again, rest
 

@@ -23,9 +23,18 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
+from qframework.compat.dispatch import (
+    DispatchKey,
+    forward_level,
+    functorch_transforms_active,
+    in_jvp,
+    is_fwd_grad_enabled,
+    is_key_excluded,
+)
+from qframework.compat.operators import OpOverload
+from qframework.compat.operators import schema as schema_of
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.runtime.replay import replayed
 
@@ -57,7 +66,7 @@ class OperatorLibrary(torch.library.Library):
 def _without_tangents(operator: str, implementation: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(implementation)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if forward_ad._current_level >= 0:
+        if forward_level() >= 0:
             refuse_tangents(operator, (*args, *kwargs.values()))
         return implementation(*args, **kwargs)
 
@@ -70,11 +79,11 @@ def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
     For where a level of forward-mode AD is active, so that all other calls pay for one comparison. Inside
     ``torch.func.jvp`` implementations cannot see which arguments have one.
     """
-    passed = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.ADInplaceOrView)
-    if passed or not torch._C._is_fwd_grad_enabled():  # the caller is a tensor subclass or an autograd function
+    passed = is_key_excluded(DispatchKey.ADInplaceOrView)
+    if passed or not is_fwd_grad_enabled():  # the caller is a tensor subclass or an autograd function
         return
     tensors = (x for each in arguments for x in (each if isinstance(each, list | tuple) else (each,)))
-    jvp = eager_transforms.JVP_NESTING > 0
+    jvp = in_jvp()
     if jvp or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError(
             f"{operator}: {'called in torch.func.jvp' if jvp else 'a forward-mode derivative'}; accepted: plain calls, "
@@ -139,9 +148,11 @@ OPERATORS: dict[str, Operator[Any]] = {}  # by name, with the overload where the
 
 def operator_of(target: Any) -> Operator[Any] | None:
     """The declared operator that a node's target, an ``OpOverload``, stands for."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "qframework":
+    if not isinstance(target, OpOverload) or target.namespace != "qframework":
         return None
-    return OPERATORS.get(target._schema.name.partition("::")[2] + ("." + target._schema.overload_name).rstrip("."))
+    return OPERATORS.get(
+        schema_of(target).name.partition("::")[2] + ("." + schema_of(target).overload_name).rstrip(".")
+    )
 
 
 def declare(
@@ -198,7 +209,7 @@ def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, 
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if forward_ad._current_level >= 0:
+        if forward_level() >= 0:
             refuse_tangents(operator, (*args, *kwargs.values()))
         first: Any = args[0]
         device: torch.device = (first[0] if isinstance(first, list) else first).device
@@ -212,7 +223,7 @@ def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, 
 
 def transform_in_force(*tensors: Tensor | None) -> str | None:
     """What asks for derivatives or batching in a way that operators have no rule for, and would get wrong silently."""
-    if torch._C._are_functorch_transforms_active():
+    if functorch_transforms_active():
         return "a transform of torch.func"
     if torch.compiler.is_compiling():  # whose graph has no tangents but those of a transform
         return None

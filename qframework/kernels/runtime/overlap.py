@@ -13,12 +13,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from qframework.compat.triton import argument_names, current_target, gdc_launch_dependents, gdc_wait
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
-
-try:
-    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-except ImportError:  # no Triton, or one without CUDA
-    gdc_launch_dependents = gdc_wait = None
 
 
 @triton.jit
@@ -31,11 +27,11 @@ def wait_for_previous_kernel(OVERLAP: tl.constexpr):
 
 def overlap(kernel: Any) -> tuple[dict[str, bool], dict[str, bool]]:
     """What launches of ``kernel`` on the current device are to be given for it: constants, and options of Triton's."""
-    if "OVERLAP" not in kernel.arg_names:
+    if "OVERLAP" not in argument_names(kernel):
         return {}, {}
     if INTERPRET or gdc_wait is None:
         return {"OVERLAP": False}, {}
-    target = triton.runtime.driver.active.get_current_target()
+    target = current_target()
     if target.backend != "cuda" or target.arch < 90:
         return {"OVERLAP": False}, {}
     return {"OVERLAP": True}, {"launch_pdl": True}

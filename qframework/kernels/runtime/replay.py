@@ -20,7 +20,10 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from qframework.compat.dispatch import TorchDispatchMode, empty_strided_cuda
+from qframework.compat.operators import schema
+from qframework.compat.triton import descriptor_maker, is_descriptor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -51,18 +54,10 @@ class _Place(NamedTuple):
 
 
 class _Descriptor(NamedTuple):
-    """Stands for a tensor descriptor: everything about it but the tensor."""
+    """Stands for a tensor descriptor: what makes one of a tensor, and where that is."""
 
-    kind: type
-    fields: dict[str, Any]
+    make: Callable[[Tensor], Any]
     at: int
-
-    def of(self, x: Tensor) -> Any:
-        """The descriptor of ``x``: what was checked about one like it is not checked again."""
-        made: Any = object.__new__(self.kind)
-        made.__dict__.update(self.fields)
-        made.base = x
-        return made
 
 
 class _Step(NamedTuple):
@@ -150,7 +145,7 @@ class Recording(TorchDispatchMode):
         places = [self._add(x) for x in results]
         run = _operation(func, given, named, places, isinstance(result, tuple | list))
         needs = frozenset(_indices((given, named)))
-        self._steps.append(_Step(run, needs, frozenset(places), func._schema.is_mutable))
+        self._steps.append(_Step(run, needs, frozenset(places), schema(func).is_mutable))
 
     def _view(self, x: Any, root: int) -> bool:
         """Record a view of a tensor; False where ``x`` is none, or more than one, or one of another dtype."""
@@ -174,11 +169,7 @@ class Recording(TorchDispatchMode):
             index = self._place(x).at
             root = self._roots[index]
             return _Place(root if self._tensors[root].data_ptr() == x.data_ptr() else index)
-        base = getattr(x, "base", None)
-        if not isinstance(base, Tensor):
-            return x
-        fields = {name: value for name, value in vars(x).items() if name != "base"}
-        return _Descriptor(type(x), fields, self._argument(base).at)
+        return _Descriptor(descriptor_maker(x), self._argument(x.base).at) if is_descriptor(x) else x
 
     def _add(self, x: Tensor, root: int | None = None) -> int:
         place = len(self._tensors)
@@ -206,7 +197,7 @@ class Recording(TorchDispatchMode):
 
 def _views(func: Any) -> bool:
     """Whether an operation's result may lie in the memory of its first argument."""
-    first = func._schema.arguments[:1]
+    first = schema(func).arguments[:1]
     return bool(first) and first[0].alias_info is not None and not first[0].alias_info.is_write
 
 
@@ -237,7 +228,7 @@ def _filled(value: Any, state: State) -> Any:
 def _allocation(x: Tensor, place: int) -> Callable[[State], Callable[[State], None]]:
     make = functools.partial(torch.empty_strided, x.shape, x.stride(), dtype=x.dtype, device=x.device)
     if x.is_cuda and x.device.index == torch.cuda.current_device():  # a replay runs where the recording did
-        fast = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # of Inductor's own code: half the time
+        fast = empty_strided_cuda
         make = make if fast is None else functools.partial(fast, tuple(x.shape), x.stride(), x.dtype)
 
     def run(state: State) -> None:
@@ -282,7 +273,7 @@ def _launching(launch: Callable[..., None], arguments: list[Any]) -> Callable[[S
 
         def run(state: State) -> None:
             for place, descriptor in descriptors:
-                state[place] = descriptor.of(state[descriptor.at])
+                state[place] = descriptor.make(state[descriptor.at])
             launch(*pick(state))
 
         return run

@@ -14,7 +14,8 @@ INTERPRET = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on
 if HAS_TRITON:
     import triton
     import triton.language as tl
-    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from qframework.compat.triton import TensorDescriptor
 else:  # CPU-only platforms: definitions succeed, launches do not
 
     class _NoTriton:

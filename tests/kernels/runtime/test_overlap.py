@@ -39,10 +39,7 @@ def chip(monkeypatch):
     """``chip(target)`` makes Triton's target the current device's."""
 
     def use(target):
-        active = SimpleNamespace(get_current_target=lambda: SimpleNamespace(backend=target[0], arch=target[1]))
-        monkeypatch.setattr(
-            _overlap, "triton", SimpleNamespace(runtime=SimpleNamespace(driver=SimpleNamespace(active=active)))
-        )
+        monkeypatch.setattr(_overlap, "current_target", lambda: SimpleNamespace(backend=target[0], arch=target[1]))
         monkeypatch.setattr(_overlap, "INTERPRET", False)
         monkeypatch.setattr(_overlap, "gdc_wait", object())
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,0 +1,107 @@
+"""PyTorch's dispatcher, functorch and tensor subclasses. What calls ask for is bound here once, and costs no lookup."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qframework.compat.missing import explained, optional
+
+with explained():
+    from torch._C import DispatchKey
+    from torch._functorch import eager_transforms
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.functional_tensor import FunctionalTensor
+    from torch.autograd import forward_ad
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # Whether a transform of torch.func is running, and what kind of wrapper it put around a tensor.
+    functorch_transforms_active = torch._C._are_functorch_transforms_active
+    peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
+    is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+    is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
+    is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
+    is_batchedtensor = torch._C._functorch.is_batchedtensor
+    # Forward-mode derivatives: whether they are switched on, and whether the dispatcher has left a key behind.
+    is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
+    is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
+    # With False, the dispatcher calls what belongs to a key again, below the operator that left it out.
+    exclude_dispatch_key: Any = torch._C._SetExcludeDispatchKeyGuard
+    AUTOGRAD_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
+    set_grad_enabled: Any = torch._C._set_grad_enabled  # what captured graphs call for torch.no_grad
+    make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
+    make_subclass: Any = torch.Tensor._make_subclass
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # of subclasses without one of their own
+
+    _ = forward_ad._current_level, eager_transforms.JVP_NESTING  # asked here, so that calls need not
+
+
+def forward_level() -> int:
+    """How many levels of forward-mode derivatives are open, less one."""
+    return forward_ad._current_level
+
+
+def in_jvp() -> bool:
+    """Whether ``torch.func.jvp`` is running."""
+    return eager_transforms.JVP_NESTING > 0
+
+
+below_autograd = optional(torch._C, "torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext)
+# -1 outside of a backward pass.
+current_graph_task = optional(torch._C, "torch._C._current_graph_task_id", lambda: -1)
+# What Inductor's own code allocates with, in half the time: (size, stride, dtype) on the current device; None: none.
+empty_strided_cuda: Any = None
+if torch.version.cuda is not None:
+    empty_strided_cuda = optional(
+        getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards._empty_strided_cuda", None
+    )
+is_traceable_wrapper_subclass = optional(
+    torch.utils._python_dispatch,
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    lambda x: hasattr(type(x), "__tensor_flatten__"),
+)
+
+
+@explained()
+def writes(x: Tensor) -> int:
+    """How often ``x`` was written to."""
+    return x._version
+
+
+@explained()
+def memory_of(x: Tensor) -> int:
+    """What tells the memory of ``x`` and of its views from that of others, also for fake tensors."""
+    return x.untyped_storage()._cdata
+
+
+__all__ = [
+    "AUTOGRAD_KEYS",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "TorchDispatchMode",
+    "below_autograd",
+    "current_graph_task",
+    "disabled_torch_function",
+    "empty_strided_cuda",
+    "exclude_dispatch_key",
+    "forward_level",
+    "functorch_transforms_active",
+    "in_jvp",
+    "is_batchedtensor",
+    "is_functorch_wrapped_tensor",
+    "is_fwd_grad_enabled",
+    "is_gradtrackingtensor",
+    "is_key_excluded",
+    "is_legacy_batchedtensor",
+    "is_traceable_wrapper_subclass",
+    "make_subclass",
+    "make_wrapper_subclass",
+    "memory_of",
+    "peek_interpreter_stack",
+    "set_grad_enabled",
+    "writes",
+]

@@ -1,0 +1,138 @@
+"""What Dynamo and AOTAutograd write onto graphs and compiled models, and the guards a backend may add.
+
+The keys of a node's ``meta`` are Dynamo's own. ``check_hints`` says so once where a graph has none of them any more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from qframework.compat.missing import explained, gone, note_missing, optional
+
+with explained():
+    from torch._guards import TracingContext
+
+VALUE_KEYS = ("example_value", "val")  # under which tracing records values: Dynamo, torch.export
+_BUFFERS = "_buffers["  # in the name of what a buffer's placeholder stands for: L['self']._modules['fc1']._buffers['x']
+
+
+@explained()
+def is_tracing() -> bool:
+    """Whether Dynamo is compiling: a backend is called while it is."""
+    return TracingContext.try_get() is not None
+
+
+def check_hints(gm: GraphModule) -> None:
+    """Say once what Dynamo does not write any more; nothing for graphs that it did not capture."""
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not inputs or not is_tracing():
+        return
+    tensors = [node for node in inputs if isinstance(recorded_value(node), Tensor)]
+    buffers = [node for node in tensors if _BUFFERS in (source_name(node) or "") and "tensor_dict" in node.meta]
+    for key, found in (
+        ("grapharg", any(_source(node) is not None for node in inputs)),
+        ("example_value", any("example_value" in node.meta for node in inputs)),
+        ("tensor_dict", not tensors or any("tensor_dict" in node.meta for node in tensors)),
+        ("_dynamo_static_input_type", not buffers or any(map(is_static_input, buffers))),
+    ):
+        if not found:
+            note_missing(key)
+
+
+def recorded_value(node: Node) -> Any:
+    """What tracing recorded of a node's value, with fake tensors; None where it recorded none."""
+    return node.meta.get("example_value", node.meta.get("val"))
+
+
+def value_key(node: Node) -> str:
+    """The key of the meta under which ``recorded_value`` found it: nodes that are added beside it take the same."""
+    return "example_value" if "example_value" in node.meta else "val"
+
+
+def record_value(node: Node, value: Any) -> None:
+    """Record the value of a node that is added to a graph of Dynamo's."""
+    node.meta["example_value"] = value
+
+
+def is_static_input(node: Node) -> bool:
+    """Whether a placeholder stands for a buffer of a module, or another tensor that stays where it is."""
+    return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
+
+
+def source_name(node: Node) -> str | None:
+    """What an input is in the user's code, ``L['self']._modules['fc1']._parameters['weight']``; None where unknown."""
+    source = _source(node)
+    if source is None:
+        return None
+    name: str = source.name
+    return name
+
+
+@explained()
+def guard_identity(node: Node) -> None:
+    """Have Dynamo compile anew where the input that ``node`` stands for is another object; nothing for an attribute.
+
+    While a backend runs, Dynamo has not built its guards yet.
+    """
+    source = _source(node)
+    if source is not None and is_tracing():
+        from torch._dynamo.guards import GuardBuilder, install_guard
+
+        install_guard(source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _source(node: Node) -> Any:
+    return getattr(node.meta.get("grapharg"), "source", None)
+
+
+def add_source(gm: GraphModule, name: str) -> None:
+    """Register the buffer ``name``, which a backend adds to a graph of Dynamo's: AOTAutograd insists on a source."""
+    sources = getattr(gm, "_param_name_to_source", None)
+    if sources is not None:
+        with explained():
+            from torch._dynamo.source import ConstantSource
+
+        sources[name] = ConstantSource(name)
+    elif is_tracing():
+        note_missing("_param_name_to_source")
+
+
+def original_module(model: Any) -> Any:
+    """What was given to ``torch.compile``, of a compiled module; any other object itself."""
+    original = getattr(model, "_orig_mod", None)
+    if original is None and type(model).__name__ == "OptimizedModule":
+        with explained():
+            return model._orig_mod
+    return model if original is None else original
+
+
+def is_compiled(model: Any) -> bool:
+    """Whether ``model`` is what ``torch.compile`` makes of a module."""
+    return original_module(model) is not model
+
+
+@explained()
+def backend_arguments(compiled: Any, name: str) -> dict[str, Any] | None:
+    """``mode=`` and ``options=`` that a module was compiled with; None where the backend is not called ``name``."""
+    found = []
+    callback = compiled.dynamo_ctx.callback  # Dynamo's own, around the one that torch.compile makes of a backend
+    while callback is not None:
+        found.append(callback)
+        callback = getattr(callback, "_torchdynamo_orig_backend", None)
+    if len(found) == 1:
+        raise gone("_torchdynamo_orig_backend")
+    with_arguments = (each for each in found if hasattr(each, "kwargs"))
+    return next((each.kwargs for each in with_arguments if getattr(each, "compiler_name", None) == name), None)
+
+
+def switch_off_ddp_optimizer() -> bool:
+    """Have Dynamo keep graphs whole in DistributedDataParallel; whether that changed anything."""
+    import torch._dynamo.config as config
+
+    if optional(config, "torch._dynamo.config.optimize_ddp", False) not in (True, "ddp_optimizer"):
+        return False
+    config.optimize_ddp = False
+    return True

@@ -1,0 +1,34 @@
+"""Gluon: Triton's experimental dialect with layouts and barriers by hand, as kernels for Hopper need it."""
+
+from __future__ import annotations
+
+from qframework.compat.missing import explained
+
+with explained():
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.hopper import (
+        fence_async_shared,
+        mbarrier,
+        tma,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    # Triton 3.6 has the older names only, 3.9 the newer ones only.
+    tma_load = tma.async_copy_global_to_shared if hasattr(tma, "async_copy_global_to_shared") else tma.async_load
+    tma_store = tma.async_copy_shared_to_global if hasattr(tma, "async_copy_shared_to_global") else tma.async_store
+
+__all__ = [
+    "TensorDescriptor",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "tma",
+    "tma_load",
+    "tma_store",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+]

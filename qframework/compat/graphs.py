@@ -1,0 +1,31 @@
+"""Graphs of ``torch.fx``: nodes that were erased, the inputs of an exported model, tracing, sizes that are symbols."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from qframework.compat.missing import explained, note_missing
+
+with explained():
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
+
+
+def is_erased(node: Node) -> bool:
+    """Whether a node is no longer part of its graph."""
+    erased: bool | None = getattr(node, "_erased", None)
+    if erased is None:
+        note_missing("torch.fx.node.Node._erased")
+        return all(each is not node for each in node.graph.nodes)
+    return erased
+
+
+@explained()
+def input_structure(gm: GraphModule) -> Any:
+    """Names (``orig_args``) and nesting (``in_spec``) of an exported model's inputs; None of any other graph."""
+    return getattr(gm.graph._codegen, "pytree_info", None)
+
+
+__all__ = ["free_unbacked_symbols", "input_structure", "is_erased", "make_fx", "statically_known_true"]

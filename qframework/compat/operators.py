@@ -1,0 +1,60 @@
+"""Operators: their class and schema, ATen's private ones, and what is registered."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from qframework.compat.missing import explained, optional
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+else:
+    OpOverload = type(torch.ops.aten.detach.default)  # the class has no public name
+
+schema: Callable[[Any], Any] = operator.attrgetter("_schema")
+"""Arguments and results of an operator, with what it writes."""
+
+with explained():
+    schema(torch.ops.aten.detach.default)  # asked here, so that calls need not
+    TO_COPY: Any = torch.ops.aten._to_copy.default
+    ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # what exports assert of a tensor
+    SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # what ``x.data = y`` asks first
+    VIEWS: tuple[Any, ...] = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+
+
+def _no_int_mm(a: Tensor, b: Tensor) -> Tensor:
+    raise NotImplementedError("torch._int_mm is gone")
+
+
+int_mm: Callable[[Tensor, Tensor], Tensor] = optional(torch, "torch._int_mm", _no_int_mm)
+
+
+@explained()
+def on_tensors(name: str) -> bool:
+    """Whether ``name`` computes with tensors; TorchScript registers Python's builtins, and save, beside those."""
+    return torch._C._dispatch_has_kernel(name)
+
+
+@explained()
+def registered(namespace: str) -> Iterator[str]:
+    """Names, without their namespace, of the operators of one."""
+    names = torch._C._dispatch_get_all_op_names()
+    return (name.partition("::")[2] for name in names if name.startswith(f"{namespace}::"))
+
+
+__all__ = [
+    "ASSERT_METADATA",
+    "SWAP_MEMORY",
+    "TO_COPY",
+    "VIEWS",
+    "OpOverload",
+    "int_mm",
+    "on_tensors",
+    "registered",
+    "schema",
+]

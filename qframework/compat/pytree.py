@@ -1,0 +1,30 @@
+"""Nested tuples, lists and dictionaries, taken apart and put together as PyTorch does. Nothing of it is public."""
+
+from __future__ import annotations
+
+from qframework.compat.missing import explained
+
+with explained():
+    from torch.utils._pytree import (
+        SERIALIZED_TYPE_TO_PYTHON_TYPE,
+        SUPPORTED_SERIALIZED_TYPES,
+        TreeSpec,
+        tree_any,
+        tree_leaves,
+        tree_map,
+        tree_map_only,
+        tree_unflatten,
+        treespec_loads,
+    )
+
+__all__ = [
+    "SERIALIZED_TYPE_TO_PYTHON_TYPE",
+    "SUPPORTED_SERIALIZED_TYPES",
+    "TreeSpec",
+    "tree_any",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "tree_unflatten",
+    "treespec_loads",
+]

@@ -1,0 +1,16 @@
+"""SAM's image encoders in transformers: classes, and the tables from which a model's configuration chooses one."""
+
+from __future__ import annotations
+
+from qframework.compat.missing import explained
+
+with explained():
+    from transformers.models.sam.modeling_sam import SAM_VISION_ATTENTION_CLASSES, SamVisionSdpaAttention
+    from transformers.models.sam_hq.modeling_sam_hq import SAM_HQ_VISION_ATTENTION_CLASSES, SamHQVisionSdpaAttention
+
+__all__ = [
+    "SAM_HQ_VISION_ATTENTION_CLASSES",
+    "SAM_VISION_ATTENTION_CLASSES",
+    "SamHQVisionSdpaAttention",
+    "SamVisionSdpaAttention",
+]

@@ -1,0 +1,115 @@
+"""Triton's launcher, compiled kernels and tensor descriptors."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from qframework.compat.missing import explained, note_error, note_missing
+
+
+def _dependent_launch() -> tuple[Any, Any]:
+    try:
+        from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+    except ImportError as error:
+        note_error(error)
+        return None, None
+    return gdc_wait, gdc_launch_dependents
+
+
+TensorDescriptor: Any = None  # of a matrix that a kernel loads by TMA
+on_cuda: Any = None  # inside a kernel: whether it is compiled for an NVIDIA GPU
+gdc_wait: Any = None  # inside a kernel: wait for the one before it
+gdc_launch_dependents: Any = None  # inside a kernel: let the next one begin
+
+if importlib.util.find_spec("triton") is not None:
+    with explained():
+        import triton
+        from triton.language.core import builtin
+        from triton.tools import tensor_descriptor
+
+        TensorDescriptor = tensor_descriptor.TensorDescriptor
+    gdc_wait, gdc_launch_dependents = _dependent_launch()
+
+    @builtin
+    def on_cuda(_semantic=None):
+        """Inside a kernel: whether it is compiled for an NVIDIA GPU."""
+        return triton.language.constexpr(_semantic.builder.options.backend_name == "cuda")
+
+
+launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
+"""What launches a compiled kernel on a grid, called with all of its arguments; asking for it loads the kernel."""
+
+
+@explained()
+def current_target() -> Any:
+    """What Triton compiles for on the current device: ``backend`` and ``arch``."""
+    return triton.runtime.driver.active.get_current_target()
+
+
+@explained()
+def argument_names(kernel: Any) -> list[str]:
+    """Of a kernel that is not compiled yet, in order."""
+    return kernel.arg_names
+
+
+@explained()
+def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
+    """Compile what a call with arguments like these needs; under ``compile_in`` Triton's promise of it."""
+    return kernel.warmup(*arguments, grid=grid, **constants)
+
+
+@explained()
+def compile_in(pool: Any) -> Any:
+    """A scope of this thread in which kernels are compiled in ``pool``; their errors wait until they are launched."""
+    return triton.AsyncCompileMode(pool, ignore_errors=True)
+
+
+def finished(kernel: Any) -> Any:
+    """The compiled kernel, also where it comes as Triton's promise: another thread was still compiling it."""
+    return kernel.result() if hasattr(type(kernel), "result") else kernel
+
+
+def is_descriptor(x: Any) -> bool:
+    """Whether ``x`` is a tensor descriptor, Triton's or Gluon's."""
+    return isinstance(getattr(x, "base", None), Tensor)
+
+
+def descriptor_maker(descriptor: Any) -> Callable[[Tensor], Any]:
+    """What makes descriptors like this one of other tensors: unchecked, since this one was. Keeps no tensor alive."""
+    kind = type(descriptor)
+    if not hasattr(descriptor, "__dict__"):
+        note_missing("triton.tools.tensor_descriptor.TensorDescriptor.__dict__")
+        names = [field.name for field in dataclasses.fields(kind)]
+        arguments = {name: getattr(descriptor, name) for name in names if name != "base"}
+        return lambda x: kind(base=x, **arguments)
+    fields, new = {name: value for name, value in vars(descriptor).items() if name != "base"}, object.__new__
+
+    def make(x: Tensor) -> Any:
+        made: Any = new(kind)
+        made.__dict__.update(fields)
+        made.base = x
+        return made
+
+    return make
+
+
+__all__ = [
+    "TensorDescriptor",
+    "argument_names",
+    "compile_ahead",
+    "compile_in",
+    "current_target",
+    "descriptor_maker",
+    "finished",
+    "gdc_launch_dependents",
+    "gdc_wait",
+    "is_descriptor",
+    "launcher",
+    "on_cuda",
+]
