@@ -51,13 +51,13 @@ def _cpu() -> dict[str, Any]:
 def _gpu(index: int) -> dict[str, Any]:
     properties = torch.cuda.get_device_properties(index)
     capability = (properties.major, properties.minor)
-    supported = bool(torch.version.hip) or capability >= MIN_CAPABILITY
+    supported = not torch.version.hip and capability >= MIN_CAPABILITY
     return {
         "name": properties.name,
         "capability": f"sm_{capability[0]}{capability[1]}",
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "supported": supported,
-        "int8_linear": "triton" if supported else "none: sm_80 or newer is needed",
+        "int8_linear": "triton" if supported else "none: NVIDIA sm_80 or newer is needed",
     }
 
 

@@ -202,15 +202,18 @@ def test_doctor_fails_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "no C++ compiler" in result.stderr
 
 
-@pytest.mark.parametrize(("capability", "supported"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+@pytest.mark.parametrize(
+    ("capability", "hip", "supported"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "7.0", False)],
+)
 def test_doctor_says_which_gpus_are_supported(
-    capability: tuple[int, int], supported: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], hip: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Properties:
         name, total_memory = "a GPU", 16 * 2**30
         major, minor = capability
 
-    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     gpu = diagnosis.diagnose()["cuda:0"]

@@ -42,7 +42,7 @@ def speed_order(device: torch.device | str) -> tuple[str, ...]:
     INT4 is not either: Triton multiplies it as INT8. Pass ``variants`` to try others or another order.
     """
     device = torch.device(device)
-    if device.type != "cuda" or torch.version.hip:
+    if device.type != "cuda":
         return PAPER_ORDER
     return order_for(torch.cuda.get_device_capability(device))
 

@@ -34,7 +34,7 @@ from qframework.graph.attention_patterns import (
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.kernels.attention.variants import resolve, values_dtype
-from qframework.kernels.runtime.chip import MIN_CAPABILITY, capability_of
+from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
 _SAGE = torch.ops.qframework.sage_attention.default
 _BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
@@ -169,8 +169,7 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
 
 def _pytorch_keeps_up(device: torch.device) -> bool:
     """On Hopper: its tensor cores multiply INT8 twice as fast as 16 bit, which PyTorch's attention makes up for."""
-    cuda = device.type == "cuda" and torch.version.hip is None
-    return cuda and torch.cuda.get_device_capability(device) == (9, 0)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
@@ -184,9 +183,7 @@ def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
 def _why_not(option: str, device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"{option!r} quantizes attention on CUDA, this is {device.type}; name a variant to have it here"
-    if torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
-        return f"{option!r} needs compute capability {MIN_CAPABILITY}, {device} is older"
-    return None
+    return why_unsupported(device)
 
 
 def _fakes(call: AttentionCall) -> list[Tensor]:

@@ -16,9 +16,9 @@ with explained():
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # Triton 3.6 has the older names only, 3.9 the newer ones only.
-    tma_load = tma.async_copy_global_to_shared if hasattr(tma, "async_copy_global_to_shared") else tma.async_load
-    tma_store = tma.async_copy_shared_to_global if hasattr(tma, "async_copy_shared_to_global") else tma.async_store
+    # Triton 3.6 has the older names only; in 3.9 they are there to say that they were removed.
+    tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+    tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 __all__ = [
     "TensorDescriptor",

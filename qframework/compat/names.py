@@ -238,7 +238,6 @@ _ROWS = (
         "they are checked at every call",
     ),
     Name("triton.runtime.driver.active.get_current_target", "the chip that Triton compiles for cannot be asked for"),
-    Name("triton.language.core.builtin", "kernels cannot tell NVIDIA's GPUs from others while they compile"),
     Name(
         "triton.language.extra.cuda.gdc_wait",
         "kernels cannot wait for the one before them",

@@ -23,24 +23,16 @@ def _dependent_launch() -> tuple[Any, Any]:
 
 
 TensorDescriptor: Any = None  # of a matrix that a kernel loads by TMA
-on_cuda: Any = None  # inside a kernel: whether it is compiled for an NVIDIA GPU
 gdc_wait: Any = None  # inside a kernel: wait for the one before it
 gdc_launch_dependents: Any = None  # inside a kernel: let the next one begin
 
 if importlib.util.find_spec("triton") is not None:
     with explained():
         import triton
-        from triton.language.core import builtin
         from triton.tools import tensor_descriptor
 
         TensorDescriptor = tensor_descriptor.TensorDescriptor
     gdc_wait, gdc_launch_dependents = _dependent_launch()
-
-    @builtin
-    def on_cuda(_semantic=None):
-        """Inside a kernel: whether it is compiled for an NVIDIA GPU."""
-        return triton.language.constexpr(_semantic.builder.options.backend_name == "cuda")
-
 
 launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
 """What launches a compiled kernel on a grid, called with all of its arguments; asking for it loads the kernel."""
@@ -111,5 +103,4 @@ __all__ = [
     "gdc_wait",
     "is_descriptor",
     "launcher",
-    "on_cuda",
 ]

@@ -7,7 +7,7 @@ Formula (SageAttention 4.3, SageAttention2, SageAttention2++ eq. 2)::
 
 Layout: ``v (B, H, N, D)`` any strides; ``q (B, H, D, P)``: tensor cores read 8-bit operands along the tokens; P is N
 rounded up to a multiple of 64, padded with zeros. Scales and mean ``(B, H, D)`` float32.
-Where there is no FP8 (sm_80, AMD) the same E4M3 numbers are stored in float16.
+Where there is no FP8 (sm_80) the same E4M3 numbers are stored in float16.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def padded_tokens(tokens: int) -> int:
 
 def has_fp8(device: torch.device) -> bool:
     """Whether Triton multiplies E4M3 there; elsewhere the same numbers go through float16."""
-    if INTERPRET or device.type != "cuda" or torch.version.hip:  # the interpreter's FP8 casts truncate
+    if INTERPRET or device.type != "cuda":  # the interpreter's FP8 casts truncate
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
 

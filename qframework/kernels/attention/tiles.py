@@ -27,7 +27,7 @@ INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, so that masks and loops show
 
 
 def choose_attention_tile(queries: int, head_dim: int, pv: str, capability: tuple[int, int]) -> AttentionTile:
-    """Tile for ``queries`` rows of a head; ``capability`` is CUDA's, (0, 0) stands for an AMD GPU.
+    """Tile for ``queries`` rows of a head; ``capability`` is CUDA's.
 
     A tile of queries divides QUERY_BLOCK and a step has at most KEYS_PER_FP16_SUM keys: both are what the numerics
     promise. Wide heads take fewer rows, so that the accumulator stays in registers.
@@ -38,7 +38,7 @@ def choose_attention_tile(queries: int, head_dim: int, pv: str, capability: tupl
         return AttentionTile(32, 64, 4, 2)
     if capability[0] == 9:  # swept on an H100: two small programs hide each other's softmax better than one large one
         return AttentionTile(128 if head_dim > 64 and pv == "fp16" and queries > 64 else 64, 64, 4, 3)
-    stages = 2 if capability in ((8, 6), (8, 9), (12, 0), (12, 1), (0, 0)) else 3
+    stages = 2 if capability in ((8, 6), (8, 9), (12, 0), (12, 1)) else 3
     return AttentionTile(128 if queries > 64 else 64, 64, 8 if head_dim > 64 and queries > 64 else 4, stages)
 
 
@@ -47,5 +47,4 @@ def attention_tile(device: torch.device, queries: int, head_dim: int, pv: str) -
     """:func:`choose_attention_tile` for a device."""
     if device.type != "cuda":
         return INTERPRETED
-    capability = (0, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
-    return choose_attention_tile(queries, head_dim, pv, capability)
+    return choose_attention_tile(queries, head_dim, pv, torch.cuda.get_device_capability(device))

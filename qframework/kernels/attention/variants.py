@@ -200,7 +200,7 @@ _FAST_FP16_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tuple[int, int] | None) -> torch.dtype:
     """What V of ``dtype`` becomes for a 16-bit product: float16 where a variant's FP16 accumulator asks for it.
 
-    ``capability`` is CUDA's, (0, 0) stands for an AMD GPU, None for a CPU. The papers' kernels cast V to float16. From
+    ``capability`` is CUDA's, None for a CPU. The papers' kernels cast V to float16. From
     bfloat16 that takes two passes over V, which pay where FP16 accumulation is faster. On other GPUs P and V stay in
     bfloat16, with an FP32 accumulator.
     """
@@ -214,7 +214,7 @@ def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype:
 
     FP8 products need compute capability 8.9 and pay from long sequences on; INT4 never wins where it is emulated.
     """
-    if device.type == "cuda" and not torch.version.hip and nk >= 2048:
+    if device.type == "cuda" and nk >= 2048:
         capability = torch.cuda.get_device_capability(device)
         if capability in _FAST_FP16_SUMS and capability >= (8, 9):
             return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there

@@ -1,11 +1,10 @@
 """Arithmetic of the kernels between blocks that the compiler would not find by itself: an instruction where it can be.
 
-Triton functions of values and of scales. On NVIDIA they are PTX, elsewhere and in the interpreter what they stand for.
+Triton functions of values and of scales, in PTX; in the interpreter what that stands for.
 """
 
 from __future__ import annotations
 
-from qframework.compat.triton import on_cuda
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 _INTERPRETED = tl.constexpr(INTERPRET)
@@ -31,17 +30,15 @@ def int8_to_float(q):
     """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
 
     A byte becomes the lowest of a float's mantissa, and an addition takes the rest away. PTX inserts it in one
-    instruction, which no compiler finds by itself; the interpreter and AMD get the same without it.
+    instruction, which no compiler finds by itself.
     """
     if _INTERPRETED:
         value = q.to(tl.float32)
-    elif on_cuda():
+    else:
         biased = tl.inline_asm_elementwise(
             _FOUR_BYTES_TO_FLOAT, "=r,=r,=r,=r,r", [q], dtype=tl.float32, is_pure=True, pack=4
         )
         value = biased - 8388736.0  # 2**23 + 128
-    else:
-        value = q.to(tl.float32)
     return value
 
 
@@ -49,13 +46,13 @@ def int8_to_float(q):
 def sums_of_four(q, FOURS: tl.constexpr):
     """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
 
-    FOURS: whether the values of a thread are neighbours in a row, four at least. On NVIDIA an instruction then adds
+    FOURS: whether the values of a thread are neighbours in a row, four at least. An instruction then adds
     four of them into the first, the others are constant zeros; of other layouts it would add up different rows.
     """
     if _INTERPRETED or not FOURS:
         value = q.to(tl.int32)
         square = value * value
-    elif on_cuda():
+    else:
         value, square = tl.inline_asm_elementwise(
             _SUMS_OF_FOUR,
             "=r,=r,=r,=r,=r,=r,=r,=r,r",
@@ -64,9 +61,6 @@ def sums_of_four(q, FOURS: tl.constexpr):
             is_pure=True,
             pack=4,
         )
-    else:
-        value = q.to(tl.int32)
-        square = value * value
     return value, square
 
 
@@ -74,26 +68,24 @@ def sums_of_four(q, FOURS: tl.constexpr):
 def kept_steps(q, bits, threshold):
     """An int8 tile where the low 15 bits of ``bits``, uint16 like it, are at least ``threshold``, and 0 elsewhere.
 
-    ``threshold`` is a scalar, 0 to 2**15. On NVIDIA six instructions for four values, none of which becomes a number.
+    ``threshold`` is a scalar, 0 to 2**15. Six instructions for four values, none of which becomes a number.
     """
     if _INTERPRETED:
         kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
-    elif on_cuda():
+    else:
         twice = tl.full((), threshold, tl.uint32) * 0x10001
         kept = tl.inline_asm_elementwise(
             _KEPT_OF_FOUR, "=r,r,r,r,r,r,r,r", [q, bits, twice], dtype=tl.int8, is_pure=True, pack=4
         )
-    else:
-        kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
     return kept
 
 
 @triton.jit
 def prefetch(pointers):
-    """Ask L2 for the 32 bytes around each of them; on NVIDIA alone."""
+    """Ask L2 for the 32 bytes around each of them."""
     if _INTERPRETED:
         pass
-    elif on_cuda():
+    else:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
         )
@@ -101,40 +93,33 @@ def prefetch(pointers):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction on NVIDIA, as division is not."""
+    """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction, as division is not."""
     if _INTERPRETED:
         r = 1.0 / x
-    elif on_cuda():
-        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        root = tl.rsqrt(x)
-        r = root * root
+        r = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     return r
 
 
 @triton.jit
 def saturated_product(x, y):
-    """``x * y`` between 0 and 1, NaN as 0: one instruction on NVIDIA."""
+    """``x * y`` between 0 and 1, NaN as 0: one instruction."""
     if _INTERPRETED:
         z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
-    elif on_cuda():
+    else:
         z = tl.inline_asm_elementwise(
             "mul.sat.f32 $0, $1, $2;", "=r,r,r", [x, y], dtype=tl.float32, is_pure=True, pack=1
         )
-    else:
-        z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
     return z
 
 
 @triton.jit
 def tanh(x):
-    """On NVIDIA one instruction, off by at most 2^-11 of itself; elsewhere to float32's precision of 1."""
+    """One instruction, off by at most 2^-11 of itself."""
     if _INTERPRETED:
         t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
-    elif on_cuda():
-        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        t = 1.0 - 2.0 / (tl.exp2(2.8853900817779268 * x) + 1.0)
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
     return t
 
 
@@ -157,9 +142,7 @@ def inverse(scale):
     """``1 / scale``, to half a unit of its last place and hardly more, as a division is; infinity becomes NaN."""
     if _INTERPRETED:
         y = tl.math.div_rn(1.0, scale)
-    elif on_cuda():
+    else:
         y = reciprocal(scale)
         y = tl.fma(tl.fma(-y, scale, 1.0), y, y)
-    else:
-        y = tl.math.div_rn(1.0, scale)
     return y

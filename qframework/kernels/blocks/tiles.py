@@ -84,7 +84,7 @@ def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES
     warps = max(height * width // (32 * values), 1)
     even = rows % height == 0 and columns % width == 0 and rows <= GRID_LIMIT * height
     tile = {"BLOCK": block, "TILE_M": height, "TILE_N": width, "EVEN": even, "num_warps": warps}
-    if values <= FEW_VALUES and block[0] > 1 and torch.version.hip is None:
+    if values <= FEW_VALUES and block[0] > 1:
         tile["maxnreg"] = REGISTERS
     return tile
 

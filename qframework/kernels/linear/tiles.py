@@ -62,7 +62,6 @@ _CANDIDATES: dict[str, list[Tile]] = {
         Tile(64, 64, 128, 4, 3),
         Tile(16, 64, 128, 4, 4),
     ],
-    "amd": [Tile(128, 128, 64, 8, 2, subtiles=2), Tile(64, 64, 64, 4, 2), Tile(16, 64, 128, 4, 2)],
 }
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
 
@@ -83,15 +82,13 @@ def choose_tile(
         m: rows of ``a (M, K)``.
         n: rows of ``b (N, K)``, columns of the result.
         k: the inner size.
-        capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
+        capability: CUDA's, (9, 0) for Hopper.
         processors: multiprocessors of the chip.
         epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
         tma: whether the operands lie in memory as tensor descriptors need it.
         wide: whether the result is float32, or the residual of another dtype than the result: not what was measured.
     """
-    chip = {(0, 0): "amd", (8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(
-        capability, "99 KB"
-    )
+    chip = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "99 KB")
     if chip == "sm_90":
         wide |= not HAS_GLUON
         large = k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors

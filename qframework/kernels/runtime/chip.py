@@ -13,26 +13,30 @@ MIN_CAPABILITY = (8, 0)
 
 @functools.cache
 def check_device(device: torch.device) -> None:
-    """Raise UnsupportedError for a GPU older than sm_80: it has no INT8 tensor cores that Triton can use."""
-    if device.type != "cuda" or torch.version.hip:
-        return
+    """Raise UnsupportedError for a GPU that the kernels do not run on."""
+    if reason := why_unsupported(device):
+        raise UnsupportedError(f"{reason} Run the model on the CPU or on a newer GPU.")
+
+
+def why_unsupported(device: torch.device) -> str | None:
+    """Why kernels do not run on a GPU, which is of AMD or has no INT8 tensor cores for Triton; None where they do."""
+    if device.type != "cuda":
+        return None
     capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        name = torch.cuda.get_device_name(device)
-        raise UnsupportedError(
-            f"{name} ({device}) is sm_{capability[0]}{capability[1]}; qframework's kernels need sm_80 or newer. "
-            "Run the model on the CPU or on a newer GPU."
-        )
+    if capability >= MIN_CAPABILITY and not torch.version.hip:
+        return None
+    what = "a GPU of AMD" if torch.version.hip else f"sm_{capability[0]}{capability[1]}"
+    name = torch.cuda.get_device_name(device)
+    return f"{name} ({device}) is {what}; qframework's kernels need sm_80 or newer, of NVIDIA."
 
 
 @functools.cache
 def chip_of(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability, (0, 0) for an AMD GPU, and number of multiprocessors."""
+    """Compute capability and number of multiprocessors."""
     properties = torch.cuda.get_device_properties(device)
-    capability = (0, 0) if torch.version.hip else (properties.major, properties.minor)
-    return capability, properties.multi_processor_count
+    return (properties.major, properties.minor), properties.multi_processor_count
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability, (0, 0) for an AMD GPU, None for a CPU."""
+    """Compute capability, None for a CPU."""
     return chip_of(device)[0] if device.type == "cuda" else None

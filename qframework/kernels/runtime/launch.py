@@ -80,8 +80,6 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 def specialization(argument: Any) -> Any:
     """What Triton may compile an argument in for: at least as fine as its own rules."""
     if isinstance(argument, torch.Tensor):
-        if torch.version.hip:  # there, offsets within small tensors have 32 bits
-            return argument.dtype, argument.data_ptr() % 16, argument.untyped_storage().nbytes() < 2**31
         return argument.dtype, argument.data_ptr() % 16
     if hasattr(argument, "base"):  # a tensor descriptor: block shape, layout, padding
         named = vars(argument).items()

@@ -39,7 +39,6 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty_strided.default,
 }
 _MAX_KINDS = 8192  # of one operator; beyond, shapes hardly repeat: begin anew rather than grow for ever
-_SMALL_MEMORY_COUNTS = torch.version.hip is not None  # Triton compiles in for AMD's GPUs whether memory is small
 _active = threading.local()
 
 
@@ -344,8 +343,6 @@ def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Te
         if isinstance(value, Tensor):
             pointer = value.data_ptr()
             key += (value.shape, value.stride(), value.dtype, value.device, pointer % 16)
-            if _SMALL_MEMORY_COUNTS:
-                key.append(value.untyped_storage().nbytes() < 2**31)
             operands.append(value)
             pointers.append(pointer)
         else:

@@ -46,7 +46,7 @@ POINTERS = {
     torch.int32: "*i32", torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages")
-# FP8 multiplies as FP8 from sm_89 on; sm_80 and AMD's gfx942, whose FP8 is another, multiply its numbers in FP16.
+# FP8 multiplies as FP8 from sm_89 on; sm_80 multiplies its numbers in FP16.
 HAS_FP8 = {"sm_89", "sm_90", "sm_100", "sm_120"}
 FP8_PRODUCT = {
     "sm_89": r"mma\.sync\S*e4m3\.e4m3",
@@ -57,11 +57,10 @@ FP8_PRODUCT = {
 FP16_PRODUCT = {
     "sm_90": r"wgmma\.mma_async\S*\.f16\.f16",
     "sm_100": r"tcgen05\.mma\S*kind::f16|mma\.sync\S*\.f16\.f16",
-    "gfx942": r"v_mfma_f32_\d+x\d+x\d+_f16",
 }
 # Bytes that a thread may spill once, behind the loop over keys. Blackwell's tiles and wide heads are not tuned yet.
 MAX_STACK, WIDE_STACK = {"sm_100": 512, "sm_120": 128}, 384
-SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+SHARED_KIB = {"sm_80": 163, "sm_90": 227, "sm_100": 227}
 
 
 class Launch(NamedTuple):
@@ -177,7 +176,7 @@ def check_sums_start_at_zero(compiled) -> None:
 
 
 def assembly(compiled) -> str:
-    return compiled.asm["amdgcn" if "amdgcn" in compiled.asm else "ptx"]
+    return compiled.asm["ptx"]
 
 
 def operands(head_dim: int = 64, tokens: int = 1024, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:

@@ -394,12 +394,14 @@ def test_devices_must_agree():
         int8_linear(a, a_scale, b.cpu(), b_scale, bias)
 
 
-def test_old_gpu_is_refused_by_name(monkeypatch):
+@pytest.mark.parametrize(("capability", "hip", "what"), [((7, 5), None, "sm_75"), ((9, 4), "7.0", "a GPU of AMD")])
+def test_other_gpus_are_refused_by_name(monkeypatch, capability, hip, what):
     from qframework.kernels.runtime import chip
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip 3")
     chip.check_device.cache_clear()
-    with pytest.raises(UnsupportedError, match=r"Tesla T4 .* is sm_75; .* need sm_80 or newer"):
+    with pytest.raises(UnsupportedError, match=rf"Chip 3 .* is {what}; .* need sm_80 or newer"):
         chip.check_device(torch.device("cuda", 0))
     chip.check_device.cache_clear()

@@ -64,7 +64,7 @@ def choose_tile(
         n: rows of ``b (N, K)``, columns of the result.
         k: the inner size.
         block_size: of ``a`` and the result.
-        capability: CUDA's, (9, 0) for Hopper; (0, 0) stands for an AMD GPU.
+        capability: CUDA's, (9, 0) for Hopper.
         processors: multiprocessors of the chip.
         tma: whether operands, and a result in blocks, lie in memory as tensor descriptors need it.
         whole: whether the result is in blocks: a tile must hold whole ones, and K stays in one part.
