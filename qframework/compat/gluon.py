@@ -17,8 +17,9 @@ with explained():
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # Triton 3.6 has the older names only; in 3.9 they are there to say that they were removed.
-    tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
-    tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+    newer = hasattr(tma, "async_load") or not hasattr(tma, "async_copy_global_to_shared")
+    tma_load = tma.async_load if newer else tma.async_copy_global_to_shared
+    tma_store = tma.async_store if newer else tma.async_copy_shared_to_global
 
 __all__ = [
     "TensorDescriptor",
