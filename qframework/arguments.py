@@ -1,4 +1,4 @@
-"""Errors for arguments that several parts of the package take: models, batches to calibrate with, numbers."""
+"""Checks of arguments that several parts of the package take: models and calibration batches."""
 
 from __future__ import annotations
 

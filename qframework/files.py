@@ -1,4 +1,4 @@
-"""Files on disk: written as a whole or not at all, and read with one kind of error for whatever is wrong in them."""
+"""File I/O: atomic writes, and reads that raise FileFormatError for every malformed file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounding, scales and granularities: one meaning for the whole project, in plain torch.
+"""Rounding, scales and granularities of symmetric INT8, defined once, in plain torch.
 
 Symmetric INT8 only. A real value is ``x = q * scale`` with ``q`` in ``[-127, 127]`` and a float32 ``scale``::
 

@@ -1,4 +1,4 @@
-"""Whether a file can be written, asked before the work whose result it is to hold."""
+"""Checks that an output file can be written before the work that produces it starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies of PyTorch's functions that hide attention from a scope, for the scope to run inside itself.
+"""PyTorch functions that a torch function mode intercepts as a whole.
 
 Attention is inside of ``nn.MultiheadAttention``, and of a backward pass where activation checkpointing runs the forward
 again.

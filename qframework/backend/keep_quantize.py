@@ -1,4 +1,4 @@
-"""Leave to our own kernel the quantization that Inductor can fuse with nothing.
+"""Keeps our own kernel for a quantization that Inductor cannot fuse with anything.
 
 From::
 

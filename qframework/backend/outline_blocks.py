@@ -1,4 +1,4 @@
-"""Compile a block that repeats once: Inductor's work grows with the nodes it sees.
+"""Compiles a repeated block once: Inductor's work grows with the number of nodes.
 
 From::
 

@@ -1,9 +1,8 @@
-"""Let go of the float model that PT2E keeps alive.
+"""Frees the float model that PT2E keeps alive.
 
-PT2E looks up a model's device through a memo, which holds every prepared model, float weights and all, for as long as
-the process lives. A converted model would take the memory of both. Graphs and modules hold each other besides, so that
-only Python's garbage collector finds what the memo let go of, and by then it is old: Dynamo collects young objects
-alone.
+PT2E caches each model's device in a memo that keeps every prepared model, with its float weights, alive until the
+process ends: a converted model would need the memory of both. Graphs and modules also form reference cycles that only a
+full garbage collection frees; the collections that Dynamo starts cover the youngest generation only.
 """
 
 from __future__ import annotations

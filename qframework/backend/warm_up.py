@@ -1,8 +1,8 @@
-"""Compile our kernels while Inductor compiles the rest, not one after the other at their first launch.
+"""Compiles our kernels in parallel with Inductor instead of at their first launch.
 
-The kernel of an operator follows from its operands' shapes, strides and dtypes, which the lowered graph knows. A thread
-hands all of them to Triton, whose compiler lets go of Python's lock, and loads them. Graphs whose sizes are symbols,
-CPUs and interpreted kernels have nothing to compile ahead of time.
+An operator's operands, with the shapes, strides and dtypes in the lowered graph, determine its kernel. A background
+thread passes all kernels to Triton, whose compiler releases the GIL, and loads them. Nothing is compiled ahead of time
+for graphs with symbolic sizes, on CPUs and in Triton's interpreter.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a value lies in memory: whether what reads it in a captured graph depends on that."""
+"""Whether the consumers of a value in a captured graph depend on its memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BlockTensor: an INT8 tensor in blocks that autograd and a stranger's model take for the float tensor it stands for.
+"""BlockTensor: an INT8 tensor in blocks that autograd and third-party models treat as a float tensor.
 
 Outside it has the shape and dtype of a float tensor; inside are ``q`` (int8) and ``scale`` (fp32, one value for each
 block, qframework/kernels/blocks/format.py), so that what is saved for the backward pass costs a byte a value. Gradients

@@ -1,4 +1,4 @@
-"""Where the INT8 data flow begins and ends, as hooks: blocks take floats in, what lies behind them gets floats."""
+"""Entry and exit of the INT8 data flow, as hooks: blocks accept floats, and modules after them receive floats."""
 
 from __future__ import annotations
 

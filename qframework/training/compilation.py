@@ -1,4 +1,4 @@
-"""What PyTorch must be told before it compiles a converted model."""
+"""PyTorch settings that compiling a converted model needs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FIXED = (2, 15)
 def register_fallbacks() -> None:
     """Register every operator of INT8 training with Inductor as one that it calls; nothing from PyTorch 2.15 on.
 
-    As Inductor would itself, with the layout that each operator asks for. It imports Inductor.
+    Registers what Inductor would register itself, with each operator's own layout constraint. Imports Inductor.
 
-    Where Inductor before 2.15 meets an operator that it does not know, it writes all the operator's operands out as
-    text, for a log that nobody reads, with all that they were computed from. An INT8 tensor is two operands of one
-    origin, so that this text doubles with every operator of a model, and takes hours from the second block on.
+    For an operator that it does not know, Inductor before 2.15 formats every input for a log message, together with
+    everything that the input was computed from. An INT8 tensor is two inputs of the same origin, so the message doubles
+    in length with every operator, and compilation takes hours from the second block on.
     """
     if tuple(map(int, torch.__version__.split(".")[:2])) >= _FIXED:
         return
@@ -36,8 +36,8 @@ def register_fallbacks() -> None:
 def keep_graphs_whole() -> None:
     """Switch Dynamo's DDPOptimizer off, in this process, saying so once.
 
-    It cuts the graph of a model in DistributedDataParallel where a bucket of gradients is full, and takes what passes
-    from one part to the next for plain tensors: of a BlockTensor it would hand on the insides.
+    It splits the graph of a model in DistributedDataParallel at gradient buckets and assumes that only plain tensors
+    cross the boundary: of a BlockTensor it would pass on the inner tensors.
     """
     if switch_off_ddp_optimizer():
         log.info("torch._dynamo.config.optimize_ddp is False from here on: it cannot cut graphs of INT8 training")

@@ -1,4 +1,4 @@
-"""Arguments of the attention operators: checked once, and brought to the kernels' four dimensions.
+"""The arguments of the attention operators: checks, and conversion to the kernels' four dimensions.
 
 Only metadata is looked at, so the same checks run on fake tensors.
 """

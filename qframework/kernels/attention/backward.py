@@ -1,4 +1,4 @@
-"""The gradient of quantized attention: that of exact attention at the same inputs.
+"""The gradient of quantized attention, which is the gradient of exact attention at the same inputs.
 
 Formula: rounding has no useful derivative, so the gradient passes straight through it. With ``S`` the logits,
 ``P = softmax(S)`` and ``O = P V``::

@@ -1,4 +1,4 @@
-"""What the attention kernels share: how a tensor of heads is addressed, dense or packed with variable lengths."""
+"""Operands of the attention kernels: heads in dense or packed (variable-length) tensors, strides, scales."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that no query attends to, kept out of the means and scales of attention.
+"""Excludes keys that no query attends to from the means and scales of attention.
 
 Formula, for the keys that the mask hides from every query::
 

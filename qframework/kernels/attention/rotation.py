@@ -1,4 +1,4 @@
-"""What rotary embeddings share: tables in the forms that models use, the rotation in plain torch, and in Triton.
+"""Rotary position embedding: formats of the cos and sin tables, the rotation in plain torch and in Triton.
 
 Formula (RoPE of Su et al.), for channels ``a`` and ``b`` of a pair; channels from ``rotary_dim`` on stay as they are::
 

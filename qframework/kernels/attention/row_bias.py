@@ -1,4 +1,4 @@
-"""Logits of the means of blocks of queries, which smooth Q subtracts before it quantizes (SageAttention2).
+"""Smooth Q (SageAttention2): exact logits of the means of query blocks, which quantization subtracts.
 
 Formula::
 

@@ -1,4 +1,4 @@
-"""Compile-time choices of the attention kernel, by chip and problem."""
+"""Tiles of the attention kernel, by chip and problem."""
 
 from __future__ import annotations
 

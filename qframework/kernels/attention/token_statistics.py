@@ -1,4 +1,4 @@
-"""Sums and extremes over blocks of tokens: what smoothing and per-channel scales of attention need, in one pass.
+"""Sums, minima and maxima over blocks of tokens, for smoothing and for scales per channel.
 
 Formula: ``sum``, ``low = min`` and ``high = max`` of ``x[n]`` over the tokens ``n`` of a block, per channel. NaN and
 infinity count as 0 in sums, whose means attention adds back or does not see, and as both infinities in extremes.

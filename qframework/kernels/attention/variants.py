@@ -1,4 +1,4 @@
-"""What a quantized attention quantizes, and how: the published variants as values of one description.
+"""AttentionVariant: what quantized attention quantizes and how; the published variants by name.
 
 An :class:`AttentionVariant` says how Q and K become integers (bits and granularity) and what multiplies P and V. Every
 attention kernel, reference and test reads it from here.

@@ -1,4 +1,4 @@
-"""Activation functions from blocks to blocks, and their gradients.
+"""Activation functions on INT8 blocks, and their gradients.
 
 Formula (Jetfire, algorithm 2 and appendix A): everything between the two formats is float32 in registers::
 

@@ -1,4 +1,4 @@
-"""Arithmetic of the kernels between blocks that the compiler would not find by itself: an instruction where it can be.
+"""PTX instructions for block kernels that the compiler does not generate by itself.
 
 Triton functions of values and of scales, in PTX; in the interpreter what that stands for.
 """

@@ -1,4 +1,4 @@
-"""Dropout from blocks to blocks, its mask made again from a seed instead of kept.
+"""Dropout on INT8 blocks; its mask is recomputed from a seed.
 
 Formula (Jetfire, appendix A), in float32 between the formats::
 

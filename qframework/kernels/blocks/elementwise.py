@@ -1,4 +1,4 @@
-"""Sums and products of two tensors in blocks; sums also make the row statistics of the LayerNorm after them.
+"""Addition and multiplication on INT8 blocks; additions also compute the statistics of the next LayerNorm.
 
 Formula (Jetfire, algorithm 2 and appendix A), in float32 between the formats::
 

@@ -1,4 +1,4 @@
-"""The block format of INT8 training: its meaning in plain torch, and its checks.
+"""The block format of INT8 training: definition in plain torch, and checks.
 
 A float tensor ``x (..., C)`` is seen as R = prod(leading) rows of C columns, cut into blocks of B x B values with one
 scale each (Jetfire, eq. 1), or of rows x columns. ``block_size`` is B or such a pair; where a formula says B, here and

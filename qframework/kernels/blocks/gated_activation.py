@@ -1,4 +1,4 @@
-"""Gated activations of Llama-type models (SwiGLU, GEGLU) from blocks to blocks, and their gradients.
+"""Gated activations of Llama-type models (SwiGLU, GEGLU) on INT8 blocks, and their gradients.
 
 Formula, in float32 between the formats::
 

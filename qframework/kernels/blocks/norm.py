@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm from blocks to blocks.
+"""LayerNorm and RMSNorm on INT8 blocks.
 
 Formula, in float32 between the formats, weight and bias float::
 

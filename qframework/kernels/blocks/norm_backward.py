@@ -1,4 +1,4 @@
-"""Gradients of LayerNorm and RMSNorm from blocks to blocks.
+"""Gradients of LayerNorm and RMSNorm on INT8 blocks.
 
 Formula, with ``n = (x - mean) * rstd`` (RMSNorm: ``x * rstd``) and ``g = dy * weight``, in float32::
 

@@ -1,4 +1,4 @@
-"""Tensors into the block format of INT8 training, out of it, and transposed in it.
+"""Conversion of tensors to INT8 blocks and back, and transposition of blocks.
 
 Formula (Jetfire eq. 1, range [-127, 127]), for every block of B x B values of ``x`` seen as rows::
 

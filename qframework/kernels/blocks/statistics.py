@@ -1,4 +1,4 @@
-"""Mean and variance of the rows of a tensor in blocks: what LayerNorm needs to know before it sees a tile.
+"""Mean and variance of rows in INT8 blocks, for LayerNorm and RMSNorm.
 
 Formula, per row of C values, merged from tiles of the row as Chan, Golub and LeVeque do, so that nothing cancels::
 

@@ -1,4 +1,4 @@
-"""Sums over the rows of a tensor in blocks: the gradient of a bias.
+"""Sums over the rows of INT8 blocks: the gradient of a bias.
 
 Formula: ``sum[c]`` over the rows r of ``q[r, c] * scale`` of its block, in float32. A program adds a stretch of rows
 for the columns of one tile; a second kernel adds the stretches in their order. No atomics: results repeat bit for bit.

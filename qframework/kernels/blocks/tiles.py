@@ -1,4 +1,4 @@
-"""What the operators between blocks share: checks, empty results, tiles and how programs walk over them."""
+"""Shared by the block operators: checks, allocation of results, tile sizes and addresses."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_alike(operator: str, block_size: BlockSize, **operands: tuple[Tensor, 
         check_same_device(operator, first[1], **{name: q})
         if q.shape != first[1].shape:
             raise QFrameworkError(
-                f"{operator}: {name} has shape {tuple(q.shape)} and {first[0]} {tuple(first[1].shape)}; accepted: equal"
+                f"{operator}: {name} must have the shape of {first[0]}, {tuple(first[1].shape)}, got {tuple(q.shape)}"
             )
 
 

@@ -1,4 +1,4 @@
-"""What int8_linear accepts: its arguments' dtypes, shapes and devices."""
+"""The arguments of int8_linear and their checks: dtypes, shapes, devices."""
 
 from __future__ import annotations
 

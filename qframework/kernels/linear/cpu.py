@@ -1,4 +1,4 @@
-"""INT8 linear on the CPU: the faster product of int8 values that is exact on this machine, and an epilogue in torch.
+"""int8_linear on the CPU: the fastest INT8 product that is exact on this machine, and an epilogue in torch.
 
 ``int_mm``: ``torch._int_mm``, oneDNN's product of signed values.
 ``float32``: the float product of the same integers, for processors without INT8 instructions (VNNI), where the other

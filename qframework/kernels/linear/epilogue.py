@@ -1,4 +1,4 @@
-"""What int8_linear's Triton kernels do to their accumulator: dequantize, bias, activation, residual, requantize."""
+"""The epilogue of int8_linear's kernels: dequantize, bias, activation, residual, requantize."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""int8_linear's kernel for Hopper: a warp that loads, and two warpgroups that multiply and finish.
+"""int8_linear's kernel for Hopper, in Gluon: one warp loads, two warpgroups multiply and run the epilogue.
 
 Written in Gluon, Triton's dialect in which layouts, shared memory and barriers are the author's. The loading warp fills
 a ring of stages with tiles of a and b by TMA; ``ready`` barriers hand a stage to the multiplying warpgroups, ``free``

@@ -1,4 +1,4 @@
-"""How int8_linear's kernels are launched: what is compiled in, tiles, grids, descriptors."""
+"""Launches of int8_linear: choice of kernel and tile, grid, constants, tensor descriptors."""
 
 from __future__ import annotations
 

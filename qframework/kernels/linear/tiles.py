@@ -1,4 +1,4 @@
-"""Tiles of int8_linear: what was measured on a chip where there is a table, else a rule that fills the chip.
+"""Tiles of int8_linear: a table of measurements per chip, else a heuristic.
 
 ``python -m benchmarks.tune_int8_linear`` measures and writes the table. It is looked up by chip, bucket of rows,
 columns, inner size and epilogue; a shape it does not hold takes the first candidate of its chip that gives every

@@ -1,4 +1,4 @@
-"""Gluon where this Triton has all of it that kernels here use: Triton's dialect with layouts and barriers by hand.
+"""Gluon, Triton's low-level dialect, if this Triton has every name that the kernels use.
 
 It is experimental, and its names change from release to release. Where one is missing, kernels in plain Triton take the
 place of those in Gluon, and a warning says so.

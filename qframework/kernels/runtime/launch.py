@@ -1,4 +1,4 @@
-"""Launches of Triton kernels: reported to replays, and past Triton's binding from the second of a kind on."""
+"""Launches Triton kernels; a repeated launch skips Triton's argument binding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels that begin while the one before them still runs: CUDA's programmatic dependent launch, from sm_90 on.
+"""Programmatic dependent launch (sm_90 and newer): a kernel is set up while the one before it still runs.
 
 A launch costs a kernel of a few microseconds a good part of its time: programs are placed and set up, and the
 multiprocessors are idle meanwhile. Launched this way, a kernel is set up as soon as the one before it in the stream has

@@ -1,13 +1,12 @@
-"""Calls of operators, replayed: from the third of a kind on, nothing is checked, chosen or worked out again.
+"""Replays recorded operator calls: from the third identical call on, skips checks and planning.
 
-What an implementation does on a GPU follows from its operands' shapes, strides, dtypes, devices and alignment and from
-its other arguments: it allocates, launches kernels and calls torch. A recording of one call holds just that, in order.
-Another call of the same kind does the same with its own tensors, which takes the host a fraction of the time that
-checks, plans and views take.
+The shapes, strides, dtypes, devices and alignment of the operands and the other arguments determine what an
+implementation does on a GPU: allocations, kernel launches and torch operations. A recording is the list of these steps;
+a replay repeats them with the tensors of another call, in a fraction of the host time that checks, planning and views
+take.
 
-A call is recorded as it runs, by a dispatch mode that sees every operation of torch and by ``launch``, which reports
-every kernel. Whatever a recording does not understand (a tensor from elsewhere, a value read back to the host) makes
-that kind of call run as written, every time.
+A dispatch mode records torch operations while the second call runs, and ``launch`` reports kernels. A call that cannot
+be recorded (it uses a tensor from elsewhere, or reads a value back to the host) runs as written every time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Triton where it exists. Kernels are defined against these names, so a machine without Triton can import them all."""
+"""Triton, or stand-ins with which a machine without Triton can import every kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layer of INT8 training: both operands, and the result where asked, in blocks with one scale each.
+"""Linear layer of INT8 training: operands, and the result on request, in INT8 blocks with one scale each.
 
 Formula (Jetfire, section 5.3 and algorithm 1; i, j, k number blocks of B rows, columns and inner columns)::
 

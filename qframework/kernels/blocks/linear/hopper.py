@@ -1,4 +1,4 @@
-"""block_linear's kernel for Hopper: a warp loads, and warpgroups that take turns multiply while others dequantize.
+"""block_linear's kernel for Hopper, in Gluon: one warp loads, warpgroups alternate between MMA and dequantization.
 
 Written in Gluon, as linear/hopper.py, whose ring of stages and barriers it shares. A warpgroup owns 128 rows
 and 128 columns of a tile as float32 sums in registers, and multiplies 64 rows of one inner block at a time into INT32

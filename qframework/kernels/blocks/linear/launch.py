@@ -1,4 +1,4 @@
-"""How block_linear's kernels are launched: tile, parts of K, descriptors, grid and what is compiled in."""
+"""Launches of block_linear: choice of kernel and tile, split of K, grid, constants, tensor descriptors."""
 
 from __future__ import annotations
 

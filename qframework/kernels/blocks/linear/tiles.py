@@ -1,4 +1,4 @@
-"""Tiles of block_linear: a rule for each chip, from the block size and how many tiles there are.
+"""Tiles of block_linear: a heuristic per chip, from the block size and the number of tiles.
 
 On Hopper the choice is between kernels, as measured on an H100 (docs/experiments.md).
 """
