@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks import report_accuracy, report_training
-from benchmarks.harness import Record, Results
+from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.plots import draw, mark
 from benchmarks.report_attention import PARTS, attention_tables
@@ -160,6 +160,7 @@ def _section(run: Run) -> str:
     if run.benchmark == "int8_linear":
         parts.append(SHAPES_NOTE)
         parts.append(_shapes_table(run))
+        parts += [_broken(run)] * any(record.status in BROKEN for record in run.records)
     elif run.benchmark == "attention":
         parts.append(attention_tables(run))
     else:
@@ -177,6 +178,13 @@ def _shapes_table(run: Run) -> str:
         cells = [bold_if(speeds.get(name) == fastest, number(speeds.get(name))) for name in providers]
         rows.append([group[0].subject, *cells, _best_ratio(group)])
     return table(["M,N,K", *providers, "qframework / best peer"], rows)
+
+
+def _broken(run: Run) -> str:
+    """What has no time, and why."""
+    broken = [record for record in run.records if record.status in BROKEN]
+    rows = [[record.subject, record.provider, f"{record.status}: {record.reason}"] for record in broken]
+    return table(["M,N,K", "provider", "no time because"], rows)
 
 
 def _best_ratio(group: Sequence[Record]) -> str:

@@ -214,7 +214,8 @@ def test_what_a_worker_started_ends_with_it(late):
 def test_a_worker_ends_with_its_parent(tmp_path):
     """Also in the middle of its work, and when the parent had no time to say so."""
     code = (
-        "import os, signal\nfrom benchmarks.boxed import Worker\nfrom tests.test_benchmark_vit_gpu import HasAChild\n"
+        "import os, signal\nfrom benchmarks.boxed import Worker\n"
+        "from tests.benchmarks.test_benchmark_vit_gpu import HasAChild\n"
         "if __name__ == '__main__':\n"
         "    worker = Worker(HasAChild)\n"
         "    print(next(worker.request(60.0, 60.0)).shape[0], flush=True)\n"

@@ -315,8 +315,8 @@ def test_report_check_finds_a_stale_page_plot_or_leftover(site):
     assert run_report(site, "--check") == 1
     run_report(site)
     assert run_report(site, "--check") == 0
-    results = Results("vit_cpu", MACHINE, site / "results" / "new.json")
-    results.add(vit("fp32_eager", 5.0))
+    results = Results("vit_cpu", {**MACHINE, "date": "2026-01-03"}, site / "results" / "new.json")
+    results.add(vit("fp32_eager", 5.0), vit("x86_inductor_static", 8.0))
     assert run_report(site, "--check") == 1
     run_report(site)
     plot = site / "assets" / "performance-new.svg"

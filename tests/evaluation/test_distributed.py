@@ -84,7 +84,7 @@ def test_two_processes_give_the_figures_of_one(tmp_path: Path) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two GPUs that the kernels support, and two processes on this machine, of which this is the second."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("qframework.kernels.runtime.checks.check_device", lambda device: None)
+    monkeypatch.setattr("qframework.kernels.runtime.chip.check_device", lambda device: None)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qframework.kernels.attention import pipeline as module
+from qframework.kernels.attention.backward import BackwardArguments, _sage_attention_backward
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.row_bias import row_bias_ref, row_bias_triton
 from qframework.kernels.blocks.linear.block_linear import BLOCK_LINEAR
@@ -74,9 +75,9 @@ def static_attention() -> None:
 
 def log_sum_exp() -> None:
     needed = [True, True, False, False, False, False]
-    torch.ops.qframework.sage_attention_backward(
-        None, torch.ones(1, 2, 40), *operands(), None, None, None, False, None, False, needed
-    )
+    masks = None, None, None
+    ones = torch.ones(1, 2, 40)
+    _sage_attention_backward(BackwardArguments(None, ones, *operands(), *masks, False, None, False, needed))
 
 
 def hessian() -> None:
