@@ -17,9 +17,10 @@ with explained():
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     # Triton 3.6 has the older names only; in 3.9 they are there to say that they were removed.
-    newer = hasattr(tma, "async_load") or not hasattr(tma, "async_copy_global_to_shared")
-    tma_load = tma.async_load if newer else tma.async_copy_global_to_shared
-    tma_store = tma.async_store if newer else tma.async_copy_shared_to_global
+    _old_load = not hasattr(tma, "async_load") and hasattr(tma, "async_copy_global_to_shared")
+    _old_store = not hasattr(tma, "async_store") and hasattr(tma, "async_copy_shared_to_global")
+    tma_load = tma.async_copy_global_to_shared if _old_load else tma.async_load
+    tma_store = tma.async_copy_shared_to_global if _old_store else tma.async_store
 
 __all__ = [
     "TensorDescriptor",

@@ -248,9 +248,8 @@ def test_the_page_holds_every_target_with_its_spread(tmp_path):
     found = line(text)
     assert "| at most 0.8 | at most 0.65 | 0.592 (0.500 to 0.700 in 2 runs) | PASS |" in found
     assert found.endswith("| qframework_static_graphs | fp16_max_autotune | new, `abc123` |")
-    assert (
-        text.count("\n| qframework_static_graphs |") == 2
-    )  # one for each device: both runs are one row, and the older file is not shown
+    # One for each device: both runs are one row, and the older file is not shown.
+    assert text.count("\n| qframework_static_graphs |") == 2
     assert text.count("not measured") == len(TARGETS) - 1
     assert "spread %" in text
 
