@@ -181,9 +181,13 @@ def test_bad_input():
         block_activation(*x, "gelu", 48)
     with pytest.raises(QFrameworkError, match=r"x's scale has shape \(2, 3\); x \(40, 70\) in blocks of 64 needs"):
         block_activation(*x, "gelu", 64)
-    with pytest.raises(QFrameworkError, match=r"block_activation_backward: x has shape \(41, 70\) and dy \(40, 70\)"):
+    with pytest.raises(
+        QFrameworkError, match=r"block_activation_backward: x must have the shape of dy, \(40, 70\), got \(41, 70\)"
+    ):
         block_activation_backward(*x, *y, "gelu", 32)
-    with pytest.raises(QFrameworkError, match=r"block_gated_activation: up has shape \(41, 70\) and gate \(40, 70\)"):
+    with pytest.raises(
+        QFrameworkError, match=r"block_gated_activation: up must have the shape of gate, \(40, 70\), got \(41, 70\)"
+    ):
         block_gated_activation(*x, *y, "gelu", 32)
     with pytest.raises(UnsupportedError, match=r"dy has dtype torch.float32; accepted: int8"):
         block_gated_activation_backward(x[0].float(), x[1], *x, *x, "gelu", 32)
