@@ -17,7 +17,7 @@ from qframework.kernels import int8_linear as _public  # noqa: F401  (registers 
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
-from qframework.kernels.linear.quantize_weights import _quantize_weights_kernel
+from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
 from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
@@ -276,9 +276,9 @@ def test_quantize_weights(chip, tmp_path):
         "values_ptr": "*i8",
         "scales_ptr": "*fp32",
     }
-    sizes = {"BLOCK_N": 4, "BLOCK_K": 1024}
+    sizes = {name: _TILE[name] for name in ("BLOCK_N", "BLOCK_K")}
     constants = {"MIN_SCALE": 2.0**-60, "ALIGNMENT": 128, "EVEN_K": True, **sizes}
-    compiled = compile_for(chip, _quantize_weights_kernel, types, constants, num_warps=4)
+    compiled = compile_for(chip, _quantize_weights_kernel, types, constants, num_warps=_TILE["num_warps"])
     assert stack_bytes(compiled, tmp_path) == 0
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]), "rows are read 16 bytes at a time"
 

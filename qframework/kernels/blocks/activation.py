@@ -37,15 +37,10 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     ask_for_tile,
     check_alike,
-    contiguous,
     empty_blocks,
-    rows_ahead,
-    rows_and_columns,
-    tile_of,
+    launch_by_tiles,
     tile_origin,
-    tiles_of,
 )
-from qframework.kernels.runtime.launch import launch
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
@@ -270,28 +265,13 @@ def _block_activation_backward_kernel(
 
 def block_activation_triton(args: BlockActivationArguments) -> Blocks:
     """``block_activation`` on a GPU."""
-    sizes = rows_and_columns(args.x)
-    result = args.empty_result()
-    if args.x.numel() > 0:
-        args = contiguous(args)
-        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
-        launch(_block_activation_kernel, tiles_of(args.x, tile))(
-            args.x, args.x_scale, *result, *sizes, rows_ahead(args.x, tile), KIND=args.kind, **tile
-        )
+    result: Blocks = launch_by_tiles(_block_activation_kernel, args, FEW_VALUES)
     return result
 
 
 def block_activation_backward_triton(args: BlockActivationBackwardArguments) -> Blocks:
     """``block_activation_backward`` on a GPU."""
-    sizes = rows_and_columns(args.x)
-    result = args.empty_result()
-    if args.x.numel() > 0:
-        args = contiguous(args)
-        operands = (args.dy, args.dy_scale, args.x, args.x_scale)
-        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
-        launch(_block_activation_backward_kernel, tiles_of(args.x, tile))(
-            *operands, *result, *sizes, rows_ahead(args.x, tile), KIND=args.kind, **tile
-        )
+    result: Blocks = launch_by_tiles(_block_activation_backward_kernel, args, FEW_VALUES)
     return result
 
 

@@ -31,15 +31,10 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     ask_for_tile,
     check_alike,
-    contiguous,
     empty_blocks,
-    rows_ahead,
-    rows_and_columns,
-    tile_of,
+    launch_by_tiles,
     tile_origin,
-    tiles_of,
 )
-from qframework.kernels.runtime.launch import launch
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
@@ -193,30 +188,14 @@ def backward_values(block_size: BlockSize) -> int:
 
 def block_gated_activation_triton(args: BlockGatedActivationArguments) -> Blocks:
     """``block_gated_activation`` on a GPU."""
-    sizes = rows_and_columns(args.gate)
-    result = args.empty_result()
-    if args.gate.numel() > 0:
-        args = contiguous(args)
-        operands = (args.gate, args.gate_scale, args.up, args.up_scale)
-        tile = tile_of(*sizes, args.block_size, FEW_VALUES)
-        launch(_block_gated_activation_kernel, tiles_of(args.gate, tile))(
-            *operands, *result, *sizes, rows_ahead(args.gate, tile), KIND=args.kind, **tile
-        )
+    result: Blocks = launch_by_tiles(_block_gated_activation_kernel, args, FEW_VALUES)
     return result
 
 
 def block_gated_activation_backward_triton(args: BlockGatedActivationBackwardArguments) -> TwoBlocks:
     """``block_gated_activation_backward`` on a GPU."""
-    sizes = rows_and_columns(args.dy)
-    results = args.empty_result()
-    if args.dy.numel() > 0:
-        args = contiguous(args)
-        operands = (args.dy, args.dy_scale, args.gate, args.gate_scale, args.up, args.up_scale)
-        tile = tile_of(*sizes, args.block_size, backward_values(args.block_size))
-        launch(_block_gated_activation_backward_kernel, tiles_of(args.dy, tile))(
-            *operands, *results, *sizes, rows_ahead(args.dy, tile), KIND=args.kind, **tile
-        )
-    return results
+    result: TwoBlocks = launch_by_tiles(_block_gated_activation_backward_kernel, args, backward_values(args.block_size))
+    return result
 
 
 BLOCK_GATED_ACTIVATION = declare(

@@ -12,7 +12,7 @@ from qframework.kernels.blocks.arithmetic import int8_to_float, prefetch
 from qframework.kernels.blocks.format import BlockSize, block_shape, check_blocks, row_count, scale_shape
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device, chip_of
-from qframework.kernels.runtime.launch import cdiv, power_of_2
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
@@ -64,6 +64,22 @@ def check_seed(operator: str, seed: Tensor, like: Tensor) -> None:
 def contiguous(arguments: A) -> A:
     """An operator's arguments with contiguous tensors, as kernels read them."""
     return arguments._make(x.contiguous() if isinstance(x, Tensor) else x for x in arguments)
+
+
+def launch_by_tiles(kernel: Any, arguments: Any, values: int) -> Any:
+    """Launch an activation's kernel, a program for each tile, and return its result in blocks.
+
+    ``arguments``: the operator's, whose tensors, all of one shape, are the kernel's first parameters in the same order.
+    ``values``: in a thread.
+    """
+    result = arguments.empty_result()
+    operands = [each for each in contiguous(arguments) if isinstance(each, Tensor)]
+    sizes = rows_and_columns(operands[0])
+    if operands[0].numel() > 0:
+        tile = tile_of(*sizes, arguments.block_size, values)
+        ahead = rows_ahead(operands[0], tile)
+        launch(kernel, tiles_of(operands[0], tile))(*operands, *result, *sizes, ahead, KIND=arguments.kind, **tile)
+    return result
 
 
 def empty_blocks(like: Tensor, block_size: BlockSize, shape: tuple[int, ...] | None = None) -> Blocks:
