@@ -25,10 +25,14 @@ def activation_bytes(model: Callable[[Tensor], Any], inputs: Tensor) -> int:
     model(inputs)
     if inputs.is_cuda:
         return _bytes_on_gpu(model, inputs)
-    changes = _changes_on_cpu(model, inputs)
+    blocks: dict[int, int] = {}  # by address: a block that an earlier call left behind is not this call's to free
     held = most = 0
-    for change in changes:
-        held += change
+    for address, change in _changes_on_cpu(model, inputs):
+        if change > 0:
+            blocks[address] = change
+            held += change
+        else:
+            held -= blocks.pop(address, 0)
         most = max(most, held)
     return most
 
@@ -42,8 +46,8 @@ def _bytes_on_gpu(model: Callable[[Tensor], Any], inputs: Tensor) -> int:
     return torch.cuda.max_memory_allocated(inputs.device) - before
 
 
-def _changes_on_cpu(model: Callable[[Tensor], Any], inputs: Tensor) -> list[int]:
-    """Bytes allocated (positive) and freed (negative) by one call, in order of time."""
+def _changes_on_cpu(model: Callable[[Tensor], Any], inputs: Tensor) -> list[tuple[int, int]]:
+    """Address and size of what one call allocates (positive) and frees (negative), in order of time."""
     from torch.profiler import ProfilerActivity, profile
 
     with _quiet_profiler(), tempfile.TemporaryDirectory() as folder:
@@ -54,7 +58,8 @@ def _changes_on_cpu(model: Callable[[Tensor], Any], inputs: Tensor) -> list[int]
         profiler.export_chrome_trace(str(trace))
         events = json.loads(trace.read_text())["traceEvents"]
     changes = [event for event in events if event["name"] == "[memory]" and event["args"]["Device Type"] == 0]
-    return [event["args"]["Bytes"] for event in sorted(changes, key=lambda event: event["ts"])]
+    changes.sort(key=lambda event: event["ts"])
+    return [(event["args"]["Addr"], event["args"]["Bytes"]) for event in changes]
 
 
 @contextmanager

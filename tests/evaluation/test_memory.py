@@ -36,6 +36,27 @@ def test_inputs_and_weights_are_not_counted(device: torch.device) -> None:
     assert activation_bytes(linear, torch.zeros(64, 1024, device=device)) < 64 * 1024
 
 
+def test_what_earlier_calls_left_behind_is_not_subtracted_when_it_is_freed() -> None:
+    """PyTorch's profiler knows the sizes of blocks that it saw in earlier profiles, even of those freed since."""
+    kept: list[torch.Tensor] = []
+    calls: list[int] = []
+
+    def keeps(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x.repeat(1024))
+        return two_at_a_time(x)
+
+    def frees(x: torch.Tensor) -> torch.Tensor:
+        calls.append(len(kept))
+        if len(calls) == 2:  # the first call warms up, the second is measured
+            kept.clear()
+        return two_at_a_time(x)
+
+    held = activation_bytes(two_at_a_time, KIB)
+    activation_bytes(keeps, KIB)
+    assert activation_bytes(frees, KIB) == held
+    assert calls == [2, 2]
+
+
 def test_the_environment_is_left_as_it_was() -> None:
     before = dict(os.environ)
     activation_bytes(two_at_a_time, KIB)
