@@ -53,7 +53,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
     def start(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """Launch; what would launch it again, called with ``arguments`` and the others that are returned."""
-        first = getattr(arguments[0], "base", arguments[0])  # of a tensor descriptor
+        first = arguments[0]
+        while isinstance(first, tuple):
+            first = first[0]
+        first = getattr(first, "base", first)  # of a tensor descriptor
         if not (isinstance(first, torch.Tensor) and first.is_cuda):  # interpreted
             kernel[grid](*arguments, **constants)
             return functools.partial(kernel[grid], **constants), ()
@@ -87,4 +90,6 @@ def specialization(argument: Any) -> Any:
         return type(argument), argument.base.dtype, *kind
     if type(argument) is int:
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    if isinstance(argument, tuple):
+        return tuple(map(specialization, argument))
     return type(argument), argument if isinstance(argument, bool) else None
