@@ -47,7 +47,7 @@ from qframework.kernels.attention.triton import (
     Layout,
     Mask,
     Product,
-    RelativePositions,
+    PositionFactors,
     RowBias,
     Scales,
     _quantized_attention_kernel,
@@ -171,11 +171,11 @@ def _mask(bias: Bias) -> Mask | None:
     return Mask(data, bias.mask.shape[0], *_broadcast_strides(bias.mask, 4))
 
 
-def _relative_positions(bias: Bias) -> RelativePositions | None:
+def _relative_positions(bias: Bias) -> PositionFactors | None:
     if bias.rel_h is None or bias.rel_w is None:
         return None
     height, width = last_contiguous(bias.rel_h), last_contiguous(bias.rel_w)
-    return RelativePositions(
+    return PositionFactors(
         Heads(height, *_broadcast_strides(height, 3)), Heads(width, *_broadcast_strides(width, 3)), width.shape[-1]
     )
 

@@ -102,7 +102,7 @@ class Mask(NamedTuple):
     key: int
 
 
-class RelativePositions(NamedTuple):
+class PositionFactors(NamedTuple):
     """SAM's bias ``height[n // columns] + width[n % columns]`` of key n."""
 
     height: Heads  # (B, H, N, rows)
@@ -163,7 +163,7 @@ def _quantized_attention_kernel(
     scales,
     row_bias,  # RowBias or None
     mask,  # Mask or None
-    relative,  # RelativePositions or None
+    relative,  # PositionFactors or None
     lse_ptr,  # (B, H, N) fp32 or None
     starts,  # of packed queries and of packed keys, (B + 1,) int32 each, or None
     logit_scale,
