@@ -12,6 +12,9 @@ from qframework.compat.triton import argument_names, compile_ahead, finished, la
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
+# Sums of products round once. Triton 3.10 rounds the product as well unless it is told.
+OPTIONS = {"enable_fp_fusion": True}
+
 
 def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """``kernel[grid]``, compiled as ``launch`` has it compiled, and not run; tensors on "meta" will do.
@@ -22,7 +25,7 @@ def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
     def compile(*arguments: Any, **constants: Any) -> Any:
         more, options = overlap(kernel)
-        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options})
+        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options, **OPTIONS})
 
     return compile
 
@@ -65,9 +68,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         found = _compiled.get(key)
         if found is None:
             more, options = overlap(kernel)
-            compiled = kernel[grid](*arguments, **constants, **more, **options)
+            compiled = kernel[grid](*arguments, **constants, **more, **options, **OPTIONS)
             if compiled is None:  # the interpreter compiles nothing
-                return functools.partial(kernel[grid], **constants, **more, **options), ()
+                return functools.partial(kernel[grid], **constants, **more, **options, **OPTIONS), ()
             values = constants | more
             found = finished(compiled), tuple(values[name] for name in argument_names(kernel)[len(arguments) :])
             _compiled[key] = found

@@ -25,6 +25,7 @@ from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
 from qframework.kernels.attention.tiles import choose_attention_tile
 from qframework.kernels.attention.variants import VARIANTS, resolve
+from qframework.kernels.runtime.launch import OPTIONS as LAUNCH_OPTIONS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -137,7 +138,7 @@ def compile_launch(chip: str, launch: Launch):
         signature[name] = specialize((position,), arguments[name], parameter.is_constexpr)
     attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
+    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options | LAUNCH_OPTIONS)
     check_waits_first(chip, compiled)
     if sums_blocks_apart(launch):
         check_sums_start_at_zero(compiled)

@@ -12,7 +12,7 @@ import torch
 
 from qframework import kernels
 from qframework.kernels.runtime import launch as _launch
-from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.launch import launch, warm_up
 from qframework.kernels.runtime.operator import on_its_device
 from qframework.kernels.runtime.replay import replayed
 
@@ -92,6 +92,17 @@ def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
     assert len(kernel.through) == 1
     ((grid, (tensor, *rest)),) = kernel.past
     assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
+
+
+def test_products_are_fused_with_sums_whatever_the_default_of_triton_is(on_cuda):
+    """The kernels compiled ahead get the same options in the same order: Triton tells kernels apart by them."""
+    kernel = Recording()
+    kernel.warmup = lambda *arguments, grid, **constants: constants
+    launch(kernel, (4,))(torch.zeros(8), 32, FLAG=True, BLOCK=64, num_warps=4)
+    ahead = warm_up(kernel, (4,))(torch.zeros(8), 32, FLAG=True, BLOCK=64, num_warps=4)
+    ((_, _, launched),) = kernel.through
+    assert launched["enable_fp_fusion"] is True
+    assert list(ahead.items()) == list(launched.items())
 
 
 def test_replays_go_past_triton(on_cuda):
