@@ -15,13 +15,16 @@ import torch
 
 CANARY = "qframework_canary"
 CODE = f"__import__('sys').__setattr__('{CANARY}', True)"
-MODEL = Path(__file__).parent / "data" / "saved_by_torch_2.15.pt2"
+MODEL = Path(__file__).parent.parent / "data" / "saved_by_torch_2.15.pt2"
 PROGRAM, WEIGHTS, CONSTANTS = (
     "archive/models/model.json",
     "archive/data/weights/model_weights_config.json",
     "archive/data/constants/model_constants_config.json",
 )
 Members = list[tuple[str, bytes]]
+# Inputs of the model.
+OFFSET = {"by": torch.ones(16)}
+X = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Bomb:
