@@ -7,7 +7,7 @@ import operator
 
 import pytest
 import torch
-from models import Block, example
+from lowered_models import Block, example
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F

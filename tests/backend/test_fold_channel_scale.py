@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import count, example, exported, lowered, targets
+from lowered_models import count, example, exported, lowered, targets
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e

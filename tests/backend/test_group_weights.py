@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, example
+from lowered_models import Block, example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

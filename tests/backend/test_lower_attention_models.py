@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from attention_models import SAGE, VARIANT, Capture, compiled, exported, randomize
-from models import converted
+from lowered_models import converted
 from test_timm_models import MODELS
 
 from qframework import use_sage_attention

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import Block, converted, count, example, lowered, targets
+from lowered_models import Block, converted, count, example, lowered, targets
 from torch import nn
 from torch.nn import functional as F
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 import timm
 import torch
-from models import count, exported, lowered, targets
+from lowered_models import count, exported, lowered, targets
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 
 from qframework.backend import outline_blocks as module

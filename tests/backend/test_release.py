@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 
 from qframework.backend.release import release_prepared_models
 

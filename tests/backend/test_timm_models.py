@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from models import converted, count, lowered
+from lowered_models import converted, count, lowered
 
 from qframework import numerics
 from qframework.backend.compile import lower

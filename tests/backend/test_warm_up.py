@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter

@@ -7,7 +7,7 @@ import copy
 
 import pytest
 import torch
-from models import Block, converted, example, lowered
+from lowered_models import Block, converted, example, lowered
 from test_fold_channel_scale import Scaled
 from test_fold_channel_scale import converted as converted_by_recipe
 from torch.fx import GraphModule

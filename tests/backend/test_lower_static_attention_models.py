@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import count, lowered, targets
+from lowered_models import count, lowered, targets
 from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.swin_transformer import SwinTransformer

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from models import example
+from lowered_models import example
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call

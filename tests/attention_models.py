@@ -117,3 +117,8 @@ def qkv(batch: int = 2, heads: int = 2, tokens: int = 17, dim: int = 16) -> tupl
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, batch, heads, tokens, dim, generator=generator)
     return q, k, v
+
+
+def sage(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    """The operator itself."""
+    return SAGE(q, k, v, **{"variant": VARIANT, **kwargs})[0]
