@@ -245,8 +245,8 @@ BAD_INPUT = {
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
-    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
-    "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "where there is a GPU, got 'gpu0'"),
+    "missing device": (("evaluate", "digits", "--device", "cuda:99"), "This machine has"),
     "random weights, evaluated": (("evaluate", TIMM_MODEL), "would have random weights"),
     "data of another model": (
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth"),
@@ -277,14 +277,14 @@ def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_devices_are_checked_first(command: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
-    expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
+    expect_bad_input(f"GPU, got '{device}'", command, "digits", "--device", device)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    expect_bad_input("--device 'cuda' is not there, this machine has 0", command, "digits", "--device", "cuda")
+    expect_bad_input("got 'cuda'. This machine has 0", command, "digits", "--device", "cuda")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -85,9 +85,9 @@ def test_what_is_no_regular_file_is_refused(tmp_path, monkeypatch, kind, make, t
     if through_link:
         named = tmp_path / "link"
         named.symlink_to(path)
-    with pytest.raises(QFrameworkError, match=rf"{named.name} is a {kind}; accepted: a regular file"):
+    with pytest.raises(QFrameworkError, match=rf"{named.name} must be a regular file.*, got a {kind}"):
         write(named)
-    with pytest.raises(FileFormatError, match=rf"{named.name} is a {kind}; accepted: a regular file"):
+    with pytest.raises(FileFormatError, match=rf"{named.name} must be a regular file.*, got a {kind}"):
         open_regular(named)
     after = os.lstat(path)
     assert (after.st_ino, after.st_mode) == (before.st_ino, before.st_mode)
