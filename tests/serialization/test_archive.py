@@ -38,7 +38,7 @@ from qframework.serialization.archive import Archive
 
 
 @pytest.mark.parametrize("kept", [0, 1, 1000, 0.5, 0.99])
-def test_truncated(saved: Path, kept: float) -> None:
+def test_a_truncated_file_is_refused(saved: Path, kept: float) -> None:
     data = saved.read_bytes()
     saved.write_bytes(data[: int(kept * len(data)) if isinstance(kept, float) else kept])
     with pytest.raises(FileFormatError, match=r"model\.pt2.*empty" if kept == 0 else r"model\.pt2 is damaged"):
@@ -100,7 +100,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("write", FOREIGN.values(), ids=FOREIGN)
-def test_foreign_file(write, tmp_path: Path) -> None:
+def test_files_of_other_programs_are_refused(write, tmp_path: Path) -> None:
     write(tmp_path / "foreign.pt2")
     with pytest.raises(FileFormatError, match=r"foreign\.pt2.* not written by qframework\.save"):
         qframework.load(tmp_path / "foreign.pt2")

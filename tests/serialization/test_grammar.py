@@ -46,7 +46,7 @@ def test_values_that_are_no_plain_names_strings_or_numbers_are_refused(
 
 
 @pytest.mark.parametrize("name", ["self", "torch", "device", "inf", "fx_pytree", "pytree"])
-def test_values_do_not_take_the_names_that_generated_source_needs(tmp_path: Path, name: str) -> None:
+def test_values_named_like_what_generated_source_needs_are_refused(tmp_path: Path, name: str) -> None:
     write(tmp_path / "m.pt2", changed(PROGRAM, lambda p: rename(p, "linear", name)))
     with pytest.raises(FileFormatError, match="source does not need"):
         qframework.load(tmp_path / "m.pt2")

@@ -46,7 +46,7 @@ def test_the_canary_sees_code_that_runs() -> None:
     assert not code_ran()
 
 
-def test_what_the_attacks_are_made_of_loads_unchanged(tmp_path: Path) -> None:
+def test_the_unchanged_file_loads(tmp_path: Path) -> None:
     write(tmp_path / "m.pt2", changed(PROGRAM, lambda program: program))
     qframework.load(tmp_path / "m.pt2")
 
