@@ -190,7 +190,7 @@ def test_fold_against_numpy() -> None:
 def test_scales_that_are_no_factors_are_refused(scale: float) -> None:
     gm, _ = graph_of(FOUND["layer norm"][0])
     (group,) = find_channel_groups(gm)
-    with pytest.raises(QFrameworkError, match="accepted: positive and finite"):
+    with pytest.raises(QFrameworkError, match="scales must be positive and finite"):
         fold(gm, group, torch.full((DIM,), scale))
 
 
