@@ -1,4 +1,4 @@
-"""The C++ compiler of Inductor."""
+"""The C++ compiler that Inductor uses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from qframework.compat.missing import note_error
 
 
 def cpp_compiler() -> str | None:
-    """Where it is; None where Inductor finds none."""
+    """The path of the compiler; None if Inductor finds none."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

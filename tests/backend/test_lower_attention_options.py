@@ -31,7 +31,7 @@ class TestOptions:
     @pytest.mark.parametrize("value", ["sage3", "8-per_row-fp16-fp32", None, 1])
     def test_unknown_values_are_refused(self, value):
         with pytest.raises(
-            UnsupportedError, match=r"option 'attention' has value .* accepted: 'auto', 'sage', 'off', 'sage_t'"
+            UnsupportedError, match=r"option 'attention' must be one of 'auto', 'sage', 'off', 'sage_t'"
         ):
             parse_options(None, {"attention": value})
 
@@ -158,7 +158,7 @@ class TestGradients:
             torch.compile(Attention(), backend=Capture(option))(torch.randn(3, 17, 32))
         said = [record.getMessage() for record in caplog.records if "gradients" in record.getMessage()]
         assert said == [
-            f"qframework: attention stays in float: its gradients are needed, which {option!r} leaves exact; use "
+            f"qframework: attention stays in float: its gradients are needed, which {option!r} keeps exact. Use "
             "torch.no_grad(), or name a variant"
         ]
 

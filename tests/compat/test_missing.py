@@ -273,7 +273,7 @@ def test_compiled_modules_are_known() -> None:
     assert dynamo.is_compiled(compiled)
     assert not dynamo.is_compiled(model)
     assert not dynamo.is_compiled(None)
-    with pytest.raises(QFrameworkError, match="compiled model cannot be told"):
+    with pytest.raises(QFrameworkError, match="compiled model cannot be distinguished"):
         dynamo.is_compiled(OPTIMIZED)
 
 
