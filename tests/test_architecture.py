@@ -41,19 +41,19 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def test_the_page_holds_the_tree() -> None:
+def test_architecture_page_is_up_to_date() -> None:
     page = tree.PAGE.read_text()
     assert tree.written(page) == page, "run python docs/tree.py"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_order_names_every_room(folder: Path) -> None:
+def test_the_import_order_names_every_module(folder: Path) -> None:
     actual = {path.stem for path in folder.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     assert set(FOLDERS[folder]) == actual - {"__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=relative)
-def test_a_room_imports_only_from_the_rooms_above(module: Path) -> None:
+def test_a_module_imports_only_from_modules_above_it(module: Path) -> None:
     checked = 0
     for folder, rooms in FOLDERS.items():
         if folder not in module.parents or module == folder / "__init__.py":
@@ -66,7 +66,7 @@ def test_a_room_imports_only_from_the_rooms_above(module: Path) -> None:
     assert checked or module == PACKAGE / "kernels" / "__init__.py"
 
 
-def test_the_stem_table_names_files_that_exist() -> None:
+def test_stem_table_names_existing_files() -> None:
     rows = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| `")]
     paths = [path for row in rows for path in re.findall(r"`([\w/]+\.py)`", row)]
     assert len(paths) >= 6
@@ -132,7 +132,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["qframework", "benchmarks", "examples/demos"])
-def test_no_modules_import_each_other(package: str) -> None:
+def test_there_are_no_import_circles(package: str) -> None:
     assert not circle(imports(ROOT / package))
 
 
@@ -154,7 +154,7 @@ def test_the_package_imports_no_demos_and_no_benchmarks() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.b import y",
     ],
 )
-def test_a_circle_is_seen(tmp_path: Path, lines: str) -> None:
+def test_an_import_circle_is_detected(tmp_path: Path, lines: str) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import b\n")
@@ -199,7 +199,7 @@ def test_no_name_hides_a_module() -> None:
     assert list(hidden_modules(importlib.import_module("qframework"))) == []
 
 
-def test_a_hidden_module_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_module_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package_that_hides"
     package.mkdir()
     (package / "__init__.py").write_text("from package_that_hides.act import act\n")

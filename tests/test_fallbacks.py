@@ -32,7 +32,7 @@ def fall_back(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_counts_by_reason_and_logs_once(room: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallbacks_are_counted_by_reason_and_logged_once(room: str, caplog: pytest.LogCaptureFixture) -> None:
     fallbacks = importlib.import_module(f"qframework.{room}").fallbacks
     assert type(fallbacks) is Fallbacks
     fallbacks.clear()
@@ -58,6 +58,6 @@ def test_one_reason_may_be_logged_for_several_layers(caplog: pytest.LogCaptureFi
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["layer 'a'", "layer 'b'"]
 
 
-def test_no_room_shares_its_counter() -> None:
+def test_subpackages_have_separate_counters() -> None:
     counters = [importlib.import_module(f"qframework.{room}").fallbacks for room in ROOMS]
     assert len({id(counter) for counter in counters}) == len(ROOMS)

@@ -114,5 +114,5 @@ def test_the_installed_wheel_has_the_command(empty_environment: Path) -> None:
     assert "quantize" in run(empty_environment / "bin" / "qframework", "--help", cwd=empty_environment)
 
 
-def test_the_installed_wheel_holds_what_the_command_needs_for_digits_and_no_demos(empty_environment: Path) -> None:
+def test_the_installed_wheel_has_the_digits_model_and_no_demos(empty_environment: Path) -> None:
     run(empty_environment / "bin" / "python", "-c", DIGITS, cwd=empty_environment)

@@ -62,7 +62,7 @@ def test_float_model_with_and_without_gradients(caplog):
     assert profiled_calls(lambda: compiled(x), "qframework::int8_product") == 2
 
 
-def test_a_plain_float_model_is_inductors_and_trains():
+def test_a_plain_float_model_is_left_to_inductor_and_trains():
     model, x = Block().eval(), example()
     y = torch.compile(model, backend="qframework")(x)
     torch.testing.assert_close(y, model(x))

@@ -78,7 +78,7 @@ def test_fused_optimizers_are_followed(optimizer):
         steps.step()
 
 
-def test_memory_that_is_used_again_is_not_taken_for_the_old_weight():
+def test_a_new_weight_in_reused_memory_is_quantized_again():
     layer, x = nn.Linear(32, 16).eval(), example()
     compiled = torch.compile(layer, backend=backend)
     for _ in range(4):
@@ -124,7 +124,7 @@ def test_frozen_weights_are_those_of_their_own_model():
     assert numerics.sqnr_db(wanted, model(x)) > 30
 
 
-def test_another_parameter_in_the_place_of_a_frozen_one_is_compiled_for():
+def test_another_parameter_in_place_of_a_frozen_one_recompiles():
     layer, x = nn.Linear(32, 16).eval(), example()
     compiled = torch.compile(lambda state, x: functional_call(layer, state, (x,)), backend=frozen)
     for _ in range(3):
@@ -206,7 +206,7 @@ class Buffer(nn.Module):
 @pytest.mark.parametrize(
     "kind", [Clamped, Growing, WrittenBetween, BiasBeforeActivation, BiasThroughAView, ResidualWritten, Buffer]
 )
-def test_writes_inside_forward_happen_in_their_order(kind, freeze_weights):
+def test_writes_inside_forward_keep_their_order(kind, freeze_weights):
     model, reference, x = kind(32, 16).eval(), kind(32, 16).eval(), example()
     reference.load_state_dict(model.state_dict())
     compiled = torch.compile(model, backend=functools.partial(backend, freeze_weights=freeze_weights), fullgraph=True)
@@ -272,7 +272,7 @@ class CallsForeignOperator(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", [backend, frozen])
-def test_an_operator_that_hides_its_write_is_followed(compiler):
+def test_undeclared_writes_of_custom_operators_are_followed(compiler):
     torch.manual_seed(0)
     model, x = CallsForeignOperator().eval(), example()
     reference = copy.deepcopy(model)

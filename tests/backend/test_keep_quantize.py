@@ -38,7 +38,7 @@ def kept(producer, device: str) -> bool:
     ],
     ids=["int8_linear", "on the CPU", "relu"],
 )
-def test_what_is_kept(producer, device, expected):
+def test_only_quantization_of_opaque_results_is_kept(producer, device, expected):
     assert kept(producer, device) == expected
 
 

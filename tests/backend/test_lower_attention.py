@@ -43,7 +43,7 @@ class TestSdpa:
         ],
         ids=["causal", "scale", "bias", "bool mask", "bool mask and scale"],
     )
-    def test_arguments_are_handed_on(self, arguments):
+    def test_arguments_are_passed_on(self, arguments):
         q, k, v = qkv()
         out, capture = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, **arguments), q, k, v)
         assert torch.equal(out, sage(q, k, v, **arguments))
@@ -61,7 +61,7 @@ class TestSdpa:
         out, _ = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask, 0.0, False), q, k, v)
         assert torch.equal(out, sage(q, k, v, attn_mask=mask))
 
-    def test_a_row_that_sees_nothing_gives_zeros_as_in_pytorch(self):
+    def test_a_fully_masked_row_is_zero_as_in_pytorch(self):
         q, k, v = qkv()
         mask = torch.ones(17, 17, dtype=torch.bool)
         mask[3] = False
@@ -98,7 +98,7 @@ class TestSdpa:
         ((9, 0), "sage_vb", "sage_vb"),
     ],
 )
-def test_explain_says_where_the_accumulator_is_another(monkeypatch, capability, variant, said):
+def test_explain_names_a_different_accumulator(monkeypatch, capability, variant, said):
     monkeypatch.setattr(lower_attention, "capability_of", lambda device: capability)
     q, k, v = (x.bfloat16() for x in qkv())
     _, capture = compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, attention=variant)
@@ -120,7 +120,7 @@ def test_attention_outside_of_any_module_is_named_as_calibration_names_it():
 
 
 class TestExplain:
-    def test_rows_of_attention_stand_between_their_linears(self):
+    def test_reports_are_in_graph_order(self):
         model, x = Attention().eval(), torch.randn(2, 17, 32)
         compiled_model = torch.compile(model, backend="qframework", options={"attention": "sage_t"})
         report = qframework.explain(compiled_model, x)

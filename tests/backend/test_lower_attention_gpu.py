@@ -66,7 +66,7 @@ def test_cuda_graphs_follow_their_inputs():
             assert sqnr_db(model(x), run(x).clone()) > 25
 
 
-def test_sam_never_holds_its_bias():
+def test_sam_allocates_no_n_by_n_bias():
     """One head of 4096 x 4096 in float16 is 32 MiB; all 12 of a global layer are 384 MiB."""
     timm = pytest.importorskip("timm")
     config = {"depth": 1, "window_size": 14, "global_attn_indexes": (0,), "embed_dim": 768, "num_heads": 12}

@@ -122,7 +122,7 @@ class Shared(nn.Module):
         return F.gelu(y) + y.mean()
 
 
-def test_values_read_elsewhere_stay_in_the_graph():
+def test_values_with_other_readers_stay_in_the_graph():
     x = example()
     gm = converted(Shared(), x)
     reference = gm(x)
@@ -210,7 +210,7 @@ def rewrite_scales(gm, change):
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_scale_is_an_error_that_names_the_layer(scale):
+def test_an_invalid_scale_is_an_error_that_names_the_layer(scale):
     gm = rewrite_scales(converted(Block(), example()), lambda args: (args[0], scale, *args[2:]))
     with pytest.raises(QFrameworkError, match=r"layer 'fc1': the scale of its input must be positive"):
         lowered(gm)

@@ -152,7 +152,7 @@ CONFIGS = {
         (SplitThenSelected, "always"),
     ],
 )
-def test_qkv_attention_and_proj_hand_on_int8(layer, name):
+def test_qkv_attention_and_proj_exchange_int8(layer, name):
     model, x = layer(), data()
     gm, reports = check(converted(model, x, CONFIGS[name]), x, model)
     assert count(gm, QUANTIZE) == 1, "of LayerNorm's output alone"
@@ -170,7 +170,7 @@ def test_qkv_attention_and_proj_hand_on_int8(layer, name):
     ]
 
 
-def test_each_channel_has_the_scale_of_what_it_becomes():
+def test_each_channel_has_the_scale_of_its_query_key_or_value():
     model, x = Fused(), data()
     graph = converted(model, x)
     scales = [node.args[1] for node in next(n for n in graph.graph.nodes if n.target == SDPA).args[:3]]
@@ -224,7 +224,7 @@ def test_arguments_pass_through(arguments):
     assert numerics.sqnr_db(plain(x), gm(x)) < 20, "the argument matters here"
 
 
-def test_what_stands_between_keeps_its_quantize():
+def test_steps_in_between_keep_their_quantize():
     """Queries and keys are normalized in float, so that qkv has to write float."""
     model, x = Fused(normalize=True), data()
     gm, reports = check(converted(model, x), x, model)
@@ -243,7 +243,7 @@ class SpelledOut(Fused):
         return x + self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, dim))
 
 
-def test_attention_spelled_out_is_as_good():
+def test_attention_written_as_products_is_lowered():
     model, x = SpelledOut(), data()
     gm, _ = check(converted(model, x), x, model)
     assert count(gm, QUANTIZE) == 1
@@ -271,7 +271,7 @@ class Relative(Fused):
         return x + self.proj(out.transpose(1, 2).reshape(batch, tokens, dim))
 
 
-def test_relative_positions_go_in_as_factors():
+def test_relative_positions_become_two_factors():
     model, x = Relative(), torch.randn(3, 12, DIM)
     gm = converted(model, x)
     reference = gm(x)
@@ -292,7 +292,7 @@ class Rotary(Separate):
         return self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
-def test_values_go_on_in_int8_beside_rotated_queries_and_keys():
+def test_values_stay_in_int8_beside_rotated_queries_and_keys():
     model, x = Rotary(), data()
     gm, _ = check(converted(model, x), x, model)
     linears = [node for node in gm.graph.nodes if node.target is INT8_LINEAR]
@@ -308,7 +308,7 @@ class ReadElsewhere(Fused):
         return self.proj(out) + out.mean(-1, keepdim=True) + q.mean()
 
 
-def test_values_read_elsewhere_stay_in_float():
+def test_values_with_other_readers_stay_in_float():
     model, x = ReadElsewhere(), data()
     gm, reports = check(converted(model, x), x, model)
     qkv = next(node for node in gm.graph.nodes if node.target is INT8_LINEAR)
@@ -325,7 +325,7 @@ def test_float_linears_around_static_attention():
     assert [r.lowered for r in reports if r.kind == "linear"] == [False, False]
 
 
-def test_a_projection_per_token_quantizes_for_itself():
+def test_a_per_token_projection_quantizes_its_own_input():
     model, x = Fused(), data()
     gm, _ = check(converted(model, x, linear=static_int8("per_token")), x, model)
     [attention] = (node for node in gm.graph.nodes if node.target is MIXED)
@@ -381,7 +381,7 @@ def test_queries_alone_are_left_whole_and_explained():
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_scale_is_an_error_that_names_the_layer(scale):
+def test_an_invalid_scale_is_an_error_that_names_the_layer(scale):
     gm = rewrite(converted(Fused(), data()), 1, lambda args: (args[0], scale, *args[2:]))
     with pytest.raises(qframework.errors.QFrameworkError, match=r"the scale of its key must be positive"):
         lowered(gm)

@@ -8,7 +8,7 @@ from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 
 
-def test_ours_and_inductors():
+def test_options_are_split_from_inductors():
     options = parse_options(None, {"linear": "int8_dynamic", "max-autotune": True, "triton.cudagraphs": True})
     assert options.linear == "int8_dynamic"
     assert options.inductor == {"max_autotune": True, "triton.cudagraphs": True}
@@ -20,7 +20,7 @@ def test_modes_reach_inductor():
     assert parse_options("default").inductor == parse_options().inductor == {}
 
 
-def test_an_option_wins_over_the_mode():
+def test_an_option_overrides_the_mode():
     assert parse_options("reduce-overhead", {"triton.cudagraphs": False}).inductor["triton.cudagraphs"] is False
 
 
@@ -33,6 +33,6 @@ def test_an_option_wins_over_the_mode():
         (None, {"max_autotun": True}, "Did you mean max_autotune"),
     ],
 )
-def test_unknown_ones_are_refused_with_what_is_known(mode, options, message):
+def test_unknown_options_are_refused_with_the_known_ones(mode, options, message):
     with pytest.raises(UnsupportedError, match=message):
         parse_options(mode, options)

@@ -199,7 +199,7 @@ def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
     assert len(compiled) == len(ahead), "compiled again"
 
 
-def test_keys_tell_cases_apart(compiled):
+def test_cases_have_different_kernel_keys(compiled):
     """The test above would pass if all had one key."""
     for operands in CASES.values():
         INT8_LINEAR.cuda(*complete(operands))
@@ -314,7 +314,7 @@ def test_symbolic_sizes_are_left_to_the_launch(monkeypatch):
         pass
 
 
-def test_compiles_beside_what_runs_inside_and_waits(compiled, monkeypatch):
+def test_compiles_while_the_block_runs_and_waits(compiled, monkeypatch):
     started, go_on = threading.Event(), threading.Event()
     compile_at_once = __import__("triton").compiler.compile
 
@@ -383,7 +383,7 @@ def test_no_driver_is_a_warning(hopper, monkeypatch, caplog):
     assert "Found no NVIDIA driver" in caplog.text
 
 
-def test_an_error_inside_passes_through(compiled):
+def test_errors_of_the_block_propagate(compiled):
     with pytest.raises(ValueError, match="Inductor's"), warm_up(quantized_graph()):
         raise ValueError("Inductor's")
     assert len(compiled) == 2

@@ -68,7 +68,7 @@ def test_writing_zeros_is_no_error_and_another_model_has_zero_points_of_its_own(
         assert sqnr_db(other(x), got(x)) > 40
 
 
-def test_a_call_on_a_gpu_looks_at_values_only_after_a_write(monkeypatch):
+def test_a_call_on_a_gpu_reads_values_only_after_a_write(monkeypatch):
     """The device is told by the tensor: a stand-in says "cuda", and counts who looks at values."""
 
     class OnGpu:
@@ -103,7 +103,7 @@ CONSTANTS = {
 
 
 @pytest.mark.parametrize("write", CONSTANTS)
-def test_a_folded_constant_of_another_sign_gives_what_the_product_gives(write):
+def test_a_folded_constant_of_another_sign_matches_the_product(write):
     """Compiled, and lowered alone, whose operators check their scales on a CPU."""
     x = example()
     gm = converted_by_recipe(Scaled(torch.linspace(0.1, 10, 64)), x)

@@ -110,7 +110,7 @@ class SpelledOut(nn.Module):
 
 @pytest.mark.parametrize("dialect", ["functional", "aten"])
 @pytest.mark.parametrize("name", FORMS)
-def test_spelled_out(name, dialect):
+def test_attention_written_as_products_becomes_one_call(name, dialect):
     form, arguments = FORMS[name]
     q, k, v = qkv()
     model = SpelledOut(form)
@@ -217,7 +217,7 @@ LEFT_ALONE = {
 
 
 @pytest.mark.parametrize("name", LEFT_ALONE)
-def test_left_whole_with_a_reason(name):
+def test_other_forms_stay_in_float_with_a_reason(name):
     form, reason = LEFT_ALONE[name]
     q, k, v = qkv()
     before = sum(fallbacks.values())
@@ -242,7 +242,7 @@ def classifier(q, k, v):
 
 
 @pytest.mark.parametrize("form", [linear_attention, classifier, lambda q, k, v: product(q, k).softmax(-2) @ v])
-def test_other_softmaxes_are_no_attention(form):
+def test_other_softmaxes_are_not_attention(form):
     q, k, v = qkv()
     out, capture = compiled(form, q, k, v)
     assert capture.attention == []

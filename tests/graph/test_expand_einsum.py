@@ -20,7 +20,7 @@ def test_a_product_of_matrices_becomes_matmul(equation):
 
 
 @pytest.mark.parametrize("equation", ["bhid,bhjd->bij", "bhid,bhje->bhij", "bhid,bhjd->bhi", "...id,...jd->...ij"])
-def test_einsums_that_are_no_product_of_matrices_stay(equation):
+def test_einsums_that_are_not_matrix_products_stay(equation):
     q, k, _ = qkv()
     out, capture = compiled(lambda q, k: torch.einsum(equation, q, k), q, k)
     assert "einsum" in capture.names()

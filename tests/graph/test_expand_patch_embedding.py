@@ -38,7 +38,7 @@ TILINGS = {
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", TILINGS)
-def test_equals_the_convolution(name, bias, device):
+def test_product_equals_the_convolution(name, bias, device):
     conv, sizes, kernel, arguments = TILINGS[name]
     x, weight, b = operands(sizes, kernel, device, bias)
     y, capture = captured(lambda x, w, b: conv(x, w, b, **arguments), x, weight, b)
@@ -171,7 +171,7 @@ class Model(nn.Module):
         return self.block(self.embedding(x))
 
 
-def test_inductor_copies_the_image_once_and_the_product_never():
+def test_inductor_copies_the_image_once_and_does_not_copy_the_product():
     model, x = Embedding().eval(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         y, (code,) = run_and_get_code(torch.compile(model, backend="qframework", fullgraph=True), x)
@@ -200,7 +200,7 @@ def test_converted_graph():
     assert [layer.name for layer in capture.reports[-1].layers] == ["block.fc1", "block.fc2"]
 
 
-def test_a_residual_of_tokens_lies_as_the_kernel_reads_it():
+def test_a_residual_of_tokens_is_contiguous():
     """The strides of flatten and transpose would make of every sum with tokens a transposed copy."""
     model, x = nn.Sequential(Model(), nn.Linear(32, 5)).eval(), torch.randn(2, 3, 16, 16)
     options = {"linear": "int8_dynamic"}
@@ -212,7 +212,7 @@ def test_a_residual_of_tokens_lies_as_the_kernel_reads_it():
     assert "(2, 16, 32), (512, 1, 16)" not in code
 
 
-def test_it_is_no_linear_layer_to_be_quantized():
+def test_the_product_is_not_quantized():
     model, x = Model().eval(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         _, capture = captured(model, x, linear="int8_dynamic")

@@ -55,7 +55,7 @@ READERS = {
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_strides_of_a_convolution_where_they_matter(name, device):
+def test_a_result_is_copied_only_if_a_reader_depends_on_strides(name, device):
     read, matters = READERS[name]
     x, weight, bias = operands((3, 16, 16), (4, 4), device)
 
@@ -81,7 +81,7 @@ def test_strides_of_a_convolution_where_they_matter(name, device):
     ],
     ids=["view of both", "cat", "stack", "sum"],
 )
-def test_two_patch_embeddings(join, device):
+def test_the_second_patch_embedding_sees_the_new_strides_of_the_first(join, device):
     """The second is replaced in the knowledge of how the first one lies."""
     (x, weight, bias), (other, second, _) = operands((3, 16, 16), (4, 4), device), operands((3, 16, 16), (4, 4), device)
 

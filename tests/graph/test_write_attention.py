@@ -24,7 +24,7 @@ FILLS = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", FILLS)
-def test_rows_that_are_filled_everywhere(name, dtype):
+def test_rows_that_are_filled_everywhere_have_equal_weights(name, dtype):
     if dtype == torch.float16 and name == "biased":
         name = "-1e4"  # float16 has no -1e9
     fill = FILLS[name] if dtype != torch.float16 or name != "lowest" else FILLS["where"]
