@@ -1,4 +1,4 @@
-"""What the tests of attention share: the lowering without Inductor, bounds, and modules that are one attention."""
+"""Shared by tests of attention in graphs: lowering without Inductor, error bounds, modules with one attention."""
 
 from __future__ import annotations
 

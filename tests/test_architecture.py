@@ -1,5 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md say about the files is true; modules and names do not get in each
-other's way."""
+"""docs/architecture.md and CONTRIBUTING.md match the files; there are no import circles and no conflicting names."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ FOLDERS = {PACKAGE: tree.ROOMS} | {PACKAGE / room: rooms for room, rooms in tree
 
 
 def imported(module: Path) -> Iterator[str]:
-    """Everything a module imports, inside functions as well, with the names it takes."""
+    """All names that a module imports, including those imported in functions."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -87,7 +86,7 @@ def for_type_checkers(node: ast.AST) -> bool:
 
 
 def import_statements(node: ast.AST, skip_type_checking: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Inside functions and classes as well."""
+    """All import statements, including those in functions and classes."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     elif isinstance(node, ast.If) and skip_type_checking and for_type_checkers(node):
@@ -99,7 +98,7 @@ def import_statements(node: ast.AST, skip_type_checking: bool) -> Iterator[ast.I
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Which modules of a package each of them imports, itself aside.
+    """The other modules of a package that each module imports.
 
     Imports for type checkers count, but for a package's own: there they declare what ``__getattr__`` imports later.
     """
@@ -123,7 +122,7 @@ def imports(package: Path) -> dict[str, set[str]]:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The modules of an import circle, the first one again at the end; empty where there is none."""
+    """The modules of an import circle, with the first repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -170,7 +169,7 @@ def test_an_import_circle_is_detected(tmp_path: Path, lines: str) -> None:
 
 
 def public_classes(folder: Path) -> dict[str, list[str]]:
-    """In which modules each public class of a package is defined."""
+    """The modules that define each public class of a package."""
     found = defaultdict(list)
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -185,7 +184,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 def hidden_modules(package: ModuleType) -> Iterator[str]:
-    """Modules that cannot be reached as attributes of their package, which has something else of that name."""
+    """Modules hidden by an attribute of their package with the same name."""
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if found.name.endswith(".__main__"):
             continue

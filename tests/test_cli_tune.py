@@ -50,7 +50,7 @@ def test_sensitivity_writes_a_table_json_and_a_plot() -> None:
     written = json.loads(Path("digits_sensitivity.json").read_text())
     assert len(written["layers"]) == LAYERS
     assert Path("digits_sensitivity.png").read_bytes().startswith(b"\x89PNG")
-    # the journal answers the second time, and equal figures give equal files
+    # the second run reads the journal, and equal measurements give equal files
     before = Path("digits_sensitivity.json").read_bytes()
     assert run_json("sensitivity", "digits", *FEW) == written
     assert Path("digits_sensitivity.json").read_bytes() == before
@@ -79,7 +79,7 @@ def test_quantize_reads_the_plan_that_tune_writes() -> None:
 
 
 def test_a_budget_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a metric that only float reaches."""
+    """With a metric that only the float model satisfies."""
     from qframework import evaluation
 
     measured: list[object] = []

@@ -1,4 +1,4 @@
-"""Every room counts its fallbacks in the same way: by reason, each message logged once, from zero after clear()."""
+"""Every subpackage counts its fallbacks by reason, logs each message once, and starts again after clear()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOMS = ("attention", "backend", "training")
 
 
 def fall_back(room: str) -> None:
-    """Ask a room for something that it leaves in float."""
+    """Run something that a subpackage leaves in float."""
     x = torch.randn(1, 2, 4, 8)
     if room == "attention":
         with use_sage_attention():

@@ -1,4 +1,4 @@
-"""A file is written as a whole or not at all, whatever its path leads to and however the writing ends."""
+"""Files are written completely or not at all, for every kind of path and every kind of failure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def old(tmp_path: Path) -> Path:
     return path
 
 
-# What a path leads to
+# Kinds of paths
 
 
 @pytest.mark.parametrize("links", [1, 2])
@@ -156,7 +156,7 @@ def test_a_file_keeps_its_attributes(old: Path) -> None:
     assert os.getxattr(old, "user.note") == b"kept"
 
 
-# How the writing ends
+# Failures and interruptions
 
 
 def test_an_error_leaves_the_old_file(old: Path) -> None:
@@ -198,7 +198,7 @@ torch.load(path)
 
 
 def test_a_full_disk_at_any_point_raises(old: Path) -> None:
-    # torch writes archives from C++, also in a destructor: an exception there ends the process
+    # torch writes archives from a C++ destructor, where an exception ends the process
     result = subprocess.run([sys.executable, "-c", _LIMITED, str(old)], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
@@ -264,7 +264,7 @@ def test_malformed_json_is_refused(tmp_path: Path, data: bytes) -> None:
         parse_json(data)
 
 
-# One helper owns it
+# One helper writes all files
 
 
 def test_the_package_writes_files_only_through_this_module() -> None:
@@ -293,7 +293,7 @@ def test_tensors_round_trip(tmp_path: Path) -> None:
     assert torch.equal(torch.load(tmp_path / "t.pt", weights_only=True), torch.arange(1000))
 
 
-# Those who use it
+# Its users
 
 
 def attention_choice(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""``import qframework`` is lean, changes nothing outside itself, and is not needed for ``torch.compile`` to find us."""
+"""``import qframework`` is fast and has no side effects, and ``torch.compile`` finds the backend without it."""
 
 from __future__ import annotations
 
@@ -134,17 +134,17 @@ def test_the_entry_point_registers_the_backend(tmp_path: Path) -> None:
     report = run_python(COMPILE, tmp_path)
     assert not report["imported before"]
     assert report["imported after"]
-    # Float would be equal: the difference shows that INT8 ran, its size that it ran rightly.
+    # A float result would be equal; a small difference shows that INT8 ran correctly.
     assert 0 < report["error"] < 0.05 * report["largest"]
 
 
 def test_torch_compile_imports_inductor_before_the_first_call(tmp_path: Path) -> None:
-    """It starts processes, which takes seconds: not on import, and not when they are needed."""
+    """Inductor starts processes, which takes seconds: too long for an import, and too late in the first call."""
     assert run_python(BACKEND, tmp_path) == {"imported": False, "compiled": True}
 
 
 def test_a_missing_name_of_gluon_disables_only_its_kernels(tmp_path: Path) -> None:
-    """It is experimental: the next release of Triton may call something by another name."""
+    """Gluon is experimental: the next release of Triton may rename something."""
     pytest.importorskip("triton.experimental.gluon")
     report = run_python(NAME_GONE, tmp_path)
     assert not report["gluon"]

@@ -1,4 +1,4 @@
-"""Whether a file can be written is known before the work starts, and asking leaves nothing behind."""
+"""Output files are checked before the work starts, and the checks leave no files behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that holds a file, a folder and a pipe."""
+    """Run in a folder with a file, a folder and a pipe."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("kept")
     Path("folder").mkdir()
@@ -36,7 +36,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses root as well."""
+    """Simulate a file system that refuses even root."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -107,7 +107,7 @@ def test_argparse_types(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"argument {arguments[0]}: cannot write" in capsys.readouterr().err
 
 
-# Who asks
+# Commands and scripts that check their outputs
 
 
 def fail(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""options={"linear": "int8_dynamic"}: float models quantized while they are compiled."""
+"""options={"linear": "int8_dynamic"}: float models are quantized when they are compiled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DYNAMIC = BackendOptions(linear="int8_dynamic")
 
 
 def eager_backend(record=None):
-    """The lowering without Inductor: what it makes of the graph runs in eager mode."""
+    """A backend without Inductor: runs the lowered graph in eager mode."""
 
     def backend(gm, example_inputs):
         reports = lower(gm, example_inputs, DYNAMIC)
@@ -195,7 +195,7 @@ class TestLowering:
 
 @pytest.mark.usefixtures("fresh_dynamo", "no_grad")
 class TestLeftInFloat:
-    """What no INT8 operator computes is compiled as it is, with a reason that names why."""
+    """Layers that no INT8 operator supports are compiled in float, with a reason in the report."""
 
     @pytest.mark.parametrize(
         ("run", "reason"),

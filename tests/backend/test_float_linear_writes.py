@@ -1,4 +1,4 @@
-"""A compiled float model reads its weights at each call: whatever changes one, INT8 layers follow as float ones do."""
+"""A compiled float model reads its weights at each call, so that INT8 layers follow every write (float_linear.py)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qframework.backend.options import BackendOptions
 
 
 def backend(gm, example_inputs, freeze_weights=False):
-    """The lowering, then AOTAutograd as Inductor has it: writes inside the graph become what they mean."""
+    """The lowering, then AOTAutograd as in Inductor, which functionalizes writes inside the graph."""
     lower(gm, example_inputs, BackendOptions(linear="int8_dynamic", freeze_weights=freeze_weights))
     return aot_eager(gm, example_inputs)
 
@@ -113,7 +113,7 @@ def test_a_frozen_weight_is_what_it_was_when_the_model_was_compiled():
 
 
 def test_frozen_weights_are_those_of_their_own_model():
-    """Dynamo runs one piece of code for both models, which have one class."""
+    """Dynamo shares compiled code between models of the same class."""
     x, layers = example(), [nn.Linear(32, 16).eval() for _ in range(3)]
     for layer in layers:
         assert_follows(torch.compile(layer, backend=frozen), layer, x)
@@ -179,7 +179,7 @@ class BiasThroughAView(nn.Linear):
 
 
 class ResidualWritten(nn.Linear):
-    """The residual changes behind the sum and before its quantization."""
+    """The residual changes after the sum and before its quantization."""
 
     def forward(self, x):
         residual = x[..., :16] * 5.0
@@ -251,7 +251,7 @@ def test_an_input_changed_between_two_linears_is_quantized_again(name):
 
 @torch.library.custom_op("qframework_test::doubles", mutates_args=())
 def doubles(weight: torch.Tensor) -> torch.Tensor:
-    """Writes what it declares to read alone."""
+    """Writes an input that it declares as read-only."""
     weight.data.mul_(2)
     return weight.new_zeros(())
 

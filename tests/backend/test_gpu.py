@@ -1,4 +1,4 @@
-"""The backend on a GPU: the CPU's results, right CUDA graphs, every linear lowered."""
+"""The backend on a GPU: the same results as on the CPU, CUDA graphs, every linear lowered."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Float weights of a model on a GPU are quantized together at the start of a call, unless that would be wrong."""
+"""Float weights of a model on a GPU are quantized together at the start of a call, if that is correct."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _alone = torch.ops.qframework.dynamic_quantize.default
 
 
 def grouped(model, x, blocks=False):
-    """A lowered graph and its inputs, its weights grouped as on a GPU."""
+    """A lowered graph with weights grouped as on a GPU, and its inputs."""
     found = []
 
     def keep(gm, inputs):

@@ -1,4 +1,4 @@
-"""Dynamic quantization stays our kernel where an operator of ours wrote its input on a GPU."""
+"""Dynamic quantization of the result of one of our operators keeps our kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ours = torch.ops.qframework
 
 
 def kept(producer, device: str) -> bool:
-    """Whether the quantization of ``producer``'s result is left to our kernel."""
+    """Whether the quantization of ``producer``'s result keeps our kernel."""
     graph = fx.Graph()
     a, a_scale, b, b_scale = map(graph.placeholder, ("a", "a_scale", "b", "b_scale"))
     y = graph.call_function(producer, (a, a_scale, b, b_scale) if producer is _ours.int8_linear.default else (a,))

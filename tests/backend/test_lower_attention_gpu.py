@@ -1,4 +1,4 @@
-"""Attention lowering on a GPU: what "auto" does, CUDA graphs, and the memory that SAM's bias no longer takes."""
+"""Attention lowering on a GPU: what "auto" does, CUDA graphs, and the memory saved on SAM's bias."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_as_accurate_as_on_the_cpu(name, dtype):
 
 
 def test_auto_is_the_default():
-    """And leaves attention to PyTorch where that is faster."""
+    """It leaves attention to PyTorch where that is faster."""
     _, model, x = build("vit_tiny_patch16_224", torch.float16)
     report = qframework.explain(torch.compile(model, backend="qframework", fullgraph=True), x)
     exact = torch.cuda.get_device_capability() == (9, 0)

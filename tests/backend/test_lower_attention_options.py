@@ -1,4 +1,4 @@
-"""Which attention is quantized: the option of the backend, for the device, for PyTorch's own speed, for gradients."""
+"""Which attention is quantized depends on the option, the device, PyTorch's own speed and gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering a converted graph: which nodes go, which stay, and that the result is the same."""
+"""Lowering the linears of a converted graph: which nodes are replaced, which stay, and equal results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def dequantizes(gm):
 
 
 def assert_one_step_apart(got, reference, scale):
-    """Equal but for values next to a tie in front of the last int8 rounding, which may differ by one step."""
+    """Equal except for values near a tie of the last int8 rounding, which may differ by one step."""
     assert (got - reference).abs().max() <= 1.001 * scale
     assert ((got - reference).abs() > 1e-5 * reference.abs().max()).float().mean() < 0.01
 

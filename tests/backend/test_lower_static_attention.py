@@ -74,7 +74,7 @@ class SplitThenSelected(Fused):
 
 
 class ByHead(Fused):
-    """Queries, keys and values of a head lie beside each other (Swin V2's and GPT-NeoX's order)."""
+    """Queries, keys and values of a head are adjacent (the order of Swin V2 and GPT-NeoX)."""
 
     def split(self, qkv):
         return qkv.reshape(*qkv.shape[:2], HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
@@ -99,7 +99,7 @@ class Separate(nn.Module):
 
 
 def data():
-    """Channels of different sizes, so that q, k and v differ in scale, beside batches of another size."""
+    """Channels of different magnitudes, so that q, k and v have different scales."""
     return torch.randn(3, 7, DIM) * torch.linspace(0.2, 3, DIM)
 
 
@@ -122,7 +122,7 @@ def int8_linears(gm):
 
 
 def check(gm, x, model):
-    """Lower ``gm``; its result is that of the eager graph but for values next to a tie."""
+    """Lower ``gm``, and compare its result with the eager graph's, except for values near a tie."""
     reference = gm(x)
     gm, reports = lowered(copy.deepcopy(gm))
     got = gm(x)

@@ -1,4 +1,4 @@
-"""Static attention in the vision transformers of timm: which layers hand on int8, and that the result is the same."""
+"""Static attention in the vision transformers of timm: which layers exchange int8, and equal results."""
 
 from __future__ import annotations
 

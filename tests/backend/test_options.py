@@ -1,4 +1,4 @@
-"""options= and mode= of torch.compile: split between us and Inductor, unknown ones refused."""
+"""options= and mode= of torch.compile: split from Inductor's, unknown ones refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that repeat are compiled once, compute what they computed, and nothing else is taken for one."""
+"""Repeated blocks are compiled once with the same results, and nothing else is outlined."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CONFIGS = {"static": static_int8(), "static per token": static_int8(activation="
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, fresh_dynamo):
-    """Small models have blocks worth it."""
+    """Outline the blocks of small models too."""
     monkeypatch.setattr(module, "_LEAST_SAVED", 4)
 
 

@@ -1,4 +1,4 @@
-"""A compiled INT8 model does not keep the float model it was made from."""
+"""A compiled INT8 model does not keep its float model alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kernels compiled beside Inductor are those that are launched later, by Triton's own key; and nothing else changes.
+"""Kernels compiled in parallel with Inductor are those that are launched later, by Triton's own key.
 
 A driver that stands for a Hopper GPU answers Triton, so that kernels are looked up, compiled and "launched" here.
 """
@@ -200,7 +200,7 @@ def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
 
 
 def test_cases_have_different_kernel_keys(compiled):
-    """The test above would pass if all had one key."""
+    """If all cases had one key, the test above would prove nothing."""
     for operands in CASES.values():
         INT8_LINEAR.cuda(*complete(operands))
     assert len(compiled) >= 10
@@ -406,7 +406,7 @@ def test_threads_compile_for_hopper_and_load(hopper, monkeypatch, tmp_path):
 
 
 def test_inductor_runs_inside(monkeypatch):
-    """What the backend hands to warm_up is the lowered graph, and Inductor compiles while it is open."""
+    """The backend passes the lowered graph to warm_up, and Inductor compiles inside its block."""
     open_, graphs = [], []
 
     class Recorded:
@@ -435,7 +435,7 @@ def test_inductor_runs_inside(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["static", "static per token", "dynamic", "float", "static, many rows"])
 def test_the_first_call_compiles_nothing_again(monkeypatch, name):
-    """On a GPU: every kernel of ours is compiled ahead, for what Inductor hands it in the end."""
+    """On a GPU, every kernel of ours is compiled ahead for the operands that Inductor passes to it."""
     import triton
 
     monkeypatch.setattr(_launch, "_compiled", {})

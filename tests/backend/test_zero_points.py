@@ -1,4 +1,4 @@
-"""Zero points that were zero when a model was compiled, and constants in scales, are written afterwards."""
+"""Writes to zero points and to constants in scales after a model was compiled."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_writing_zeros_is_no_error_and_another_model_has_zero_points_of_its_own(
 
 
 def test_a_call_on_a_gpu_reads_values_only_after_a_write(monkeypatch):
-    """The device is told by the tensor: a stand-in says "cuda", and counts who looks at values."""
+    """A stand-in for a CUDA tensor counts how often its values are read."""
 
     class OnGpu:
         device, _version, looks = torch.device("cuda"), 0, 0

@@ -34,7 +34,7 @@ SOURCES = {path: path.read_text() for path in ROOM.glob("*.py") if path.name not
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """The warnings of this test alone, as if nothing had been said before."""
+    """The warnings of this test, with no name logged before."""
     monkeypatch.setattr(missing, "replaced", Counter())
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -44,7 +44,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
     missing.logger.removeHandler(handler)
 
 
-# Taken inside functions: their modules are heavy, or other versions do without them.
+# Imported inside functions: their modules are heavy, or other versions do not need them.
 LATE = ("torch._dynamo.", "torch._inductor.lowering", "torch._library.utils")
 LATE_NAMES = (
     "torch._C._dispatch_get_all_op_names",
@@ -57,7 +57,7 @@ LATE_NAMES = (
 
 
 def bound_at_import() -> list[Name]:
-    """Names that a module of compat/ takes from another module when it is imported, so that they can be taken away."""
+    """Names that a module of compat/ imports from another module, so that the test can remove them."""
     found = []
     for name in needed():
         module = name.path.rpartition(".")[0].rpartition(".")[2]
@@ -260,7 +260,7 @@ def test_a_weight_that_cannot_be_guarded_is_an_error(last: str, monkeypatch: pyt
     assert errors
 
 
-# What torch.compile makes of a module, without anything that the package looks for.
+# A stand-in for a compiled module, without the attributes that the package reads.
 OPTIMIZED = type("OptimizedModule", (), {"__module__": "torch._dynamo.eval_frame"})()
 
 
@@ -318,7 +318,7 @@ def test_erased_nodes_are_recognised_without_the_flag(said: list[str]) -> None:
 
 
 class Flagless:
-    """A node that its graph does not hold, and that does not say so."""
+    """A node that is not in its graph, and has no flag for it."""
 
     def __init__(self, node: torch.fx.Node) -> None:
         self.graph = node.graph

@@ -1,4 +1,4 @@
-"""Every private name that the package uses is still there: one test each, which says what breaks without it."""
+"""Every private name that the package uses exists: one test each, which says what breaks without it."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
 
 
 def is_private(path: str) -> bool:
-    """Whether a dotted path that begins with a library leads through anything private or unstable."""
+    """Whether a dotted path that begins with a library contains a private or unstable part."""
     if path.partition(".")[0] not in LIBRARIES:
         return False
     hidden = any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
@@ -107,7 +107,7 @@ def violations(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def _is_operator_table(tree: ast.Module, text: ast.Constant) -> bool:
-    """Whether a text stands in a set, dictionary or tuple at the top of a module: names of operators in saved files."""
+    """Whether a string is in a set, dictionary or tuple at the top of a module: names of operators in saved files."""
     tops = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     return any(text is each for node in tops if node.value is not None for each in ast.walk(node.value))
 
@@ -169,7 +169,6 @@ def test_public_names_are_allowed(source: str) -> None:
 
 
 def test_every_name_in_compat_is_in_the_table() -> None:
-    """So that each has its test."""
     trees = [ast.parse(path.read_text()) for path in ROOM.glob("*.py") if path.name != "names.py"]
     own = own_attributes(trees)
     known = {part for path in NAMES for part in path.split(".")}

@@ -1,4 +1,4 @@
-"""Tests of graphs compile, so every one starts with an empty cache."""
+"""Tests of graphs compile, so each starts with an empty cache."""
 
 import pytest
 

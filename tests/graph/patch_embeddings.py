@@ -1,4 +1,4 @@
-"""Convolutions that are patch embeddings, and a backend that keeps what the lowering made of them."""
+"""Operands of patch embeddings, and a backend that keeps the lowered graphs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qframework.backend.report import Report
 
 
 class Capture:
-    """A backend that lowers and keeps what it made of each graph, which runs in eager mode."""
+    """A backend that keeps the lowered graphs and runs them in eager mode."""
 
     def __init__(self, linear="off"):
         self.options, self.graphs, self.reports = BackendOptions(linear=linear), [], []

@@ -19,7 +19,7 @@ BIAS, PADDING = torch.randn(2, 17, 17), torch.randn(1, 1, 1, 17) > -1
 CAUSAL = torch.ones(17, 17, dtype=torch.bool).tril()
 LOW = torch.finfo(torch.float32).min
 
-# name: (spelled out, the operator's arguments, query scaled by)
+# name: (attention written as products, the operator's arguments)
 FORMS = {
     "query scaled": (lambda q, k, v: product(q * SCALE, k).softmax(-1) @ v, {}),
     "both scaled": (lambda q, k, v: product(q * SCALE**0.5, k * SCALE**0.5).softmax(-1) @ v, {}),
@@ -122,7 +122,7 @@ def test_attention_written_as_products_becomes_one_call(name, dialect):
     scale = arguments.get("scale", SCALE)
     bound = error_bound(q, k, v, scale)
     assert (expected - plain).abs().max() < bound
-    # Scales differ in their last bit, which may turn a tie in rounding: less than all the rounding there is.
+    # Scales differ in their last bit, which may change how a tie is rounded: far below the bound.
     assert (out - expected).abs().max() < bound / 20
     assert all(report.lowered for report in capture.attention)
 

@@ -1,4 +1,4 @@
-"""Groups of channels: which are found, and that folding any scales into them leaves a model's function as it was."""
+"""Groups of channels are found, and folding scales into them keeps a model's function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which channels a view shows, against a tensor that holds the number of its channel everywhere."""
+"""The channels in a view, compared with a tensor whose elements are the numbers of their channels."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_autocast(inside, device):
 
 
 class Embedding(nn.Module):
-    """A vision transformer's beginning: patches as tokens, with their positions."""
+    """The embedding of a vision transformer: patches as tokens, plus positions."""
 
     def __init__(self, dim=32):
         super().__init__()
@@ -201,7 +201,7 @@ def test_converted_graph():
 
 
 def test_a_residual_of_tokens_is_contiguous():
-    """The strides of flatten and transpose would make of every sum with tokens a transposed copy."""
+    """With the strides of flatten and transpose, every sum with tokens would need a transposed copy."""
     model, x = nn.Sequential(Model(), nn.Linear(32, 5)).eval(), torch.randn(2, 3, 16, 16)
     options = {"linear": "int8_dynamic"}
     with torch.no_grad():

@@ -23,7 +23,7 @@ def write_to_a_copy(y):
 
 @torch.library.custom_op("qframework_tests::in_order", mutates_args=())
 def in_order(y: torch.Tensor) -> torch.Tensor:
-    """Another library's operator, which reads memory as it lies."""
+    """An operator of another library that reads the memory in order."""
     return y.as_strided((y.numel(),), (1,)).cumsum(0)
 
 
@@ -32,7 +32,7 @@ def _(y):
     return y.new_empty(y.numel())
 
 
-# What reads the convolution's result, and whether that depends on how it lies in memory.
+# Readers of the convolution's result, and whether they depend on its memory layout.
 READERS = {
     "output": (lambda y: y, True),
     "output, tokens": (tokens, True),
@@ -82,7 +82,6 @@ def test_a_result_is_copied_only_if_a_reader_depends_on_strides(name, device):
     ids=["view of both", "cat", "stack", "sum"],
 )
 def test_the_second_patch_embedding_sees_the_new_strides_of_the_first(join, device):
-    """The second is replaced in the knowledge of how the first one lies."""
     (x, weight, bias), (other, second, _) = operands((3, 16, 16), (4, 4), device), operands((3, 16, 16), (4, 4), device)
 
     def embed(x, other, weight, second, bias):

@@ -1,4 +1,4 @@
-"""The operator in the place of an attention: shapes, masks, strides (write_attention.py and replace_attention.py)."""
+"""The operator that replaces an attention: shapes, masks, strides (write_attention.py and replace_attention.py)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BIAS = torch.randn(2, 17, 17)
 CAUSAL = torch.ones(17, 17, dtype=torch.bool).tril()
 LOW = torch.finfo(torch.float32).min
 LAST = torch.arange(17) < 3  # rows that see nothing
-# Every key of the last rows is filled: softmax weighs them equally, whatever their logits were and the number is.
+# Every key of the last rows is filled, so softmax weighs all keys equally, for any logits and any fill.
 FILLS = {
     "lowest": lambda s: s.masked_fill(~LAST[:, None], LOW),
     "lowest of float16": lambda s: s.masked_fill(~LAST[:, None], -65504.0),

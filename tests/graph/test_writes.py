@@ -1,4 +1,4 @@
-"""Which inputs a node writes: asked of the operators behind it, whatever form the call was captured in."""
+"""Which inputs a node writes, for every form in which a call can be captured."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def saved(converted: torch.fx.GraphModule, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def canary_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A module that can be imported, and shows it."""
+    """An importable module that sets the canary."""
     folder = tmp_path / "modules"
     folder.mkdir()
     (folder / "canary_module.py").write_text(f"import enum\n{CODE}\nA = enum.Enum('A', 'A')\n")

@@ -33,7 +33,7 @@ def convert(config: LinearConfig | None = None) -> torch.fx.GraphModule:
 
 
 def rewrite(path: Path, suffix: str, change) -> None:
-    """Replace one member of the archive by ``change(its bytes)``, with a right checksum; a new member gets b""."""
+    """Replace one member by ``change(its bytes)``, with a correct checksum; a new member starts as b""."""
     archive = zipfile.ZipFile(io.BytesIO(path.read_bytes()))
     members = {name: archive.read(name) for name in archive.namelist()}
     name = next((name for name in members if name.endswith(suffix)), f"archive{suffix}")

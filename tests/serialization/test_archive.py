@@ -50,7 +50,7 @@ def test_a_flipped_bit_in_any_member_is_found(saved: Path) -> None:
     members = zipfile.ZipFile(io.BytesIO(original)).infolist()
     assert len(members) > 10
     for member in members:
-        # the data stands after the local header of 30 bytes, the name and the extra field
+        # the data follow the local header of 30 bytes, the name and the extra field
         name, extra = (int.from_bytes(original[member.header_offset + k :][:2], "little") for k in (26, 28))
         damaged = bytearray(original)
         damaged[member.header_offset + 30 + name + extra + member.file_size // 2] ^= 16
@@ -63,7 +63,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(saved: Path, converted: tor
     original, x = saved.read_bytes(), torch.randn(4, 5, 16)
     expected = converted(x)
     directory = original.rindex(b"PK\x05\x06")
-    # the end of the archive bit by bit in turn, and a sample of everything else
+    # every byte of the end of the archive, and a sample of the rest
     positions = [*range(directory, len(original)), *range(11, len(original), len(original) // 40)]
     for index, position in enumerate(positions):
         damaged = bytearray(original)
@@ -148,7 +148,7 @@ def constant_object(prefix: str, data: bytes) -> Members:
 
 
 def unlike(name: str) -> bytes:
-    """Another content for a member."""
+    """Different content for a member."""
     return dict(members())[name].replace(b"0", b"1") + b" "
 
 
@@ -263,7 +263,7 @@ TENSORS: dict[str, Callable[[], Members]] = {
 
 @pytest.fixture
 def little_memory() -> Any:
-    """4 GiB more than now; what a file claims beyond that cannot be had."""
+    """Limit the process to 4 GiB more memory than now."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + 2**32, before[1]))

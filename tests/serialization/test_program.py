@@ -198,7 +198,7 @@ def test_scopes_that_export_does_not_write_are_refused(tmp_path: Path, node: Any
 def test_generated_source_that_hides_a_name_it_needs_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever name slips through the list."""
+    """Also for names that the list lacks."""
     monkeypatch.setattr(grammar, "_NEEDED", set())
     write(tmp_path / "m.pt2", changed(PROGRAM, lambda p: rename(p, "linear", "self")))
     with pytest.raises(FileFormatError, match="'self'"):
