@@ -31,19 +31,20 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Whether ``value`` is an int of 1 or more. A bool is not."""
+    """Whether ``value`` is an int of 1 or more, and not a bool."""
     return is_number(value) and isinstance(value, int) and value >= 1
 
 
 def check_batches(data: object, what: str) -> None:
     """Raise CalibrationError unless ``data`` is an iterable of batches; a mapping or text would be a single batch."""
-    message = f"{what}: data must be an iterable of batches, such as a list or a DataLoader, got {described(data)}"
-    if isinstance(data, Mapping | str | bytes):
-        raise CalibrationError(message)
     try:
         iter(data)  # type: ignore[call-overload]
-    except TypeError as error:
-        raise CalibrationError(message) from error
+        iterable = not isinstance(data, Mapping | str | bytes)
+    except TypeError:
+        iterable = False
+    if not iterable:
+        wanted = "an iterable of batches, such as a list or a DataLoader"
+        raise CalibrationError(f"{what}: data must be {wanted}, got {described(data)}")
 
 
 def check_number_of_batches(batches: object) -> None:

@@ -1,4 +1,4 @@
-"""The whole backend, Inductor included."""
+"""The whole backend with Inductor (compile.py, passes.py, lowering.py)."""
 
 from __future__ import annotations
 

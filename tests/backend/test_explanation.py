@@ -1,4 +1,4 @@
-"""``explain``: what the backend does to each layer of a model, and which arguments it refuses."""
+"""``explain`` and its report: what the backend does to each layer of a model (explanation.py, report.py)."""
 
 from __future__ import annotations
 

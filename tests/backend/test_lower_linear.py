@@ -1,4 +1,4 @@
-"""Lowering the linears of a converted graph: which nodes are replaced, which stay, and equal results."""
+"""Lowering of a converted graph: which nodes are replaced (lower_linear.py, quantized_linear.py, lower_quantize.py)."""
 
 from __future__ import annotations
 

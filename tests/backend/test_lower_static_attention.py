@@ -1,4 +1,4 @@
-"""Static attention, from qkv through attention to proj, in INT8 with nothing in between."""
+"""Static attention in INT8 from qkv through attention to proj (lower_static_attention.py, hoist_quantize.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No graph break, every linear lowered, any batch size: timm's ViT, DeiT, BEiT, Swin, EVA and SAM encoders."""
+"""The whole backend on timm's ViT, DeiT, BEiT, Swin, EVA and SAM: no graph break, every linear, any batch size."""
 
 from __future__ import annotations
 
