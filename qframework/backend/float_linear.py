@@ -36,7 +36,7 @@ _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 
 def lower_float_linear(lowering: Lowering) -> None:
-    """Replace every linear layer whose weight is a float parameter; replaces the reports on layers left in float."""
+    """Replace every linear layer whose weight is a float parameter, and report anew on those left in float."""
     if lowering.options.linear != "int8_dynamic":
         return
     gm, constants, scales = lowering.gm, lowering.constants, lowering.scales

@@ -31,7 +31,7 @@ _ours = torch.ops.qframework
 
 
 def fold_channel_scale(lowering: Lowering) -> None:
-    """Fold every such product behind a linear that is quantized itself."""
+    """Fold every such product after a quantized linear."""
     gm, constants, freeze_weights = lowering.gm, lowering.constants, lowering.options.freeze_weights
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):

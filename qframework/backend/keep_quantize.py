@@ -23,7 +23,7 @@ _ours = torch.ops.qframework
 
 
 def keep_dynamic_quantize(lowering: Lowering) -> None:
-    """Mark every such ``dynamic_quantize``."""
+    """Replace every such ``dynamic_quantize`` by its ``alone`` overload, which is not decomposed."""
     for node in lowering.gm.graph.nodes:
         if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _not_fused(node.args[0]):
             node.target = _ours.dynamic_quantize.alone

@@ -40,7 +40,7 @@ with explained():
 
 
 def forward_level() -> int:
-    """How many levels of forward-mode derivatives are open, less one."""
+    """How many levels of forward-mode derivatives are open, minus one."""
     return forward_ad._current_level
 
 

@@ -274,7 +274,7 @@ class AttentionWriter:
         node, shape = summand.value, shape_of(summand.value)
         dtype = _fake(node).dtype
         if (summand.fill is None) == (dtype == torch.bool) or not (dtype == torch.bool or dtype.is_floating_point):
-            raise Refused(f"summands of its logits must be floating point, got {dtype}")
+            raise Refused(f"summands of its logits must be floating point, and masks bool, got {dtype}")
         if same_shape(summand.shape, self._fine) or len(shape) < len(summand.shape):
             return node
         return self.add(aten.unsqueeze.default, node, 0) if same(shape[0], 1) else self._split_first(node)
