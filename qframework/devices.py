@@ -1,4 +1,4 @@
-"""Devices by name, for arguments and options of users: one that is there and that the kernels run on."""
+"""Device arguments and options: checks that the device exists and that the kernels run on it."""
 
 from __future__ import annotations
 
@@ -9,32 +9,29 @@ import torch
 from qframework.errors import UnsupportedError
 from qframework.kernels.runtime import chip
 
-ACCEPTED = "accepted: cpu, or cuda, cuda:0, ... where there is a GPU"
-
 
 def checked_device(name: torch.device | str, argument: str) -> torch.device:
-    """``name``, the value of ``argument``, as a device.
+    """The device called ``name``; ``argument`` names the option in errors.
 
     Raises:
-        UnsupportedError: it is no device, has no kernels, or is not there.
+        UnsupportedError: ``name`` is not a device, the kernels do not run on it, or this machine does not have it.
     """
+    message = f"{argument} must be cpu, or cuda, cuda:0, ... where there is a GPU, got {str(name)!r}"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:
-        raise UnsupportedError(f"{argument} {str(name)!r} is not a device; {ACCEPTED}") from error
+        raise UnsupportedError(message) from error
+    cuda = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda"):
-        raise UnsupportedError(f"{argument} {str(name)!r} has no kernels; {ACCEPTED}")
-    cuda, other = torch.cuda.device_count(), 1
-    if (device.index or 0) >= (cuda if device.type == "cuda" else other):
-        raise UnsupportedError(
-            f"{argument} {str(name)!r} is not there, this machine has {cuda} CUDA devices; {ACCEPTED}"
-        )
+        raise UnsupportedError(message)
+    if (device.index or 0) >= (cuda if device.type == "cuda" else 1):
+        raise UnsupportedError(f"{message}. This machine has {cuda} CUDA devices")
     chip.check_device(device)
     return device
 
 
 def device_name(text: str) -> str:
-    """An argparse type: the name of a device that is there and that the kernels run on."""
+    """An argparse type: the name of a device that ``checked_device`` accepts."""
     try:
         return str(checked_device(text, "device"))
     except UnsupportedError as error:

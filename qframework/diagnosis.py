@@ -1,4 +1,4 @@
-"""What this machine has, which kernels will run on it, and what keeps the backend from working."""
+"""What this machine has, which kernels run on it, and what prevents the backend from working."""
 
 from __future__ import annotations
 

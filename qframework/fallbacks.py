@@ -1,4 +1,4 @@
-"""What was to run in INT8 and ran in float instead: counted by reason, logged once."""
+"""Counts, by reason, what should have run in INT8 and ran in float instead, and logs each reason once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ _lock = threading.Lock()
 
 
 class Fallbacks(Counter[str]):
-    """How often something that was to run in INT8 ran in float, by reason.
+    """How often something that should have run in INT8 ran in float, by reason.
 
-    ``qframework.backend``, ``qframework.attention`` and ``qframework.training`` have one each, of that name. What is
-    compiled counts when it is traced, not when it runs. ``clear()`` counts from zero and logs each message once more.
+    ``qframework.backend``, ``qframework.attention`` and ``qframework.training`` have one each, called ``fallbacks``.
+    Compiled code counts when it is traced, not when it runs. ``clear()`` resets the counts and lets each message be
+    logged once more.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -23,7 +24,7 @@ class Fallbacks(Counter[str]):
         self._logged: set[str] = set()
 
     def note(self, reason: str, message: str) -> None:
-        """Count ``reason``, and log ``message`` as a warning if it is new."""
+        """Count ``reason``, and log ``message`` as a warning the first time."""
         with _lock:
             self[reason] += 1
             new = message not in self._logged
@@ -32,7 +33,7 @@ class Fallbacks(Counter[str]):
             _logger.warning("qframework: %s (logged once, counted in fallbacks)", message)
 
     def clear(self) -> None:
-        """Count from zero, and log each message once more."""
+        """Reset the counts, and let each message be logged once more."""
         with _lock:
             super().clear()
             self._logged.clear()

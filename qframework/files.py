@@ -27,14 +27,14 @@ _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 @contextlib.contextmanager
 def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write ``path`` through: it takes that name when the block ends and is removed when the block raises.
+    """Yield a temporary file that replaces ``path`` when the block ends, and is removed when the block raises.
 
-    Until then the data lie beside it in ``.NAME.*.partial``; the next write of ``path`` removes those that a killed
-    process left there. Symbolic links are followed. An existing file keeps its mode, owner and extended attributes; its
-    other hard links keep the old content.
+    The temporary file is ``.NAME.*.partial`` beside ``path``; the next write of ``path`` removes those that killed
+    processes left there. Symbolic links are followed. An existing file keeps its mode, owner and extended attributes;
+    its other hard links keep the old content.
 
     Raises:
-        QFrameworkError: ``path`` is a FIFO, a device, a folder or anything else that is no regular file.
+        QFrameworkError: ``path`` is a FIFO, a device, a folder or anything else but a regular file.
         OSError: the file cannot be written, for example because the disk is full; the old file is intact.
     """
     target = Path(os.path.realpath(os.fspath(path)))
@@ -42,35 +42,35 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     _remove_abandoned(target)
     try:
         partial, file = _create_beside(target, old)
-    except OSError as error:  # which would name the partial file
+    except OSError as error:  # its message would name the partial file
         raise OSError(error.errno, error.strerror, os.fspath(path)) from error
     try:
         yield file
         file.finish()
         partial.replace(target)
     finally:
-        with contextlib.suppress(OSError):  # of what is left in its buffer; the first failure is on its way up
+        with contextlib.suppress(OSError):  # from flushing the rest; the first failure is already being raised
             file.close()
         partial.unlink(missing_ok=True)
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Write ``path`` in UTF-8 as ``atomic_write`` does, and its folder where that is missing."""
+    """Write ``path`` in UTF-8 with ``atomic_write``; a missing folder is created."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as file:
         file.write(text.encode())
 
 
 def write_json(path: str | os.PathLike[str], document: Any, indent: int | None = 1) -> None:
-    """Write ``path`` as ``write_text`` does; NaN and infinity, which JSON lacks, raise ValueError."""
+    """Write ``path`` with ``write_text``; NaN and infinity, which JSON lacks, raise ValueError."""
     write_text(path, json.dumps(document, indent=indent, allow_nan=False) + "\n")
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Any:
-    """The document in ``path``; ``kind`` says in errors what it was to be.
+    """The JSON document in ``path``; ``kind`` names in errors what the file should hold.
 
     Raises:
-        FileFormatError: it is no JSON, or no regular file.
+        FileFormatError: it is not strict JSON, or not a regular file.
         FileNotFoundError: there is no such file.
     """
     with open_regular(path) as file:
@@ -82,34 +82,34 @@ def read_json(path: str | os.PathLike[str], kind: str) -> Any:
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """``path`` opened for reading.
+    """Open ``path`` for reading.
 
     Raises:
-        FileFormatError: a FIFO, on which opening or reading might wait for ever, a device or a folder.
+        FileFormatError: it is a FIFO, on which opening or reading might block forever, a device or a folder.
         FileNotFoundError: there is no such file.
     """
-    path = os.fspath(path)  # a number would be taken for an open file
+    path = os.fspath(path)  # rejects a number, which open() takes for a file descriptor
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise FileFormatError(f"{os.fspath(path)} is {_kind(os.stat(path).st_mode)}; accepted: a regular file")
+        raise FileFormatError(f"{path} must be a regular file, got {_kind(os.stat(path).st_mode)}")
     return open(path, "rb")
 
 
 def parse_json(data: bytes | str) -> Any:
-    """A document of strict JSON: no NaN or infinity, no name twice in an object.
+    """Parse strict JSON: no NaN or infinity, no name twice in an object.
 
     Raises:
-        FileFormatError: it is not.
+        FileFormatError: ``data`` is not strict JSON.
     """
     try:
         return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_object)
     except FileFormatError:
         raise
-    except (ValueError, RecursionError) as error:  # UnicodeDecodeError and numbers of thousands of digits too
+    except (ValueError, RecursionError) as error:  # also UnicodeDecodeError, and numbers of thousands of digits
         raise FileFormatError(f"not JSON: {str(error) or type(error).__name__}"[:200]) from error
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise FileFormatError(f"not JSON: {name} is no number")
+    raise FileFormatError(f"not JSON: {name} is not a number")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 class _Output(io.BufferedRandom):
-    """A file whose ``write`` does not raise; ``finish``, or whatever else is called, raises its first failure.
+    """A file whose ``write`` does not raise; ``seek`` and ``finish`` raise its first failure.
 
     PyTorch writes archives from a C++ destructor, where an exception would abort the process.
     """
@@ -141,7 +141,7 @@ class _Output(io.BufferedRandom):
         return super().seek(*arguments)
 
     def finish(self) -> None:
-        """Everything on the disk, or the reason why not."""
+        """Flush everything to the disk, or raise the first failure."""
         self._raise_failure()
         self.flush()
         os.fsync(self.fileno())
@@ -157,7 +157,7 @@ def _existing(target: Path, path: str | os.PathLike[str]) -> os.stat_result | No
     except FileNotFoundError:
         return None
     if not stat.S_ISREG(found.st_mode):
-        raise QFrameworkError(f"{os.fspath(path)} is {_kind(found.st_mode)}; accepted: a regular file or a new name")
+        raise QFrameworkError(f"{os.fspath(path)} must be a regular file or a new name, got {_kind(found.st_mode)}")
     if not os.access(target, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), os.fspath(path))
     return found
@@ -170,13 +170,13 @@ def _kind(mode: int) -> str:
 
 def _create_beside(target: Path, old: os.stat_result | None) -> tuple[Path, _Output]:
     """A new file in the folder of ``target``, with the mode and the owner of the one that it will replace."""
-    mode = 0o666 if old is None else 0o600  # private until it has the old one's mode
+    mode = 0o666 if old is None else 0o600  # private until the old mode is copied
     while True:
         partial = target.with_name(f"{_prefix(target)}{secrets.token_hex(4)}.partial")
         file = _Output(io.FileIO(os.open(partial, _CREATE, mode), "r+"))
         try:
             _lock(file)
-            if os.fstat(file.fileno()).st_nlink == 0:  # another writer saw it before its lock, and removed it
+            if os.fstat(file.fileno()).st_nlink == 0:  # another writer removed it before it was locked
                 file.close()
                 continue
             if old is not None:
@@ -189,7 +189,7 @@ def _create_beside(target: Path, old: os.stat_result | None) -> tuple[Path, _Out
 
 
 def _lock(file: _Output) -> None:
-    """Mark a file as being written; on file systems without locks no file is ever taken for abandoned."""
+    """Mark a file as being written. Without locks on the file system, nothing ever counts as abandoned."""
     if fcntl is not None:
         with contextlib.suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -201,19 +201,19 @@ def _copy_attributes(target: Path, partial: Path, old: os.stat_result) -> None:
     if not same_owner:
         try:
             os.chown(partial, old.st_uid, old.st_gid)
-        except OSError:  # only root gives files away; then nobody else may gain access by it
+        except OSError:  # only root may change the owner; without it, nobody else may gain access
             partial.chmod(stat.S_IMODE(old.st_mode) & 0o700)
             return
     shutil.copystat(target, partial)
 
 
 def _prefix(target: Path) -> str:
-    """What names of files on the way to ``target`` begin with; short enough for every file system."""
+    """The prefix of the temporary files of ``target``; short enough for every file system."""
     return f".{os.fsencode(target.name)[:200].decode(errors='ignore')}."
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what processes that were killed have left of ``target``: nobody holds the lock of such a file."""
+    """Remove temporary files of ``target`` that killed processes left behind: their lock is free."""
     if fcntl is None or not target.parent.is_dir():
         return
     prefix = _prefix(target)

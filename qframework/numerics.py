@@ -27,12 +27,12 @@ from torch import Tensor
 from qframework.errors import UnsupportedError
 
 QMIN, QMAX = -127, 127
-# Small enough to keep every normal activation, large enough that neither 1 / scale nor scale * scale leaves float32.
+# Below the scale of every normal activation, yet 1 / scale and scale * scale stay within float32.
 MIN_SCALE = 2.0**-60
-# So many products fit an INT32 sum whatever they are: 128 * 128 * 131071 is below 2**31 (-128 is not ours, but may come
-# in the weights of another quantizer).
+# An INT32 sum of this many INT8 products cannot overflow: 128 * 128 * 131071 is below 2**31. (Our values stop at -127,
+# but weights of another quantizer may hold -128.)
 MAX_INT8_PRODUCTS = 131_071
-# Below it a group has the scale MIN_SCALE whatever it holds: its magnitudes say nothing about its range.
+# A group whose largest magnitude is below this gets MIN_SCALE.
 MIN_AMAX = MIN_SCALE * QMAX
 
 ActivationGranularity = Literal["per_tensor", "per_token"]
@@ -41,31 +41,31 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """What float32 operands are multiplied in to give a float32 product: float64 where PyTorch may round them first.
+    """The dtype in which to multiply float32 operands so that the product has float32 accuracy.
 
-    It rounds them to TF32 or bfloat16 where a user allows it (``torch.set_float32_matmul_precision``), for layers.
+    float64 where PyTorch is allowed to round them to TF32 or bfloat16 (``torch.set_float32_matmul_precision``).
     """
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return torch.float32 if backend.fp32_precision in ("ieee", "none") else torch.float64
 
 
 def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of float32 tensors in float32, whatever precision PyTorch is allowed for it."""
+    """``a @ b`` of float32 tensors in float32 accuracy, even where PyTorch is allowed TF32 or bfloat16."""
     dtype = product_dtype(a.device)
     return (a.to(dtype) @ b.to(dtype)).float()
 
 
 def check_activation_granularity(granularity: str) -> None:
     """Raise UnsupportedError unless ``granularity`` is one of ActivationGranularity."""
-    accepted = get_args(ActivationGranularity)
-    if granularity not in accepted:
-        raise UnsupportedError(f"granularity={granularity!r} is unknown; accepted: {', '.join(accepted)}")
+    if granularity not in get_args(ActivationGranularity):
+        known = " or ".join(get_args(ActivationGranularity))
+        raise UnsupportedError(f"granularity must be {known}, got {granularity!r}")
 
 
 def scale_from_amax(amax: Tensor) -> Tensor:
     """Scale of a symmetric INT8 group from its largest magnitude (any shape) as float32; NaN and inf pass through."""
     amax = amax.float()
-    # by a tensor, since CUDA multiplies by the rounded reciprocal of a number
+    # divided by a tensor: for a number, CUDA multiplies by its rounded reciprocal
     return (amax / amax.new_full((), QMAX)).clamp(min=MIN_SCALE)
 
 
@@ -79,7 +79,7 @@ def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:
 
 
 def rounded_steps(x: Tensor, scale: Tensor) -> Tensor:
-    """How many steps of ``scale``, which broadcasts, ``x`` (any float dtype) is: whole float32, not yet saturated."""
+    """``x / scale`` rounded half to even, as float32 and not yet saturated; ``scale`` broadcasts against ``x``."""
     return torch.round(x.float() * (1.0 / scale))
 
 
@@ -89,7 +89,7 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_in_place(x: Tensor, scale: Tensor) -> Tensor:
-    """As ``quantize``, of a float32 ``x`` that nobody needs afterwards: a third of the time where ``x`` is large."""
+    """``quantize`` of a float32 ``x``, which it overwrites: a third of the time where ``x`` is large."""
     return x.mul_(1.0 / scale).round_().clamp_(QMIN, QMAX).to(torch.int8)
 
 

@@ -10,23 +10,23 @@ from qframework.errors import QFrameworkError
 
 
 def check_output_file(path: Path, argument: str, *, make_folder: bool = False) -> None:
-    """Raise QFrameworkError, naming ``argument``, unless a file can be made at ``path`` or replaced there.
+    """Raise QFrameworkError, naming ``argument``, unless a file can be created at ``path`` or replaced there.
 
-    What is there stays as it is: a file of another name is made beside it and removed. Asking for permissions would
-    not do, since root has all of them on file systems that refuse root all the same.
+    A trial file is created beside ``path`` and removed; an existing file stays as it is. Permission bits would not do:
+    root has all of them, also on file systems that refuse root.
 
     Args:
-        path: the file to be.
-        argument: what the user gave it as, such as ``"--output"``.
-        make_folder: make the folder where it is missing, as the writer would.
+        path: the output file.
+        argument: how the user gave it, such as ``"--output"``.
+        make_folder: create a missing folder, as the writer would.
     """
     try:
         if path.is_dir():
             raise _refusal(path, argument, "it is a folder")
         if path.exists() and not path.is_file():
-            raise _refusal(path, argument, "what is there is no regular file")
+            raise _refusal(path, argument, "it is not a regular file")
         _check_folder(path, argument, make_folder)
-        # as long a name as a file has that is written first and then takes its place
+        # as long as the name of the temporary file of an atomic write
         trial = path.with_name(f".{path.name}.{os.getpid()}.writable")
         trial.open("xb").close()
         trial.unlink()
@@ -35,19 +35,19 @@ def check_output_file(path: Path, argument: str, *, make_folder: bool = False) -
 
 
 def check_output_folder(path: Path, argument: str) -> None:
-    """Raise QFrameworkError, naming ``argument``, unless files can be made in the folder ``path``, made if missing."""
+    """Raise QFrameworkError, naming ``argument``, unless ``path`` is a folder to write into; create it if missing."""
     if path.exists() and not path.is_dir():
-        raise QFrameworkError(f"{argument}: cannot write into {path}: it is no folder; accepted: a folder")
+        raise QFrameworkError(f"{argument}: cannot write into {path}: it is not a folder")
     check_output_file(path / "output", argument, make_folder=True)
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: a file that can be written, its folder made where it is missing."""
+    """An argparse type: a file that can be written; a missing folder is created."""
     return _argparse_path(text, folder=False)
 
 
 def output_folder(text: str) -> Path:
-    """An argparse type: a folder that can be written into, made where it is missing."""
+    """An argparse type: a folder that can be written into, created if missing."""
     return _argparse_path(text, folder=True)
 
 
@@ -67,7 +67,7 @@ def _check_folder(path: Path, argument: str, make: bool) -> None:
     folder = path.parent
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not existing.is_dir():
-        raise _refusal(path, argument, f"{existing} is no folder")
+        raise _refusal(path, argument, f"{existing} is not a folder")
     if make:
         folder.mkdir(parents=True, exist_ok=True)
     elif existing != folder:
@@ -75,6 +75,4 @@ def _check_folder(path: Path, argument: str, make: bool) -> None:
 
 
 def _refusal(path: Path, argument: str, reason: str) -> QFrameworkError:
-    return QFrameworkError(
-        f"{argument}: cannot write {path}: {reason}; accepted: a file in a folder that exists and can be written to"
-    )
+    return QFrameworkError(f"{argument}: cannot write {path}: {reason}. Name a file in an existing, writable folder")

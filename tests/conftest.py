@@ -23,7 +23,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @cache
 def why_no_gpu() -> str | None:
-    """None where the tests marked ``gpu`` can run, else the reason they cannot."""
+    """The reason why tests marked ``gpu`` cannot run; None if they can."""
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() < MINIMUM_CAPABILITY:
@@ -32,7 +32,7 @@ def why_no_gpu() -> str | None:
 
 
 def why_no_interpreter() -> str | None:
-    """None where Triton's interpreter runs loops: before 3.7 it takes int() of arrays, which NumPy 2.4 refuses."""
+    """The reason why Triton's interpreter cannot run loops, if any: before 3.7 it needs NumPy below 2.4."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         return f"the interpreter of Triton {version('triton')} needs NumPy below 2.4, this is {version('numpy')}"
@@ -40,7 +40,7 @@ def why_no_interpreter() -> str | None:
 
 
 def why_no_triton() -> str | None:
-    """None where Triton kernels can be launched: interpreted, or natively on a GPU."""
+    """The reason why Triton kernels cannot be launched, interpreted or on a GPU; None if they can."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return why_no_interpreter()
     if why_no_gpu() is None:
@@ -69,7 +69,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Of a test marked ``sample``, mark what is outside the sample as ``full``, which ``make test`` leaves out."""
+    """Mark the cases outside the sample of a test marked ``sample`` as ``full``, which ``make test`` excludes."""
     tests: dict[str, list[pytest.Function]] = defaultdict(list)
     for item in items:
         if isinstance(item, pytest.Function) and item.get_closest_marker("sample") is not None:
@@ -82,7 +82,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def outside_sample(name: str, cases: list[pytest.Function], share: float) -> list[pytest.Function]:
-    """What is outside a share of the cases that is the same in every run and holds every value of each parameter."""
+    """The cases outside a sample that is the same in every run and holds every value of each parameter."""
     shuffled = random.Random(name).sample(cases, len(cases))
     seen: set[tuple[str, str]] = set()
     repeated = []
@@ -95,13 +95,13 @@ def outside_sample(name: str, cases: list[pytest.Function], share: float) -> lis
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collections, of which each compiled INT8 model needs a whole one, skip what all the imports made."""
+    """Exempt imported objects from garbage collection, which runs in full for each compiled INT8 model."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    """What stays frozen at the exit is reported as leaked by nanobind."""
+    """nanobind reports objects that are still frozen at exit as leaked."""
     gc.unfreeze()
 
 
@@ -138,7 +138,7 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 
 @pytest.fixture(autouse=True)
 def grad_mode() -> Iterator[None]:
-    """A test that leaves gradients switched off would fail others, far away from it."""
+    """Fail a test that leaves gradients switched off, instead of the tests after it."""
     yield
     left_off = not torch.is_grad_enabled()
     torch.set_grad_enabled(True)
@@ -153,7 +153,7 @@ def seed() -> None:
 
 @pytest.fixture
 def fresh_dynamo() -> Iterator[None]:
-    """Forget what torch.compile compiled, before and after, so that no test sees another's cache or limits."""
+    """Reset Dynamo before and after the test, so that tests share no cache or limits."""
     import torch._dynamo
 
     torch._dynamo.reset()

@@ -1,5 +1,4 @@
-"""What docs/architecture.md and CONTRIBUTING.md say about the files is true; modules and names do not get in each
-other's way."""
+"""docs/architecture.md and CONTRIBUTING.md match the files; there are no import circles and no conflicting names."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ FOLDERS = {PACKAGE: tree.ROOMS} | {PACKAGE / room: rooms for room, rooms in tree
 
 
 def imported(module: Path) -> Iterator[str]:
-    """Everything a module imports, inside functions as well, with the names it takes."""
+    """All names that a module imports, including those imported in functions."""
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -41,19 +40,19 @@ def relative(path: Path) -> str:
     return path.relative_to(PACKAGE).as_posix()
 
 
-def test_the_page_holds_the_tree() -> None:
+def test_architecture_page_is_up_to_date() -> None:
     page = tree.PAGE.read_text()
     assert tree.written(page) == page, "run python docs/tree.py"
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
-def test_the_order_names_every_room(folder: Path) -> None:
+def test_the_import_order_names_every_module(folder: Path) -> None:
     actual = {path.stem for path in folder.iterdir() if (path / "__init__.py").exists() or path.suffix == ".py"}
     assert set(FOLDERS[folder]) == actual - {"__init__"}
 
 
 @pytest.mark.parametrize("module", MODULES, ids=relative)
-def test_a_room_imports_only_from_the_rooms_above(module: Path) -> None:
+def test_a_module_imports_only_from_modules_above_it(module: Path) -> None:
     checked = 0
     for folder, rooms in FOLDERS.items():
         if folder not in module.parents or module == folder / "__init__.py":
@@ -66,7 +65,7 @@ def test_a_room_imports_only_from_the_rooms_above(module: Path) -> None:
     assert checked or module == PACKAGE / "kernels" / "__init__.py"
 
 
-def test_the_stem_table_names_files_that_exist() -> None:
+def test_stem_table_names_existing_files() -> None:
     rows = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("| `")]
     paths = [path for row in rows for path in re.findall(r"`([\w/]+\.py)`", row)]
     assert len(paths) >= 6
@@ -87,7 +86,7 @@ def for_type_checkers(node: ast.AST) -> bool:
 
 
 def import_statements(node: ast.AST, skip_type_checking: bool) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Inside functions and classes as well."""
+    """All import statements, including those in functions and classes."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     elif isinstance(node, ast.If) and skip_type_checking and for_type_checkers(node):
@@ -99,7 +98,7 @@ def import_statements(node: ast.AST, skip_type_checking: bool) -> Iterator[ast.I
 
 
 def imports(package: Path) -> dict[str, set[str]]:
-    """Which modules of a package each of them imports, itself aside.
+    """The other modules of a package that each module imports.
 
     Imports for type checkers count, but for a package's own: there they declare what ``__getattr__`` imports later.
     """
@@ -123,7 +122,7 @@ def imports(package: Path) -> dict[str, set[str]]:
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The modules of an import circle, the first one again at the end; empty where there is none."""
+    """The modules of an import circle, with the first repeated at the end; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -132,7 +131,7 @@ def circle(graph: Mapping[str, set[str]]) -> list[str]:
 
 
 @pytest.mark.parametrize("package", ["qframework", "benchmarks", "examples/demos"])
-def test_no_modules_import_each_other(package: str) -> None:
+def test_there_are_no_import_circles(package: str) -> None:
     assert not circle(imports(ROOT / package))
 
 
@@ -154,7 +153,7 @@ def test_the_package_imports_no_demos_and_no_benchmarks() -> None:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package.b import y",
     ],
 )
-def test_a_circle_is_seen(tmp_path: Path, lines: str) -> None:
+def test_an_import_circle_is_detected(tmp_path: Path, lines: str) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("from package import b\n")
@@ -170,7 +169,7 @@ def test_a_circle_is_seen(tmp_path: Path, lines: str) -> None:
 
 
 def public_classes(folder: Path) -> dict[str, list[str]]:
-    """In which modules each public class of a package is defined."""
+    """The modules that define each public class of a package."""
     found = defaultdict(list)
     for path in sorted(folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -185,7 +184,7 @@ def test_no_two_public_classes_share_a_name() -> None:
 
 
 def hidden_modules(package: ModuleType) -> Iterator[str]:
-    """Modules that cannot be reached as attributes of their package, which has something else of that name."""
+    """Modules hidden by an attribute of their package with the same name."""
     for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
         if found.name.endswith(".__main__"):
             continue
@@ -199,7 +198,7 @@ def test_no_name_hides_a_module() -> None:
     assert list(hidden_modules(importlib.import_module("qframework"))) == []
 
 
-def test_a_hidden_module_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hidden_module_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package_that_hides"
     package.mkdir()
     (package / "__init__.py").write_text("from package_that_hides.act import act\n")

@@ -97,7 +97,7 @@ def test_quantize_attention(attention: str, scales: str) -> None:
     assert run_json("evaluate", "a.pt2")["top1"] == pytest.approx(run_json("evaluate", "digits")["top1"], abs=3)
 
 
-def test_quantize_prints_a_table_and_names_its_file() -> None:
+def test_quantize_prints_a_table_and_the_output_file() -> None:
     result = run("quantize", "digits", "--dynamic")
     assert result.exit_code == 0, result.output
     assert "digits_int8.pt2" in result.stdout
@@ -177,7 +177,7 @@ def test_doctor() -> None:
     ]
 
 
-def test_doctor_says_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_says_why_the_cpu_has_no_int8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     from qframework import diagnosis
     from qframework.kernels.linear.cpu import CpuChoice
 
@@ -245,8 +245,8 @@ BAD_INPUT = {
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
-    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
-    "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "where there is a GPU, got 'gpu0'"),
+    "missing device": (("evaluate", "digits", "--device", "cuda:99"), "This machine has"),
     "random weights, evaluated": (("evaluate", TIMM_MODEL), "would have random weights"),
     "data of another model": (
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth"),
@@ -275,26 +275,30 @@ def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["meta", "nonsense", "", "mps", "xpu", "cuda:99", "cuda:-1", "cpu:1"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_devices_are_checked_first(command: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_checked_before_the_model_is_loaded(
+    command: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never_load(monkeypatch)
-    expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
+    expect_bad_input(f"GPU, got '{device}'", command, "digits", "--device", device)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    expect_bad_input("--device 'cuda' is not there, this machine has 0", command, "digits", "--device", "cuda")
+    expect_bad_input("got 'cuda'. This machine has 0", command, "digits", "--device", "cuda")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_unknown_models_are_named_first(command: str) -> None:
+def test_unknown_models_are_named(command: str) -> None:
     expect_bad_input("model 'test_vitt' is unknown; did you mean test_vit", command, "test_vitt")
 
 
 @pytest.mark.parametrize("data", ["missing", "file", ""])
 @pytest.mark.parametrize("command", WITH_DATA)
-def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_data_is_reported_before_the_model_is_loaded(
+    command: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never_load(monkeypatch)
     Path("file").touch()
     expect_bad_input(
@@ -309,13 +313,15 @@ def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_calibration_data_is_looked_for_first(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_calibration_data_is_reported_before_the_model_is_loaded(
+    command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never_load(monkeypatch)
     expect_bad_input("data 'missing' does not fit", command, "digits", "--calibration-data", "missing")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_batches_of_no_images(command: str) -> None:
+def test_a_batch_size_of_0_is_refused(command: str) -> None:
     assert run(command, "digits", "--batch-size", "0").exit_code == 2
 
 
@@ -328,7 +334,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     assert "Traceback" not in result.output
 
 
-def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_refused_in_one_line(tmp_path: Path) -> None:
     result = run("evaluate", not_ours(tmp_path / "foreign.pt2"))
     assert result.exit_code == 2
     assert "not written by qframework.save" in result.stderr
@@ -379,7 +385,7 @@ qframework.cli.main()
 """
 
 
-def test_the_command_in_a_process_of_its_own() -> None:
+def test_the_command_in_a_separate_process() -> None:
     result = subprocess.run([sys.executable, "-c", _LEAN], capture_output=True, text=True, check=False)
     assert result.returncode == 2, result.stderr
     assert "none.pt2" in result.stderr

@@ -50,20 +50,20 @@ def test_sensitivity_writes_a_table_json_and_a_plot() -> None:
     written = json.loads(Path("digits_sensitivity.json").read_text())
     assert len(written["layers"]) == LAYERS
     assert Path("digits_sensitivity.png").read_bytes().startswith(b"\x89PNG")
-    # the journal answers the second time, and equal figures give equal files
+    # the second run reads the journal, and equal measurements give equal files
     before = Path("digits_sensitivity.json").read_bytes()
     assert run_json("sensitivity", "digits", *FEW) == written
     assert Path("digits_sensitivity.json").read_bytes() == before
 
 
-def test_sensitivity_tries_what_it_is_told() -> None:
+def test_sensitivity_tries_only_the_given_candidates() -> None:
     arguments = ("--linear", "off", "--attention", "static,sage_b", "--output", "a.json", "--no-plot")
     rows = run_json("sensitivity", "digits", *arguments, *FEW)["layers"]
     assert [(row["layer"], row["choice"]) for row in rows] == [("blocks.0.attn", c) for c in ("static", "sage_b")]
     assert not Path("a.png").exists()
 
 
-def test_what_tune_writes_is_what_quantize_takes() -> None:
+def test_quantize_reads_the_plan_that_tune_writes() -> None:
     arguments = ("--max-drop", "100", "--variants", "sage_b", "--eager", "--observer", "mse", *FEW)
     tuned = run_json("tune", "digits", *arguments)
     assert tuned["met"]
@@ -79,7 +79,7 @@ def test_what_tune_writes_is_what_quantize_takes() -> None:
 
 
 def test_a_budget_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a metric that only float reaches."""
+    """With a metric that only the float model satisfies."""
     from qframework import evaluation
 
     measured: list[object] = []
@@ -107,13 +107,13 @@ def written(name: str, text: str) -> str:
     return name
 
 
-def test_config_decides_alone() -> None:
+def test_config_excludes_other_options() -> None:
     result = run("quantize", "digits", "--config", "a.json", "--dynamic", "--observer", "mse")
     assert result.exit_code == 2
     assert "--config says what is quantized; leave out --static/--dynamic, --observer" in result.stderr
 
 
-def test_a_config_that_is_none() -> None:
+def test_a_malformed_config_is_refused() -> None:
     result = run("quantize", "digits", "--config", written("a.json", "{}"))
     assert result.exit_code == 2
     assert "a.json: this is no plan" in result.stderr
@@ -137,7 +137,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_without_matplotlib_nothing_runs_in_vain(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_matplotlib_is_reported_before_the_work(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("plots need matplotlib")
 
@@ -184,7 +184,7 @@ def test_damaged_images_are_counted_and_named(folder: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_is_not_int8_has_the_dtype_that_was_asked_for(dtype: str) -> None:
+def test_float_layers_have_the_requested_dtype(dtype: str) -> None:
     run_json("quantize", "digits", "--dtype", dtype, "--output", "a.pt2", "--batches", "1")
     assert read_metadata("a.pt2")["config"]["dtype"] == dtype
     assert {tensor.dtype for tensor in load("a.pt2").parameters()} == {getattr(torch, dtype)}

@@ -1,4 +1,4 @@
-"""The test suite's promises: ``--require-gpu`` skips nothing silently, and a sample holds every parameter's values."""
+"""The test suite itself: ``--require-gpu`` fails on skips, and a sample covers every parameter's values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every room counts its fallbacks in the same way: by reason, each message logged once, from zero after clear()."""
+"""Every subpackage counts its fallbacks by reason, logs each message once, and starts again after clear()."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOMS = ("attention", "backend", "training")
 
 
 def fall_back(room: str) -> None:
-    """Ask a room for something that it leaves in float."""
+    """Run something that a subpackage leaves in float."""
     x = torch.randn(1, 2, 4, 8)
     if room == "attention":
         with use_sage_attention():
@@ -32,7 +32,7 @@ def fall_back(room: str) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_counts_by_reason_and_logs_once(room: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallbacks_are_counted_by_reason_and_logged_once(room: str, caplog: pytest.LogCaptureFixture) -> None:
     fallbacks = importlib.import_module(f"qframework.{room}").fallbacks
     assert type(fallbacks) is Fallbacks
     fallbacks.clear()
@@ -58,6 +58,6 @@ def test_one_reason_may_be_logged_for_several_layers(caplog: pytest.LogCaptureFi
     assert [record.getMessage().split(":")[1].strip() for record in caplog.records] == ["layer 'a'", "layer 'b'"]
 
 
-def test_no_room_shares_its_counter() -> None:
+def test_subpackages_have_separate_counters() -> None:
     counters = [importlib.import_module(f"qframework.{room}").fallbacks for room in ROOMS]
     assert len({id(counter) for counter in counters}) == len(ROOMS)

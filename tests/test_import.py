@@ -1,4 +1,4 @@
-"""``import qframework`` is lean, changes nothing outside itself, and is not needed for ``torch.compile`` to find us."""
+"""``import qframework`` is fast and has no side effects, and ``torch.compile`` finds the backend without it."""
 
 from __future__ import annotations
 
@@ -123,28 +123,28 @@ def test_every_public_name_is_an_attribute_that_loads_at_first_use(tmp_path: Pat
     assert report["kinds"]["tune"] == report["kinds"]["sensitivity"] == "function"
 
 
-def test_import_changes_nothing_but_registers_the_operators(tmp_path: Path) -> None:
+def test_import_only_registers_operators(tmp_path: Path) -> None:
     report = run_python(SIDE_EFFECTS % sorted(OPERATORS), tmp_path)
     assert report["changed"] == []
     assert not report["cuda"]
     assert set(report["operators"]) == OPERATORS
 
 
-def test_entry_point_makes_the_backend_known_without_an_import(tmp_path: Path) -> None:
+def test_the_entry_point_registers_the_backend(tmp_path: Path) -> None:
     report = run_python(COMPILE, tmp_path)
     assert not report["imported before"]
     assert report["imported after"]
-    # Float would be equal: the difference shows that INT8 ran, its size that it ran rightly.
+    # A float result would be equal; a small difference shows that INT8 ran correctly.
     assert 0 < report["error"] < 0.05 * report["largest"]
 
 
-def test_inductor_comes_with_torch_compile_and_not_with_the_first_call(tmp_path: Path) -> None:
-    """It starts processes, which takes seconds: not on import, and not when they are needed."""
+def test_torch_compile_imports_inductor_before_the_first_call(tmp_path: Path) -> None:
+    """Inductor starts processes, which takes seconds: too long for an import, and too late in the first call."""
     assert run_python(BACKEND, tmp_path) == {"imported": False, "compiled": True}
 
 
-def test_a_gluon_that_lacks_a_name_costs_its_kernels_and_nothing_else(tmp_path: Path) -> None:
-    """It is experimental: the next release of Triton may call something by another name."""
+def test_a_missing_name_of_gluon_disables_only_its_kernels(tmp_path: Path) -> None:
+    """Gluon is experimental: the next release of Triton may rename something."""
     pytest.importorskip("triton.experimental.gluon")
     report = run_python(NAME_GONE, tmp_path)
     assert not report["gluon"]

@@ -1,4 +1,4 @@
-"""Whether a file can be written is known before the work starts, and asking leaves nothing behind."""
+"""Output files are checked before the work starts, and the checks leave no files behind."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(autouse=True)
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a folder that holds a file, a folder and a pipe."""
+    """Run in a folder with a file, a folder and a pipe."""
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("kept")
     Path("folder").mkdir()
@@ -36,7 +36,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that refuses root as well."""
+    """Simulate a file system that refuses even root."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
@@ -47,35 +47,35 @@ def refuse_writing(monkeypatch: pytest.MonkeyPatch) -> None:
 IMPOSSIBLE = {
     "folder": "it is a folder",
     ".": "it is a folder",
-    "pipe": "no regular file",
+    "pipe": "not a regular file",
     "missing/x.json": "the folder missing does not exist",
     "missing/deeper/x.json": "the folder missing/deeper does not exist",
-    "file/x.json": "file is no folder",
-    "file/deeper/x.json": "file is no folder",
+    "file/x.json": "file is not a folder",
+    "file/deeper/x.json": "file is not a folder",
     "x" * 300: "File name too long",
     "x" * 250: "File name too long",
 }
 
 
 @pytest.mark.parametrize(("path", "reason"), IMPOSSIBLE.items(), ids=[path[:20] for path in IMPOSSIBLE])
-def test_what_cannot_be_written(path: str, reason: str) -> None:
-    with pytest.raises(QFrameworkError, match=f"--output: cannot write .*{reason}.*; accepted: a file in a folder"):
+def test_paths_that_cannot_be_written_are_refused(path: str, reason: str) -> None:
+    with pytest.raises(QFrameworkError, match=f"--output: cannot write .*{reason}.* Name a file in an existing"):
         check_output_file(Path(path), "--output")
 
 
-def test_a_folder_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_without_permission_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_writing(monkeypatch)
     with pytest.raises(QFrameworkError, match=r"--output: cannot write x.json: Permission denied"):
         check_output_file(Path("x.json"), "--output")
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no /proc")
-def test_a_file_system_that_takes_no_files() -> None:
+def test_a_read_only_file_system_is_refused() -> None:
     with pytest.raises(QFrameworkError, match=r"cannot write /proc/x.json"):
         check_output_file(Path("/proc/x.json"), "--output")
 
 
-def test_what_can_be_written_is_left_alone() -> None:
+def test_the_check_leaves_files_unchanged() -> None:
     before = sorted(Path().rglob("*"))
     check_output_file(Path("file"), "--output")
     check_output_file(Path("folder/new.json"), "--output")
@@ -83,7 +83,7 @@ def test_what_can_be_written_is_left_alone() -> None:
     assert Path("file").read_text() == "kept"
 
 
-def test_a_folder_is_made_only_where_the_writer_makes_it() -> None:
+def test_missing_folders_are_created_on_request() -> None:
     check_output_file(Path("a/b/x.json"), "--output", make_folder=True)
     check_output_folder(Path("c/d"), "--output")
     assert sorted(map(str, Path().glob("[acd]/*"))) == ["a/b", "c/d"]
@@ -91,12 +91,12 @@ def test_a_folder_is_made_only_where_the_writer_makes_it() -> None:
 
 
 @pytest.mark.parametrize("path", ["file", "pipe", "file/deeper"])
-def test_what_is_no_folder(path: str) -> None:
-    with pytest.raises(QFrameworkError, match=r"--output: cannot write .*no folder"):
+def test_paths_that_are_not_folders_are_refused(path: str) -> None:
+    with pytest.raises(QFrameworkError, match=r"--output: cannot write .*not a folder"):
         check_output_folder(Path(path), "--output")
 
 
-def test_as_types_of_argparse(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argparse_types(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--build", type=output_folder)
@@ -107,7 +107,7 @@ def test_as_types_of_argparse(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"argument {arguments[0]}: cannot write" in capsys.readouterr().err
 
 
-# Who asks
+# Commands and scripts that check their outputs
 
 
 def fail(*_: Any, **__: Any) -> Any:
@@ -116,7 +116,9 @@ def fail(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize("output", ["folder", "file/x.json", "pipe", "x" * 300, "."])
 @pytest.mark.parametrize("command", ["quantize", "sensitivity", "tune"])
-def test_commands_ask_before_a_model_is_loaded(command: str, output: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_check_the_output_before_a_model_is_loaded(
+    command: str, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digits_vit, "load_or_train", fail)
     result = CliRunner().invoke(cli.app, [command, "digits", "--output", output])
     assert result.exit_code == 2, result.output
@@ -134,7 +136,9 @@ def test_quantize_into_a_missing_folder(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("beside", ["x.png", "x.journal.jsonl"])
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_commands_ask_for_what_they_write_beside(command: str, beside: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands_check_their_other_output_files_too(
+    command: str, beside: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(digits_vit, "load_or_train", fail)
     Path(beside).mkdir()
     result = CliRunner().invoke(cli.app, [command, "digits", "--output", "x.json"])
@@ -150,14 +154,14 @@ def test_a_plot_does_not_replace_its_results(command: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["quantize", "evaluate", "sensitivity", "tune", "benchmark"])
-def test_the_digits_checkpoint_is_asked_for_before_training(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digits_checkpoint_is_checked_before_training(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits_vit, "train", fail)
     result = CliRunner().invoke(cli.app, [command, "digits", "--checkpoint", "folder"])
     assert result.exit_code == 2, result.output
-    assert "checkpoint: folder is a folder; accepted: a regular file" in result.stderr
+    assert "checkpoint: folder must be a regular file, got a folder" in result.stderr
 
 
-def test_a_checkpoint_that_is_there_need_not_be_writable(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_existing_checkpoint_need_not_be_writable(monkeypatch: pytest.MonkeyPatch) -> None:
     config = digits_vit.TrainingConfig(embed_dim=24, depth=1)
     build = digits_vit.build_model
     checkpoint.load_or_train("model.safetensors", config, build, build)
@@ -183,7 +187,7 @@ def test_training(capsys: pytest.CaptureFixture[str]) -> None:
     options = training_parser(None, defaults).parse_args(["--output", "file"])
     task: Any = None
     assert run_training(task, defaults, options) == 2
-    assert "--output: cannot write into file: it is no folder" in capsys.readouterr().err
+    assert "--output: cannot write into file: it is not a folder" in capsys.readouterr().err
 
 
 SCRIPTS = sorted([*(ROOT / "benchmarks").glob("*.py"), *(ROOT / "examples").glob("*.py")])
@@ -191,19 +195,19 @@ WRITTEN = r"--(output|output-dir|build|page|table|cprofile)"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
-def test_scripts_ask_when_they_read_their_options(script: Path) -> None:
+def test_scripts_check_outputs_when_they_parse_options(script: Path) -> None:
     for option in re.findall(rf'add_argument\(\s*"{WRITTEN}",\s*type=(\w+)', script.read_text()):
         assert option[1] in ("output_file", "output_folder"), option
 
 
 @pytest.mark.parametrize("option", ["--output", "--build"])
-def test_a_benchmark_asks(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_training_parity_checks_its_output(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         training_parity.parse_arguments([option, "file"])
     assert f"argument {option}: cannot write into file" in capsys.readouterr().err
 
 
-def test_every_benchmark_asks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_benchmark_checks_its_output(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         argument_parser("int8_linear", None).parse_args(["--output", "folder"])
     assert "argument --output: cannot write folder: it is a folder" in capsys.readouterr().err

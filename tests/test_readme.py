@@ -64,7 +64,7 @@ def test_make_targets_exist(command: str) -> None:
 
 
 def test_blocks_are_found() -> None:
-    """Guards the tests above against finding nothing to do."""
+    """Without blocks, the tests above would pass without testing anything."""
     readme = ROOT / "README.md"
     assert len(blocks(readme, "python")) >= 4
     assert {"make demo", "make test"} <= set(commands("make"))

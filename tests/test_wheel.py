@@ -1,4 +1,4 @@
-"""The wheel that users install: what is in it, and that it works where nothing else of this checkout is."""
+"""The wheel that users install: its contents, and that it works outside this checkout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from qframework import Plan, sensitivity, tune
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """Run a command away from this checkout and return what it printed."""
+    """Run a command outside this checkout and return its output."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
@@ -49,7 +49,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy of what belongs to it, so that no left-over of an earlier build gets in."""
+    """The wheel, built from a copy of its sources, so that it contains nothing of earlier builds."""
     source = tmp_path_factory.mktemp("source")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -114,5 +114,5 @@ def test_the_installed_wheel_has_the_command(empty_environment: Path) -> None:
     assert "quantize" in run(empty_environment / "bin" / "qframework", "--help", cwd=empty_environment)
 
 
-def test_the_installed_wheel_holds_what_the_command_needs_for_digits_and_no_demos(empty_environment: Path) -> None:
+def test_the_installed_wheel_has_the_digits_model_and_no_demos(empty_environment: Path) -> None:
     run(empty_environment / "bin" / "python", "-c", DIGITS, cwd=empty_environment)

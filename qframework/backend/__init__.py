@@ -15,10 +15,10 @@ __all__ = ["LayerReport", "Report", "explain", "fallbacks", "qframework_backend"
 
 
 def __getattr__(name: str) -> Any:
-    """``qframework_backend``, which ``torch.compile`` asks for when it is called.
+    """``qframework_backend``, which ``torch.compile`` looks up when it is called.
 
-    With it comes Inductor, as it does for PyTorch's own backend: the processes that compile its kernels take seconds to
-    start, and do so while Dynamo traces the first call instead of after it.
+    Imports Inductor at the same time, as PyTorch's own backend does: its compile processes take seconds to start, and
+    so they start while Dynamo traces the first call.
     """
     if name != "qframework_backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it offers {', '.join(__all__)}")

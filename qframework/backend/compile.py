@@ -1,4 +1,4 @@
-"""The backend: lower what is quantized to INT8 operators, hand the rest to Inductor."""
+"""The backend: lowers quantized layers to INT8 operators and compiles the rest with Inductor."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from qframework.graph.nodes import differentiates, layer_name, linear_call, oper
 logger = logging.getLogger(__name__)
 
 fallbacks = Fallbacks()
-"""How often a layer that was to be quantized was left in float, by reason. Each layer's reason is logged once."""
+"""How often a layer that should be quantized was left in float, by reason. Each layer's reason is logged once."""
 
 _warned: set[str] = set()
 _DERIVATIVES = "its graph computes derivatives (torch.func.grad or jvp, forward mode), and INT8 operators have none"
 _HIGHER_ORDER = "a higher-order operator holds it: torch.cond, a loop, activation checkpointing"
-# Inductor checks strides and alignment at every call, of every argument of every repeated block: host time, for what
-# Dynamo's guards hold of the inputs and tests of our operators.
+# Inductor checks strides and alignment of every argument of every repeated block at each call. Dynamo's guards already
+# check the inputs, and tests our operators.
 _WITHOUT_CHECKS = {"size_asserts": False, "alignment_asserts": False}
 
 
 def lower(gm: GraphModule, example_inputs: Sequence[Any], options: BackendOptions) -> list[LayerReport]:
-    """Lower a graph, in place; report on every layer."""
+    """Lower a graph in place; returns a report on every layer."""
     lowering = Lowering.of(gm, example_inputs, options)
     run_passes(lowering)
     return lowering.reports
 
 
 def run_passes(lowering: Lowering) -> None:
-    """Run the lowering passes, and put their reports on every layer in the order of the graph."""
+    """Run the lowering passes; ``lowering.reports`` gets one report for each layer, in graph order."""
     gm, options = lowering.gm, lowering.options
     check_hints(gm)
     inside = _inside_other_graphs(gm, options)
@@ -62,7 +62,7 @@ def run_passes(lowering: Lowering) -> None:
 
 
 def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
-    """Reports on a graph that no INT8 operator may go into."""
+    """Reports on a graph that must not contain INT8 operators."""
     reports = []
     for node in gm.graph.nodes:
         if linear_call(node) is not None:
@@ -76,7 +76,7 @@ def _left_whole(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
 
 
 def _inside_other_graphs(gm: GraphModule, options: BackendOptions) -> list[LayerReport]:
-    """Reports on linears in the graphs that a higher-order operator of this one calls, which no pass looks into."""
+    """Reports on linears in the subgraphs of higher-order operators, which no pass enters."""
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule) and module is not gm]
     nodes = [node for module in graphs for node in module.graph.nodes if linear_call(node) is not None]
     return [_float_layer(node, _HIGHER_ORDER, options) for node in nodes]
@@ -101,20 +101,20 @@ def qframework_backend(
         example_inputs: its inputs, parameters and buffers among them.
         mode: a mode of ``torch.compile``: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"``, ...
         options: ``{"linear": "int8_dynamic"}`` quantizes the linear layers of a float model without calibration. Each
-            call quantizes the weights as they are then; ``"freeze_weights": True`` does so when the model is
-            compiled, and ignores what is written to them later.
-            ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed, and ``"auto"``,
-            the default, does so unless PyTorch's own is faster, as on Hopper; the name of a variant does so
-            everywhere, with the gradients of exact attention; ``"off"`` leaves it alone. A mapping from layer names to
-            these, as ``calibrate_attention`` returns it, decides for each layer.
-            Every other key is an Inductor configuration.
+            call quantizes the current weights; with ``"freeze_weights": True`` they are quantized when the model is
+            compiled, and later writes to them have no effect.
+            ``{"attention": "sage"}`` quantizes float attention on CUDA where no gradient is needed. ``"auto"``, the
+            default, does so unless PyTorch's own attention is faster, as on Hopper. The name of a variant quantizes
+            everywhere, with the gradients of exact attention. ``"off"`` leaves attention in float. A mapping from layer
+            names to these, such as ``calibrate_attention`` returns, decides for each layer.
+            Every other key is an Inductor option.
 
     Returns:
-        The compiled function. A graph with INT8 linears is an inference graph, and its outputs carry no gradient.
+        The compiled function. A graph with INT8 linears is an inference graph: its outputs carry no gradient.
 
     Raises:
         UnsupportedError: an unknown mode or option.
-        QFrameworkError: a quantized layer that cannot be right, by name.
+        QFrameworkError: a quantized layer has an invalid scale or dtype; the message names the layer.
     """
     from qframework.compat.inductor import compile_graph, select_decomp_table
     from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
@@ -156,9 +156,9 @@ def _checked(compiled: Callable[..., Any], watched: Sequence[WatchedZeroPoints])
 
 
 def _below_autograd(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """An inference graph needs no autograd: without it every operator is dispatched in one step less of Python.
+    """Run an inference graph below autograd, which saves one dispatch step of every operator.
 
-    For graphs on the CPU, where its gain was measured.
+    For graphs on the CPU, where the gain was measured.
     """
 
     def run(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Report per layer what the backend lowered, to what, and why the rest stayed as it was."""
+"""``explain``: reports for each layer whether the backend lowers it, to which operator, and if not, why."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qframework.errors import QFrameworkError
 
 
 def explain(model: torch.nn.Module, inputs: Any) -> Report:
-    """Show what ``backend="qframework"`` does to each linear layer of a model.
+    """Report what ``backend="qframework"`` does to each linear layer and attention of a model.
 
     Args:
         model: a module compiled with ``backend="qframework"`` (its options apply), a converted or plain exported
@@ -26,11 +26,11 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
         inputs: the model's input, a tuple of inputs, or a dict of keyword inputs. One call traces the model with them.
 
     Returns:
-        A Report with one LayerReport per linear layer; ``print`` it for a table.
+        A Report with one LayerReport per linear layer and attention; ``print`` it for a table.
 
     Raises:
-        QFrameworkError: no model, or inputs that it does not take; a model compiled with another backend; an error
-            that the backend itself would raise.
+        QFrameworkError: ``model`` is not a module or was compiled with another backend, it does not accept ``inputs``,
+            or the backend itself raises an error.
     """
     if isinstance(model, type | torch.export.ExportedProgram) or not callable(model):
         check_module(model, "explain: model")
@@ -42,7 +42,7 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
     layers: list[LayerReport] = []
 
     def report_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Lower a copy: the original graph runs on, in float, so that later graphs see real inputs.
+        # Lowers a copy: the original graph runs in float, so that later graphs see real inputs.
         layers.extend(lower(copy.deepcopy(gm), example_inputs, options))
         return gm.forward
 
@@ -51,8 +51,8 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
             torch.compile(original, backend=report_only)(*args, **kwargs)
     except TypeError as error:
         raise QFrameworkError(
-            f"explain: the model cannot be called with inputs={inputs!r:.60}: {error}; accepted: its input, a tuple of "
-            "inputs, or a dict of keyword inputs"
+            f"explain: inputs must be the model's input, a tuple of inputs, or a dict of keyword inputs, got "
+            f"{inputs!r:.60}: {error}"
         ) from error
     return Report(layers)
 
@@ -68,4 +68,4 @@ def _options_of(compiled: Any) -> BackendOptions:
     arguments = backend_arguments(compiled, "qframework")
     if arguments is not None:
         return parse_options(**arguments)
-    raise QFrameworkError("explain: the model was compiled with another backend; accepted: backend='qframework'")
+    raise QFrameworkError("explain: model must be compiled with backend='qframework', got another backend")

@@ -1,4 +1,4 @@
-"""Quantize the linear layers of a float model while it is compiled: ``options={"linear": "int8_dynamic"}``.
+"""Quantizes the linear layers of a float model when it is compiled: ``options={"linear": "int8_dynamic"}``.
 
 From::
 
@@ -10,9 +10,9 @@ To::
     x -> qframework::dynamic_quantize (per token) ───┐
     w -> qframework::dynamic_quantize (per channel) ─┴> qframework::int8_linear -> ...
 
-Each call of the compiled model reads the float weight, as any compiled model does, so that no write to it is missed:
-an optimizer's, one through ``.data``, a new parameter's, or one inside ``forward``. With ``"freeze_weights": True``
-each weight is quantized when the model is compiled, and writes to it have no effect until it is compiled again.
+Each call of the compiled model reads the float weight, so that it sees every write: by an optimizer, through ``.data``,
+inside ``forward``, or as a new parameter. With ``"freeze_weights": True`` each weight is quantized when the model is
+compiled, and writes to it have no effect until the model is compiled again.
 """
 
 from __future__ import annotations
@@ -28,14 +28,7 @@ from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import guard_identity, record_value
-from qframework.graph.nodes import (
-    Constants,
-    LinearCall,
-    fake_value,
-    layer_name,
-    linear_call,
-    why_not_plain,
-)
+from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, why_not_plain
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES
 
@@ -43,7 +36,7 @@ _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 
 
 def lower_float_linear(lowering: Lowering) -> None:
-    """Replace every linear layer whose weight is a float parameter; report anew on every linear layer left in float."""
+    """Replace every linear layer whose weight is a float parameter, and report anew on those left in float."""
     if lowering.options.linear != "int8_dynamic":
         return
     gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
@@ -71,9 +64,9 @@ def lower_float_linear(lowering: Lowering) -> None:
 
 def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:
     if weight is None:
-        return "its weight is computed in the graph or passed in, not a parameter of a module"
+        return "its weight must be a parameter of a module, got one that is computed in the graph or passed in"
     if weight.ndim != 2:
-        return f"its weight has shape {tuple(weight.shape)}; accepted: (output features, input features)"
+        return f"its weight must have shape (output features, input features), got {tuple(weight.shape)}"
     for role, operand in (("weight", call.weight), ("input", call.input), ("output", node)):
         if reason := _not_computable(fake_value(operand)):
             return f"its {role} {reason}"
@@ -81,12 +74,12 @@ def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str 
 
 
 def _not_computable(fake: Tensor | None) -> str | None:
-    """Why the operators do not compute with a tensor; None where they do, or where nothing is known of it."""
+    """Why the operators do not support a tensor; None if they do, or if it is unknown."""
     if (reason := why_not_plain(fake)) is not None or fake is None:
         return reason
     if fake.dtype not in FLOAT_DTYPES:
-        return f"has dtype {fake.dtype}; accepted: float32, float16, bfloat16"
-    return "is a scalar; accepted: one dimension or more" if fake.ndim == 0 else None
+        return f"must be float32, float16 or bfloat16, got {fake.dtype}"
+    return "must have at least one dimension, got a scalar" if fake.ndim == 0 else None
 
 
 class _SharedQuantize:
@@ -97,7 +90,7 @@ class _SharedQuantize:
         self._shared: dict[Node, Quantized] = {}
 
     def before(self, linear: Node, x: Node) -> Quantized:
-        """``x`` as it is when ``linear`` reads it, one scale for each row."""
+        """``x`` as ``linear`` reads it, quantized with one scale for each row."""
         known = self._shared.get(x)
         if known is None or written_between(known.value, linear, [x]) is not None:
             known = self._shared[x] = self._insert(linear, x)
@@ -116,7 +109,7 @@ class _SharedQuantize:
 
 
 def _flat_scale(gm: GraphModule, weight: Quantized, linear: Node) -> Quantized:
-    """A weight's scales as the operator takes them: ``(N, 1)`` to ``(N,)``."""
+    """Reshape a weight's scales for the operator: ``(N, 1)`` to ``(N,)``."""
     with gm.graph.inserting_before(linear):
         flat = gm.graph.call_function(torch.ops.aten.squeeze.dim, (weight.scale, -1))
     assert isinstance(weight.scale, Node)
@@ -126,10 +119,10 @@ def _flat_scale(gm: GraphModule, weight: Quantized, linear: Node) -> Quantized:
 
 
 class _FrozenWeights:
-    """Weights quantized while the model is compiled, as buffers of the graph; one that layers share, once.
+    """Weights quantized when the model is compiled, as buffers of the graph; shared weights are quantized once.
 
-    Dynamo runs the same code for another model of the same class, with its parameters as inputs. So it is told to
-    compile anew for any other parameter.
+    Dynamo would run the same code for another model of the same class, with its parameters as inputs. So a guard makes
+    it recompile for any other parameter.
     """
 
     def __init__(self, gm: GraphModule, constants: Constants, scales: ScaleConstants) -> None:
@@ -137,7 +130,7 @@ class _FrozenWeights:
         self._frozen: dict[Node, Quantized] = {}
 
     def quantized(self, weight: Node) -> Quantized | None:
-        """The buffers of a weight; None for one that the graph itself writes, which cannot be frozen."""
+        """The buffers of a weight; None if the graph itself writes it, so that it cannot be frozen."""
         if weight not in self._frozen:
             first, last = next(iter(self._gm.graph.nodes)), self._gm.graph.output_node()
             value = self._constants.value(weight)

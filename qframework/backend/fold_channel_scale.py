@@ -1,4 +1,4 @@
-"""Take a product with a constant for each channel into the quantization behind it.
+"""Folds the product with a constant for each channel into the quantization after it.
 
 From::
 
@@ -8,12 +8,11 @@ To::
 
     linear -> [activation] -> [+ residual] -> qframework::quantize (S / c, one scale for each channel)
 
-which lower_linear then takes into the linear's epilogue: ``round(y * c / S)`` in both. The quantizer writes such
-products where it moves scales of channels into weights (qframework/quantizer/channel_scales.py). S is a number of the
-graph. The constants are a buffer, which each call reads unless weights are frozen: positive ones when the model is
-compiled; zero or negative ones written later give what the product would give. INT8 holds no NaN: a constant of
-NaN is undefined, with the product as without. Elsewhere the product stays, for Inductor to fuse with what comes
-before it.
+which lower_linear then moves into the linear's epilogue: both compute ``round(y * c / S)``. The quantizer writes such
+products when it moves scales of channels into weights (qframework/quantizer/channel_scales.py). S is a number in the
+graph. The constants are a buffer, which each call reads unless weights are frozen. They must be positive when the model
+is compiled; zero or negative ones written later give the product's result. The result for NaN is undefined, as it is
+for the product: INT8 has no NaN. Other products stay, and Inductor fuses them.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _ours = torch.ops.qframework
 
 
 def fold_channel_scale(lowering: Lowering) -> None:
-    """Fold every such product behind a linear that is quantized itself."""
+    """Fold every such product after a quantized linear."""
     gm, constants, freeze_weights = lowering.gm, lowering.constants, lowering.options.freeze_weights
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
@@ -47,7 +46,7 @@ def fold_channel_scale(lowering: Lowering) -> None:
 
 
 def _channel_factor(node: Node, value: Node, constants: Constants) -> Node | None:
-    """The positive constant ``(N,)`` that ``node`` multiplies the channels of ``value`` with, None for another node."""
+    """The positive constant ``(N,)`` that ``node`` multiplies the channels of ``value`` by; None for any other node."""
     if operation(node) != "mul":
         return None
     x, factor = argument(node, 0, "input", "self"), argument(node, 1, "other")
@@ -64,7 +63,7 @@ def _channel_factor(node: Node, value: Node, constants: Constants) -> Node | Non
 def _fold(
     gm: GraphModule, product: Node, end: Node, factor: Node, frozen: Tensor | None, scales: ScaleConstants
 ) -> None:
-    """Quantize ``end`` instead of ``product``, if all that reads the product quantizes it, with one scale."""
+    """Quantize ``end`` instead of ``product``, if all readers of the product quantize it with one scale."""
     found = [static_quantize_scale(user, product) for user in product.users]
     if not found or not isinstance(found[0], float) or any(scale != found[0] for scale in found):
         return

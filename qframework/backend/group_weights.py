@@ -1,4 +1,4 @@
-"""Quantize a float model's weights together at the beginning of each call, not one by one between its layers.
+"""Quantizes all weights of a float model together at the start of each call instead of one by one.
 
 From, on a GPU::
 
@@ -8,8 +8,8 @@ To::
 
     [w_0, w_1, ...] -> qframework::quantize_weights -> views -> int8_linear -> ... -> int8_linear -> ...
 
-A weight that the graph itself writes stays where it is read, and so do the weights of a model so large that keeping
-all of their INT8 values through a call would cost more memory than the launches cost time.
+Weights that the graph itself writes are quantized where they are read. So are those of large models, for which keeping
+all INT8 values during a call would need too much memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qframework.graph.nodes import Constants, argument, fake_value
 from qframework.graph.writes import written_between
 from qframework.kernels.linear.quantize_weights import MOST, places
 
-_MOST_BYTES = 2**30  # of INT8 values kept through a call
+_MOST_BYTES = 2**30  # of INT8 values kept during a call
 _dynamic_quantize = torch.ops.qframework.dynamic_quantize.default
 _quantize_weights = torch.ops.qframework.quantize_weights.default
 aten = torch.ops.aten
@@ -49,7 +49,7 @@ def group_weights(lowering: Lowering) -> None:
 
 
 def reads_grouped_weight(node: Node) -> bool:
-    """Whether the node is a weight, or its scales, out of a group's quantization: contiguous, computed at the start."""
+    """Whether the node is a weight of a group, or its scales: contiguous and computed at the start."""
     while node.target in (aten.slice.Tensor, aten.view.default):
         node = node.all_input_nodes[0]
     return bool(node.all_input_nodes) and node.all_input_nodes[0].target is _quantize_weights
@@ -72,12 +72,12 @@ def _fake(node: Node) -> Tensor:
 
 
 def _quantize_together(gm: GraphModule, nodes: list[Node], before: Node) -> None:
-    """Let views of one operator's results take the place of every ``dynamic_quantize``."""
+    """Replace every ``dynamic_quantize`` by views of one operator's results."""
 
     def add(target: Any, *args: Any) -> Node:
         node = gm.graph.call_function(target, args)
         operands = torch.fx.node.map_arg(args, recorded_value)
-        record_value(node, target(*operands))  # fake tensors, as tracing recorded
+        record_value(node, target(*operands))  # on fake tensors
         return node
 
     fakes = [_fake(node) for node in nodes]

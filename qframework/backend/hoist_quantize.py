@@ -1,4 +1,4 @@
-"""Move quantization up through views, so that a linear layer writes the int8 that attention reads.
+"""Moves quantization before views, so that a linear layer writes the int8 that attention reads.
 
 From::
 
@@ -10,8 +10,8 @@ To::
 
     linear -> qframework::quantize (one scale for each channel) -> reshape -> permute -> unbind -> ...
 
-which lower_linear then takes into the linear's epilogue. It moves only where every reader of the linear is quantized:
-what a normalization or rotary embedding reads in between has to stay in float.
+which lower_linear then moves into the linear's epilogue. This requires that all readers of the linear quantize it: a
+normalization or rotary embedding in between needs float values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ours = torch.ops.qframework
 
 
 def hoist_quantize(lowering: Lowering) -> None:
-    """Move the quantization of every quantized linear's output up to the linear, where views are between."""
+    """Move the quantization of every quantized linear's output to the linear, across the views in between."""
     gm, constants, scales = lowering.gm, lowering.constants, lowering.scales
     for node in list(gm.graph.nodes):
         if linear_call(node) is None or not is_quantized_linear(node, constants):
@@ -56,7 +56,7 @@ def hoist_quantize(lowering: Lowering) -> None:
 
 
 def is_quantized_linear(linear: Node, constants: Constants) -> bool:
-    """Whether both the input and the weight of a linear are dequantized, in a form that ``int8_linear`` takes."""
+    """Whether the input and the weight of a linear are dequantized in a form that ``int8_linear`` supports."""
     call, name = linear_call(linear), layer_name(linear)
     assert call is not None
     try:
@@ -66,31 +66,31 @@ def is_quantized_linear(linear: Node, constants: Constants) -> bool:
 
 
 def is_static_quantize(node: Node, value: Node) -> bool:
-    """Whether ``node`` quantizes ``value`` with one static scale, or with one for each head ``(..., H, N, D)``."""
+    """Whether ``node`` quantizes ``value`` with one static scale, or one for each head of ``(..., H, N, D)``."""
     return isinstance(static_quantize_scale(node, value), float) or per_head_scale(node, value) is not None
 
 
 def per_head_scale(node: Node, value: Node) -> Node | None:
-    """The scales ``(H,)`` of a quantize node of ``value`` along its heads, None for any other node."""
+    """The scales ``(H,)`` of a quantize node of ``value`` along its heads; None for any other node."""
     if node.target is not _decomposed.quantize_per_channel.default or node.args[0] is not value:
         return None
     scale: Any
     _, scale, _, axis, quant_min, quant_max, dtype = node.args
     fake = fake_value(value)
-    symmetric = (quant_min, quant_max, dtype) == (-QMAX, QMAX, torch.int8)  # a range that only symmetric ones have
+    symmetric = (quant_min, quant_max, dtype) == (-QMAX, QMAX, torch.int8)  # only symmetric quantization has this range
     return scale if symmetric and fake is not None and axis == fake.ndim - 3 else None
 
 
 @dataclass
 class _ChannelScales:
-    """Which scale each output channel of a linear is quantized with."""
+    """The scale with which each output channel of a linear is quantized."""
 
-    index: Tensor  # (N,) int64, into all elements of `sources`; -1: not known yet
+    index: Tensor  # (N,) int64, into all elements of `sources`; -1: unknown
     sources: dict[float | Node, int] = field(default_factory=dict)  # numbers and nodes (H,), with their first element
     elements: int = 0
 
     def take(self, leaf: Leaf) -> bool:
-        """Note the scales of a quantize node. False where a channel of it has another scale already."""
+        """Record the scales of a quantize node; False if one of its channels already has another scale."""
         scale, channels = _scale_and_channels(leaf)
         if scale is None or channels is None:
             return False
@@ -103,8 +103,8 @@ class _ChannelScales:
         return bool(((known < 0) | (known == wanted)).all())
 
     def node(self, gm: GraphModule, end: Node, device: torch.device, scales: ScaleConstants) -> Node:
-        """A node of ``(N,)`` scales: a buffer where all are numbers, else computed so that it follows its sources."""
-        index = self.index.clamp(min=0)  # channels that nothing reads may have any scale
+        """A node of ``(N,)`` scales: a buffer if all are numbers, else computed from its sources at each call."""
+        index = self.index.clamp(min=0)  # any scale for channels without readers
         if not any(isinstance(source, Node) for source in self.sources):
             return scales.buffer(torch.tensor(list(self.sources))[index].to(device))
         position = scales.buffer(index.to(device))
@@ -122,12 +122,12 @@ def _scale_and_channels(leaf: Leaf) -> tuple[float | Node | None, Tensor | None]
         return scale, leaf.view.channels()
     heads = len(leaf.view.dims) - 3
     if leaf.view.dims[heads].stride is None and leaf.view.dims[heads].size != 1:
-        return None, None  # a scale for each of something that is no channel
+        return None, None  # scales along a dimension without channels
     return per_head_scale(leaf.node, value), leaf.view.channels(heads)
 
 
 def _reread(gm: GraphModule, node: Node) -> Node:
-    """``node``, or an attribute once more: it may first be read further down."""
+    """``node``, or another read of its attribute, which may first be read further down."""
     if node.op != "get_attr":
         return node
     again = gm.graph.get_attr(str(node.target))
@@ -136,7 +136,7 @@ def _reread(gm: GraphModule, node: Node) -> Node:
 
 
 def drop_requantization(gm: GraphModule) -> None:
-    """Leave a value in int8 where everything that dequantizes it quantizes it again, behind views, with its scale."""
+    """Keep a value in int8 if it is dequantized only to be quantized again, after views, with the same scale."""
     for node in list(gm.graph.nodes):
         fake = fake_value(node)
         if node.target is not _decomposed.dequantize_per_tensor.default or fake is None:
@@ -163,14 +163,14 @@ def _quantize_here(gm: GraphModule, end: Node, scale: Node) -> None:
 
 
 def erase_quantize(gm: GraphModule, leaves: list[Leaf]) -> None:
-    """Take quantize nodes out of the graph: what they read is int8 by now."""
+    """Erase quantize nodes, whose inputs are int8 by now."""
     for leaf in leaves:
         leaf.node.replace_all_uses_with(leaf.node.all_input_nodes[0])
         gm.graph.erase_node(leaf.node)
 
 
 def mark_int8(nodes: list[Node]) -> None:
-    """Record that nodes which carried float values carry int8."""
+    """Record that float nodes are now int8."""
     for node in nodes:
         for key in VALUE_KEYS:
             if isinstance(node.meta.get(key), Tensor):

@@ -8,7 +8,7 @@ To, on a GPU::
 
     int8_linear, or a parameter -> dynamic_quantize.alone    a row of up to 8,192 values is read once
 
-Nothing computes what is quantized but an opaque operator, so there is nothing to fuse with.
+The input of the quantization comes from an opaque operator or from memory, so there is nothing to fuse with.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ours = torch.ops.qframework
 
 
 def keep_dynamic_quantize(lowering: Lowering) -> None:
-    """Mark every such ``dynamic_quantize``."""
+    """Replace every such ``dynamic_quantize`` by its ``alone`` overload, which is not decomposed."""
     for node in lowering.gm.graph.nodes:
         if node.target is _ours.dynamic_quantize.default and _is_per_token(node) and _not_fused(node.args[0]):
             node.target = _ours.dynamic_quantize.alone
@@ -34,7 +34,7 @@ def _is_per_token(node: Node) -> bool:
 
 
 def _not_fused(x: object) -> bool:
-    """Whether no code of Inductor's computes ``x``: an input of the graph, a parameter, a result of ``int8_linear``."""
+    """Whether ``x`` is not computed by Inductor: an input of the graph, a parameter, a result of ``int8_linear``."""
     if not isinstance(x, Node) or not (x.op in ("placeholder", "get_attr") or x.target is _ours.int8_linear.default):
         return False
     fake = fake_value(x)

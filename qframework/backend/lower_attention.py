@@ -1,15 +1,15 @@
-"""Lower float attention to quantized attention.
+"""Lowers float attention to quantized attention.
 
 From::
 
-    q, k, v, [mask] -> scaled_dot_product_attention -> ...        or the same spelled out (attention_patterns.py)
+    q, k, v, [mask] -> scaled_dot_product_attention -> ...        or products around a softmax
 
 To::
 
     q, k, v, [mask, rel_h, rel_w] -> qframework::sage_attention -> getitem 0 -> ...
 
-A mask that is the sum of decomposed relative positions (relative_position.py) is replaced by its two factors, so that
-no tensor of N x N entries is left in the graph.
+Both forms are found by attention_patterns.py. A mask that is the sum of decomposed relative positions
+(relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph.
 """
 
 from __future__ import annotations
@@ -25,37 +25,33 @@ from qframework.backend.lowering import Lowering
 from qframework.backend.report import LayerReport
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
-from qframework.graph.attention_patterns import (
-    AttentionCall,
-    Refused,
-    sdpa_call,
-    spelled_out_call,
-)
+from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
 _SAGE = torch.ops.qframework.sage_attention.default
-_BY_DEVICE = ("auto", "sage")  # the options under which the operator picks its variant
+_BY_DEVICE = ("auto", "sage")  # the options with which the operator chooses its variant
 NEEDS_GRADIENTS = {
-    option: f"its gradients are needed, which {option!r} leaves exact; use torch.no_grad(), or name a variant"
+    option: f"its gradients are needed, which {option!r} keeps exact. Use torch.no_grad(), or name a variant"
     for option in _BY_DEVICE
 }
-FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip; 'sage' or the name of a variant quantizes it"
+FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
 
-# nn.TransformerEncoderLayer in inference is one node, whose attention is inside.
+# nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
-_FUSED = "PyTorch's fused layer holds it; torch.backends.mha.set_fastpath_enabled(False) takes it apart"
+_FUSED = "PyTorch's fused layer contains it. torch.backends.mha.set_fastpath_enabled(False) separates it"
 
 
 def lower_attention(lowering: Lowering) -> None:
-    """Replace every attention the operator computes; report on every attention.
+    """Replace every attention that the operator supports; report on every attention.
 
-    The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (there, unless PyTorch's is faster), the
-    name of a variant (everywhere) or ``"off"``; or one of these for each layer, ``"off"`` for those that it does not
-    name and ``"auto"`` as ``"sage"``. The second attention of a layer ``name`` is ``name#1``, or else as the first.
+    The option is ``"sage"`` (on CUDA, where no gradient is needed), ``"auto"`` (as ``"sage"``, unless PyTorch's is
+    faster), the name of a variant (everywhere) or ``"off"``. A mapping gives one of these for each layer: ``"auto"``
+    then means ``"sage"``, and layers that it does not name stay off. The second attention of a layer ``name`` is
+    ``name#1``; without such an entry it is treated like the first.
     """
     gm, option = lowering.gm, lowering.options.attention
     name_shapes(gm)
@@ -65,15 +61,8 @@ def lower_attention(lowering: Lowering) -> None:
         if is_erased(node) or node.op not in ("call_function", "call_method"):
             continue
         if node.target is _SAGE:
-            reports.append(
-                LayerReport(
-                    layer_name(node),
-                    True,
-                    _describe(argument(node, 7, "variant", default="auto"), _fake_of(argument(node, 0, "query"))),
-                    "",
-                    kind="attention",
-                )
-            )
+            done = _describe(argument(node, 7, "variant", default="auto"), _fake_of(argument(node, 0, "query")))
+            reports.append(LayerReport(layer_name(node), True, done, "", kind="attention"))
         elif operation(node) in _FUSED_BY_PYTORCH:
             name = layer_name(node)
             wanted = _is_wanted(node, _option_of(option, name, seen[name]))
@@ -85,7 +74,7 @@ def lower_attention(lowering: Lowering) -> None:
 
 
 def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) -> list[LayerReport]:
-    """Attention that could not be static is looked at once more: what was done in the end counts."""
+    """Merge the reports of static attention, where what it refused was tried again, with the rest."""
     lowered = {report.name for report in rest if report.lowered}
     kept = [report for report in static if report.lowered or report.name not in lowered]
     names = {report.name for report in kept if not report.lowered}
@@ -93,7 +82,7 @@ def _one_for_each(static: Sequence[LayerReport], rest: Sequence[LayerReport]) ->
 
 
 def _describe(variant: str, query: Tensor) -> str:
-    """The operator, and what bfloat16 products run in where a variant's FP16 accumulator is not used."""
+    """The operator and its variant, with the arithmetic of P V if bfloat16 replaces FP16 accumulation."""
     other = ""
     if variant != "auto" and resolve(variant).accumulator == "fp16" and resolve(variant).pv == "fp16":
         stays = values_dtype(resolve(variant), query.dtype, capability_of(query.device)) == torch.bfloat16
@@ -106,11 +95,11 @@ def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
     if isinstance(option, str):
         return option
     found = option.get(f"{name}#{index}" if index else name) or option.get(name, "off")
-    return "sage" if found == "auto" else found  # the choice of this layer has been made
+    return "sage" if found == "auto" else found  # whoever made the mapping has chosen this layer
 
 
 def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], seen: Counter[str]) -> LayerReport | None:
-    """Lower the attention that ``node`` is, or is the softmax of; None where it is neither."""
+    """Lower the attention that ``node`` is, or whose softmax it is; None if it is neither."""
     spelled_out = operation(node) == "softmax"
     kind = "matmul, softmax, matmul" if spelled_out else "scaled_dot_product_attention"
     name = layer_name(argument(node, 0, "input", "self")) if spelled_out else layer_name(node)
@@ -129,7 +118,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
 
 
 def _is_wanted(node: Node, option: str) -> bool:
-    """Whether the attention of a node was to be quantized."""
+    """Whether the attention of a node should be quantized."""
     fake = _fake_of(node)
     if option == "auto" and fake.dtype.itemsize == 2 and _pytorch_keeps_up(fake.device):
         return False
@@ -142,7 +131,7 @@ def _fake_of(node: Node) -> Tensor:
 
 
 def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
-    """Why attention that could be lowered is to stay as it is; no fallback, nobody asked for more."""
+    """Why attention that could be lowered stays in float by choice, which is not a fallback."""
     if option == "off":
         return "attention is switched off"
     if option not in _BY_DEVICE:
@@ -153,10 +142,10 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 
 
 def _pytorch_is_faster(call: AttentionCall) -> bool:
-    """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper no accurate variant beat.
+    """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper is faster than all accurate variants.
 
-    Measured in float16 from 197 to 16,384 tokens (docs/performance.md): from 4,096 on cuDNN's only, flash attention
-    up to there. Without 4 dimensions, with another width of V or a mask, and in FP32, PyTorch takes slower kernels.
+    Measured in float16 from 197 to 16,384 tokens (docs/performance.md): flash attention below 4,096 tokens, only cuDNN
+    from there on. Without 4 dimensions, with another width of V, with a mask and in FP32, PyTorch's kernels are slower.
     """
     query, value = _fake_of(call.query), _fake_of(call.value)
     if operation(call.end) != "scaled_dot_product_attention" or call.summands or query.ndim != 4:
@@ -168,12 +157,12 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
 
 
 def _pytorch_keeps_up(device: torch.device) -> bool:
-    """On Hopper: its tensor cores multiply INT8 twice as fast as 16 bit, which PyTorch's attention makes up for."""
+    """Whether the chip is Hopper, where PyTorch's attention makes up for INT8's twice as fast tensor cores."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
-    """Quantized attention is recomputed for its gradient, and its forward pass is not what the gradient belongs to."""
+    """Why the device, or gradients, which are those of exact attention, rule out ``option``; None if nothing does."""
     if (reason := _why_not(option, operands[0].device)) is not None:
         return reason
     needed = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
@@ -182,7 +171,7 @@ def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:
 
 def _why_not(option: str, device: torch.device) -> str | None:
     if device.type != "cuda":
-        return f"{option!r} quantizes attention on CUDA, this is {device.type}; name a variant to have it here"
+        return f"{option!r} quantizes attention on CUDA, this is {device.type}. Name a variant to quantize it here"
     return why_unsupported(device)
 
 

@@ -1,4 +1,4 @@
-"""Lower the linear layers of a converted PT2E graph.
+"""Lowers the linear layers of a converted PT2E graph.
 
 From::
 
@@ -9,8 +9,8 @@ To::
 
     x_int8, w_int8, bias, [residual] ─> qframework::int8_linear -> ...
 
-What stands in brackets is taken into the operator's epilogue where nothing else reads the value in between. When the
-epilogue ends in a quantize the operator writes int8, and the next layer reads it as it is.
+The operator's epilogue takes in the steps in brackets if nothing else reads the values in between. If the epilogue ends
+in a quantize, the operator writes int8, which the next layer reads.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from qframework.graph.writes import written_between
 
 
 def lower_linear(lowering: Lowering) -> None:
-    """Replace every linear layer that stands between dequantize nodes; report on every linear layer."""
+    """Replace every linear layer whose operands are dequantized; report on every linear layer."""
     reports = lowering.reports
     for node in list(lowering.gm.graph.nodes):
         call = linear_call(node)
@@ -55,14 +55,14 @@ def lower_linear(lowering: Lowering) -> None:
 
 def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
     if a is None and b is None:
-        return "not quantized: neither its input nor its weight carries a quantize/dequantize pair"
+        return "not quantized: neither its input nor its weight has a quantize/dequantize pair"
     if a is None:
-        return "its input is not quantized, only its weight is, as where calibration saw nothing but zeros in the input"
-    return "its weight is not quantized, only its input is"
+        return "only its weight is quantized, not its input. Perhaps calibration saw only zeros in the input"
+    return "only its input is quantized, not its weight"
 
 
 def _require_unchanged(linear: Node, call: LinearCall) -> None:
-    """Refuse a linear one of whose operands is written between its dequantization and the product."""
+    """Refuse a linear if one of its operands is written between its dequantization and the product."""
     for operand in (call.input, call.weight):
         if "dequantize" in str(operand.target):
             writer = written_between(operand.next, linear, [operand, *operand.all_input_nodes])

@@ -1,4 +1,4 @@
-"""Lower what PT2E left around float operators: static quantize and dequantize nodes.
+"""Lowers the static quantize and dequantize nodes that are left around float operators.
 
 From::
 
@@ -8,9 +8,8 @@ To::
 
     x -> qframework::quantize                             x_int8 -> qframework::dequantize
 
-so that one definition rounds everywhere. The compile backend decomposes both for Inductor, which fuses them into the
-LayerNorm, softmax or GELU beside them; Inductor's own form of ``quantize_per_tensor`` takes float32 alone on some
-versions.
+so that rounding is the same everywhere. Inductor gets decompositions of both and fuses them into the neighbouring
+LayerNorm, softmax or GELU; in some versions, its own form of ``quantize_per_tensor`` supports only float32.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _ours = torch.ops.qframework
 
 
 def lower_quantize(lowering: Lowering) -> None:
-    """Replace every static symmetric INT8 quantize and dequantize of one scale."""
+    """Replace every static symmetric INT8 quantize and dequantize with a single scale."""
     gm, scales = lowering.gm, lowering.scales
     for node in list(gm.graph.nodes):
         if node.target is _decomposed.quantize_per_tensor.default:

@@ -1,4 +1,4 @@
-"""Lower static INT8 attention of a converted PT2E graph (QAttn).
+"""Lowers static INT8 attention of a converted PT2E graph (QAttn).
 
 From::
 
@@ -12,8 +12,8 @@ To::
     k -> quantize ─┼> qframework::mixed_attention (int8) -> transpose -> reshape -> ...
     v -> quantize ─┘
 
-A quantize that every reader of the output has behind views becomes the operator's ``out_scale``, so that the next
-linear reads int8. hoist_quantize then moves those of q, k and v into the epilogue of the linear they come from.
+If all readers of the output quantize it, behind views, with one scale, that becomes the operator's ``out_scale``, and
+the next linear reads int8. hoist_quantize then moves the quantization of q, k and v into the epilogue of their linear.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ROLES = ("query", "key", "value")
 
 
 def lower_static_attention(lowering: Lowering) -> None:
-    """Replace every attention of which query, key and value are dequantized; report on those."""
+    """Replace every attention whose query, key and value are dequantized; report on those."""
     gm, constants, scales, reports = lowering.gm, lowering.constants, lowering.scales, lowering.reports
     for node in list(gm.graph.nodes):
         if operation(node) != "scaled_dot_product_attention":
@@ -64,27 +64,25 @@ class _Operands(NamedTuple):
 
 
 def _operands(node: Node, constants: Constants, name: str) -> _Operands | None:
-    """What attention reads; None where nothing of it is quantized."""
+    """The operands of attention; None if none of them is quantized."""
     nodes = {role: argument(node, i, role) for i, role in enumerate(_ROLES)}
     found = {role: _dequantized(operand, constants, name, role) for role, operand in nodes.items()}
     missing = [role for role, operand in found.items() if operand is None]
     if len(missing) == len(_ROLES):
         return None
     if missing:
-        raise CannotLower(f"its {' and '.join(missing)} is not quantized; accepted: query, key and value together")
+        raise CannotLower(f"its query, key and value must be quantized together; not quantized: {', '.join(missing)}")
     if (dropout_p := argument(node, 4, "dropout_p", default=0.0)) != 0:
-        raise CannotLower(f"dropout_p={dropout_p}; accepted: 0")
+        raise CannotLower(f"its dropout_p must be 0, got {dropout_p}")
     return _Operands(**found)  # type: ignore[arg-type]
 
 
 def _dequantized(node: Any, constants: Constants, name: str, role: str) -> Quantized | None:
-    """As ``dequantized``; scales may also belong to heads ``(..., H, N, D)``."""
+    """``dequantized``, also with one scale for each head of ``(..., H, N, D)``."""
     if not isinstance(node, Node) or node.op != "call_function":
         return None
     if node.target is _ours.dequantize.default:
-        raise CannotLower(
-            f"its {role} is quantized per token or with a scale from the data; accepted: one static scale"
-        )
+        raise CannotLower(f"its {role} must have one static scale, got one per token or from the data")
     return dequantized(node, constants, name, role=role, axis=_heads_axis(node))
 
 
@@ -94,7 +92,7 @@ def _heads_axis(node: Node) -> int | None:
 
 
 def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConstants) -> str:
-    """Put ``mixed_attention`` in the place of ``node``; returns what was done."""
+    """Replace ``node`` by ``mixed_attention``; returns the operator's name for the report."""
     fake = fake_value(node)
     assert fake is not None
     mask, rel_h, rel_w = _bias(gm, node)
@@ -126,7 +124,7 @@ def _lower(gm: GraphModule, node: Node, operands: _Operands, scales: ScaleConsta
 
 
 def _bias(gm: GraphModule, node: Node) -> tuple[Node | None, Node | None, Node | None]:
-    """Mask, relative heights and widths: a mask that is a sum of relative positions goes in as its two factors."""
+    """Mask, relative heights and widths: a mask that is a sum of relative positions becomes its two factors."""
     call, mask = sdpa_call(node), argument(node, 3, "attn_mask")
     if call is None or mask is None:
         return mask, None, None
@@ -145,7 +143,7 @@ def _scale_node(gm: GraphModule, operand: Quantized, device: torch.device, scale
 
 
 def _output_scale(gm: GraphModule, node: Node) -> float | None:
-    """The one scale that every reader of the output quantizes it with behind views; those quantize nodes go."""
+    """The scale with which all readers quantize the output behind views; erases those quantize nodes."""
     fake = fake_value(node)
     assert fake is not None
     found = quantized_everywhere(node, ChannelView.without_channels(fake.shape), is_static_quantize)
@@ -162,7 +160,7 @@ def _output_scale(gm: GraphModule, node: Node) -> float | None:
 
 
 def _allow_any_strides(node: Node) -> None:
-    """``view`` to ``reshape`` behind attention: the operator's memory order is (..., N, H, D), SDPA's may differ."""
+    """Turn ``view`` after attention into ``reshape``: the memory order, (..., N, H, D), may differ from SDPA's."""
     for user in node.users:
         if operation(user) == "transpose" or operation(user) == "permute":
             _allow_any_strides(user)

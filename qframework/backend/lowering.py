@@ -1,7 +1,8 @@
-"""A captured graph on its way through the passes, and what every pass needs beside it."""
+"""A captured graph that passes through the lowering, and what every pass needs."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,13 +17,13 @@ from qframework.graph.nodes import Constants
 
 
 class ScaleConstants:
-    """Scales that the graph holds as numbers, turned into one-element buffers on the layer's device."""
+    """Turns scales that are numbers in the graph into one-element buffers on the layer's device."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
         self._first = next(iter(gm.graph.nodes))
         self._nodes: dict[tuple[float, torch.device], Node] = {}
-        self._count = 0
+        self._numbers = itertools.count()
 
     def node(self, scale: float | Node, device: torch.device) -> Node:
         """The node that holds ``scale``."""
@@ -34,24 +35,19 @@ class ScaleConstants:
         return self._nodes[key]
 
     def buffer(self, value: torch.Tensor) -> Node:
-        """A node that reads a new buffer."""
-        self._count += 1
-        return attach_buffer(self._gm, f"_qframework_scale_{self._count - 1}", value, self._first)
-
-
-def attach_buffer(gm: GraphModule, name: str, value: torch.Tensor, before: Node) -> Node:
-    """Register a buffer on the graph module and return a node that reads it."""
-    gm.register_buffer(name, value)
-    add_source(gm, name)
-    with gm.graph.inserting_before(before):
-        node = gm.graph.get_attr(name)
-    record_value(node, value)
-    node.meta["val"] = value
-    return node
+        """A node that reads ``value`` from a new buffer."""
+        gm, name = self._gm, f"_qframework_scale_{next(self._numbers)}"
+        gm.register_buffer(name, value)
+        add_source(gm, name)
+        with gm.graph.inserting_before(self._first):
+            node = gm.graph.get_attr(name)
+        record_value(node, value)
+        node.meta["val"] = value
+        return node
 
 
 def erase_unused(gm: GraphModule, node: Node) -> None:
-    """Erase a node without users, then whatever fed only it; placeholders and attributes stay."""
+    """Erase a node without users, then the nodes that only it read; placeholders and attributes stay."""
     if node.users or node.op != "call_function":
         return
     inputs = node.all_input_nodes
@@ -62,15 +58,15 @@ def erase_unused(gm: GraphModule, node: Node) -> None:
 
 @dataclass
 class Lowering:
-    """What a pass gets: it changes the graph in place and writes what became of each layer to ``reports``.
+    """The argument of a pass, which changes the graph in place and adds to ``reports`` what it did to each layer.
 
     Attributes:
         gm: the graph.
         options: of the backend.
         constants: the real tensors behind parameters and buffers.
         scales: buffers for scales, shared by all passes.
-        reports: on the layers that the passes so far looked at.
-        order: where each layer begins.
+        reports: on the layers that the passes so far have handled.
+        order: the position of each layer's first node.
     """
 
     gm: GraphModule
@@ -82,7 +78,7 @@ class Lowering:
 
     @classmethod
     def of(cls, gm: GraphModule, example_inputs: Sequence[Any] = (), options: BackendOptions | None = None) -> Lowering:
-        """A graph that no pass has seen."""
+        """The state before the first pass."""
         return cls(gm, options or BackendOptions(), Constants(gm, example_inputs), ScaleConstants(gm))
 
 

@@ -1,4 +1,4 @@
-"""``options=`` and ``mode=`` of ``torch.compile(..., backend="qframework")``: checked, then split from Inductor's."""
+"""Checks ``options=`` and ``mode=`` of ``torch.compile(..., backend="qframework")`` and splits off Inductor's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.variants import VARIANTS, resolve
 
-# Our options: the values each accepts, the default first.
+# Our options and their values, the default first.
 KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {
     "linear": ("off", "int8_dynamic"),
     "freeze_weights": (False, True),
@@ -20,7 +20,7 @@ KNOWN_OPTIONS: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class BackendOptions:
-    """What the caller asked for: ours by name, the rest as Inductor configuration."""
+    """The caller's options: ours by name, the rest as Inductor's configuration."""
 
     linear: str = "off"
     freeze_weights: bool = False
@@ -29,10 +29,10 @@ class BackendOptions:
 
 
 def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> BackendOptions:
-    """Split ``options`` and expand ``mode``; an explicit option wins over what the mode implies.
+    """Split ``options`` and expand ``mode``; an explicit option overrides the mode.
 
     Raises:
-        UnsupportedError: an unknown mode, option or value, with what is known.
+        UnsupportedError: an unknown mode, option or value; the message lists the known ones.
     """
     inductor = _mode_options(mode)
     ours: dict[str, Any] = {}
@@ -49,23 +49,23 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
 
     modes = list_mode_options()
     if mode is not None and mode not in modes:
-        raise UnsupportedError(f"backend 'qframework': mode={mode!r} is unknown; known modes: {', '.join(modes)}")
+        raise UnsupportedError(f"backend 'qframework': mode must be one of {', '.join(modes)}, got {mode!r}")
     return dict(modes[mode or "default"])
 
 
 def _checked_value(key: str, value: Any) -> Any:
-    if key == "attention" and isinstance(value, Mapping):  # a variant for each layer, as calibrate_attention chooses
+    if key == "attention" and isinstance(value, Mapping):  # a variant for each layer, as of calibrate_attention
         return {layer: str(_checked_value(key, variant)) for layer, variant in value.items()}
     if key == "attention" and _is_variant(value):
         return value
     if not any(value is known or (value == known and isinstance(value, str)) for known in KNOWN_OPTIONS[key]):
-        accepted = ", ".join(map(repr, KNOWN_OPTIONS[key]))
-        raise UnsupportedError(f"backend 'qframework': option {key!r} has value {value!r}; accepted: {accepted}")
+        known = ", ".join(map(repr, KNOWN_OPTIONS[key]))
+        raise UnsupportedError(f"backend 'qframework': option {key!r} must be one of {known}, got {value!r}")
     return value
 
 
 def _is_variant(value: Any) -> bool:
-    """Whether a value is a variant written out, as ``AttentionVariant.spec`` gives it."""
+    """Whether a value is the ``spec`` of an ``AttentionVariant``."""
     try:
         return isinstance(value, str) and value not in KNOWN_OPTIONS["attention"] and resolve(value).spec == value
     except UnsupportedError:
@@ -83,6 +83,6 @@ def _inductor_name(key: str) -> str:
         hint = f" Did you mean {' or '.join(close)}?" if close else ""
         raise UnsupportedError(
             f"backend 'qframework': option {key!r} is unknown.{hint} Options of qframework: {ours}. Inductor's "
-            f"{len(known)} options are accepted too; torch._inductor.list_options() lists them."
+            f"{len(known)} options, which torch._inductor.list_options() lists, are valid too."
         )
     return name

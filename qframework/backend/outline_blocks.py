@@ -1,4 +1,4 @@
-"""Compiles a repeated block once: Inductor's work grows with the number of nodes.
+"""Compiles a repeated block once, because Inductor's work grows with the number of nodes.
 
 From::
 
@@ -8,10 +8,9 @@ To::
 
     x -> LayerNorm -> int8_linear -> ... -> int8_linear -> invoke_subgraph(block) -> invoke_subgraph(block) -> ...
 
-where ``block`` is a graph of its own, and what differs from block to block (weights, scales) are its inputs. A block
-begins where it reads one ``int8_linear``: that operator is opaque, so that no fusion is lost across the cut, and its
-result is contiguous, so that one piece of code fits every block. Blocks that begin elsewhere, the first of a model for
-one, stay in line.
+where ``block`` is a separate graph, whose inputs are what differs from block to block (weights, scales). Blocks are cut
+at results of ``int8_linear``: the operator is opaque, so that no fusion is lost across the cut, and its result is
+contiguous, so that the same code fits every block. Other blocks, such as the first of a model, stay inline.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ from qframework.compat.dynamo import VALUE_KEYS, recorded_value
 from qframework.graph.nodes import is_inactive_dropout, operation
 from qframework.graph.writes import writes_in_place
 
-_LEAST_SAVED = 40  # nodes that Inductor is spared; below, a subgraph costs more than it saves
+_LEAST_SAVED = 40  # nodes that Inductor need not compile; with fewer, a subgraph costs more than it saves
 _LONGEST = 200  # nodes of a block
 _RANDOM = {"dropout", "alpha_dropout", "bernoulli", "normal", "rand", "randn", "rand_like", "randn_like", "randint"}
 _int8_linear = torch.ops.qframework.int8_linear.default
 
 
 class Repeat(NamedTuple):
-    """``times`` stretches of ``length`` calls, one after the other, that compute the same."""
+    """``times`` consecutive stretches of ``length`` calls that compute the same."""
 
     start: int
     length: int
@@ -56,13 +55,13 @@ class Repeat(NamedTuple):
 
 
 def outline_blocks(lowering: Lowering) -> None:
-    """Replace the blocks that repeat by calls of one subgraph, unless Inductor was told something about the whole."""
+    """Replace repeated blocks by calls of one subgraph, unless Inductor options apply to the whole graph."""
     if not lowering.options.inductor:
         outline(lowering.gm)
 
 
 def outline(gm: GraphModule) -> int:
-    """Replace the blocks that repeat by calls of one subgraph, in place; returns how many there were."""
+    """Replace repeated blocks by calls of one subgraph, in place; returns how many there were."""
     calls = [node for node in gm.graph.nodes if node.op.startswith("call")]
     kinds = _numbered([_kind(node) for node in calls])
     repeat = longest_repeat(kinds)
@@ -81,11 +80,11 @@ def outline(gm: GraphModule) -> int:
     return len(blocks)
 
 
-# What repeats ---------------------------------------------------------------------------------------------------------
+# Repeats ---------------------------------------------------------------------------------------------------------
 
 
 def _kind(node: Node) -> Any:
-    """Equal for calls that compute the same of other operands; of its own for what has to stay in line."""
+    """Equal for calls that compute the same function; unique for nodes that must stay inline."""
     fakes = _fakes(node)
     random = operation(node) in _RANDOM and not is_inactive_dropout(node)
     if fakes is None or random or writes_in_place(node) or not all(map(_is_known, fakes)):
@@ -95,7 +94,7 @@ def _kind(node: Node) -> Any:
 
 
 def _fakes(node: Node) -> list[Tensor] | None:
-    """The tensors a node gives; None where it gives anything else, or nothing is known of it."""
+    """The tensors that a node returns; None if it returns anything else, or if it is unknown."""
     values = pytree.tree_leaves(recorded_value(node))
     return values if values and all(isinstance(value, Tensor) for value in values) else None
 
@@ -114,7 +113,7 @@ def _numbered(kinds: Sequence[Any]) -> list[int]:
 
 
 def longest_repeat(kinds: Sequence[int]) -> Repeat:
-    """The repeat that saves most; of several the one with the shortest stretch."""
+    """The repeat that saves most nodes; of several, the one with the shortest stretch."""
     best = Repeat(0, 0, 0)
     for length in range(2, min(_LONGEST, len(kinds) // 2) + 1):
         same = 0
@@ -127,9 +126,9 @@ def longest_repeat(kinds: Sequence[int]) -> Repeat:
 
 
 def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat:
-    """The same repeat, begun so that nothing but results of ``int8_linear`` crosses, and of those the fewest.
+    """Shift the repeat so that only results of ``int8_linear`` cross its cuts, and as few of them as possible.
 
-    A later begin may cost the last stretch.
+    The shift may cost the last stretch.
     """
     place = {node: number for number, node in enumerate(calls)}
     last_use = [max((place.get(user, len(calls)) for user in node.users), default=-1) for node in calls]
@@ -151,7 +150,7 @@ def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]
 
 
 def _alike(blocks: Sequence[list[Node]]) -> list[list[Node]]:
-    """The largest number of blocks that are wired alike and may be cut out."""
+    """The largest group of blocks with equal wiring that can be outlined."""
     wirings = [_wiring(block) for block in blocks]
     counts = Counter(wiring for wiring in wirings if wiring is not None)
     most = max(counts, key=counts.__getitem__, default=())
@@ -159,7 +158,7 @@ def _alike(blocks: Sequence[list[Node]]) -> list[list[Node]]:
 
 
 def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
-    """Where every operand comes from, what the inputs are like, what is read later; None for one not to be cut out."""
+    """The sources of all operands, the inputs' shapes and the outputs; None if the block cannot be outlined."""
     inside = {node: number for number, node in enumerate(block)}
     inputs = {node: number for number, node in enumerate(_inputs(block))}
     operands = tuple((inside.get(x, -1), inputs.get(x, -1)) for node in block for x in node.all_input_nodes)
@@ -169,7 +168,7 @@ def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
         return None
     if not all(map(_may_come_from_outside, inputs)):
         return None
-    if not outputs or any(node.target is not _int8_linear for node in outputs):  # a view would share memory
+    if not outputs or any(node.target is not _int8_linear for node in outputs):  # a view would alias memory
         return None
     return operands, tuple(_like(fake[0]) for fake in fakes if fake), tuple(inside[node] for node in outputs)
 
@@ -179,13 +178,13 @@ def _may_come_from_outside(node: Node) -> bool:
 
 
 def _inputs(block: Sequence[Node]) -> list[Node]:
-    """What a block reads of the rest of the graph, in the order in which it is read."""
+    """The nodes outside a block that it reads, in reading order."""
     inside = set(block)
     return list(dict.fromkeys(x for node in block for x in node.all_input_nodes if x not in inside))
 
 
 def _outputs(block: Sequence[Node]) -> list[Node]:
-    """What the rest of the graph reads of a block."""
+    """The nodes of a block that the rest of the graph reads."""
     inside = set(block)
     return [node for node in block if any(user not in inside for user in node.users)]
 
@@ -203,7 +202,7 @@ def _as_graph(block: Sequence[Node]) -> Graph:
 
 
 def _replace(gm: GraphModule, block: Sequence[Node], name: str) -> None:
-    """Put a call of the subgraph in the place of a block."""
+    """Replace a block by a call of the subgraph."""
     outputs = _outputs(block)
     with gm.graph.inserting_after(block[-1]):
         subgraph = gm.graph.get_attr(name)

@@ -1,4 +1,4 @@
-"""The backend's passes, in their order: each takes a ``Lowering`` and changes its graph in place."""
+"""The backend's passes in order; each takes a ``Lowering`` and changes its graph in place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from qframework.graph.nodes import layer_name
 
 
 def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
-    """A rewriting of ``qframework.graph``, which needs nothing but the graph, as a pass."""
+    """Make a pass of a function of ``qframework.graph`` that needs only the graph."""
 
     @functools.wraps(rewrite)
     def run(lowering: Lowering) -> None:
@@ -37,21 +37,21 @@ def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
 
 
 def note_layer_order(lowering: Lowering) -> None:
-    """Note where each layer begins: reports come in this order."""
+    """Record where each layer begins, which is the order of the reports."""
     for place, node in enumerate(lowering.gm.graph.nodes):
         if node.op.startswith("call"):
             lowering.order.setdefault(layer_name(node), place)
 
 
 def forget_grad_mode(lowering: Lowering) -> None:
-    """Take out what switches gradients on and off inside an inference graph: it is compiled with gradients off."""
+    """Erase the nodes that switch gradients on and off: an inference graph is compiled with gradients off."""
     for node in list(lowering.gm.graph.nodes):
         if node.target is set_grad_enabled:
             lowering.gm.graph.erase_node(node)
     lowering.gm.recompile()
 
 
-# What is quantized becomes INT8 operators.
+# Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
@@ -62,11 +62,11 @@ LOWERING: tuple[Pass, ...] = (
     hoist_quantize,
     lower_linear,
     lower_float_linear,
-    on_graph(expand_patch_embedding),  # after the linears, of which it is to be none
+    on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,
     group_weights,
     keep_dynamic_quantize,
 )
 
-# A graph with INT8 linears, made ready for Inductor.
+# Prepare a graph with INT8 linears for Inductor.
 FOR_INDUCTOR: tuple[Pass, ...] = (forget_grad_mode, outline_blocks)

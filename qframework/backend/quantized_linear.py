@@ -1,4 +1,4 @@
-"""INT8 linears in a captured graph: what their operands dequantize, what follows them, and the operator itself."""
+"""INT8 linears in a captured graph: their quantized operands, their epilogue, and the operator that replaces them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Quantized:
 
 @dataclass
 class Epilogue:
-    """What follows a linear layer and is computed with it; ``end`` is the node whose value it replaces."""
+    """The steps after a linear layer that its operator computes too; ``end`` is the last node that it replaces."""
 
     end: Node
     activation: str = "none"
@@ -46,21 +46,21 @@ class Epilogue:
     out_scale: float | Node | None = None
 
     def describe(self) -> str:
-        """The operator's name with what its epilogue does."""
+        """The operator's name with its epilogue."""
         parts = [self.activation] * (self.activation != "none")
         parts += ["residual"] * (self.residual is not None) + ["int8 out"] * (self.out_scale is not None)
         return "qframework::int8_linear" + (f" ({', '.join(parts)})" if parts else "")
 
 
 class CannotLower(Exception):
-    """A layer that no kernel can take; the message is the reason."""
+    """A layer that no kernel supports; the message is the reason."""
 
 
 def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tuple[Quantized | None, Quantized | None]:
-    """What the input and the weight of a linear dequantize; None for one that is no dequantize node.
+    """The int8 values behind the input and the weight of a linear; None for one that is not dequantized.
 
-    Raises CannotLower and QFrameworkError as ``dequantized`` does, and CannotLower where both are quantized and no
-    kernel takes the layer's bias or width.
+    Raises CannotLower and QFrameworkError as ``dequantized`` does, and CannotLower if both are quantized but no kernel
+    supports the layer's bias or width.
     """
     a = dequantized(call.input, constants, layer, "input")
     b = dequantized(call.weight, constants, layer, "weight", axis=0)
@@ -70,25 +70,25 @@ def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tu
 
 
 def reason_against_operands(call: LinearCall) -> str | None:
-    """Why no kernel takes a bias like this layer's, or sums up as many products; None where one does."""
+    """Why no kernel supports the layer's bias, or sums as many products; None if one does."""
     weight, bias = fake_value(call.weight), fake_value(call.bias) if call.bias is not None else None
     if weight is not None and bias is not None:
         if reason := why_not_plain(bias):
             return f"its bias {reason}"
         if bias.shape != weight.shape[:1] or bias.dtype not in FLOAT_DTYPES:
-            accepted = f"({weight.shape[0]},) in float32, float16 or bfloat16"
-            return f"its bias has shape {tuple(bias.shape)} and dtype {bias.dtype}; accepted: {accepted}"
+            wanted = f"shape ({weight.shape[0]},) and be float32, float16 or bfloat16"
+            return f"its bias must have {wanted}, got shape {tuple(bias.shape)} and {bias.dtype}"
     features = weight.shape[-1] if weight is not None else 0
     if isinstance(features, int) and features > MAX_INT8_PRODUCTS:
-        return f"its INT32 sums over {features} input features can overflow; accepted: up to {MAX_INT8_PRODUCTS}"
+        return f"it must have at most {MAX_INT8_PRODUCTS} input features, got {features}: its INT32 sums could overflow"
     return None
 
 
 def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:
-    """What a dequantize node dequantizes; None when ``node`` is none. ``axis`` may have a scale for each element.
+    """The int8 value behind a dequantize node; None for any other node. Along ``axis``, scales may differ.
 
-    Raises CannotLower for a form no kernel computes, and QFrameworkError for a scale that is zero, negative or not
-    finite.
+    Raises CannotLower for a form that no kernel supports, and QFrameworkError for a scale that is zero, negative or
+    not finite.
     """
     value: Any
     scale: Any
@@ -103,10 +103,10 @@ def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: i
         value, scale, zero_points, along, quant_min, quant_max, dtype = node.args[:7]
         _require_symmetric(role, _zero_points(zero_points, constants), quant_min, quant_max, dtype)
         if along != axis:
-            accepted = "one scale" if axis is None else f"along axis {axis}"
-            raise CannotLower(f"its {role} is quantized per channel along axis {along}; accepted: {accepted}")
+            wanted = "one scale" if axis is None else f"its scales along axis {axis}"
+            raise CannotLower(f"its {role} must have {wanted}, got one for each channel of axis {along}")
     elif "dequantize" in str(node.target):
-        raise CannotLower(f"its {role} is dequantized by {node.target}, which no kernel reads")
+        raise CannotLower(f"its {role} is dequantized by {node.target}, which no kernel supports")
     else:
         return None
     _require_positive(scale, constants, layer, role)
@@ -114,7 +114,7 @@ def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: i
 
 
 def _zero_points(node: Any, constants: Constants) -> int | None:
-    """0 where all are known to be zero, the first other one, None where they cannot be known."""
+    """0 if all are zero, else the largest magnitude; None if they are unknown."""
     if node is None:
         return 0
     value = constants.value(node)
@@ -123,9 +123,9 @@ def _zero_points(node: Any, constants: Constants) -> int | None:
 
 def _require_symmetric(role: str, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any) -> None:
     if dtype != torch.int8 or quant_max != QMAX:
-        raise CannotLower(f"its {role} is quantized to {dtype} in [{quant_min}, {quant_max}]; accepted: int8 up to 127")
+        raise CannotLower(f"its {role} must be int8 up to 127, got {dtype} in [{quant_min}, {quant_max}]")
     if zero_point != 0 and not (zero_point is None and quant_min == -QMAX):
-        raise CannotLower(f"its {role} has zero point {zero_point}; accepted: 0 (symmetric quantization)")
+        raise CannotLower(f"its {role} must have zero point 0 (symmetric quantization), got {zero_point}")
 
 
 def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
@@ -133,16 +133,16 @@ def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -
     if values is not None and not bool(((values > 0) & values.isfinite()).all()):
         worst = float(values[~((values > 0) & values.isfinite())].flatten()[0])
         raise QFrameworkError(
-            f"layer {layer!r}: the scale of its {role} is {worst}; scales must be positive and finite. "
-            "Was the model calibrated with data that reaches this layer?"
+            f"layer {layer!r}: the scale of its {role} must be positive and finite, got {worst}. "
+            "Calibrate with data that reaches this layer"
         )
 
 
 def find_epilogue(linear: Node) -> Epilogue:
-    """Follow the only user of each value for as long as ``int8_linear`` can compute it.
+    """Follow the only user of each value as long as ``int8_linear`` can compute it.
 
-    The operator reads its operands where the epilogue ends: no node up to there may change one of them in place. What
-    the epilogue itself writes is its own result.
+    The operator reads its operands at the end of the epilogue, so no node before that may change one of them in place.
+    The epilogue's own nodes write only its result.
     """
     own: set[Node] = set()
     epilogue, reads = Epilogue(linear), _reads(linear)
@@ -167,13 +167,13 @@ def find_epilogue(linear: Node) -> Epilogue:
 
 
 def _reads(linear: Node) -> list[Node]:
-    """What an INT8 linear reads in the place of ``linear``: its operands, or what they dequantize."""
+    """The operands of ``linear``, and the int8 values behind those that are dequantized."""
     operands = linear.all_input_nodes
     return operands + [x for node in operands if "dequantize" in str(node.target) for x in node.all_input_nodes]
 
 
 def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
-    """The scale of a static symmetric quantize node of ``value``, None for any other node."""
+    """The scale of a static symmetric quantize node of ``value``; None for any other node."""
     if node.target is _ours.quantize.default and node.args[0] is value:
         return node.args[1]  # type: ignore[return-value]
     if node.target is _decomposed.quantize_per_tensor.default and node.args[0] is value:
@@ -186,7 +186,7 @@ def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
 def insert_int8_linear(
     gm: GraphModule, call: LinearCall, a: Quantized, b: Quantized, epilogue: Epilogue, scales: ScaleConstants
 ) -> None:
-    """Put ``int8_linear`` in the place of ``epilogue.end`` and erase what nothing reads any more."""
+    """Replace ``epilogue.end`` by ``int8_linear`` and erase nodes without readers."""
     end = epilogue.end
     device = _device_of(call.weight, end)
     out_dtype = None if epilogue.out_scale is not None else _float_dtype(end)
@@ -214,13 +214,9 @@ def _float_dtype(node: Node) -> torch.dtype:
     fake = fake_value(node)
     dtype = fake.dtype if fake is not None else torch.float32
     if dtype not in FLOAT_DTYPES:
-        raise QFrameworkError(f"layer {layer_name(node)!r}: output dtype {dtype}; accepted: float32, float16, bfloat16")
+        raise QFrameworkError(f"layer {layer_name(node)!r}: output must be float32, float16 or bfloat16, got {dtype}")
     return dtype
 
 
 def _device_of(*nodes: Node) -> torch.device:
-    for node in nodes:
-        fake = fake_value(node)
-        if fake is not None:
-            return fake.device
-    return torch.device("cpu")
+    return next((fake.device for node in nodes if (fake := fake_value(node)) is not None), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What the backend did to each layer of a model."""
+"""Reports of what the backend did to each layer of a model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class LayerReport:
-    """One linear layer or attention: whether it was lowered, to which operator, and if not, or not wholly, why.
+    """One linear layer or attention: whether it was lowered, to which operator, and if not, or only in part, why.
 
-    ``fallback`` marks a layer that was asked to be quantized and could not be. ``kind`` is ``"linear"`` or
-    ``"attention"``.
+    ``fallback`` marks a layer that should be quantized and could not be. ``kind`` is ``"linear"`` or ``"attention"``.
     """
 
     name: str
@@ -31,7 +30,7 @@ class Report:
     layers: list[LayerReport] = field(default_factory=list)
 
     def of(self, kind: str) -> Report:
-        """The report of one kind of layer, ``"linear"`` or ``"attention"``."""
+        """The layers of one kind, ``"linear"`` or ``"attention"``."""
         return Report([layer for layer in self.layers if layer.kind == kind])
 
     @property
@@ -46,12 +45,12 @@ class Report:
 
     @property
     def attention_lowered(self) -> int:
-        """How many attentions became an operator of ours."""
+        """How many attentions became an operator of this package."""
         return self._lowered("attention")
 
     @property
     def attention_total(self) -> int:
-        """How many attentions the model has, spelled out ones included."""
+        """How many attentions the model has, including those written as products around a softmax."""
         return self._total("attention")
 
     @property

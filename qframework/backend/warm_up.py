@@ -1,8 +1,8 @@
 """Compiles our kernels in parallel with Inductor instead of at their first launch.
 
-An operator's operands, with the shapes, strides and dtypes in the lowered graph, determine its kernel. A background
-thread passes all kernels to Triton, whose compiler releases the GIL, and loads them. Nothing is compiled ahead of time
-for graphs with symbolic sizes, on CPUs and in Triton's interpreter.
+Shapes, strides and dtypes of the operands in the lowered graph determine an operator's kernel. A background thread
+passes all kernels to Triton, whose compiler releases the GIL, and loads them. Graphs with symbolic sizes, CPUs and
+Triton's interpreter have nothing to compile ahead of time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 logger = logging.getLogger(__name__)
 
-_failures: set[str] = set()  # those that were logged
+_failures: set[str] = set()  # already logged
 
 
 class _Like(NamedTuple):
@@ -40,14 +40,14 @@ class _Like(NamedTuple):
     device: torch.device
 
     def on_meta(self) -> Tensor:
-        """One like it; its ``data_ptr`` is its offset."""
+        """A meta tensor like it; its ``data_ptr`` is its offset."""
         elements = self.offset + 1 + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
         memory = torch.empty(max(elements, 0), dtype=self.dtype, device="meta")
         return memory.as_strided(self.shape, self.stride, self.offset)
 
 
 class _Call(NamedTuple):
-    """A call of one of our operators; equal ones need the same kernel."""
+    """A call of one of our operators; equal calls need the same kernel."""
 
     operator: Operator[Any]
     arguments: tuple[Any, ...]
@@ -59,7 +59,7 @@ class _Call(NamedTuple):
         return device
 
     def warm_up(self) -> Any:
-        """Compile what the operator launches, for tensors on "meta" that have no values."""
+        """Compile the kernels that the operator launches, for tensors on "meta"."""
         values = [[x.on_meta() for x in value] if _is_list(value) else _on_meta(value) for value in self.arguments]
         record = self.operator.arguments(*values)
         record.check()
@@ -77,9 +77,9 @@ def _on_meta(value: Any) -> Any:
 
 @contextlib.contextmanager
 def warm_up(gm: GraphModule) -> Iterator[None]:
-    """Compile the kernels of a lowered graph's INT8 linears beside what runs inside; leave when both are done.
+    """Compile the kernels of a lowered graph's operators while the block runs; returns when both are done.
 
-    A kernel that cannot be compiled here is logged, and left to its first launch.
+    A kernel that fails to compile here is logged, and compiled at its first launch instead.
     """
     calls = list(dict.fromkeys(call for node in gm.graph.nodes if (call := _call(node)) is not None))
     if not calls:
@@ -93,7 +93,7 @@ def warm_up(gm: GraphModule) -> Iterator[None]:
 
 
 def _call(node: Node) -> _Call | None:
-    """The call a node makes on a GPU; None where it makes none of ours, or not everything about it is known."""
+    """The node's call of one of our operators on a GPU; None for other nodes and unknown operands."""
     operator = operator_of(node.target)
     if operator is None or operator.warm_up is None or INTERPRET or not HAS_TRITON:
         return None
@@ -108,7 +108,7 @@ def _call(node: Node) -> _Call | None:
 
 
 def _like(node: Node) -> _Like | None:
-    """What is known of a node's value, None where sizes are symbols."""
+    """The layout of a node's value; None if sizes are symbols."""
     fake = fake_value(node)
     if fake is None:
         return None
@@ -119,7 +119,7 @@ def _like(node: Node) -> _Like | None:
 
 
 def _compile(calls: list[_Call]) -> None:
-    """Compile all at a time. Runs in a thread of its own: Triton's mode is the thread's that enters it."""
+    """Compile all calls in parallel. Runs in a separate thread, because Triton's mode is local to the thread."""
     workers = min(len(calls), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "qframework-compile") as pool, compile_in(pool):
         started = [(_attempt(_start, call), call.device) for call in calls]
@@ -134,16 +134,16 @@ def _start(call: _Call) -> Any:
 
 
 def _load(kernel: Any, device: torch.device) -> None:
-    """Wait for a kernel, and bring it to the GPU with the function that launches it."""
+    """Wait for a kernel, and load it onto the GPU."""
     compiled = finished(kernel)
     with current_device(device):
-        launcher(compiled, (1, 1, 1))  # asking for it loads the kernel
+        launcher(compiled, (1, 1, 1))  # creating the launcher loads the kernel
 
 
 def _attempt(step: Callable[..., Any], *arguments: Any) -> Any:
     try:
         return step(*arguments)
-    except Exception as error:  # noqa: BLE001 (whatever goes wrong ahead of time, the launch itself will tell)
+    except Exception as error:  # noqa: BLE001 (the launch itself raises the error again)
         _log(error)
         return None
 

@@ -1,7 +1,7 @@
-"""Zero points that were zero when a model was compiled: a call after a write to one is an error, not a wrong number.
+"""Raises an error if a zero point that was zero when a model was compiled has been written since.
 
-INT8 operators have no zero points, so the lowering takes them out of the graph where all are zero. They stay tensors of
-the model, which somebody may write.
+INT8 operators have no zero points, so the lowering removes them from the graph if all are zero. They remain tensors of
+the model, which may be written.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PER_CHANNEL = {
 
 
 def zero_points_of(gm: GraphModule) -> dict[Node, str]:
-    """The zero points that a graph reads as tensors, each with a layer that reads it."""
+    """The zero points that a graph reads as tensors, each with the name of a layer that reads it."""
     found: dict[Node, str] = {}
     for node in gm.graph.nodes:
         zero_points = node.args[2] if node.target in _PER_CHANNEL else None
@@ -35,7 +35,7 @@ def zero_points_of(gm: GraphModule) -> dict[Node, str]:
 
 
 def left_out(zero_points: dict[Node, str], constants: Constants) -> list[WatchedZeroPoints]:
-    """Those that nothing reads any more: the lowering took their zeros for granted."""
+    """The zero points without readers, which the lowering assumes to be zero."""
     inputs = (
         (layer, constants.input_index(node), constants.value(node))
         for node, layer in zero_points.items()
@@ -51,8 +51,8 @@ def left_out(zero_points: dict[Node, str], constants: Constants) -> list[Watched
 class WatchedZeroPoints:
     """Zero points among a graph's inputs.
 
-    On a CPU each call looks at their values. On a GPU, where that would be a synchronization, it looks at those that
-    are another tensor or were written since; writes through ``.data`` are not seen there.
+    On a CPU each call checks their values. On a GPU, where that synchronizes, it does so only if they were replaced by
+    another tensor or written since, and misses writes through ``.data``.
     """
 
     def __init__(self, layer: str, index: int, value: Tensor) -> None:
@@ -60,7 +60,7 @@ class WatchedZeroPoints:
         self._known, self._writes = weakref.ref(value), _times_written(value)
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raise QFrameworkError where one is not zero any more."""
+        """Raise QFrameworkError if one is no longer zero."""
         value = args[self._index]
         version = _times_written(value)
         if value.device.type != "cpu" and value is self._known() and version == self._writes:
@@ -68,12 +68,12 @@ class WatchedZeroPoints:
         if value.any():
             worst = int(value[value != 0][0])
             raise QFrameworkError(
-                f"layer {self._layer!r}: a zero point is {worst}, and was 0 when the model was compiled; accepted: 0 "
-                "(symmetric quantization). After torch.compiler.reset() the layer runs in float, with this zero point."
+                f"layer {self._layer!r}: zero points must stay 0, as when the model was compiled, got {worst}. "
+                "After torch.compiler.reset() the layer runs in float, with this zero point"
             )
         self._known, self._writes = weakref.ref(value), version
 
 
 def _times_written(value: Tensor) -> int:
-    """How often the tensor was written; inference tensors do not count."""
+    """How often the tensor was written; -1 for inference tensors, which have no count."""
     return -1 if value.is_inference() else writes(value)

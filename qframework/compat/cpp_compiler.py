@@ -1,4 +1,4 @@
-"""Inductor's C++ compiler, and its cache of what was compiled."""
+"""Inductor's C++ compiler and its cache of compiled libraries."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qframework.compat.missing import note_error
 
 
 def cpp_compiler() -> str | None:
-    """Where it is; None where Inductor finds none."""
+    """The path of the compiler; None if Inductor finds none."""
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
         from torch._inductor.exc import InvalidCxxCompiler

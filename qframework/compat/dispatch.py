@@ -1,4 +1,4 @@
-"""PyTorch's dispatcher, functorch and tensor subclasses. What calls ask for is bound here once, and costs no lookup."""
+"""PyTorch's dispatcher, functorch and tensor subclasses; names used at every call are looked up once, at import."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ with explained():
     from torch.autograd import forward_ad
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    # Whether a transform of torch.func is running, and what kind of wrapper it put around a tensor.
+    # Whether a transform of torch.func is running, and how it wrapped a tensor.
     functorch_transforms_active = torch._C._are_functorch_transforms_active
     peek_interpreter_stack = torch._C._functorch.peek_interpreter_stack
     is_functorch_wrapped_tensor = torch._C._functorch.is_functorch_wrapped_tensor
     is_gradtrackingtensor = torch._C._functorch.is_gradtrackingtensor
     is_legacy_batchedtensor = torch._C._functorch.is_legacy_batchedtensor
     is_batchedtensor = torch._C._functorch.is_batchedtensor
-    # Forward-mode derivatives: whether they are switched on, and whether the dispatcher has left a key behind.
+    # Forward-mode derivatives: whether they are enabled, and whether the dispatcher excludes a key.
     is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
     is_key_excluded: Any = torch._C._dispatch_tls_is_dispatch_key_excluded
-    # With False, the dispatcher calls what belongs to a key again, below the operator that left it out.
+    # With False, the dispatcher includes a key again, below the operator that excluded it.
     exclude_dispatch_key: Any = torch._C._SetExcludeDispatchKeyGuard
     AUTOGRAD_KEYS = (DispatchKey.AutogradFunctionality, DispatchKey.ADInplaceOrView)
-    set_grad_enabled: Any = torch._C._set_grad_enabled  # what captured graphs call for torch.no_grad
+    set_grad_enabled: Any = torch._C._set_grad_enabled  # called in captured graphs for torch.no_grad
     make_wrapper_subclass = torch.Tensor._make_wrapper_subclass
     make_subclass: Any = torch.Tensor._make_subclass
-    disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # of subclasses without one of their own
+    disabled_torch_function: Any = torch._C._disabled_torch_function_impl  # for subclasses without their own
 
-    _ = forward_ad._current_level, eager_transforms.JVP_NESTING  # asked here, so that calls need not
+    _ = forward_ad._current_level, eager_transforms.JVP_NESTING  # checked here instead of at every call
 
 
 def forward_level() -> int:
-    """How many levels of forward-mode derivatives are open, less one."""
+    """How many levels of forward-mode derivatives are open, minus one."""
     return forward_ad._current_level
 
 
@@ -50,9 +50,9 @@ def in_jvp() -> bool:
 
 
 below_autograd = optional(torch._C, "torch._C._AutoDispatchBelowAutograd", contextlib.nullcontext)
-# -1 outside of a backward pass.
+# -1 outside a backward pass.
 current_graph_task = optional(torch._C, "torch._C._current_graph_task_id", lambda: -1)
-# What Inductor's own code allocates with, in half the time: (size, stride, dtype) on the current device; None: none.
+# The fast allocation of Inductor's own code: (size, stride, dtype) on the current device; None without CUDA.
 empty_strided_cuda: Any = None
 if torch.version.cuda is not None:
     empty_strided_cuda = optional(
@@ -73,7 +73,7 @@ def writes(x: Tensor) -> int:
 
 @explained()
 def memory_of(x: Tensor) -> int:
-    """What tells the memory of ``x`` and of its views from that of others, also for fake tensors."""
+    """Identifies the storage of ``x``, which its views share; fake tensors have one too."""
     return x.untyped_storage()._cdata
 
 

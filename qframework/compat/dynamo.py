@@ -1,6 +1,6 @@
-"""What Dynamo and AOTAutograd write onto graphs and compiled models, and the guards a backend may add.
+"""What Dynamo and AOTAutograd attach to graphs and compiled models, and the guards that a backend may add.
 
-The keys of a node's ``meta`` are Dynamo's own. ``check_hints`` says so once where a graph has none of them any more.
+The keys of a node's ``meta`` are Dynamo's own. ``check_hints`` warns once if a graph lacks them.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from qframework.compat.missing import explained, gone, note_missing, optional
 with explained():
     from torch._guards import TracingContext
 
-VALUE_KEYS = ("example_value", "val")  # under which tracing records values: Dynamo, torch.export
-_BUFFERS = "_buffers["  # in the name of what a buffer's placeholder stands for: L['self']._modules['fc1']._buffers['x']
+VALUE_KEYS = ("example_value", "val")  # under which Dynamo and torch.export record values
+_BUFFERS = "_buffers["  # in the source of a buffer's placeholder: L['self']._modules['fc1']._buffers['x']
 
 
 @explained()
 def is_tracing() -> bool:
-    """Whether Dynamo is compiling: a backend is called while it is."""
+    """Whether Dynamo is compiling, as it is while it calls a backend."""
     return TracingContext.try_get() is not None
 
 
 def check_hints(gm: GraphModule) -> None:
-    """Say once what Dynamo does not write any more; nothing for graphs that it did not capture."""
+    """Warn once about keys that Dynamo no longer writes; ignores graphs that it did not capture."""
     inputs = gm.graph.find_nodes(op="placeholder")
     if not inputs or not is_tracing():
         return
@@ -43,39 +43,36 @@ def check_hints(gm: GraphModule) -> None:
 
 
 def recorded_value(node: Node) -> Any:
-    """What tracing recorded of a node's value, with fake tensors; None where it recorded none."""
+    """The value that tracing recorded for a node, with fake tensors; None if it recorded none."""
     return node.meta.get("example_value", node.meta.get("val"))
 
 
 def value_key(node: Node) -> str:
-    """The key of the meta under which ``recorded_value`` found it: nodes that are added beside it take the same."""
+    """The meta key of a node's recorded value, which nodes added beside it also use."""
     return "example_value" if "example_value" in node.meta else "val"
 
 
 def record_value(node: Node, value: Any) -> None:
-    """Record the value of a node that is added to a graph of Dynamo's."""
+    """Record the value of a node added to a graph of Dynamo."""
     node.meta["example_value"] = value
 
 
 def is_static_input(node: Node) -> bool:
-    """Whether a placeholder stands for a buffer of a module, or another tensor that stays where it is."""
+    """Whether a placeholder stands for a module's buffer, or another tensor with a fixed address."""
     return (node.meta.get("tensor_dict") or {}).get("_dynamo_static_input_type") is not None
 
 
 def source_name(node: Node) -> str | None:
-    """What an input is in the user's code, ``L['self']._modules['fc1']._parameters['weight']``; None where unknown."""
+    """An input's source in the user's code, ``L['self']._modules['fc1']._parameters['weight']``; None if unknown."""
     source = _source(node)
-    if source is None:
-        return None
-    name: str = source.name
-    return name
+    return None if source is None else source.name
 
 
 @explained()
 def guard_identity(node: Node) -> None:
-    """Have Dynamo compile anew where the input that ``node`` stands for is another object; nothing for an attribute.
+    """Make Dynamo recompile if the input that ``node`` stands for is another object; a no-op for attributes.
 
-    While a backend runs, Dynamo has not built its guards yet.
+    Backends may add guards because Dynamo builds them afterwards.
     """
     source = _source(node)
     if source is not None and is_tracing():
@@ -89,7 +86,7 @@ def _source(node: Node) -> Any:
 
 
 def add_source(gm: GraphModule, name: str) -> None:
-    """Register the buffer ``name``, which a backend adds to a graph of Dynamo's: AOTAutograd insists on a source."""
+    """Register a source for the buffer ``name`` that a backend adds to a graph of Dynamo: AOTAutograd requires it."""
     sources = getattr(gm, "_param_name_to_source", None)
     if sources is not None:
         with explained():
@@ -101,7 +98,7 @@ def add_source(gm: GraphModule, name: str) -> None:
 
 
 def original_module(model: Any) -> Any:
-    """What was given to ``torch.compile``, of a compiled module; any other object itself."""
+    """The module that was passed to ``torch.compile``; any other object is returned unchanged."""
     original = getattr(model, "_orig_mod", None)
     if original is None and type(model).__name__ == "OptimizedModule":
         with explained():
@@ -110,15 +107,15 @@ def original_module(model: Any) -> Any:
 
 
 def is_compiled(model: Any) -> bool:
-    """Whether ``model`` is what ``torch.compile`` makes of a module."""
+    """Whether ``model`` is a module compiled by ``torch.compile``."""
     return original_module(model) is not model
 
 
 @explained()
 def backend_arguments(compiled: Any, name: str) -> dict[str, Any] | None:
-    """``mode=`` and ``options=`` that a module was compiled with; None where the backend is not called ``name``."""
+    """``mode=`` and ``options=`` of a compiled module; None if its backend is not called ``name``."""
     found = []
-    callback = compiled.dynamo_ctx.callback  # Dynamo's own, around the one that torch.compile makes of a backend
+    callback = compiled.dynamo_ctx.callback  # Dynamo's own, which wraps that of torch.compile
     while callback is not None:
         found.append(callback)
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
@@ -129,7 +126,7 @@ def backend_arguments(compiled: Any, name: str) -> dict[str, Any] | None:
 
 
 def switch_off_ddp_optimizer() -> bool:
-    """Have Dynamo keep graphs whole in DistributedDataParallel; whether that changed anything."""
+    """Make Dynamo keep graphs whole in DistributedDataParallel; returns whether that changed anything."""
     import torch._dynamo.config as config
 
     if optional(config, "torch._dynamo.config.optimize_ddp", False) not in (True, "ddp_optimizer"):

@@ -1,4 +1,4 @@
-"""PyTorch's reader of exported programs, from values: ``torch.export.load`` reads files, and unpickles."""
+"""PyTorch's reader of exported programs, called with values: ``torch.export.load`` reads files, and unpickles."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Function modes, and the functions of PyTorch that hand themselves to a mode as a whole.
+"""Function modes, and PyTorch functions that a mode intercepts as a whole.
 
-They ask ``has_torch_function`` first, and the mode then gets the call with itself switched off: what they call inside
-would be missed. A copy of such a function that never asks can run under the mode instead.
+Such a function calls ``has_torch_function`` first, and the mode then handles the call while it is inactive, so that it
+misses the calls inside. A copy that skips this check can run under the active mode instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _never(*_: Any) -> bool:
 
 
 def without_handover(function: Any, name: str) -> Callable[..., Any] | None:
-    """A copy of ``function``, called ``name``, that never asks; None, noted, where it does not ask by these names."""
+    """A copy of ``function``, called ``name``, without the check; None, with a warning, if it does not have one."""
     code = getattr(function, "__code__", None)
     if code is None or not set(_QUESTIONS) & set(code.co_names):
         note_missing(f"has_torch_function in {name}")

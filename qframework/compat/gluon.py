@@ -1,4 +1,4 @@
-"""Gluon: Triton's experimental dialect with layouts and barriers by hand, as kernels for Hopper need it."""
+"""Gluon, Triton's experimental dialect with explicit layouts and barriers, for the Hopper kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ with explained():
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # Triton 3.6 has the older names only; in 3.9 they are there to say that they were removed.
+    # Triton 3.6 has only the older names; in 3.9 they raise an error that says they were removed.
     _old_load = not hasattr(tma, "async_load") and hasattr(tma, "async_copy_global_to_shared")
     _old_store = not hasattr(tma, "async_store") and hasattr(tma, "async_copy_shared_to_global")
     tma_load = tma.async_copy_global_to_shared if _old_load else tma.async_load

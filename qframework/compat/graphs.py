@@ -1,4 +1,4 @@
-"""Graphs of ``torch.fx``: nodes that were erased, the inputs of an exported model, tracing, sizes that are symbols."""
+"""Graphs of ``torch.fx``: erased nodes, inputs of an exported model, tracing, symbolic sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def is_erased(node: Node) -> bool:
 
 @explained()
 def input_structure(gm: GraphModule) -> Any:
-    """Names (``orig_args``) and nesting (``in_spec``) of an exported model's inputs; None of any other graph."""
+    """Names (``orig_args``) and nesting (``in_spec``) of an exported model's inputs; None for any other graph."""
     return getattr(gm.graph._codegen, "pytree_info", None)
 
 

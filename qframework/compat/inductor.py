@@ -1,4 +1,4 @@
-"""Inductor. Imported where it is needed: it starts processes, which takes seconds."""
+"""Inductor. Imported only when it is needed: it starts processes, which takes seconds."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ with explained():
 
 @explained()
 def compile_graph(gm: Any, example_inputs: list[Any], config: dict[str, Any], decompositions: dict[Any, Any]) -> Any:
-    """The function that a graph becomes, under this configuration."""
+    """Compile a graph with this configuration."""
     return _compiler.compile_fx(gm, example_inputs, config_patches=config or None, decompositions=decompositions)
 
 
 def keep_whole(operators: list[Any]) -> None:
-    """Have Inductor call these operators, with the layout that each asks for, as it would without being told."""
+    """Register Inductor's default fallback, with the layout constraint of each operator, so that it does not warn."""
     with explained():
         from torch._inductor.lowering import lowerings, make_fallback, tag_to_layout_constraint
         from torch._library.utils import get_layout_constraint_tag

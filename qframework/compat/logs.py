@@ -1,4 +1,4 @@
-"""Warnings of other libraries that a user of the command line cannot mend."""
+"""Silences warnings of other libraries that a user of the command line cannot fix."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import logging
 
 
 def silence_torchao_at_import() -> None:
-    """torchao 0.18 registers an enumeration at import, which PyTorch 2.15 says is deprecated."""
+    """Silence PyTorch 2.15's warning that torchao 0.18 uses a deprecated registration at import."""
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""PT2E's memos of a model's device, which hold every prepared model, float weights and all, as long as the process."""
+"""PT2E's memos of a model's device, which keep every prepared model and its float weights until the process ends."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from qframework.compat.missing import note_missing
 
-# Where they are loaded: module, function. torchao 0.17 and 0.18 have their own beside that of torch.ao.
+# Module and function. torchao 0.17 and 0.18 have their own beside that of torch.ao.
 _MEMOS = (
     ("torch.ao.quantization.fx.utils", "assert_and_get_unique_device"),
     ("torchao.utils", "_assert_and_get_unique_device"),
@@ -15,7 +15,7 @@ _MEMOS = (
 
 
 def empty_memos() -> bool:
-    """Empty those that are loaded; whether any of them held a model."""
+    """Empty the memos of loaded modules; returns whether any of them held a model."""
     held = False
     for module, function in _MEMOS:
         if module not in sys.modules:

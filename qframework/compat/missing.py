@@ -1,4 +1,4 @@
-"""What is said when a name of names.py is gone: an error, or one warning for each name that something else replaces."""
+"""Handles names of names.py that are gone: an error, or one warning for each name that has a replacement."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ R = TypeVar("R")
 logger = logging.getLogger("qframework")
 
 replaced: Counter[str] = Counter()
-"""How often something else took the place of a name that is gone, by name. Each is logged once."""
+"""How often a replacement was used for a name that is gone, by name. Each name is logged once."""
 
 
 class explained:
-    """Imports and attributes inside raise QFrameworkError where a name of names.py is gone; other errors pass."""
+    """Turns errors on missing names of names.py inside the block or function into QFrameworkError; others pass."""
 
     def __enter__(self) -> None:
         pass
@@ -55,22 +55,20 @@ def gone(path: str) -> QFrameworkError:
 
 
 def sentence(name: Name) -> str:
-    """What is missing, what breaks, and what to do."""
-    from qframework.compat.names import KNOWN  # only where something is missing: the table takes milliseconds
+    """The message: what is missing, what breaks, and what to do."""
+    from qframework.compat.names import KNOWN  # imported only if a name is missing: the table takes milliseconds
 
     library = name.library
     version = getattr(sys.modules.get(library), "__version__", "of an unknown version")
     known = f"{library} {' to '.join(KNOWN[library])}"
+    start = f"{library} {version} has no {name.path}, without which {name.breaks}"
     if name.instead:
-        return f"{library} {version} has no {name.path}: {name.breaks}; instead, {name.instead}. Known to work: {known}"
-    return (
-        f"{library} {version} has no {name.path}, without which {name.breaks}. Known to work: {known}; install one of "
-        "these, or a newer qframework"
-    )
+        return f"{start}; instead, {name.instead}. Known to work: {known}"
+    return f"{start}. Known to work: {known}; install one of these, or a newer qframework"
 
 
 def optional(owner: Any, path: str, instead: Any) -> Any:
-    """The attribute of ``owner`` that ``path`` ends in; ``instead``, noted, where it is gone."""
+    """The attribute of ``owner`` named by the end of ``path``; ``instead``, with a warning, if it is gone."""
     name = path.rpartition(".")[2]
     if not hasattr(owner, name):
         note_missing(path)
@@ -78,16 +76,16 @@ def optional(owner: Any, path: str, instead: Any) -> Any:
 
 
 def note_missing(path: str) -> None:
-    """Count that something else takes the place of ``path``, and log the first time."""
+    """Count that ``path`` is replaced, and log it the first time."""
     from qframework.compat.names import NAMES
 
     replaced[path] += 1
     if replaced[path] == 1:
-        logger.warning("qframework: %s (said once)", sentence(NAMES[path]))
+        logger.warning("qframework: %s (logged once)", sentence(NAMES[path]))
 
 
 def note_error(error: ImportError | AttributeError) -> None:
-    """``note_missing`` of what an import did not find; errors for other reasons are raised again."""
+    """``note_missing`` for the name that an import did not find; other errors are raised again."""
     name = _name_of(error)
     if name is None:
         raise error
@@ -95,7 +93,7 @@ def note_error(error: ImportError | AttributeError) -> None:
 
 
 def _name_of(error: ImportError | AttributeError) -> Name | None:
-    """The row of what an error misses, or the first one inside of it where that is a module."""
+    """The row of the name that an error misses; for a module, the first row inside it."""
     from qframework.compat.names import NAMES
 
     path = _path_of(error)
@@ -107,7 +105,7 @@ def _name_of(error: ImportError | AttributeError) -> Name | None:
 def _path_of(error: ImportError | AttributeError) -> str:
     if isinstance(error, ModuleNotFoundError):
         module = error.name or ""
-        return module if "." in module else ""  # a library that is not installed says so best itself
+        return module if "." in module else ""  # a library that is not installed: the error says it all
     if isinstance(error, ImportError):
         name = re.match(r"cannot import name '(\w+)'", str(error))
         return f"{error.name}.{name[1]}" if name else ""

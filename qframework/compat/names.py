@@ -1,7 +1,7 @@
-"""The private and unstable names that the package uses, a row each; tests/compat asks for every one of them.
+"""The private and unstable names that the package uses, one row each; tests/compat checks every row.
 
-A path is where the name is looked up; of an attribute, the class of what has it comes first. Names that are text, such
-as keys of a node's ``meta``, stand with the module whose source writes them.
+A path says where the name is looked up; an attribute's path includes the class of its owner. Names that are strings,
+such as keys of a node's ``meta``, are listed with the module whose source writes them.
 """
 
 from __future__ import annotations
@@ -21,35 +21,36 @@ class Name(NamedTuple):
     """A name that another library may rename or remove without notice."""
 
     path: str
-    breaks: str  # what cannot be done without it
-    instead: str = ""  # what happens then; empty: an error
-    source: str = ""  # of text: the module that writes it
-    older: str = ""  # its last part in older versions: either will do
-    until: str = ""  # the first version of the library in which nothing needs it any more
+    breaks: str  # what does not work without it
+    instead: str = ""  # what happens without it; empty: an error
+    source: str = ""  # for a string: the module that writes it
+    older: str = ""  # its last part in older versions; either will do
+    until: str = ""  # the first version of the library that does not need it
 
     @property
     def library(self) -> str:
         return (self.source or self.path).partition(".")[0]
 
 
-_FUNCTORCH = "transforms of torch.func cannot be told from plain calls, and would give wrong derivatives"
-_FORWARD = "forward-mode derivatives cannot be told from plain calls, and would be dropped"
+_FUNCTORCH = "transforms of torch.func cannot be distinguished from plain calls, and would give wrong derivatives"
+_FORWARD = "forward-mode derivatives cannot be distinguished from plain calls, and would be dropped"
+_BELOW_AUTOGRAD = "gradients of attention cannot be computed below autograd"
 _HOPPER = "triton.experimental.gluon.language.nvidia.hopper"
 _NO_GLUON = "kernels in Gluon cannot be compiled"
-_PLAIN_TRITON = "plain Triton kernels take the place of those for Hopper"
+_PLAIN_TRITON = "plain Triton kernels replace those for Hopper"
 _SAVED = "saved models cannot be read"
 _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
-_PYTREE = "nested inputs and outputs of models cannot be taken apart"
+_PYTREE = "nested inputs and outputs of models cannot be flattened"
 _OPTIONS = "options and modes of torch.compile(backend='qframework') cannot be checked"
 _CONVERTED = "modules cannot be converted to INT8 training in place"
 _HOOKS = "hooks of converted modules cannot be found, and INT8 training would skip them"
 _INT8_OPERATORS = "operators of INT8 training cannot be compiled by Inductor of this version"
 _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
-_COMPILED = "a compiled model cannot be told from the model itself"
+_COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
 _EXPLAIN = "explain cannot find a compiled model's options"
-_NO_CPP = "Inductor cannot be asked for its C++ compiler"
+_NO_CPP = "the C++ compiler of Inductor is unknown"
 _ANNOTATE = "QFrameworkQuantizer cannot annotate a graph"
 _SUBCLASS = "compiled INT8 training cannot pass gradients in blocks from one layer to the next"
 
@@ -67,44 +68,44 @@ _ROWS = (
     Name("torch._subclasses.functional_tensor.FunctionalTensor", _BLOCKS),
     Name("torch.Tensor._make_subclass", _BLOCKS),
     Name("torch._C._functorch.peek_interpreter_stack", _FUNCTORCH),
-    Name("torch._C._SetExcludeDispatchKeyGuard", "gradients of attention cannot be computed below autograd"),
-    Name("torch._C.DispatchKey.AutogradFunctionality", "gradients of attention cannot be computed below autograd"),
-    Name("torch._C.DispatchKey.ADInplaceOrView", "gradients of attention cannot be computed below autograd"),
+    Name("torch._C._SetExcludeDispatchKeyGuard", _BELOW_AUTOGRAD),
+    Name("torch._C.DispatchKey.AutogradFunctionality", _BELOW_AUTOGRAD),
+    Name("torch._C.DispatchKey.ADInplaceOrView", _BELOW_AUTOGRAD),
     Name(
         "torch._C._AutoDispatchBelowAutograd",
         "compiled INT8 models on the CPU cannot skip autograd",
-        "they pass through it, which takes the host a little longer",
+        "they run through autograd, which costs a little host time",
     ),
     Name(
         "torch._C._current_graph_task_id",
-        "INT8 training cannot tell a backward pass from other code",
-        "gradients are copied where autograd converts their dtype",
+        "INT8 training cannot detect a backward pass",
+        "gradients are copied when autograd converts their dtype",
     ),
     Name(
         "torch._C._dynamo.guards._empty_strided_cuda",
-        "replayed calls on a GPU cannot allocate the fast way",
-        "torch.empty_strided allocates, in twice the time",
+        "replayed calls on a GPU cannot use the fast allocation",
+        "torch.empty_strided allocates, which takes twice as long",
     ),
     Name("torch._C._set_grad_enabled", "compiled INT8 models keep nodes that switch gradients on and off"),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
-    Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be noticed"),
-    Name("torch.storage.UntypedStorage._cdata", "tensors that share memory cannot be told while lowering a graph"),
+    Name("torch.Tensor._version", "writes to a float copy of a BlockTensor cannot be detected"),
+    Name("torch.storage.UntypedStorage._cdata", "tensors that share memory cannot be detected in a graph"),
     Name("torch._subclasses.fake_tensor.FakeTensor", "captured graphs cannot be lowered"),
-    Name("torch._subclasses.fake_tensor.FakeTensorMode", "what a node of a captured graph writes cannot be found out"),
+    Name("torch._subclasses.fake_tensor.FakeTensorMode", "the writes of a node in a graph cannot be determined"),
     Name("torch.utils._python_dispatch.TorchDispatchMode", "calls on a GPU cannot be recorded, nor writes observed"),
     Name(
         "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
         "PyTorch cannot say which parameters are tensor subclasses",
-        "those with __tensor_flatten__ are",
+        "those with __tensor_flatten__ count as subclasses",
     ),
     # functions.py
-    Name("torch.overrides._get_current_function_mode", "scopes of attention for single layers cannot be left"),
+    Name("torch.overrides._get_current_function_mode", "attention scopes of single layers do not work"),
     *(
         Name(
             f"has_torch_function in {function}",
             f"{function} cannot run inside a scope of attention",
-            "attention inside of it stays PyTorch's",
+            "its attention stays in PyTorch",
             source=source,
         )
         for function, source in {
@@ -115,14 +116,14 @@ _ROWS = (
         }.items()
     ),
     # operators.py
-    Name("torch._ops.OpOverload._schema", "what an operator writes and takes cannot be read"),
-    Name("torch.ops.aten._assert_tensor_metadata", "attention of exported models cannot be found beside assertions"),
-    Name("torch.ops.aten._has_compatible_shallow_copy_type", "writes to x.data of a BlockTensor cannot be refused"),
-    Name("torch.ops.aten._to_copy", "BlockTensors cannot keep INT8 where their dtype changes"),
-    Name("torch.ops.aten._unsafe_view", "BlockTensors cannot keep INT8 where they are viewed"),
-    Name("torch.ops.aten._reshape_alias", "BlockTensors cannot keep INT8 where they are viewed"),
-    Name("torch._int_mm", "the CPU has no INT8 product", "the float product of the same integers computes"),
-    Name("torch._C._dispatch_has_kernel", f"{_SAVED}: operators cannot be told from functions that touch files"),
+    Name("torch._ops.OpOverload._schema", "an operator's arguments and mutations cannot be read"),
+    Name("torch.ops.aten._assert_tensor_metadata", "attention in exported models cannot be found beside assertions"),
+    Name("torch.ops.aten._has_compatible_shallow_copy_type", "writes to x.data of a BlockTensor cannot be detected"),
+    Name("torch.ops.aten._to_copy", "BlockTensors cannot stay in INT8 when their dtype changes"),
+    Name("torch.ops.aten._unsafe_view", "BlockTensors cannot stay in INT8 when they are viewed"),
+    Name("torch.ops.aten._reshape_alias", "BlockTensors cannot stay in INT8 when they are viewed"),
+    Name("torch._int_mm", "the CPU has no INT8 product", "a float product of the same integers is used"),
+    Name("torch._C._dispatch_has_kernel", f"{_SAVED}: operators and functions that access files look the same"),
     Name("torch._C._dispatch_get_all_op_names", _INT8_OPERATORS, until="2.15"),
     Name("torch.ao.quantization.fx._decomposed", "graphs of PT2E (quantized_decomposed) cannot be read or written"),
     # modules.py
@@ -142,7 +143,7 @@ _ROWS = (
     Name(
         "torch.fx.node.Node._erased",
         "torch.fx cannot say which nodes were erased",
-        "the graph is searched, in time that grows with it",
+        "the whole graph is searched",
     ),
     Name("torch.fx.graph.Graph._codegen", "the names and nesting of an exported model's inputs cannot be read"),
     Name("torch.fx.experimental.proxy_tensor.make_fx", "nn.MultiheadAttention cannot be lowered in compiled models"),
@@ -162,14 +163,14 @@ _ROWS = (
     Name("torch._export.serde.serialize.ExportedProgramDeserializer", _SAVED),
     Name("torch._export.serde.serialize._dict_to_dataclass", _SAVED),
     # dynamo.py
-    Name("torch._guards.TracingContext.try_get", "a backend cannot tell whether Dynamo is compiling"),
+    Name("torch._guards.TracingContext.try_get", "a backend cannot detect whether Dynamo is compiling"),
     Name("torch._dynamo.guards.GuardBuilder.ID_MATCH", "frozen weights cannot be guarded against being replaced"),
     Name("torch._dynamo.guards.install_guard", "frozen weights cannot be guarded against being replaced"),
     Name("torch._dynamo.source.ConstantSource", "constants cannot be added to a graph that Dynamo captured"),
     Name(
         "torch._dynamo.config.optimize_ddp",
         "DDPOptimizer cannot be switched off",
-        "a compiled model of INT8 training in DistributedDataParallel may be cut where it cannot be",
+        "DDPOptimizer may split compiled INT8 training in DistributedDataParallel where it must not",
     ),
     Name("torch._dynamo.eval_frame.OptimizedModule._orig_mod", _COMPILED),
     Name("torch._dynamo.eval_frame.OptimizedModule.dynamo_ctx", _EXPLAIN),
@@ -193,17 +194,14 @@ _ROWS = (
         "linears and attention whose shapes are unknown stay in float",
         source="torch._dynamo.utils",
     ),
-    Name(
-        "tensor_dict",
-        "Dynamo's graphs do not say which inputs are buffers of modules",
-        "layers whose scales or weights are buffers stay as PT2E wrote them",
-        source="torch._dynamo.variables.builder",
-    ),
-    Name(
-        "_dynamo_static_input_type",
-        "Dynamo's graphs do not say which inputs are buffers of modules",
-        "layers whose scales or weights are buffers stay as PT2E wrote them",
-        source="torch._dynamo.variables.builder",
+    *(
+        Name(
+            name,
+            "Dynamo's graphs do not say which inputs are buffers of modules",
+            "layers whose scales or weights are buffers stay as PT2E wrote them",
+            source="torch._dynamo.variables.builder",
+        )
+        for name in ("tensor_dict", "_dynamo_static_input_type")
     ),
     # inductor.py
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
@@ -214,8 +212,8 @@ _ROWS = (
     Name("torch._inductor.lowering.make_fallback", _INT8_OPERATORS, until="2.15"),
     Name("torch._inductor.lowering.tag_to_layout_constraint", _INT8_OPERATORS, until="2.15"),
     Name("torch._library.utils.get_layout_constraint_tag", _INT8_OPERATORS, until="2.15"),
-    Name("torch._inductor.cpp_builder.get_cpp_compiler", _NO_CPP, "none is shown"),
-    Name("torch._inductor.exc.InvalidCxxCompiler", _NO_CPP, "none is shown"),
+    Name("torch._inductor.cpp_builder.get_cpp_compiler", _NO_CPP, "qframework doctor shows none"),
+    Name("torch._inductor.exc.InvalidCxxCompiler", _NO_CPP, "qframework doctor shows none"),
     Name(
         "torch._inductor.codecache.CppCodeCache.load",
         "the product for processors without VNNI cannot be compiled",
@@ -225,39 +223,34 @@ _ROWS = (
     Name("__coerce_tangent_metadata__", _SUBCLASS, source="torch._functorch._aot_autograd.collect_metadata_analysis"),
     Name("__coerce_same_metadata_as_tangent__", _SUBCLASS, source="torch._functorch._aot_autograd.runtime_wrappers"),
     # memos.py
-    Name(
-        "torch.ao.quantization.fx.utils.assert_and_get_unique_device.cache_clear",
-        "PT2E's memo of float models cannot be emptied",
-        "one that PT2E keeps elsewhere holds their memory as long as the process lives",
-    ),
-    Name(
-        "torchao.utils._assert_and_get_unique_device.cache_clear",
-        "PT2E's memo of float models cannot be emptied",
-        "one that PT2E keeps elsewhere holds their memory as long as the process lives",
+    *(
+        Name(
+            f"{function}.cache_clear",
+            "PT2E's memo of float models cannot be emptied",
+            "float models may stay in memory until the process ends",
+        )
+        for function in (
+            "torch.ao.quantization.fx.utils.assert_and_get_unique_device",
+            "torchao.utils._assert_and_get_unique_device",
+        )
     ),
     # triton.py
     Name("triton.tools.tensor_descriptor.TensorDescriptor", "Triton kernels cannot load by TMA"),
     Name(
         "triton.tools.tensor_descriptor.TensorDescriptor.__dict__",
-        "descriptors cannot be made of others without being checked again",
+        "descriptors cannot be copied without a check",
         "they are checked at every call",
     ),
-    Name("triton.runtime.driver.active.get_current_target", "the chip that Triton compiles for cannot be asked for"),
-    Name(
-        "triton.language.extra.cuda.gdc_wait",
-        "kernels cannot wait for the one before them",
-        "a kernel starts when the one before it has ended",
-    ),
-    Name(
-        "triton.language.extra.cuda.gdc_launch_dependents",
-        "kernels cannot wait for the one before them",
-        "a kernel starts when the one before it has ended",
+    Name("triton.runtime.driver.active.get_current_target", "the chip that Triton compiles for is unknown"),
+    *(
+        Name(f"triton.language.extra.cuda.{name}", "kernels cannot overlap", "each starts when the previous one ends")
+        for name in ("gdc_wait", "gdc_launch_dependents")
     ),
     Name("triton.runtime.jit.JITFunction.warmup", "kernels cannot be compiled ahead of their first launch"),
     Name("triton.runtime.jit.JITFunction.arg_names", _TRITON_LAUNCH),
     Name("triton.compiler.compiler.CompiledKernel.__getitem__", _TRITON_LAUNCH),
-    Name("triton.FutureKernel.result", "kernels that another thread compiles cannot be waited for"),
-    Name("triton.AsyncCompileMode", "kernels cannot be compiled beside Inductor"),
+    Name("triton.FutureKernel.result", "kernels cannot be awaited while another thread compiles them"),
+    Name("triton.AsyncCompileMode", "kernels cannot be compiled in parallel with Inductor"),
     # gluon.py
     Name("triton.experimental.gluon", _NO_GLUON, _PLAIN_TRITON),
     Name("triton.experimental.gluon.language", _NO_GLUON, _PLAIN_TRITON),
@@ -306,7 +299,7 @@ _ROWS = (
     Name("torchao.quantization.pt2e.utils.create_getattr_from_value", _PT2E),
     Name(
         "_observed_graph_module_attrs",
-        "a prepared model in which nothing is to be quantized is taken for an exported one",
+        "a prepared model without quantized layers counts as an exported one",
         source="torchao.quantization.pt2e.convert",
     ),
     # transformers.py

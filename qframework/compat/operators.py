@@ -1,4 +1,4 @@
-"""Operators: their class and schema, ATen's private ones, and what is registered."""
+"""Operators: their class and schema, private ones of ATen, and the registered ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ else:
     OpOverload = type(torch.ops.aten.detach.default)  # the class has no public name
 
 schema: Callable[[Any], Any] = operator.attrgetter("_schema")
-"""Arguments and results of an operator, with what it writes."""
+"""The schema of an operator: arguments, results and mutations."""
 
 with explained():
-    schema(torch.ops.aten.detach.default)  # asked here, so that calls need not
+    schema(torch.ops.aten.detach.default)  # checked here instead of at every call
     TO_COPY: Any = torch.ops.aten._to_copy.default
-    ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # what exports assert of a tensor
-    SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # what ``x.data = y`` asks first
+    ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # in exported graphs
+    SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # called first by ``x.data = y``
     VIEWS: tuple[Any, ...] = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
 
 
@@ -36,13 +36,13 @@ int_mm: Callable[[Tensor, Tensor], Tensor] = optional(torch, "torch._int_mm", _n
 
 @explained()
 def on_tensors(name: str) -> bool:
-    """Whether ``name`` computes with tensors; TorchScript registers Python's builtins, and save, beside those."""
+    """Whether ``name`` has a kernel for tensors, unlike Python's builtins and save, which TorchScript registers."""
     return torch._C._dispatch_has_kernel(name)
 
 
 @explained()
 def registered(namespace: str) -> Iterator[str]:
-    """Names, without their namespace, of the operators of one."""
+    """The names, without the namespace, of all operators of a namespace."""
     names = torch._C._dispatch_get_all_op_names()
     return (name.partition("::")[2] for name in names if name.startswith(f"{namespace}::"))
 

@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dictionaries, taken apart and put together as PyTorch does. Nothing of it is public."""
+"""PyTorch's private functions on nested tuples, lists and dictionaries."""
 
 from __future__ import annotations
 

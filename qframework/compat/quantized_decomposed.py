@@ -1,4 +1,4 @@
-"""Registers ``torch.ops.quantized_decomposed``, PT2E's operators, which importing torch does not."""
+"""Registers ``torch.ops.quantized_decomposed``, PT2E's operators, which importing torch does not register."""
 
 from qframework.compat.missing import explained
 

@@ -1,4 +1,4 @@
-"""torchao's PT2E: what quantizers and observers are made of, and the two steps of its workflow."""
+"""torchao's PT2E: base classes of quantizers and observers, and the two steps of its workflow."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ with explained():
     from torchao.quantization.pt2e.quantizer.quantizer import Q_ANNOTATION_KEY
     from torchao.quantization.pt2e.utils import create_getattr_from_value
 
-ANNOTATED: dict[str, Any] = {"_annotated": True}  # what an annotation is given to say that a quantizer took its node
+ANNOTATED: dict[str, Any] = {"_annotated": True}  # marks an annotation whose node a quantizer has handled
 
 
 @explained()
 def says_annotated(annotation: QuantizationAnnotation | None) -> bool:
-    """Whether a quantizer, ours or another, has taken the node of this annotation."""
+    """Whether a quantizer, ours or another, has handled the node of this annotation."""
     return annotation is not None and annotation._annotated
 
 
-# Key of the meta that prepare_pt2e gives a model, and convert_pt2e leaves there.
+# The meta key that prepare_pt2e adds to a model, and convert_pt2e keeps.
 PREPARED_META = "_observed_graph_module_attrs"
 
 __all__ = [

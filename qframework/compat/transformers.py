@@ -1,4 +1,4 @@
-"""SAM's image encoders in transformers: classes, and the tables from which a model's configuration chooses one."""
+"""SAM's attention classes in transformers, and the tables from which a model's configuration selects one."""
 
 from __future__ import annotations
 

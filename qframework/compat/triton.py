@@ -22,9 +22,9 @@ def _dependent_launch() -> tuple[Any, Any]:
     return gdc_wait, gdc_launch_dependents
 
 
-TensorDescriptor: Any = None  # of a matrix that a kernel loads by TMA
-gdc_wait: Any = None  # inside a kernel: wait for the one before it
-gdc_launch_dependents: Any = None  # inside a kernel: let the next one begin
+TensorDescriptor: Any = None  # of a matrix that a kernel loads with TMA
+gdc_wait: Any = None  # in a kernel: wait for the previous one
+gdc_launch_dependents: Any = None  # in a kernel: let the next one start
 
 if importlib.util.find_spec("triton") is not None:
     with explained():
@@ -35,35 +35,35 @@ if importlib.util.find_spec("triton") is not None:
     gdc_wait, gdc_launch_dependents = _dependent_launch()
 
 launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
-"""What launches a compiled kernel on a grid, called with all of its arguments; asking for it loads the kernel."""
+"""The launcher of a compiled kernel on a grid, to be called with all arguments; creating it loads the kernel."""
 
 
 @explained()
 def current_target() -> Any:
-    """What Triton compiles for on the current device: ``backend`` and ``arch``."""
+    """Triton's compilation target on the current device: ``backend`` and ``arch``."""
     return triton.runtime.driver.active.get_current_target()
 
 
 @explained()
 def argument_names(kernel: Any) -> list[str]:
-    """Of a kernel that is not compiled yet, in order."""
+    """The argument names of an uncompiled kernel, in order."""
     return kernel.arg_names
 
 
 @explained()
 def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: dict[str, Any]) -> Any:
-    """Compile what a call with arguments like these needs; under ``compile_in`` Triton's promise of it."""
+    """Compile the kernel for arguments like these; under ``compile_in``, returns Triton's future of it."""
     return kernel.warmup(*arguments, grid=grid, **constants)
 
 
 @explained()
 def compile_in(pool: Any) -> Any:
-    """A scope of this thread in which kernels are compiled in ``pool``; their errors wait until they are launched."""
+    """A scope of this thread in which ``pool`` compiles kernels; errors are raised when the kernels are launched."""
     return triton.AsyncCompileMode(pool, ignore_errors=True)
 
 
 def finished(kernel: Any) -> Any:
-    """The compiled kernel, also where it comes as Triton's promise: another thread was still compiling it."""
+    """The compiled kernel, after waiting for it if it is Triton's future."""
     return kernel.result() if hasattr(type(kernel), "result") else kernel
 
 
@@ -73,7 +73,7 @@ def is_descriptor(x: Any) -> bool:
 
 
 def descriptor_maker(descriptor: Any) -> Callable[[Tensor], Any]:
-    """What makes descriptors like this one of other tensors: unchecked, since this one was. Keeps no tensor alive."""
+    """A function that makes descriptors like this one for other tensors, without checks. Keeps no tensor alive."""
     kind = type(descriptor)
     if not hasattr(descriptor, "__dict__"):
         note_missing("triton.tools.tensor_descriptor.TensorDescriptor.__dict__")

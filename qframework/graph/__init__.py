@@ -1,4 +1,1 @@
-"""What nodes of a captured graph mean, in every dialect.
-
-For the quantizer, which annotates graphs, and the backend, which lowers them.
-"""
+"""What nodes of a captured graph mean, in every dialect. The quantizer annotates graphs, the backend lowers them."""

@@ -1,13 +1,12 @@
-"""Attention in a captured graph: one ``scaled_dot_product_attention`` node, or spelled out.
-
-Spelled out, it is recognised by its softmax::
+"""Finds attention in a captured graph: one ``scaled_dot_product_attention`` node, or products around a softmax::
 
     q [* s] ──┐
     k [* s].T ┴> matmul -> [* s] -> [+ bias] -> [views] -> [+ mask] -> softmax -> [dropout] -> matmul -> ...
                                                             v ───────────────────────────────────┘
 
-Brackets may stand in any order and number. Scaling by a number becomes the operator's ``scale``; scaling by a tensor
-that is the same for all keys (Swin V2's logit scale) goes to the query; every summand keeps the shape it is added at.
+Steps in brackets are optional and may come in any order and number. Scaling by a number becomes the operator's
+``scale``; scaling by a tensor that is the same for all keys (Swin V2's logit scale) is applied to the query; every
+summand keeps the shape in which it is added.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, op
 from qframework.graph.shapes import same
 from qframework.numerics import FLOAT_DTYPES
 
-# Operations that hand on the same numbers: casts to a dtype of _FLOATS, copies, the same elements under another shape.
+# Operations that keep the values: casts to a dtype of _FLOATS, copies, and views of the same elements.
 CASTS = {"to", "float", "half", "bfloat16", "double", "type_as", "type"}
 COPIES = {"contiguous", "clone", "alias"}
 VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "unsqueeze", "squeeze"}
 
 _FLOATS = {*FLOAT_DTYPES, torch.float64}
 
-# A score this low has no weight beside any other, so that filling with it and adding it are the same.
+# A logit this low gets no weight beside any other, so that filling with it and adding it are equivalent.
 _NO_WEIGHT = -1e4
 
 
 class NotAttention(Exception):
-    """A softmax between other things than the two products of attention."""
+    """A softmax that is not between the two products of attention."""
 
 
 class Refused(Exception):
@@ -46,10 +45,9 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Summand:
-    """``factor * value`` added to the logits where they have the shape ``shape``.
+    """``factor * value`` added to the logits when they have the shape ``shape``.
 
-    With ``fill`` the node is a bool mask instead, and ``fill`` is added where it is True, or False if it says what is
-    ``seen``.
+    With ``fill``, ``value`` is a bool mask, and ``fill`` is added where it is True, or where it is False if ``seen``.
     """
 
     value: Node
@@ -61,7 +59,7 @@ class Summand:
 
 @dataclass
 class AttentionCall:
-    """What one attention computes, and ``end``, the node whose value it is.
+    """One attention: its operands, and ``end``, the node that computes its output.
 
     ``shape`` is that of ``query @ key.T``; the value's leading dimensions may be a view of it (``value_shape``).
     """
@@ -74,11 +72,13 @@ class AttentionCall:
     value_shape: torch.Size
     key_is_transposed: bool = False
     summands: list[Summand] = field(default_factory=list)
-    row_factors: list[tuple[Node, bool]] = field(default_factory=list)  # tensors that scale rows; True: divide
+    row_factors: list[tuple[Node, bool]] = field(
+        default_factory=list
+    )  # tensors that scale rows, and whether they divide
     scale: float | None = None
     is_causal: bool = False
     enable_gqa: bool = False
-    between: list[Node] = field(default_factory=list)  # the nodes that go, from the first product to ``end``
+    between: list[Node] = field(default_factory=list)  # the nodes that are replaced, from the first product to ``end``
     first: Node | None = None  # the first node that reads an operand, ``end`` where None
 
 
@@ -95,10 +95,10 @@ def sdpa_call(node: Node) -> AttentionCall | None:
     dropout_p, is_causal = argument(node, 4, "dropout_p", default=0.0), argument(node, 5, "is_causal", default=False)
     scale, enable_gqa = argument(node, 6, "scale"), argument(node, 7, "enable_gqa", default=False)
     if dropout_p != 0.0:
-        raise Refused(f"dropout_p={dropout_p}; accepted: 0")
+        raise Refused(f"its dropout_p must be 0, got {dropout_p}")
     for name, given in (("is_causal", is_causal), ("scale", scale), ("enable_gqa", enable_gqa)):
         if isinstance(given, Node):
-            raise Refused(f"its {name} is computed in the graph; accepted: a number")
+            raise Refused(f"its {name} must be a number, got {given.name}, which the graph computes")
     shape = _logits_shape(query, key)
     summands = [_mask_summand(mask, shape)] if mask is not None else []
     return AttentionCall(
@@ -108,7 +108,7 @@ def sdpa_call(node: Node) -> AttentionCall | None:
 
 
 def _mask_summand(mask: Node, shape: torch.Size) -> Summand:
-    """An ``attn_mask``: added to the logits, or a bool mask of what is seen."""
+    """An ``attn_mask``: added to the logits, or a bool mask that is True where a key counts."""
     fake = fake_value(mask)
     if fake is not None and fake.dtype == torch.bool:
         return Summand(mask, shape, fill=-math.inf, seen=True)
@@ -118,7 +118,7 @@ def _mask_summand(mask: Node, shape: torch.Size) -> Summand:
 def _logits_shape(query: Node, key: Node) -> torch.Size:
     q, k = shape_of(query), shape_of(key)
     if len(q) < 2 or len(k) < 2:
-        raise Refused(f"its query has shape {tuple(q)}; accepted: 3 to 5 dimensions")
+        raise Refused(f"its query must have 3 to 5 dimensions, got shape {tuple(q)}")
     return torch.Size((*q[:-1], k[-2]))
 
 
@@ -131,14 +131,14 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
     if operation(softmax) != "softmax" or fake_value(softmax) is None:
         return None
     if argument(softmax, 1, "dim") not in (-1, len(shape_of(softmax)) - 1):
-        return None  # weights over something else than keys
+        return None  # not over keys
     try:
         end, weights = _weighted_sum(softmax)
         logits = _Logits.trace(argument(softmax, 0, "input", "self"), 1.0)
     except NotAttention:
         return None
     if not same(shape_of(softmax)[-1], logits.shape[-1]):
-        raise Refused(f"its softmax is over {shape_of(softmax)[-1]} logits; accepted: the {logits.shape[-1]} of a row")
+        raise Refused(f"its softmax must be over the {logits.shape[-1]} logits of a row, got {shape_of(softmax)[-1]}")
     for node in (*logits.nodes, *weights):
         _require_private(node)
     (query, query_factor, query_reader), (key, key_factor, key_reader) = _unscaled(logits.a), _unscaled(logits.b)
@@ -151,7 +151,7 @@ def spelled_out_call(softmax: Node) -> AttentionCall | None:
 
 
 def shape_of(node: Any) -> torch.Size:
-    """The shape that tracing recorded. Raises NotAttention for what is no tensor."""
+    """The shape that tracing recorded. Raises NotAttention for anything but a tensor."""
     fake = fake_value(node) if isinstance(node, Node) else None
     if fake is None:
         raise NotAttention
@@ -167,7 +167,7 @@ def product_operands(node: Node) -> tuple[Node, Node] | None:
 
 
 def users(node: Node) -> list[Node]:
-    """The nodes that read a value; assertions about its metadata, which exports hold, do not count."""
+    """The nodes that read a value, except the assertions about its metadata that exports contain."""
     return [user for user in node.users if not is_assertion(user)]
 
 
@@ -179,7 +179,7 @@ def is_assertion(node: Node) -> bool:
 def _require_private(node: Node) -> None:
     readers = users(node)
     if len(readers) > 1:
-        raise Refused(f"its {node.name} is read elsewhere too, by {', '.join(user.name for user in readers)}")
+        raise Refused(f"its {node.name} has other readers too: {', '.join(user.name for user in readers)}")
 
 
 def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
@@ -195,7 +195,7 @@ def _weighted_sum(softmax: Node) -> tuple[Node, list[Node]]:
             raise NotAttention
         node = onward[0]
         if operation(node) == "dropout" and not is_inactive_dropout(node):
-            raise Refused("dropout of its attention weights is active; accepted: none")
+            raise Refused("dropout of its attention weights must be inactive")
         path.append(node)
 
 
@@ -209,7 +209,7 @@ def _keeps_numbers(node: Node) -> bool:
 
 
 def _unscaled(node: Node) -> tuple[Node, float, Node | None]:
-    """``x``, ``s`` and the node that reads x, of ``x * s`` with a number s; ``(node, 1, None)`` for any other node."""
+    """``x``, ``s`` and the node that reads x for ``x * s`` with a number s; ``(node, 1, None)`` for any other node."""
     x, factor = _scaled(node) or (node, 1.0)
     before, after = fake_value(x), fake_value(node)
     if x is node or not isinstance(factor, float) or before is None or after is None or before.dtype != after.dtype:
@@ -219,7 +219,7 @@ def _unscaled(node: Node) -> tuple[Node, float, Node | None]:
 
 
 def _scaled(node: Node) -> tuple[Node, float | Node] | None:
-    """``x`` and the number, or the tensor, that multiplies it; division by a number is multiplication."""
+    """``x`` and the number or tensor that multiplies it; division by a number counts as multiplication."""
     name = operation(node)
     if name not in ("mul", "div") or argument(node, 2, "rounding_mode") is not None:
         return None
@@ -233,7 +233,7 @@ def _scaled(node: Node) -> tuple[Node, float | Node] | None:
 
 @dataclass
 class _Logits:
-    """The product of Q and K behind a softmax, and what happened to it on the way."""
+    """The product of Q and K before a softmax, and the steps in between."""
 
     a: Node
     b: Node
@@ -245,7 +245,7 @@ class _Logits:
 
     @classmethod
     def trace(cls, node: Any, factor: float) -> _Logits:
-        """Walk back from ``node`` to a product; ``factor`` multiplies the node on its way to the softmax."""
+        """Walk back from ``node`` to a product; ``factor`` multiplies ``node`` before the softmax."""
         if not isinstance(node, Node):
             raise NotAttention
         if (operands := product_operands(node)) is not None:
@@ -294,10 +294,10 @@ class _Logits:
                 raise
             x, by, logits = by, x, cls.trace(by, factor)
         if fake_value(by) is None:
-            raise Refused(f"its logits are scaled by {by.name}, a number from the graph; accepted: a constant")
+            raise Refused(f"its logits must be scaled by a constant, got {by.name}, a number from the graph")
         if logits.summands or shape_of(x) != logits.shape or (shape_of(by) or (1,))[-1:] != (1,):
             raise Refused(
-                f"its logits are scaled by {by.name} of shape {tuple(shape_of(by))}; accepted: one factor per row"
+                f"its logits must be scaled by one factor per row, got {by.name} of shape {tuple(shape_of(by))}"
             )
         logits.row_factors.append((by, divides))
         return logits
@@ -307,7 +307,9 @@ class _Logits:
         if operation(node) != "add" or argument(node, 2, "alpha", default=1) != 1:
             return None
         x, y = argument(node, 0, "input", "self"), argument(node, 1, "other")
-        if isinstance(x, (int, float)) or isinstance(y, (int, float)):  # the same for all keys: no softmax sees it
+        if isinstance(x, (int, float)) or isinstance(
+            y, (int, float)
+        ):  # softmax does not depend on it: the same for all keys
             return cls.trace(y if isinstance(x, (int, float)) else x, factor)
         failure: Exception = NotAttention()
         for logits_side, other in ((x, y), (y, x)):
@@ -324,39 +326,33 @@ class _Logits:
 
     @classmethod
     def _filled(cls, node: Node, factor: float) -> _Logits | None:
-        """``x.masked_fill(mask, low)``, ``where(seen, x, low)`` or ``where(mask, low, x)``.
-
-        The number must be so low that no weight is left.
-        """
+        """``x.masked_fill(mask, low)``, ``where(seen, x, low)`` or ``where(mask, low, x)``."""
         if operation(node) not in ("masked_fill", "where"):
             return None
         seen = False
         if operation(node) == "masked_fill":
             x, mask, fill = argument(node, 0, "input", "self"), argument(node, 1, "mask"), argument(node, 2, "value")
         else:
-            mask, fill, x = (
-                argument(node, 0, "condition"),
-                argument(node, 1, "input", "self"),
-                argument(node, 2, "other"),
-            )
+            mask, fill = argument(node, 0, "condition"), argument(node, 1, "input", "self")
+            x = argument(node, 2, "other")
             if _number(fill) is None:
                 x, fill, seen = fill, x, True
         logits, fill = cls.trace(x, factor), _number(fill)
         if fill is None or factor * fill > _NO_WEIGHT or shape_of(x) != shape_of(node):
-            raise Refused(f"its logits are filled by {node.name}; accepted: a number below {_NO_WEIGHT:.0f}")
+            raise Refused(f"its logits must be filled with a number below {_NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
 
 
 def _number(value: Any) -> float | None:
-    """A number, also where the graph makes a tensor of it."""
+    """A number, which the graph may hold as a tensor."""
     if isinstance(value, Node) and operation(value) in ("full", "scalar_tensor", "tensor"):
         value = value.args[-1] if shape_of(value) == () else None
     return float(value) if isinstance(value, (int, float)) else None
 
 
 def _ancestors(node: Node, depth: int) -> Iterator[Node]:
-    """What a value is computed from, up to the layers before."""
+    """The nodes that a value is computed from, up to ``depth`` steps back or the previous layer."""
     for before in node.all_input_nodes if depth else ():
         if operation(before) not in ("linear", "layer_norm"):
             yield before

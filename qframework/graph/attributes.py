@@ -1,7 +1,7 @@
 """Parameters and buffers that a graph reads by name, and their replacement for one reader alone.
 
-Nothing is ever written into a tensor: the module of an exported program shares its tensors with the model that was
-exported, and with every other module made from the same program.
+The tensors themselves are never written: the module of an exported program shares them with the exported model and
+with every other module made from the same program.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch.fx import GraphModule, Node
 
 
 def attribute(model: GraphModule, node: Node) -> Tensor:
-    """The tensor behind the ``get_attr`` node."""
+    """The tensor that a ``get_attr`` node reads."""
     return operator.attrgetter(str(node.target))(model)
 
 
 def replace_attribute(model: GraphModule, node: Node, reader: Node, value: Tensor) -> Node:
-    """Let ``reader`` read ``value`` where it reads the ``get_attr`` node ``node``; the node it reads from now on.
+    """Make ``reader`` read ``value`` instead of the ``get_attr`` node ``node``; returns the node that it then reads.
 
-    The attribute keeps its name where ``reader`` is all that reads it, so that the old tensor can go; others that read
-    it keep the old tensor, and ``value`` becomes a new attribute of ``model``.
+    The attribute keeps its name if ``reader`` is its only reader, so that the old tensor is freed. Otherwise the other
+    readers keep the old tensor, and ``value`` becomes a new attribute of ``model``.
     """
     old = attribute(model, node)
     new = _like(old, value)
@@ -49,7 +49,7 @@ def add_attribute(model: GraphModule, name: str, value: Tensor) -> Node:
 
 
 def readers(model: GraphModule, node: Node) -> set[Node]:
-    """Everything that reads the attribute of ``node``, through any ``get_attr`` node."""
+    """All readers of the attribute of ``node``, through any ``get_attr`` node."""
     same = (other for other in model.graph.find_nodes(op="get_attr") if other.target == node.target)
     return {user for other in same for user in other.users}
 

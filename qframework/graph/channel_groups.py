@@ -1,4 +1,4 @@
-"""Where a scale for each channel can move from one layer to the next without changing what a model computes.
+"""Finds where scales of channels can move from one layer to the next without changing the model's function.
 
 From, with any s > 0 for each channel::
 
@@ -8,15 +8,16 @@ To::
 
     producer / s -> [the same] -> linear(W * s), linear(V * s), ...
 
-A producer ends in parameters for each channel: LayerNorm, RMSNorm, either spelled out as a product with a parameter,
-and the rows of a linear. What stands between must pass a positive factor on, channel by channel; everything that reads
-a channel otherwise keeps it as it is. SmoothQuant (arXiv:2211.10438) moves scales so, from norms to linears.
+A producer has parameters for each output channel: LayerNorm, RMSNorm, either of them written as a product with a
+parameter, and a linear, by its rows. The steps in between must preserve positive factors channel by channel; a channel
+with any other reader is not scaled. SmoothQuant (arXiv:2211.10438) moves scales this way, from norms to linears.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -26,12 +27,11 @@ from torch.fx import GraphModule, Node
 from qframework.compat.dispatch import memory_of
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import CASTS, is_assertion
-from qframework.graph.channels import ChannelView, Dim, parts, through
+from qframework.graph.channels import READS_ONLY_THE_SHAPE, ChannelView, Dim, parts, through
 from qframework.graph.nodes import argument, fake_value, linear_call, operation
 from qframework.graph.shapes import same
 from qframework.graph.writes import writes_in_place
 
-_READS_ONLY_THE_SHAPE = {"sym_size", "size"}
 _NORMS = {"layer_norm", "rms_norm"}
 
 
@@ -43,7 +43,7 @@ class Parameter(NamedTuple):
 
 
 class Consumer(NamedTuple):
-    """A linear that reads the channels of a group; ``channels`` ``(K,)`` int64: which one each of its inputs is."""
+    """A linear that reads the channels of a group; ``channels`` ``(K,)`` int64 is the channel of each input feature."""
 
     linear: Node
     weight: Parameter
@@ -52,12 +52,12 @@ class Consumer(NamedTuple):
 
 @dataclass(frozen=True)
 class ChannelGroup:
-    """A producer and the linears that alone read its channels.
+    """A producer and the linears that read its channels.
 
     Attributes:
-        producer: its node, whose output has ``size`` channels.
-        parameters: those of the producer that a scale divides.
-        free: ``(size,)`` bool, the channels that may be scaled.
+        producer: the node whose output has ``size`` channels.
+        parameters: the producer's parameters, which a scale divides.
+        free: ``(size,)`` bool, the channels that may be scaled: those that only these linears read.
         consumers: the linears, in graph order.
     """
 
@@ -73,12 +73,12 @@ class ChannelGroup:
 
     @property
     def is_norm(self) -> bool:
-        """Whether the producer is a norm, or anything else than a linear."""
+        """Whether the producer is anything but a linear."""
         return linear_call(self.producer) is None
 
 
 def find_channel_groups(gm: GraphModule) -> list[ChannelGroup]:
-    """All groups of an exported graph, in graph order. A parameter that several layers use is in none."""
+    """All groups of an exported graph, in graph order. Parameters that several layers use are in no group."""
     users = _users_of_parameters(gm)
     groups = []
     for node in gm.graph.nodes:
@@ -92,21 +92,20 @@ def find_channel_groups(gm: GraphModule) -> list[ChannelGroup]:
 
 
 def fold(module: nn.Module, group: ChannelGroup, scales: Tensor) -> None:
-    """Divide what the producer computes by ``scales``, and multiply the columns of its consumers' weights.
+    """Divide the producer's output by ``scales``, and multiply the columns of its consumers' weights by them.
 
     Args:
-        module: the graph module, or the model it was exported from: changed parameters are replaced in it by new ones
-            of the same names, so that other modules which share the old ones keep them.
+        module: the graph module, or the model it was exported from. Changed parameters are replaced by new ones of the
+            same names, so that modules that share the old ones keep them.
         group: one of ``find_channel_groups``.
         scales: ``(group.size,)`` float, positive, 1 where the channel is not free.
 
     Raises:
-        QFrameworkError: for other scales.
+        QFrameworkError: ``scales`` has other values.
     """
-    if not bool(((scales > 0) & scales.isfinite()).all()) or not bool(
-        (scales[~group.free.to(scales.device)] == 1).all()
-    ):
-        raise QFrameworkError(f"fold: scales={scales}; accepted: positive and finite, 1 for channels that are not free")
+    allowed = (scales > 0) & scales.isfinite() & (group.free.to(scales.device) | (scales == 1))
+    if not bool(allowed.all()):
+        raise QFrameworkError(f"fold: scales must be positive and finite, and 1 for fixed channels, got {scales}")
     for parameter in group.parameters:
         multiply(module, parameter, 1.0 / scales.double())
     for consumer in group.consumers:
@@ -125,7 +124,7 @@ def multiply(module: nn.Module, parameter: Parameter, factors: Tensor) -> None:
 
 
 def only_reader(gm: GraphModule, linear: Node) -> bool:
-    """Whether nothing else than ``linear`` reads its weight, under whatever name."""
+    """Whether ``linear`` is the only reader of its weight, under any name."""
     weight: Any = linear.args[1]
     return _users_of_parameters(gm)(gm, str(weight.target)) == {linear}
 
@@ -135,7 +134,7 @@ def only_reader(gm: GraphModule, linear: Node) -> bool:
 
 
 def _producer(node: Node) -> tuple[Parameter, ...] | None:
-    """The parameters that scale a node's output channels, None for a node that has none."""
+    """The parameters that scale a node's output channels; None if it has none."""
     if linear_call(node) is not None:
         return _named([(node.args[1], 0), (argument(node, 2, "bias"), 0)])
     if operation(node) in _NORMS:
@@ -152,7 +151,7 @@ def _producer(node: Node) -> tuple[Parameter, ...] | None:
 
 
 def _named(parameters: list[tuple[Any, int]]) -> tuple[Parameter, ...] | None:
-    """Parameters by name; those that are None do not count. None where the first is none or one is computed."""
+    """Parameters by name, without those that are None; None if the first is None or any is computed."""
     given = [(node, axis) for node, axis in parameters if node is not None]
     if not given or parameters[0][0] is None or any(node.op != "get_attr" for node, _ in given):
         return None
@@ -175,21 +174,16 @@ def _with_channels(node: Node, name: str) -> Node | None:
 
 
 def _users_of_parameters(gm: GraphModule) -> Callable[[GraphModule, str], set[Node]]:
-    """A function from a parameter's name to the nodes that read its memory, under whatever name."""
+    """A function from a parameter's name to the nodes that read its memory, under any name."""
     readers: dict[int, set[Node]] = {}
     for node in gm.graph.nodes:
-        if node.op == "get_attr" and isinstance(value := _attribute(gm, str(node.target)), Tensor):
+        if node.op == "get_attr" and isinstance(value := attrgetter(str(node.target))(gm), Tensor):
             readers.setdefault(memory_of(value), set()).update(node.users)
-    return lambda gm, name: readers[memory_of(_attribute(gm, name))]
-
-
-def _attribute(gm: GraphModule, name: str) -> Any:
-    path, _, leaf = name.rpartition(".")
-    return getattr(gm.get_submodule(path), leaf)
+    return lambda gm, name: readers[memory_of(attrgetter(name)(gm))]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# From a producer to what reads it
+# From a producer to its readers
 
 
 @dataclass
@@ -197,12 +191,12 @@ class _Walk:
     """Follows the channels of a producer to everything that reads them."""
 
     producer: Node
-    kept: Tensor = field(init=False)  # (channels,) bool: those that something reads which no factor may reach
+    kept: Tensor = field(init=False)  # (channels,) bool: those that may not be scaled
     readers: list[tuple[Node, ChannelView]] = field(default_factory=list)
-    reached: dict[Node, ChannelView] = field(default_factory=dict)  # what passes factors on
+    reached: dict[Node, ChannelView] = field(default_factory=dict)  # nodes that preserve factors
 
     def group(self, parameters: tuple[Parameter, ...], owns: Callable[[Node, str], bool]) -> ChannelGroup | None:
-        """The group; None where no channel is free. ``owns(linear, weight)``: whether nothing else uses the weight."""
+        """The group; None if no channel is free. ``owns(linear, weight)``: whether no other node uses the weight."""
         fake = fake_value(self.producer)
         if fake is None or not isinstance(fake.shape[-1], int):
             return None
@@ -228,8 +222,8 @@ class _Walk:
                 waiting += self._step(user, value, seen)
 
     def _step(self, user: Node, value: Node, view: ChannelView) -> list[tuple[Node, ChannelView]]:
-        """Where the channels go on from ``value`` through ``user``."""
-        if is_assertion(user) or operation(user) in _READS_ONLY_THE_SHAPE:
+        """The next values that hold the channels of ``value``, through ``user``."""
+        if is_assertion(user) or operation(user) in READS_ONLY_THE_SHAPE:
             return []
         onward = list(_onward(user, value, view)) if _occurrences(user, value) == 1 else []
         if _is_linear_of(user, value):
@@ -239,9 +233,9 @@ class _Walk:
             return onward
         else:
             self._keep(view)
-            if onward:  # the product of two things that both change
+            if onward:  # the product of two values that both change
                 self._keep(self.reached[user])
-            elif writes_in_place(user):  # other views of the same memory see it too
+            elif writes_in_place(user):  # visible through other views of the memory too
                 self.kept[:] = True
         return []
 
@@ -267,7 +261,7 @@ def _is_linear_of(node: Node, value: Node) -> bool:
 
 
 def _last_dimension(view: ChannelView) -> Tensor | None:
-    """``(K,)``: the channel of each element of the last dimension; None where others run over channels too."""
+    """``(K,)``: the channel of each element of the last dimension; None if other dimensions run over channels too."""
     *others, last = view.dims
     if any(dim.has_channels for dim in others) or any(factor.stride is None for factor in last.split()):
         return None
@@ -275,7 +269,7 @@ def _last_dimension(view: ChannelView) -> Tensor | None:
 
 
 def _onward(node: Node, value: Node, view: ChannelView) -> Iterator[tuple[Node, ChannelView]]:
-    """The results of a node that passes positive factors of ``value``'s channels on; nothing for any other node."""
+    """The results of a node that preserves positive factors of ``value``'s channels; nothing for any other node."""
     after = through(view, node)
     if after is None and (step := _STEPS.get(operation(node) or "")) is not None:
         after = step(view, node, value)
@@ -286,7 +280,7 @@ def _onward(node: Node, value: Node, view: ChannelView) -> Iterator[tuple[Node, 
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# f(x * s) = f(x) * s: each step says what a node makes of the view of one operand, None where the rule does not hold
+# Steps with f(x * s) = f(x) * s: the view of the result from the view of one operand; None where the rule fails
 
 _Step = Callable[[ChannelView, Node, Node], ChannelView | None]
 
@@ -317,7 +311,7 @@ def _weighted_sum(view: ChannelView, node: Node, value: Node) -> ChannelView | N
 
 
 def _pad(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
-    """Zeros around other dimensions than channels."""
+    """Zero padding of dimensions without channels."""
     sizes, mode, fake = argument(node, 1, "pad"), argument(node, 2, "mode", default="constant"), fake_value(node)
     number = mode if isinstance(mode, int | float) else argument(node, 3, "value")  # constant_pad_nd has no mode
     if fake is None or mode not in ("constant", 0) or number not in (None, 0):
@@ -327,7 +321,7 @@ def _pad(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
 
 
 def _resized(view: ChannelView, changed: set[int], fake: Tensor) -> ChannelView | None:
-    """The view with other sizes in some dimensions, which must not run over channels."""
+    """The view with other sizes in the ``changed`` dimensions; None if they run over channels."""
     if any(view.dims[i].has_channels for i in changed):
         return None
     dims = [dim if dim.has_channels else Dim(size) for dim, size in zip(view.dims, fake.shape, strict=True)]
@@ -341,7 +335,7 @@ def _roll(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
 
 
 def _reduce(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
-    """Mean, sum or maximum over other dimensions than channels."""
+    """Mean, sum or maximum over dimensions without channels."""
     dims, keep = argument(node, 1, "dim"), argument(node, 2, "keepdim", default=False)
     if dims is None or dims == []:
         return None

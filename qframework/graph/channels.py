@@ -1,7 +1,7 @@
-"""Follow a tensor through views to the places where it is quantized, keeping track of its channels.
+"""Follows a tensor through views to its quantize nodes, keeping track of its channels.
 
 A linear layer that computes queries, keys and values at once is read through ``reshape``, ``permute`` and ``unbind``.
-Which of its output channels reaches which quantize node follows from the shapes alone.
+The shapes alone determine which of its output channels reach which quantize node.
 """
 
 from __future__ import annotations
@@ -13,16 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from qframework.compat.graphs import statically_known_true
 from qframework.graph.nodes import argument, fake_value, is_inactive_dropout, operation
-
-Size = int | torch.SymInt
+from qframework.graph.shapes import Size, same
 
 
 class Dim(NamedTuple):
-    """A dimension of a view; ``stride`` is its step in the channels, None where it does not run over channels.
+    """A dimension of a view; ``stride`` is its step in channels, None if it does not run over channels.
 
-    A dimension that was merged from several, as batch and heads are, has them as its ``factors``, outermost first.
+    A dimension merged from several, such as batch and heads, has them as its ``factors``, outermost first.
     """
 
     size: Size
@@ -31,22 +29,22 @@ class Dim(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether one stride, or none, says it all."""
+        """Whether it is not merged from several."""
         return not self.factors
 
     @property
     def has_channels(self) -> bool:
-        """Whether it runs over channels, perhaps among other things."""
+        """Whether it runs over channels, at least in part."""
         return any(factor.stride is not None for factor in self.split())
 
     def split(self) -> tuple[Dim, ...]:
-        """Its factors; itself where it is plain."""
+        """Its factors; itself if it is plain."""
         return self.factors or (self,)
 
 
 @dataclass(frozen=True)
 class ChannelView:
-    """A view of a tensor whose last dimension were its channels."""
+    """A view of a tensor whose channels are its last dimension."""
 
     dims: tuple[Dim, ...]
     offset: int = 0
@@ -58,11 +56,11 @@ class ChannelView:
 
     @classmethod
     def without_channels(cls, shape: Sequence[Size]) -> ChannelView:
-        """A tensor of which it does not matter where its values go."""
+        """A tensor whose channels are irrelevant."""
         return cls(tuple(map(Dim, shape)))
 
     def channels(self, order: int | None = None) -> torch.Tensor:
-        """The channels in the view, ``(size of dimension `order`, all others)`` int64; ``(1, all)`` without one."""
+        """The channels in the view, int64 ``(size of dimension `order`, the others)``, or ``(1, all)`` without it."""
         first = [i for i in (order,) if i is not None]
         others = [dim for i, dim in enumerate(self.dims) if i not in first]
         running = [factor for dim in others for factor in dim.split() if factor.stride is not None]
@@ -80,22 +78,22 @@ class ChannelView:
         return ChannelView(tuple(self.dims[i] for i in order), self.offset)
 
     def narrowed(self, dim: int, start: int, size: Size) -> ChannelView:
-        """``size`` elements of a dimension from ``start`` on."""
+        """``size`` elements of a dimension, beginning at ``start``."""
         old = self.dims[dim]
         offset = self.offset + start * old.stride if old.stride is not None else self.offset
         return ChannelView((*self.dims[:dim], Dim(size, old.stride), *self.dims[dim + 1 :]), offset)
 
     def selected(self, dim: int, index: int) -> ChannelView:
-        """One element of a dimension, which goes."""
+        """One element of a dimension, which is removed."""
         view = self.narrowed(dim, index, 1)
         return ChannelView((*view.dims[:dim], *view.dims[dim + 1 :]), view.offset)
 
     def reshaped(self, shape: Sequence[Size]) -> ChannelView | None:
-        """The same elements in another shape; None where a dimension would end inside of one of unknown size."""
-        rest, dims = [factor for dim in self.dims for factor in dim.split() if not _is(factor.size, 1)], []
+        """The same elements in another shape; None if a new dimension would end inside one of unknown size."""
+        rest, dims = [factor for dim in self.dims for factor in dim.split() if not same(factor.size, 1)], []
         for size in reversed(shape):
             if all(factor.stride is None for factor in rest):
-                dims.append(Dim(size))  # nothing but other dimensions from here on, whatever their sizes
+                dims.append(Dim(size))  # only dimensions without channels are left
                 continue
             dim = _take(rest, size)
             if dim is None:
@@ -104,19 +102,15 @@ class ChannelView:
         return ChannelView(tuple(reversed(dims)), self.offset)
 
 
-def _is(a: Size, b: Size) -> bool:
-    return bool(statically_known_true(a == b))
-
-
 def _take(rest: list[Dim], size: Size) -> Dim | None:
-    """Take factors that make up a dimension of ``size`` off the end of ``rest``; None where none end there."""
+    """Remove from the end of ``rest`` the factors of a dimension of ``size``; None if no boundary fits."""
     taken: list[Dim] = []
     product: Size = 1
-    while not _is(product, size):
+    while not same(product, size):
         if not rest:
             return None
         last = rest.pop()
-        if not _is(product * last.size, size) and (inside := _inside(last, product, size)):
+        if not same(product * last.size, size) and (inside := _inside(last, product, size)):
             rest.append(Dim(int(last.size) // inside, None if last.stride is None else last.stride * inside))
             last = Dim(inside, last.stride)
         product = product * last.size
@@ -125,7 +119,7 @@ def _take(rest: list[Dim], size: Size) -> Dim | None:
 
 
 def _inside(last: Dim, product: Size, size: Size) -> int | None:
-    """How much of a factor completes a dimension of ``size``, of which it has ``product``; None where not a part."""
+    """The part of factor ``last`` that completes ``product`` to ``size``; None if it does not divide the factor."""
     if not (isinstance(last.size, int) and isinstance(product, int) and isinstance(size, int)):
         return None
     wanted, left = divmod(size, product)
@@ -133,7 +127,7 @@ def _inside(last: Dim, product: Size, size: Size) -> int | None:
 
 
 def _merged(factors: list[Dim], size: Size) -> Dim:
-    """One dimension of several, plain where they follow on each other."""
+    """One dimension made of several; plain if their channels are consecutive."""
     joined: list[Dim] = []
     for factor in factors:
         before = joined[-1] if joined else None
@@ -153,16 +147,16 @@ def _follows(before: Dim, factor: Dim) -> bool:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# One node after another
+# One node
 
 _UNCHANGED = {"contiguous", "clone", "detach", "alias"}
 _RESHAPES = {"reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"}
 _SPLITS = {"unbind", "chunk", "split", "split_with_sizes", "tensor_split"}
-_READS_ONLY_THE_SHAPE = {"sym_size", "size"}
+READS_ONLY_THE_SHAPE = {"sym_size", "size"}
 
 
 def through(view: ChannelView, node: Node) -> ChannelView | None:
-    """What ``node``, a user of the tensor seen as ``view``, makes of it; None where it is no view with one result."""
+    """The view of the result of ``node``, which reads the tensor ``view``; None if it is not a view with one result."""
     name, fake = operation(node), fake_value(node)
     if name in _UNCHANGED or is_inactive_dropout(node):
         return view
@@ -217,7 +211,7 @@ _STEPS: dict[str, Callable[[ChannelView, Node], ChannelView | None]] = {
 
 
 def parts(view: ChannelView, node: Node) -> list[tuple[Node, ChannelView]] | None:
-    """The results of a node that splits a tensor, each with its view; None where ``node`` does no such thing."""
+    """The results of a node that splits a tensor, each with its view; None for any other node."""
     name = operation(node)
     if name not in _SPLITS or any(operation(user) != "getitem" for user in node.users):
         return None
@@ -240,7 +234,7 @@ def parts(view: ChannelView, node: Node) -> list[tuple[Node, ChannelView]] | Non
 
 
 def _start(node: Node, name: str, size: Size, index: int) -> int | None:
-    """Where result ``index`` of a split of ``size`` elements begins; None where that is not known."""
+    """The first element of result ``index`` of a split of ``size`` elements; None if unknown."""
     sizes: Any = argument(node, 1, "split_size_or_sections", "split_size", "split_sizes", "chunks")
     if not isinstance(size, int) or name == "tensor_split":
         return None
@@ -252,11 +246,11 @@ def _start(node: Node, name: str, size: Size, index: int) -> int | None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# All the way to the quantize nodes
+# To the quantize nodes
 
 
 class Leaf(NamedTuple):
-    """A quantize node at the end of views, and what it sees."""
+    """A quantize node behind views, and the view that it reads."""
 
     node: Node
     view: ChannelView
@@ -265,7 +259,7 @@ class Leaf(NamedTuple):
 def quantized_everywhere(
     node: Node, view: ChannelView, is_quantize: Callable[[Node, Node], bool]
 ) -> tuple[list[Leaf], list[Node]] | None:
-    """The quantize nodes that read ``node`` through views, and the views; None where anything else reads it.
+    """The quantize nodes that read ``node`` through views, and those views; None if it has any other reader.
 
     ``is_quantize(user, value)`` says whether ``user`` is a quantize node of ``value`` that may be moved.
     """
@@ -279,7 +273,7 @@ def quantized_everywhere(
                 leaves.append(Leaf(user, seen))
                 continue
             reached = list(_next(user, seen))
-            if not reached and operation(user) not in _READS_ONLY_THE_SHAPE:
+            if not reached and operation(user) not in READS_ONLY_THE_SHAPE:
                 return None
             views += [each for each, _ in reached]
             waiting += reached

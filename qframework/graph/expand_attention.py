@@ -1,4 +1,4 @@
-"""``F.multi_head_attention_forward``, which Dynamo records as one node, as the operations it is made of.
+"""Expands ``F.multi_head_attention_forward``, which Dynamo records as one node, into its operations.
 
 From::
 
@@ -8,8 +8,8 @@ To::
 
     query, key, value, weights -> linear -> scaled_dot_product_attention -> linear -> ...
 
-so that the linears and the attention of ``nn.MultiheadAttention`` are seen by the passes that look for them. Where
-nothing reads the attention weights they are not computed any more.
+so that later passes find the linears and the attention of ``nn.MultiheadAttention``. A node whose attention weights
+are read stays as it is.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from qframework.graph.nodes import fake_value, linear_call
 
 
 def expand_multi_head_attention(gm: GraphModule) -> None:
-    """Replace every ``multi_head_attention_forward`` of which only the output is read, in place."""
+    """Replace, in place, every ``multi_head_attention_forward`` whose attention weights are not read."""
     for node in list(gm.graph.nodes):
         if node.target is F.multi_head_attention_forward and (output := _only_output(node)) is not None:
             _expand(gm, node, output)
 
 
 def _only_output(node: Node) -> Node | None:
-    """The ``getitem`` of the output; None where the attention weights are read too."""
+    """The ``getitem`` of the output; None if the attention weights are read too."""
     items = {user.args[1]: user for user in node.users if user.target is operator.getitem}
     if len(items) != len(node.users) or (1 in items and items[1].users):
         return None
@@ -62,12 +62,12 @@ def _expand(gm: GraphModule, node: Node, output: Node) -> None:
     with modes[0]:
         traced = make_fx(run, pre_dispatch=True)(*fakes)
     result: Any = traced.graph.output_node().args[0]
-    if result.meta["val"].dtype == recorded.dtype:  # under autocast the recorded one counts
+    if result.meta["val"].dtype == recorded.dtype:  # differs under autocast
         _inline(gm, node, output, traced, dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True)))
 
 
 def _inline(gm: GraphModule, node: Node, output: Node, traced: GraphModule, copies: dict[Node, Node]) -> None:
-    """Copy a traced graph in front of ``node`` and let its result take the place of ``output``."""
+    """Copy a traced graph before ``node`` and replace ``output`` by its result."""
     key = value_key(output)
     with gm.graph.inserting_before(node):
         for each in traced.graph.nodes:

@@ -1,4 +1,4 @@
-"""``einsum`` of two tensors as ``matmul``, which the passes that look for attention know.
+"""Rewrites ``einsum`` of two tensors as ``matmul``, which the search for attention recognises.
 
 From::
 
@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.compat.dynamo import value_key
-from qframework.graph.nodes import fake_value, operation
+from qframework.graph.nodes import add_call, fake_value, operation
 from qframework.graph.shapes import same
 
 aten = torch.ops.aten
@@ -32,7 +32,7 @@ def expand_einsum(gm: GraphModule) -> None:
 
 
 class _Einsum(NamedTuple):
-    """Operands and their subscripts; those of the matrices are one letter each."""
+    """Operands and their subscripts; rows, columns and the summed dimension are one letter each."""
 
     operands: Sequence[Any]  # two nodes
     subscripts: tuple[str, str, str]
@@ -70,7 +70,7 @@ def _only(letters: str) -> str:
 
 
 def _fit(operands: Sequence[Any], subscripts: Sequence[str]) -> bool:
-    """Whether a letter has one size: einsum broadcasts."""
+    """Whether each letter has one size; einsum itself broadcasts."""
     sizes: dict[str, int | torch.SymInt] = {}
     for operand, letters in zip(operands, subscripts, strict=True):
         fake = fake_value(operand) if isinstance(operand, Node) else None
@@ -84,26 +84,23 @@ def _fit(operands: Sequence[Any], subscripts: Sequence[str]) -> bool:
 
 
 def _replace(gm: GraphModule, node: Node, call: _Einsum) -> None:
-    key = value_key(node)
     new: list[Node] = []
 
     def add(target: Any, *args: Any) -> Node:
-        added = gm.graph.call_function(target, args)
-        added.meta = {name: node.meta[name] for name in ("nn_module_stack", "stack_trace") if name in node.meta}
-        added.meta[key] = target(*(fake_value(arg) if isinstance(arg, Node) else arg for arg in args))
-        new.append(added)
-        return added
+        new.append(add_call(node, target, args))
+        return new[-1]
 
     def permuted(x: Node, now: str, wanted: str) -> Node:
         return x if now == wanted else add(aten.permute.default, x, [now.index(letter) for letter in wanted])
 
+    key = value_key(node)
     (x, y), (a, b, out) = call.operands, call.subscripts
     with gm.graph.inserting_before(node):
         rows = permuted(x, a, call.batch + call.row + call.summed)
         columns = permuted(y, b, call.batch + call.summed + call.column)
         product = add(aten.matmul.default, rows, columns)
         result = permuted(product, call.batch + call.row + call.column, out)
-    if new[-1].meta[key].dtype != node.meta[key].dtype:  # autocast, under which the recorded one counts
+    if new[-1].meta[key].dtype != node.meta[key].dtype:  # under autocast
         for added in reversed(new):
             gm.graph.erase_node(added)
         return

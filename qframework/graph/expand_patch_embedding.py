@@ -1,4 +1,4 @@
-"""A patch embedding, a convolution whose kernel tiles the image, as the matrix product it is.
+"""Rewrites a patch embedding, a convolution whose kernel tiles the image, as a matrix product.
 
 From::
 
@@ -8,10 +8,10 @@ To::
 
     image -> patches (B, H / P, W / P, C * P * P) -> linear(weight.flatten(1), bias) -> movedim(-1, 1)
 
-and likewise for one and three spatial dimensions. Convolutions of few channels are slow, on a GPU above all, where
-cuDNN copies image, weight and result to layouts of its own. Inductor cuts the patches in one copy, fused with what
-comes before, and reads the product through views. Rounding is a linear layer's: in float32 on a GPU it is PyTorch's
-setting for matrix products that allows TF32, not cuDNN's.
+and likewise for one and three spatial dimensions. Convolutions of few channels are slow, above all on a GPU, where
+cuDNN copies image, weight and result to its own layouts. Inductor instead cuts the patches in one copy, fused with
+the operations before it, and reads the product through views. Rounding is that of a linear layer: for float32 on a
+GPU, PyTorch's TF32 setting for matrix products applies, not cuDNN's.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from torch.fx import GraphModule, Node
 from torch.nn import functional as F
 
 from qframework.compat.dynamo import value_key
-from qframework.graph.nodes import argument, fake_value, operation, why_not_plain
+from qframework.graph.nodes import add_call, argument, fake_value, operation, why_not_plain
 from qframework.graph.shapes import same
 from qframework.graph.strides import follow_strides
 
 aten = torch.ops.aten
 
 _SPATIAL_DIMENSIONS = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
-# Images, latents, spectrograms, video: tensors whose channels lie apart. A convolution of many channels reads them
-# channels-last without a copy, while cutting patches is one (on a CPU, that costs more than the product gains).
+# Enough for images, latents, spectrograms and video. A convolution of many channels reads channels-last tensors without
+# a copy, and cutting patches is a copy, which costs a CPU more than the product gains.
 _MOST_CHANNELS = 16
 
 
 def expand_patch_embedding(gm: GraphModule) -> None:
     """Replace, in place, every convolution of few channels whose patches neither overlap nor leave gaps.
 
-    Its product is to stay in float: run this after the passes that look for linear layers.
+    Run this after the passes that quantize linear layers: the product stays in float.
     """
     for node in list(gm.graph.nodes):
         if (call := _patch_embedding(node)) is not None:
@@ -72,7 +72,7 @@ def _patch_embedding(node: Node) -> _PatchEmbedding | None:
 
 
 def _tiles(node: Node, kernel: list[int]) -> bool:
-    """Whether a convolution's patches lie side by side and each sees all channels."""
+    """Whether a convolution's patches lie side by side and cover all channels."""
     stride, padding = argument(node, 3, "stride", default=1), argument(node, 4, "padding", default=0)
     dilation, groups = argument(node, 5, "dilation", default=1), argument(node, 6, "groups", default=1)
     unpadded = padding == "valid" or _each(padding, kernel) == [0] * len(kernel)
@@ -80,7 +80,7 @@ def _tiles(node: Node, kernel: list[int]) -> bool:
 
 
 def _each(value: Any, kernel: list[int]) -> list[Any]:
-    """A convolution's argument for each dimension, of which one number may stand for all."""
+    """A convolution's argument for each dimension; one number stands for all."""
     values = list(value) if isinstance(value, Iterable) else [value]
     return values * len(kernel) if len(values) == 1 else values
 
@@ -91,32 +91,28 @@ def _replace(gm: GraphModule, node: Node, call: _PatchEmbedding) -> None:
     spatial = len(call.kernel)
 
     def add(target: Any, *args: Any, value: Tensor | None = None, **kwargs: Any) -> Node:
-        added = gm.graph.call_function(target, args, kwargs)
-        added.meta = {name: node.meta[name] for name in ("nn_module_stack", "stack_trace") if name in node.meta}
-        operands = (fake_value(arg) if isinstance(arg, Node) else arg for arg in args)
-        added.meta[key] = target(*operands, **kwargs) if value is None else value
-        return added
+        return add_call(node, target, args, kwargs, value)
 
     def patches(x: Node, axis: int, size: int) -> Node:
-        """One axis as patches along it, and what is inside a patch as the last axis; a rest that fills none is left."""
+        """Split one axis into patches and, as the last axis, the pixels of a patch; an incomplete patch is dropped."""
         if same(fake_value(x).shape[axis] % size, 0):  # type: ignore[union-attr]
             return add(aten.movedim.int, add(aten.unflatten.int, x, axis, [-1, size]), axis + 1, -1)
-        return add(aten.unfold.default, x, axis, size, size)  # needs no size, but its gradient is no view
+        return add(aten.unfold.default, x, axis, size, size)  # for any size, but its gradient is not a view
 
     with gm.graph.inserting_before(node):
         x = call.image
         for axis, size in enumerate(call.kernel, start=2):
-            x = patches(x, axis, size)  # (B, C, *grid, *inside a patch)
+            x = patches(x, axis, size)  # (B, C, *grid, *patch)
         x = add(aten.flatten.using_ints, add(aten.movedim.int, x, 1, spatial + 1), spatial + 1, -1)
         weight = add(aten.flatten.using_ints, call.weight, 1, -1)
-        # The recorded dtype counts: under autocast, it is not that of the operands.
+        # of the recorded dtype, which under autocast differs from that of the operands
         product = recorded.movedim(1, -1).clone(memory_format=torch.contiguous_format)
         x = add(F.linear, x, weight, call.bias, value=product)
         x = add(aten.movedim.int, x, -1, 1)
         moved = follow_strides(node, x.meta[key])
         if moved is None:
             x = add(aten.clone.default, x, value=recorded, memory_format=torch.contiguous_format)
-    for reader, value in (moved or {}).items():  # the next convolution asks what lies where
+    for reader, value in (moved or {}).items():  # for the next convolution, which checks strides
         reader.meta[key] = value
     x.meta = {**node.meta, key: x.meta[key]}
     node.replace_all_uses_with(x)

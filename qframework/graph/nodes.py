@@ -1,7 +1,7 @@
-"""What a node of a captured graph means, whatever dialect it was captured in.
+"""What a node of a captured graph means, in any dialect.
 
-The backend sees three: ``torch.nn.functional`` callables (Dynamo on a float module), ATen operators (Dynamo on an
-exported module) and ``quantized_decomposed`` operators around ATen (PT2E). Each question is answered here, once.
+The backend sees three dialects: ``torch.nn.functional`` callables (Dynamo on a float module), ATen operators (Dynamo
+on an exported module) and ``quantized_decomposed`` operators around ATen (PT2E).
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 import qframework.compat.quantized_decomposed  # noqa: F401  (registers the operators of PT2E)
 from qframework.compat.dispatch import FakeTensor, is_functorch_wrapped_tensor, is_gradtrackingtensor
-from qframework.compat.dynamo import is_static_input, recorded_value, source_name
+from qframework.compat.dynamo import is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
 from qframework.compat.operators import OpOverload, schema
 from qframework.numerics import FLOAT_DTYPES
@@ -44,7 +45,7 @@ class LinearCall(NamedTuple):
     bias: Node | None
 
 
-# Names of one operation in Python, torch, torch.nn.functional and ATen; in-place forms count as the operation itself.
+# Synonyms of operations in Python, torch, torch.nn.functional and ATen; in-place forms have the same name.
 _SAME_OPERATION = {
     "truediv": "div",
     "true_divide": "div",
@@ -70,9 +71,9 @@ _SAME_OPERATION = {
 
 
 def operation(node: Node) -> str | None:
-    """What a node computes, by one name: ``"matmul"`` for ``a @ b``, ``torch.matmul``, ``a.matmul(b)`` and ATen's.
+    """One name for what a node computes: ``"matmul"`` for ``a @ b``, ``torch.matmul``, ``a.matmul(b)`` and ATen's.
 
-    None for what is not PyTorch's or Python's own. Arguments keep their order in all dialects, not their names.
+    None for other libraries' operations. Arguments have the same order in all dialects, but not the same names.
     """
     if node.op == "call_method":
         name = str(node.target)
@@ -115,7 +116,7 @@ def activation_name(node: Node) -> str | None:
 
 
 def is_inactive_dropout(node: Node) -> bool:
-    """Whether the node is a dropout that passes its input on unchanged."""
+    """Whether the node is a dropout that returns its input unchanged."""
     if node.op != "call_function" or node.target not in _DROPOUT:
         return False
     training_name = "training" if node.target is F.dropout else "train"
@@ -124,10 +125,10 @@ def is_inactive_dropout(node: Node) -> bool:
 
 
 def added_to(node: Node, operand: Node) -> Node | None:
-    """The tensor that ``node`` adds to ``operand``, where both have the shape of the sum and all are of a dtype that
-    the operators compute in; None for any other node.
+    """The tensor that ``node`` adds to ``operand``; None for any other node.
 
-    ``x += operand`` does not count: it changes a tensor that others may see.
+    Both must have the shape of the sum, and all three a dtype of the operators. ``x += operand`` does not count: it
+    changes a tensor that other nodes may read.
     """
     if node.op != "call_function" or len(node.args) != 2 or set(node.kwargs) - {"alpha"}:
         return None
@@ -143,29 +144,41 @@ def added_to(node: Node, operand: Node) -> Node | None:
     return other if computable and all(fake.dtype in FLOAT_DTYPES for fake in fakes) else None
 
 
+def add_call(
+    like: Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, value: Tensor | None = None
+) -> Node:
+    """Add a call at the graph's insertion point, in the module of ``like``, with its fake value or ``value``."""
+    if value is None:  # before the node: the operator may refuse its operands
+        value = target(*map_arg(args, recorded_value), **(kwargs or {}))
+    node = like.graph.call_function(target, args, kwargs)
+    node.meta = {name: like.meta[name] for name in ("nn_module_stack", "stack_trace") if name in like.meta}
+    node.meta[value_key(like)] = value
+    return node
+
+
 def fake_value(node: Node) -> Tensor | None:
-    """The fake tensor that tracing recorded for a node, None where it recorded none."""
+    """The fake tensor that tracing recorded for a node; None if it recorded none."""
     value = recorded_value(node)
     return value if isinstance(value, Tensor) else None
 
 
 def why_not_plain(value: Tensor | None) -> str | None:
-    """Why no operator of ours computes with a tensor, whatever its dtype; None where one may, or nothing is known."""
+    """Why our operators do not support a tensor, regardless of its dtype; None if they do or if it is unknown."""
     if value is None:
         return None
     if is_functorch_wrapped_tensor(value):
         return "belongs to torch.vmap or another transform of torch.func, which INT8 operators do not support"
     if type(value) not in (Tensor, torch.nn.Parameter, FakeTensor) or value.layout != torch.strided:
-        return f"is a {type(value).__name__} of layout {value.layout}; accepted: plain strided tensors"
+        return f"must be a plain strided tensor, got a {type(value).__name__} of layout {value.layout}"
     return None
 
 
-# Key of a node's meta: what calibration could not say about its operands, in words for a report.
+# Key of a node's meta: sentences for a report on what calibration could not determine.
 CALIBRATION_NOTES = "qframework_calibration_notes"
 
 
 def calibration_notes(node: Node) -> str:
-    """What calibration could not say about a layer, ``""`` for most. Known until the graph is captured once more."""
+    """What calibration could not determine about a layer, usually ``""``. Lost when the graph is captured again."""
     return "; ".join(node.meta.get(CALIBRATION_NOTES, ()))
 
 
@@ -195,7 +208,7 @@ class Constants:
 
 
 def differentiates(gm: GraphModule) -> bool:
-    """Whether the graph itself computes derivatives: with ``torch.func``, or in forward mode."""
+    """Whether the graph itself computes derivatives, with ``torch.func`` or in forward mode."""
     for node in gm.graph.nodes:
         fake = fake_value(node)
         if fake is not None and is_gradtrackingtensor(fake):
@@ -212,7 +225,7 @@ def _is_module_state(node: Node, value: Any) -> bool:
 def layer_name(node: Node) -> str:
     """The module path of a layer's node, from its module stack or else from the names of its operands.
 
-    Attention outside of any module is ``"scaled_dot_product_attention"``, whatever variable the model keeps it in.
+    Attention outside of any module is called ``"scaled_dot_product_attention"``.
     """
     for path, _ in reversed(list((node.meta.get("nn_module_stack") or {}).values())):
         if cleaned := _clean_path(path):

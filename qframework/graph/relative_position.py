@@ -1,4 +1,4 @@
-"""Decomposed relative positions (SAM, ViTDet, MViTv2): a bias of N x N entries made of two small factors.
+"""Finds decomposed relative positions (SAM, ViTDet, MViTv2): an N x N bias that is the sum of two small factors.
 
 From::
 
@@ -9,7 +9,7 @@ To::
 
     rel_h (.., N, kh), rel_w (.., N, kw)  ->  two arguments of the operator
 
-The sum is also found where it is added to the logits one factor after the other, in the shape of the grid.
+Factors that are added to the logits one after the other, in the shape of the grid, are found too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qframework.graph.shapes import same, same_shape
 
 
 class RelativePositions(NamedTuple):
-    """``h (..., qh, qw, kh, 1)`` and ``w (..., qh, qw, 1, kw)``, both times ``factor``; ``read_by`` is their sum."""
+    """``h (..., qh, qw, kh, 1)`` and ``w (..., qh, qw, 1, kw)``, both times ``factor``; ``read_by`` sums them."""
 
     h: Node
     w: Node
@@ -34,7 +34,7 @@ class RelativePositions(NamedTuple):
 
 
 def decomposed(summand: Summand) -> RelativePositions | None:
-    """The factors of a summand ``reshape(h + w)`` of the logits, None for any other."""
+    """The factors of a summand ``reshape(h + w)`` of the logits; None for any other summand."""
     if summand.fill is not None:
         return None
     shape, total = shape_of(summand.value), _before_views(summand.value)
@@ -68,7 +68,7 @@ def _varies_over(node: object, shape: torch.Size) -> bool:
 
 
 def _before_views(node: Node) -> Node:
-    """The tensor whose entries ``node`` has in the same order."""
+    """The tensor before the views, casts and copies that lead to ``node``."""
     while operation(node) in VIEWS | CASTS | COPIES:
         before = argument(node, 0, "input", "self")
         if not isinstance(before, Node) or fake_value(before) is None:

@@ -1,4 +1,4 @@
-"""Replace an attention of a captured graph, whole: its products, its softmax and what stands between them."""
+"""Replaces a whole attention in a captured graph: its products, its softmax and the nodes between them."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def _require_computable(call: AttentionCall) -> None:
             raise Refused(f"{operand.name} {reason}")
     if end is None or end.dtype not in FLOAT_DTYPES:
         dtype = None if end is None else end.dtype
-        raise Refused(f"its result has dtype {dtype}; accepted: float32, float16, bfloat16")
+        raise Refused(f"its result must be float32, float16 or bfloat16, got {dtype}")
     if end.device.type not in ("cpu", "cuda"):
-        raise Refused(f"it runs on {end.device.type}; accepted: cuda, cpu")
+        raise Refused(f"it must run on cuda or cpu, got {end.device.type}")
     operands = [call.query, call.key, call.value, *(s.value for s in call.summands), *(t for t, _ in call.row_factors)]
     if (writer := written_between(call.first or call.end, call.end, operands, set(call.between))) is not None:
         raise Refused(f"{writer.name} changes one of its operands in place between its products")
 
 
 def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[AttentionWriter], Node]) -> Node:
-    """Put what ``write`` writes in the place of ``call.end`` and erase what nothing reads any more; returns it.
+    """Replace ``call.end`` by the node that ``write`` adds, which is returned, and erase nodes without readers.
 
     Raises:
-        Refused: attention that cannot be replaced; the graph is as it was.
-        QFrameworkError: what the operator itself refuses; the graph is as it was.
+        Refused: the attention cannot be replaced; the graph is unchanged.
+        QFrameworkError: the operator refuses its operands; the graph is unchanged.
     """
     _require_computable(call)
     writer = AttentionWriter(gm, call)
@@ -53,7 +53,7 @@ def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[Att
 
 
 def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
-    """Erase a node without readers, then whatever fed only it; placeholders, attributes and writes stay."""
+    """Erase a node without readers, then the nodes that only it read; placeholders, attributes and writes stay."""
     if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
         return
     if writes_in_place(node) and node not in own:
@@ -68,7 +68,7 @@ def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
 
 
 def name_shapes(gm: GraphModule) -> None:
-    """Rewrite ``x.view_as(y)``, ``x.reshape_as(y)`` and ``x.type_as(y)`` with sizes, so that they do not read y."""
+    """Rewrite ``x.view_as(y)``, ``x.reshape_as(y)`` and ``x.type_as(y)`` so that they do not read y."""
     for node in list(gm.graph.nodes):
         name = operation(node)
         if name not in ("view_as", "reshape_as", "type_as"):

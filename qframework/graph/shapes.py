@@ -1,4 +1,4 @@
-"""Shapes of captured graphs, whose sizes may be symbols: compared without adding a guard, and split or merged."""
+"""Comparisons of shapes of captured graphs, whose sizes may be symbols, without adding a guard."""
 
 from __future__ import annotations
 

@@ -19,13 +19,11 @@ from qframework.graph.writes import writes_in_place
 
 
 def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
-    """What each node gives that lies elsewhere in memory once ``value``, with other strides, replaces ``node``.
+    """The new values of nodes whose strides change when ``value``, with other strides, replaces ``node``.
 
-    None where the graph depends on the strides that were recorded.
-
-    It does where a view becomes impossible, where an output would get other strides, and, to be safe, where memory is
-    written. Strides pass through most operations: what reads ``value`` is run again, on fake tensors, until its results
-    lie as they were recorded.
+    None if the graph depends on the recorded strides: if a view becomes impossible, if an output would get other
+    strides, or, to be safe, if memory is written. Most operations propagate strides, so the readers of ``value`` are
+    run again on fake tensors until their results have the recorded strides.
     """
     if not _moved(node, value):
         return {}
@@ -36,17 +34,17 @@ def follow_strides(node: Node, value: FakeTensor) -> dict[Node, Any] | None:
                 return None
             try:
                 replay.run(reader)
-            except (RuntimeError, ValueError, TypeError, AssertionError):  # no view, or fake tensors cannot tell
+            except (RuntimeError, ValueError, TypeError, AssertionError):  # no view, or fake tensors do not support it
                 return None
         reader = reader.next
     return replay.moved
 
 
 def _is_opaque(node: Node) -> bool:
-    """Whether a node that reads a value is taken to depend on its strides."""
+    """Whether a node that reads a value may depend on its strides."""
     if node.op not in ("call_function", "call_method") or writes_in_place(node):
         return True
-    if operation(node) is None and not _is_quantization(node):  # another library's, or a kernel that is told strides
+    if operation(node) is None and not _is_quantization(node):  # of another library
         return True
     fake = fake_value(node)
     return operation(node) in ("as_strided", "stride") or (fake is not None and bool(free_unbacked_symbols(fake)))
@@ -58,7 +56,7 @@ def _is_quantization(node: Node) -> bool:
 
 
 class _Replay:
-    """Runs a graph again from one value on and keeps the results that lie otherwise than recorded."""
+    """Runs a graph again from one value on and keeps the results whose strides differ from the recorded ones."""
 
     def __init__(self, node: Node, value: FakeTensor) -> None:
         self._mode = value.fake_mode
@@ -73,7 +71,7 @@ class _Replay:
         """Keep the node's result if it has moved, or shares the memory of a value that has."""
         result = self._result(node)
         if isinstance(result, (tuple, list)) and not isinstance(result, torch.Size):
-            moved = True  # its items are looked at
+            moved = True  # its items are checked
         else:
             moved = isinstance(result, Tensor) and (_moved(node, result) or self._shares_memory(node, result))
         if moved:
@@ -97,7 +95,7 @@ class _Replay:
     def _of_unrecorded(self, node: Node) -> Any:
         if node.op != "call_function":
             raise TypeError(f"tracing recorded no value for {node.name}")
-        if node not in self._unrecorded:  # written by a lowering
+        if node not in self._unrecorded:  # added by a lowering
             self._unrecorded[node] = self._result(node)
         return self._unrecorded[node]
 

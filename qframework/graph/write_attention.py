@@ -1,8 +1,8 @@
-"""Write an attention operator into a graph in the place of an attention.
+"""Writes an attention operator into a graph in place of an attention.
 
 Logits may change shape between the products: ``(B * W, H, N, N)`` becomes ``(B, W, H, N, N)`` while a mask of W windows
-is added (Swin), ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with most dimensions,
-and everything that was added in another one is brought to it by views.
+is added (Swin), and ``(B * H, N, N)`` becomes ``(B, H, N, N)``. The operator then runs in the shape with the most
+dimensions, and views bring the other summands to it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from qframework.compat.dynamo import recorded_value, value_key
+from qframework.compat.dynamo import recorded_value
 from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
-from qframework.graph.nodes import fake_value, operation
+from qframework.graph.nodes import add_call, fake_value, operation
 from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
 from qframework.graph.shapes import same, same_shape, splits_first
 from qframework.graph.writes import written_between
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class WrittenOperands(NamedTuple):
-    """Tensors of one attention in the operators' shapes; ``mask`` bool or float."""
+    """Operands of one attention in the operators' shapes; ``mask`` is bool or float."""
 
     query: Node
     key: Node
@@ -42,7 +42,6 @@ class AttentionWriter:
 
     def __init__(self, gm: GraphModule, call: AttentionCall) -> None:
         self._gm, self._call = gm, call
-        self._key = value_key(call.end)
         self._new: list[Node] = []
         self._grid_summands: list[Summand] = []
         self._fine = self._finest_shape()
@@ -51,8 +50,8 @@ class AttentionWriter:
         """The node of ``sage_attention``'s output, in the shape and dtype of ``call.end``.
 
         Raises:
-            Refused: a shape that cannot be brought to the operator's.
-            QFrameworkError: what the operator itself refuses.
+            Refused: an operand cannot be brought to the operator's shape.
+            QFrameworkError: the operator refuses its operands.
         """
         call, (query, key, value, mask, rel_h, rel_w) = self._call, self.operands()
         both = self.add(
@@ -66,10 +65,10 @@ class AttentionWriter:
         """The node of ``aten.scaled_dot_product_attention``, in the shape and dtype of ``call.end``.
 
         Raises:
-            Refused: a shape that cannot be brought to the operator's, or relative positions that are no bias.
+            Refused: an operand cannot be brought to the operator's shape, or relative positions are not a bias.
         """
         if self._grid_summands:
-            raise Refused("its relative positions are added in the shape of a grid; accepted: a bias, or a variant")
+            raise Refused("its relative positions must be a bias for exact attention, got summands in grid shape")
         call, (query, key, value) = self._call, self._query_key_value()
         mask = self._mask(call.summands)
         if mask is not None and _fake(mask).dtype != torch.bool:
@@ -79,7 +78,7 @@ class AttentionWriter:
         return self._as_end(self.add(aten.scaled_dot_product_attention.default, *operands, **arguments))
 
     def operands(self) -> WrittenOperands:
-        """What the project's operators take, written in front of ``call.end``. Raises Refused."""
+        """Add the operands of the package's operators before ``call.end``. Raises Refused."""
         relative, masks = self._split_summands()
         query, key, value = self._query_key_value()
         rel_h, rel_w = self._factors(relative) if relative else (None, None)
@@ -98,16 +97,12 @@ class AttentionWriter:
 
     def add(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """A new node with its fake value."""
-        end = self._call.end
-        with self._gm.graph.inserting_before(end):
-            node = self._gm.graph.call_function(target, args, kwargs)
-        self._new.append(node)
-        node.meta = {k: v for k, v in end.meta.items() if k in ("nn_module_stack", "stack_trace")}
-        node.meta[self._key] = target(*map_arg(args, _recorded), **kwargs)
-        return node
+        with self._gm.graph.inserting_before(self._call.end):
+            self._new.append(add_call(self._call.end, target, args, kwargs))
+        return self._new[-1]
 
     def in_memory_order_of(self, old: Node, new: Node) -> Node:
-        """``new`` with its dimensions in memory as those of ``old``, whose views need them so."""
+        """``new`` with the memory order of ``old``, which its views need."""
         strides = [_hint(stride) for stride in _fake(old).stride()]
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         moved = self.add(aten.contiguous.default, self.add(aten.permute.default, new, order))
@@ -119,7 +114,7 @@ class AttentionWriter:
             self._gm.graph.erase_node(node)
 
     def _finest_shape(self) -> torch.Size:
-        """The shape of the logits with most dimensions; all others must be it with its first two merged."""
+        """The shape of the logits with the most dimensions; the others must be equal or have its first two merged."""
         call = self._call
         shapes = [call.shape, call.value_shape]
         for summand in call.summands:
@@ -130,7 +125,7 @@ class AttentionWriter:
         fine = max(shapes, key=len)
         for shape in shapes:
             if not (same_shape(shape, fine) or splits_first(fine, shape)):
-                raise Refused(f"its logits take the shapes {tuple(shape)} and {tuple(fine)} on the way")
+                raise Refused(f"its logits have shapes that do not fit each other: {tuple(shape)} and {tuple(fine)}")
         return fine
 
     def _is_grid(self, shape: torch.Size) -> bool:
@@ -158,7 +153,7 @@ class AttentionWriter:
         return self._leading(key, self._call.shape)
 
     def _common_dtype(self, end: torch.dtype) -> torch.dtype:
-        """The dtype of the products: the result's, unless a model computes them in another one."""
+        """The dtype of the products: that of the result, unless the model computes them in another."""
         call = self._call
         if _fake(call.between[0]).dtype == end:
             return end
@@ -169,11 +164,11 @@ class AttentionWriter:
         return node if _fake(node).dtype == dtype else self.add(aten.to.dtype, node, dtype)
 
     def _leading(self, node: Node, shape: torch.Size) -> Node:
-        """An operand of logits of ``shape``, for logits of the finest shape."""
+        """An operand of logits of ``shape``, viewed for logits of the finest shape."""
         lead = shape_of(node)[:-2]
         expected = shape[:-3] if self._call.enable_gqa else shape[:-2]
         if len(lead) != len(shape) - 2 or not same_shape(lead[: len(expected)], expected):
-            raise Refused(f"an operand has shape {tuple(shape_of(node))} beside logits of shape {tuple(shape)}")
+            raise Refused(f"an operand has shape {tuple(shape_of(node))}, which does not fit logits {tuple(shape)}")
         return node if same_shape(shape, self._fine) else self._split_first(node)
 
     def _split_first(self, node: Node) -> Node:
@@ -183,13 +178,13 @@ class AttentionWriter:
         elif isinstance(first, int):
             sizes = [first, -1]
         else:
-            raise Refused(f"its logits of shape {tuple(self._fine)} have two sizes that vary from call to call")
+            raise Refused(f"one of the first two sizes of its logits {tuple(self._fine)} must be constant")
         return self.add(aten.unflatten.int, node, 0, sizes)
 
     # Masks and relative positions -------------------------------------------------------------------------------------
 
     def _split_summands(self) -> tuple[RelativePositions | None, list[Summand]]:
-        """Decomposed relative positions, if there are any, and all other summands."""
+        """Decomposed relative positions, if any, and the other summands."""
         if self._grid_summands:
             return self._grid_factors(), [s for s in self._call.summands if s not in self._grid_summands]
         for summand in self._call.summands:
@@ -207,10 +202,10 @@ class AttentionWriter:
                 if is_height(h, grid) and is_width(w, grid) and self._fits(found):
                     return found
         shapes = ", ".join(str(tuple(shape_of(value))) for value, _ in values)
-        raise Refused(f"tensors of shapes {shapes} are added to its logits; accepted: relative heights and widths")
+        raise Refused(f"summands of its logits must be relative heights and widths, got shapes {shapes}")
 
     def _fits(self, found: RelativePositions) -> bool:
-        """Whether the factors' leading dimensions are the logits', split or merged, and they can still be read."""
+        """Whether the factors' leading dimensions fit the logits', split or merged, and nothing overwrites them."""
         lead, fine = shape_of(found.h)[:-4], self._fine[:-2]
         if written_between(found.read_by, self._call.end, (found.h, found.w), self._call.between) is not None:
             return False
@@ -233,7 +228,7 @@ class AttentionWriter:
         return node if factor == 1.0 else self.add(aten.mul.Scalar, node, factor)
 
     def _mask(self, summands: list[Summand]) -> Node | None:
-        """The sum of all summands; a bool mask that stands alone stays one."""
+        """The sum of all summands; a single bool mask stays bool."""
         if len(summands) == 1 and summands[0].fill == -math.inf:
             mask = self._broadcasting(summands[0])
             return mask if summands[0].seen else self.add(aten.logical_not.default, mask)
@@ -247,10 +242,10 @@ class AttentionWriter:
         return total
 
     def _filled(self, total: Node | None, summand: Summand, summands: list[Summand]) -> Node:
-        """``total`` where a fill hides nothing, the fill elsewhere.
+        """``total`` with the fill where the mask hides keys.
 
-        A fill replaces a logit, and the operator adds: the fill is so low that the logit is rounded away, so that a
-        row that is filled everywhere has equal weights. Float16 has no such number.
+        A fill replaces a logit, but the operator adds its mask. So the fill is low enough that rounding removes the
+        logit, and a row that is filled everywhere has equal weights. Float16 has no number that low.
         """
         assert summand.fill is not None
         mask = self._broadcasting(summand)
@@ -267,7 +262,7 @@ class AttentionWriter:
         return self.add(aten.masked_fill.Scalar, total, hidden, fill)
 
     def _cast_mask(self, mask: Node, dtype: torch.dtype) -> Node:
-        """A float mask in ``dtype``, in which what is finite stays finite."""
+        """A float mask in ``dtype``; finite values stay finite."""
         limits = torch.finfo(dtype)
         if limits.max < torch.finfo(_fake(mask).dtype).max:
             finite = self.add(aten.clamp.default, mask, limits.min, limits.max)
@@ -275,18 +270,18 @@ class AttentionWriter:
         return self._cast(mask, dtype)
 
     def _broadcasting(self, summand: Summand) -> Node:
-        """A summand of logits of one shape, so that it broadcasts to the finest shape."""
+        """A summand of the logits, viewed so that it broadcasts to the finest shape."""
         node, shape = summand.value, shape_of(summand.value)
         dtype = _fake(node).dtype
         if (summand.fill is None) == (dtype == torch.bool) or not (dtype == torch.bool or dtype.is_floating_point):
-            raise Refused(f"a tensor of dtype {dtype} is added to its logits")
+            raise Refused(f"summands of its logits must be floating point, and masks bool, got {dtype}")
         if same_shape(summand.shape, self._fine) or len(shape) < len(summand.shape):
             return node
         return self.add(aten.unsqueeze.default, node, 0) if same(shape[0], 1) else self._split_first(node)
 
 
 def untransposed(node: Node) -> Node | None:
-    """``x`` of ``x.transpose(-2, -1)``, None for any other node."""
+    """``x`` of ``x.transpose(-2, -1)``; None for any other node."""
     if operation(node) != "transpose" or len(node.args) != 3:
         return None
     x, *dims = node.args
@@ -300,12 +295,12 @@ def cannot_be_viewed(old: Node, new: Node) -> bool:
 
 
 def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
-    """Run the views after a value again on another fake tensor."""
+    """Whether a view fails when the views after a value are run again on another fake tensor."""
     if operation(node) not in VIEWS | {"transpose", "permute", "as_strided"}:
         return False
     if operation(node) == "as_strided":
         return True
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else _recorded(n))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else recorded_value(n))
     run = getattr(torch.Tensor, node.target) if isinstance(node.target, str) else node.target
     try:
         result = run(*args, **kwargs)
@@ -315,17 +310,13 @@ def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
 
 
 def _hint(size: int | torch.SymInt) -> int:
-    """A size as it was when the graph was captured; only an order is taken from it."""
+    """A size when the graph was captured, for sorting only."""
     hint = size if isinstance(size, int) else size.node.hint
     return hint if isinstance(hint, int) else 0
-
-
-def _recorded(node: Node) -> Any:
-    return recorded_value(node)
 
 
 def _fake(node: Node) -> Tensor:
     fake = fake_value(node)
     if fake is None:
-        raise Refused(f"tracing recorded no tensor for {node.name}")
+        raise Refused(f"tracing recorded no tensor for its {node.name}")
     return fake

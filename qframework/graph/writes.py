@@ -1,8 +1,8 @@
-"""Which tensors a node of a captured graph changes in place: what the schemas of the operators behind it say.
+"""Determines from operator schemas which tensors a node of a captured graph changes in place.
 
-A node that calls an operator has a schema of its own. Any other node (``F.relu(x, True)``, ``x += y``, ``x.add_(y)``,
-``torch.add(x, y, out=z)``) is run once on fake tensors, and the schema of every operator that it calls is read. A node
-that cannot be run so is taken to change all of its inputs.
+A node that calls an operator has its own schema. Any other node (``F.relu(x, True)``, ``x += y``, ``x.add_(y)``,
+``torch.add(x, y, out=z)``) is run once on fake tensors, and the schemas of all operators that it calls are read. A node
+that cannot run on fake tensors is assumed to change all of its inputs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def writes_in_place(node: Node) -> bool:
 def written_between(first: Node, last: Node, operands: Iterable[Node], own: Collection[Node] = ()) -> Node | None:
     """A node from ``first`` up to ``last``, not one of ``own``, that may write into the memory of an operand.
 
-    Operands whose value tracing did not record may lie anywhere. An operator of another library may write whatever it
-    reads: its schema is what its author says, and an eager call follows what it does.
+    An operand without a recorded value may alias any memory. An operator of another library may write whatever it
+    reads, whatever its schema declares.
     """
     memory = [_memory(node) for node in operands]
     node = first
@@ -60,7 +60,7 @@ def written_inputs(node: Node) -> set[Node]:
         return set()
     try:
         return _observed(node)
-    except Exception:  # noqa: BLE001 (whatever kept it from being run on fake tensors, it may write anywhere)
+    except Exception:  # noqa: BLE001 (any failure on fake tensors: assume that it writes everything)
         return set(node.all_input_nodes)
 
 
@@ -100,7 +100,7 @@ def _observed(node: Node) -> set[Node]:
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
         tensors = [(x, t) for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-        owners = {memory_of(t): x for x, t in tensors}  # before the call, which may give a tensor other memory
+        owners = {memory_of(t): x for x, t in tensors}  # before the call, which may replace a tensor's memory
         args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
         with _WrittenMemory() as written:
             _callable(node)(*args, **kwargs)
@@ -108,7 +108,7 @@ def _observed(node: Node) -> set[Node]:
 
 
 def _callable(node: Node) -> Callable[..., Any]:
-    """What a node calls; a module only if it has no state that the call might change."""
+    """What a node calls; a module only if it has no state that the call could change."""
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]
     if node.op == "call_method":
@@ -120,7 +120,7 @@ def _callable(node: Node) -> Callable[..., Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A value that a graph may change: a new fake tensor of the same kind, a number for a symbol."""
+    """A copy that the call may change: a new fake tensor like this one, a number for a symbol."""
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         if value.node.hint is None:
             raise NotImplementedError(f"{value} depends on data")
@@ -146,10 +146,10 @@ def _may_hold_a_tensor(node: Node) -> bool:
 
 
 def _memory(node: Node) -> set[int] | None:
-    """What tells the memory of a node's tensors, and of their views, from that of others; None where it is unknown."""
+    """Identifies the storages of a node's tensors, which views share; None if unknown."""
     value = recorded_value(node)
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-    if value is None or any(map(why_not_plain, tensors)):  # a subclass may hold tensors whose memory it does not show
+    if value is None or any(map(why_not_plain, tensors)):  # a subclass may hide the tensors that it holds
         return None
     return {memory_of(tensor) for tensor in tensors}
 

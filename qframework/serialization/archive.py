@@ -1,4 +1,4 @@
-"""The archive that a saved model is: exactly known members, uncompressed, read without PyTorch and without pickle."""
+"""Reads the archive of a saved model: known members only, uncompressed, without PyTorch's reader and without pickle."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ METADATA, PROGRAM = "extra/qframework.json", "models/model.json"
 _WEIGHTS, _CONSTANTS = "data/weights/", "data/constants/"
 _WEIGHTS_CONFIG, _CONSTANTS_CONFIG = f"{_WEIGHTS}model_weights_config.json", f"{_CONSTANTS}model_constants_config.json"
 _SAMPLE_INPUTS = "data/sample_inputs/model.pt"  # never opened; empty in files of this version
-# Of these PyTorch's archives consist.
+# The other members of PyTorch's archives are weights and constants.
 _REQUIRED = {
     *("archive_format", "archive_version", "byteorder", ".data/version", ".data/serialization_id"),
     *(_SAMPLE_INPUTS, METADATA, PROGRAM, _WEIGHTS_CONFIG, _CONSTANTS_CONFIG),
 }
 _OPTIONAL = {".storage_alignment"}
-# What zipfile raises on bytes that are not what they claim to be.
+# What zipfile raises on damaged files.
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, ValueError, LookupError, EOFError, OSError)
 _CHUNK = 2**24  # bytes
 _LOCAL_HEADER = 30  # bytes, before the name and the extra field
 
 
 class Archive:
-    """A saved model's members, each of which was held against its checksum."""
+    """The members of a saved model, whose checksums were verified."""
 
     def __init__(self, file: BinaryIO, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
@@ -50,16 +50,16 @@ class Archive:
                 raise FileFormatError(f"the checksum of its member {damaged!r} is wrong")
 
     def names(self) -> set[str]:
-        """Of the members, below the folder that all are in."""
+        """Names of the members, relative to the folder that holds all of them."""
         return {name.removeprefix(ROOT) for name in self._zip.namelist() if name.startswith(ROOT)}
 
     def json(self, name: str) -> Any:
-        """The document in a member."""
+        """The JSON document in a member."""
         with self._errors(f"{name}: "):
             return parse_json(self._zip.read(ROOT + name))
 
     def payloads(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What describes weights and constants; members that neither they nor PyTorch's format name are refused."""
+        """The descriptions of weights and constants; refuses members that neither they nor PyTorch's format name."""
         with self._errors():
             weights = _config(self.json(_WEIGHTS_CONFIG), _WEIGHTS_CONFIG, "weight_")
             constants = _config(self.json(_CONSTANTS_CONFIG), _CONSTANTS_CONFIG, "tensor_")
@@ -72,18 +72,16 @@ class Archive:
             for name, entry, member in described:
                 _check_extent(name, entry["tensor_meta"], self._size(member))
             if (order := self._zip.read(f"{ROOT}byteorder").decode(errors="replace")) != sys.byteorder:
-                raise FileFormatError(
-                    f"its tensors are {order[:10]}-endian; accepted: {sys.byteorder}, as this machine"
-                )
+                raise FileFormatError(f"its tensors must be {sys.byteorder}-endian as this machine, got {order[:10]}")
         return weights, constants
 
     def _check_members(self, expected: set[str]) -> None:
         found = {name.removeprefix(ROOT) if name.startswith(ROOT) else f"/{name}" for name in self._zip.namelist()}
         unknown, missing = sorted(found - expected - _OPTIONAL), sorted(expected - found)
         if code := [name for name in unknown if name.startswith("data/aotinductor/")]:
-            raise FileFormatError(f"it holds machine code ({code[0][:80]}); accepted: what qframework.save writes")
+            raise FileFormatError(f"it holds machine code ({code[0][:80]}), which qframework.save does not write")
         if unknown:
-            raise FileFormatError(f"its member {unknown[0][:80]!r} is unknown; accepted: what qframework.save writes")
+            raise FileFormatError(f"qframework.save does not write its member {unknown[0][:80]!r}")
         if missing:
             raise FileFormatError(f"its member {missing[0][:80]!r} is missing")
 
@@ -96,7 +94,7 @@ class Archive:
         tensors = {}
         for name, entry in config.items():
             meta = entry["tensor_meta"]
-            # Names of one device, such as cpu:3 for cpu, must not multiply what is stored once.
+            # Aliases of one device, such as cpu:3 for cpu, must share one copy of a storage.
             device = torch.empty(0, device=torch.device(meta["device"]["type"], meta["device"]["index"])).device
             key = (entry["path_name"], device)
             if key not in storages:
@@ -121,7 +119,7 @@ class Archive:
 
     @contextlib.contextmanager
     def _errors(self, where: str = "") -> Iterator[None]:
-        """What is wrong inside, as an error that names the file."""
+        """Re-raise errors in the block as a FileFormatError that names the file."""
         try:
             yield
         except FileFormatError as error:
@@ -139,20 +137,20 @@ class Archive:
 
 
 def _check_layout(archive: zipfile.ZipFile, file: BinaryIO) -> None:
-    """Every name once, nothing compressed, no byte in two members: what is read is never more than the file."""
+    """Require unique names, no compression and no overlaps, so that reading never needs more memory than the file."""
     members = sorted(archive.infolist(), key=lambda member: member.header_offset)
-    # A cut-off archive can end in another one that it holds: PyTorch nests them.
+    # PyTorch nests archives: a truncated one can end in a complete inner one.
     if members and archive.infolist()[0].header_offset != 0:
         raise FileFormatError("the end of the archive is missing")
     names = [member.orig_filename for member in members]
     if len(set(names)) != len(names):
-        raise FileFormatError(f"its member {next(n for n in names if names.count(n) > 1)!r} is there more than once")
+        raise FileFormatError(f"its member {next(n for n in names if names.count(n) > 1)!r} occurs more than once")
     if odd := [member.orig_filename for member in members if member.filename != member.orig_filename]:
-        raise FileFormatError(f"its member {odd[0]!r} has a name that no file has")
+        raise FileFormatError(f"its member {odd[0]!r} has an invalid name")
     end = 0
     for member in members:
         if member.compress_type != zipfile.ZIP_STORED or member.compress_size != member.file_size:
-            raise FileFormatError(f"its member {member.filename!r} is compressed; accepted: stored as it is")
+            raise FileFormatError(f"its member {member.filename!r} is compressed; it must be stored uncompressed")
         if member.header_offset < end:
             raise FileFormatError(f"its member {member.filename!r} overlaps another")
         end = member.header_offset + _LOCAL_HEADER + len(member.orig_filename.encode()) + member.file_size
@@ -167,7 +165,7 @@ def _config(document: Any, name: str, prefix: str) -> dict[str, Any]:
         key for key, value in entries.items() if isinstance(value, dict) and value.get("use_pickle")
     ]
     if pickled:
-        raise FileFormatError(f"it holds pickled objects ({', '.join(pickled)[:200]}); accepted: plain tensors")
+        raise FileFormatError(f"it holds pickled objects ({', '.join(pickled)[:200]}); it must hold plain tensors only")
     return record(config=mapping(FQN, entry))(document, name)["config"]
 
 
@@ -177,9 +175,9 @@ def _extent(meta: Mapping[str, Any]) -> tuple[int, tuple[int, ...], tuple[int, .
 
 
 def _check_extent(name: str, meta: Mapping[str, Any], stored: int) -> None:
-    """Refuse a tensor that reaches beyond its bytes, or has more elements than they hold."""
+    """Refuse a tensor that reaches beyond its stored bytes, or has more elements than they hold."""
     if any("as_int" not in size for size in (*meta["sizes"], *meta["strides"], meta["storage_offset"])):
-        raise FileFormatError(f"the tensor {name!r} has a symbol for a size; accepted: integers")
+        raise FileFormatError(f"the tensor {name!r} must have integer sizes, got a symbol")
     offset, sizes, strides = _extent(meta)
     width = DTYPES[meta["dtype"]].itemsize
     count, last = 1, offset

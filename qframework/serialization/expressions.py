@@ -1,7 +1,7 @@
-"""Expressions that a saved program holds as text. PyTorch evaluates them, so they are parsed here first.
+"""Checks the expressions that a saved program holds as text, before PyTorch evaluates them.
 
-Sizes are written as SymPy's ``srepr`` does, ``Mul(Integer(2), Symbol('s0', integer=True))``; conditions on inputs as
-Python, ``L['x'].size()[0] % 2 == 0``. What comes back is written anew from what was understood.
+Sizes are in the form of SymPy's ``srepr``, ``Mul(Integer(2), Symbol('s0', integer=True))``; conditions on inputs are
+Python, ``L['x'].size()[0] % 2 == 0``. The checked text is written anew from its syntax tree.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from qframework.errors import FileFormatError
 
 SYMBOL = re.compile(r"(?:s|u|zf|zuf)\d{1,4}", re.ASCII)
-# Without quotes, backslashes and ends of lines: safe inside a literal of Python, whoever writes that.
+# No quotes, backslashes or line ends: safe inside a Python string literal.
 PLAIN_TEXT = re.compile(r"[\w .,:;<>=+*/%@()\[\]-]{0,1000}")
 NOT_PLAIN = re.compile(r"[^\w .,:;<>=+*/%@()\[\]-]")
 _LONGEST = 20_000
 _LARGEST_INTEGER = 2**63
 _LARGEST_EXPONENT = 4
-# SymPy multiplies sums out and compares each argument with each. Sizes of models stay far below this.
+# SymPy multiplies sums out and compares all pairs of arguments. Sizes of models stay far below these limits.
 _MOST_CALLS, _MOST_ARGUMENTS, _MOST_TERMS = 128, 16, 64
 _DEEPEST = 20
 _MOST_DIGITS = 38  # before the point; float32 has no larger number
@@ -48,19 +48,19 @@ _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def sympy_expression(text: str) -> str:
-    """An expression of integers, symbols and arithmetic in SymPy's ``srepr``.
+    """Check an expression of integers, symbols and arithmetic in SymPy's ``srepr``.
 
     Raises:
-        FileFormatError: it is anything else.
+        FileFormatError: ``text`` is anything else.
     """
     return _checked(text, _is_small_sympy)
 
 
 def condition(text: str) -> str:
-    """A condition on the sizes and values of inputs in Python.
+    """Check a condition, in Python, on the sizes and values of inputs.
 
     Raises:
-        FileFormatError: it is anything else.
+        FileFormatError: ``text`` is anything else.
     """
     return _checked(text, _is_python)
 
@@ -68,14 +68,14 @@ def condition(text: str) -> str:
 def _checked(text: str, understands: Callable[[ast.expr], bool]) -> str:
     try:
         if len(text) > _LONGEST:
-            raise FileFormatError(f"an expression has {len(text)} characters; accepted: up to {_LONGEST}")
+            raise FileFormatError(f"an expression must have at most {_LONGEST} characters, got {len(text)}")
         tree = ast.parse(text, mode="eval").body
         if understands(tree):
             return ast.unparse(tree)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         if isinstance(error, FileFormatError):
             raise
-    raise FileFormatError(f"{text[:80]!r} is no expression of integers, symbols and arithmetic; nothing else is read")
+    raise FileFormatError(f"{text[:80]!r} is not an expression of integers, symbols and arithmetic")
 
 
 def _is_small_sympy(node: ast.expr) -> bool:
@@ -90,7 +90,7 @@ def _is_small_sympy(node: ast.expr) -> bool:
     }
     for what, (found, most) in limits.items():
         if found > most:
-            raise FileFormatError(f"an expression has {found} {what}; accepted: up to {most}")
+            raise FileFormatError(f"an expression must have at most {most} {what}, got {found}")
     return True
 
 
@@ -99,7 +99,7 @@ def _depth(node: ast.expr) -> int:
 
 
 def _terms(node: ast.expr) -> tuple[int, int]:
-    """Of the sum that multiplying out gives: for the expression as a factor, and the most anywhere inside."""
+    """How many terms multiplying out gives: of the expression as a factor, and at most anywhere inside it."""
     if not isinstance(node, ast.Call) or not node.args:
         return 1, 1
     factors, inside = zip(*map(_terms, node.args), strict=True)
@@ -110,7 +110,7 @@ def _terms(node: ast.expr) -> tuple[int, int]:
             whole = own = sum(factors)
         case ast.Name(id="Mul"):
             whole = own = math.prod(factors)
-        case _:  # rounds or compares: one term to the outside, but (a // b) // c becomes a // (b * c)
+        case _:  # rounds or compares: a single term outside, but (a // b) // c becomes a // (b * c)
             whole, own = math.prod(factors), math.prod(factors[1:])
     return own, max(whole, *inside)
 
@@ -164,7 +164,7 @@ def _is_small(node: ast.expr) -> bool:
 
 
 def _exponent(node: ast.expr) -> float:
-    """The size of a number, ``Integer(2)``, ``Float('0.5')`` or ``0.5``; infinite for anything else."""
+    """The magnitude of a number, ``Integer(2)``, ``Float('0.5')`` or ``0.5``; infinity for anything else."""
     match node:
         case ast.Call(func=ast.Name(id="Float"), args=[ast.Constant(value=str(digits))]) if _is_sympy(node):
             return abs(float(digits))
@@ -180,7 +180,7 @@ def _exponent(node: ast.expr) -> float:
 
 
 def _has_power(node: ast.expr) -> bool:
-    """Whether powers stand inside: a power of powers would grow without bound."""
+    """Whether the expression holds a power: a power of powers would grow without bound."""
     return any(
         isinstance(part, ast.Pow) or (isinstance(part, ast.Name) and part.id in _POWERS) for part in ast.walk(node)
     )

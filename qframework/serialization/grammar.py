@@ -1,7 +1,7 @@
-"""What a saved program's JSON may hold: rules, each of which gives back the value that it accepts.
+"""What a saved program's JSON may hold: rules, each of which returns the value that it accepts.
 
-A rule is called with a value and with where it stands, ``graph.nodes[3].target``. Names that a record does not know are
-left out of what it gives back, so nothing that no rule has seen reaches PyTorch.
+A rule is called with a value and its place, ``graph.nodes[3].target``. A record drops the fields that it does not
+know, so that PyTorch receives only values that a rule has checked.
 """
 
 from __future__ import annotations
@@ -47,19 +47,20 @@ DTYPES = {
 DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu", "meta")
 _LARGEST = 2**63 - 1
 _HIGHEST_RANK = 64  # that of PyTorch
-# Modules, types and constants in the source that PyTorch writes, beside Python's own.
+# Names, other than Python's own, that the source which PyTorch generates relies on.
 _NEEDED = {"self", "torch", "device", "inf", "nan", "NoneType", "fx_pytree", "pytree", "math", "operator", "_operator"}
 
 
-def refuse(value: Any, where: str, accepted: str) -> NoReturn:
-    raise FileFormatError(f"{where} is {repr(value)[:80]}; accepted: {accepted}")
+def refuse(value: Any, where: str, expected: str) -> NoReturn:
+    """Raise FileFormatError for the value at ``where``, which is not the ``expected`` one."""
+    raise FileFormatError(f"{where} must be {expected}, got {repr(value)[:80]}")
 
 
 # Rules that make rules
 
 
 def record(**fields: Rule) -> Rule:
-    """An object with these fields; one whose rule is ``optional`` may be missing."""
+    """An object with these fields; those whose rule is ``optional`` may be missing."""
 
     def rule(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -77,7 +78,7 @@ def record(**fields: Rule) -> Rule:
 
 @dataclass(frozen=True)
 class optional:
-    """What ``rule`` accepts, null, or nothing at all."""
+    """A value that ``rule`` accepts, null, or a missing field."""
 
     rule: Rule
 
@@ -86,7 +87,7 @@ class optional:
 
 
 def variant(**cases: Rule) -> Rule:
-    """An object with exactly one field, one of these: ``{"as_int": 3}``."""
+    """An object with exactly one of these fields: ``{"as_int": 3}``."""
 
     def rule(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) != 1 or next(iter(value)) not in cases:
@@ -104,14 +105,14 @@ def many(rule: Rule, most: int | None = None) -> Rule:
         if not isinstance(value, list):
             refuse(value, where, "a list")
         if most is not None and len(value) > most:
-            refuse(len(value), f"the length of {where}", f"up to {most}")
+            refuse(len(value), f"the length of {where}", f"at most {most}")
         return [rule(element, f"{where}[{index}]") for index, element in enumerate(value)]
 
     return each
 
 
 def mapping(key: Rule, rule: Rule) -> Rule:
-    """An object with any names that ``key`` accepts."""
+    """An object whose names ``key`` accepts and whose values ``rule`` accepts."""
 
     def each(value: Any, where: str) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -121,20 +122,20 @@ def mapping(key: Rule, rule: Rule) -> Rule:
     return each
 
 
-def text(pattern: str | re.Pattern[str], accepted: str | None = None) -> Rule:
-    """A string that matches as a whole."""
+def text(pattern: str | re.Pattern[str], expected: str | None = None) -> Rule:
+    """A string that ``pattern`` matches as a whole; ``expected`` describes it in errors."""
     compiled = re.compile(pattern)
 
     def rule(value: Any, where: str) -> str:
         if not isinstance(value, str) or compiled.fullmatch(value) is None:
-            refuse(value, where, accepted or f"a string like {compiled.pattern}")
+            refuse(value, where, expected or f"a string like {compiled.pattern}")
         return value
 
     return rule
 
 
 def one_of(choices: Collection[Any]) -> Rule:
-    """A string or an integer of these."""
+    """One of these strings or integers."""
 
     def rule(value: Any, where: str) -> Any:
         if type(value) not in (str, int) or value not in choices:
@@ -148,19 +149,21 @@ def one_of(choices: Collection[Any]) -> Rule:
 
 
 def BOOL(value: Any, where: str) -> bool:
+    """A bool."""
     if not isinstance(value, bool):
         refuse(value, where, "true or false")
     return value
 
 
 def INT(value: Any, where: str) -> int:
+    """An integer of 64 bits; a bool is not one."""
     if type(value) is not int or abs(value) > _LARGEST:
         refuse(value, where, "an integer of 64 bits")
     return value
 
 
 def FLOAT(value: Any, where: str) -> float:
-    """A number; those that JSON lacks are written as strings."""
+    """A number; infinity and NaN, which JSON lacks, are strings."""
     named = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
     if isinstance(value, str) and value in named:
         return named[value]
@@ -170,33 +173,38 @@ def FLOAT(value: Any, where: str) -> float:
 
 
 def NAME(value: Any, where: str) -> str:
-    """What PyTorch writes into Python source as the name of a variable."""
+    """The name of a variable in the Python source that PyTorch generates."""
     named = isinstance(value, str) and re.fullmatch(r"(?!__)[A-Za-z_]\w{0,500}", value, re.ASCII) is not None
     if not named or keyword.iskeyword(value):
         refuse(value, where, "a name of letters, digits and _")
     if value in _NEEDED:
-        refuse(value, where, "a name that PyTorch's source does not need itself")
+        refuse(value, where, "a name that PyTorch's generated source does not need itself")
     return value
 
 
 PLAIN = text(PLAIN_TEXT, "plain text without quotes")
-# A module's or tensor's path; PyTorch writes what is no identifier between quotes.
+# A module's or tensor's path; PyTorch quotes the parts that are not identifiers.
 FQN = text(r"(?!__)[\w +:/@()-]{1,200}(?:\.(?!__)[\w +:/@()-]{1,200}){0,50}", "a path of names like blocks.0.weight")
 
 
-def _expression(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        refuse(value, where, "an expression")
-    try:
-        return sympy_expression(value)
-    except FileFormatError as error:
-        raise FileFormatError(f"{where}: {error}") from error
+def parsed_by(parse: Callable[[str], str], expected: str) -> Rule:
+    """A string that ``parse`` accepts and rewrites; it raises FileFormatError for any other."""
+
+    def rule(value: Any, where: str) -> str:
+        if not isinstance(value, str):
+            refuse(value, where, expected)
+        try:
+            return parse(value)
+        except FileFormatError as error:
+            raise FileFormatError(f"{where}: {error}") from error
+
+    return rule
 
 
 def symbolic(**plain: Rule) -> Rule:
-    """A number, or an expression of sizes with the value that it had when the model was exported."""
+    """A number, or an expression of sizes with its value when the model was exported."""
     hint = optional(variant(as_int=INT, as_bool=BOOL, as_float=FLOAT))
-    return variant(as_expr=record(expr_str=_expression, hint=hint), **plain)
+    return variant(as_expr=record(expr_str=parsed_by(sympy_expression, "an expression"), hint=hint), **plain)
 
 
 SIZE = symbolic(as_int=INT)

@@ -1,8 +1,8 @@
-"""The exported program in a saved model: checked against a grammar, then given to PyTorch as values, never as a file.
+"""The exported program in a saved model: checked against a grammar, then passed to PyTorch as values, never as a file.
 
-PyTorch's own reader of such programs unpickles, evaluates expressions, imports modules by name and compiles Python
-source that it makes of names, conditions and structures. So each of these is described here. What is not described is
-refused (custom objects, operators, containers) or left out (metadata other than the modules' names).
+PyTorch's own reader unpickles, evaluates expressions, imports modules by name, and compiles Python source generated
+from names, conditions and structures. The grammar here describes each of these. Anything else is refused (custom
+objects, operators, containers) or dropped (metadata other than the modules' names).
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ from qframework.serialization.grammar import (
     mapping,
     one_of,
     optional,
+    parsed_by,
     record,
     refuse,
     symbolic,
@@ -48,25 +49,25 @@ from qframework.serialization.grammar import (
 )
 from qframework.serialization.operators import PYTHON_OPERATORS, TARGET
 
-_LOADING = threading.Lock()  # PyTorch's reader keeps its state in a global
+_LOADING = threading.Lock()  # PyTorch's reader keeps state in a global
 _CONTAINERS = {"builtins.tuple": None, "builtins.list": None, "builtins.dict": dict, "collections.OrderedDict": dict}
 _MODULE_STACK = text(r"[\w .,:;@<>\[\]'()+/=|-]{0,20000}", "names of modules and their types")
 
 
 def check_program(document: Any) -> dict[str, Any]:
-    """What of a program's JSON document PyTorch may see.
+    """Check a program's JSON document and return the part of it that PyTorch may receive.
 
     Raises:
-        FileFormatError: it holds anything that the grammar does not know.
+        FileFormatError: the document holds a value that the grammar does not accept.
     """
     return _PROGRAM(document, "the program")
 
 
 def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constants: dict[str, Tensor]) -> GraphModule:
-    """The model of a checked document and its tensors.
+    """Build the model from a checked document and its tensors.
 
     Raises:
-        FileFormatError: a name in the source that PyTorch makes of it hides one that the source needs.
+        FileFormatError: a name in the source that PyTorch generates hides one that the source needs.
     """
     from qframework.compat.export import program_of
 
@@ -74,15 +75,17 @@ def build_model(checked: Mapping[str, Any], weights: dict[str, Tensor], constant
         program = program_of(checked, weights, constants, _example_inputs(checked))
     model = program.module()
     for name, part in model.named_modules():
-        if isinstance(part, GraphModule) and name != "_guards_fn":  # made of checked conditions; inputs have methods
+        if (
+            isinstance(part, GraphModule) and name != "_guards_fn"
+        ):  # generated from checked conditions, which may call methods of inputs
             _check_source(part.code, name)
     return model
 
 
 def _check_source(source: str, where: str) -> None:
-    """Refuse a value with the name of what the source calls or takes attributes of: ``self``, ``torch``.
+    """Refuse values with the names of objects that the source calls or reads attributes of: ``self``, ``torch``.
 
-    ``self.tofile(...)`` is a submodule only while ``self`` is the module.
+    ``self.tofile(...)`` calls a submodule only while ``self`` is the module.
     """
     tree = ast.parse(source)
     owners = {id(function.args.args[0]) for function in tree.body if isinstance(function, ast.FunctionDef)}
@@ -100,7 +103,7 @@ def _check_source(source: str, where: str) -> None:
 
 
 def _example_inputs(checked: Mapping[str, Any]) -> Any:
-    """Inputs of the right structure and no content; PyTorch builds the checks of inputs where there are any."""
+    """Empty inputs of the right structure: PyTorch generates checks of inputs only if there are example inputs."""
     signature = checked["graph_module"]["module_call_graph"][0]["signature"]
     spec = pytree.treespec_loads(signature["in_spec"])
     return pytree.tree_unflatten([torch.empty(0)] * spec.num_leaves, spec)
@@ -114,9 +117,9 @@ _DEEPEST = 4
 
 
 def _graph(value: Any, where: str) -> dict[str, Any]:
-    # A graph can hold graphs. PyTorch's message on a faulty node doubles with each.
+    # PyTorch's message on a faulty node doubles with each level of nesting.
     if where.count(_SUBGRAPH) > _DEEPEST:
-        raise FileFormatError(f"graphs stand {_DEEPEST + 1} deep in one another; accepted: up to {_DEEPEST}")
+        raise FileFormatError(f"graphs must be nested at most {_DEEPEST} deep, got {_DEEPEST + 1}")
     return _GRAPH(value, where)
 
 
@@ -170,14 +173,14 @@ def _any(value: Any, where: str) -> Any:
 
 
 def _scope(*settings: Rule) -> Rule:
-    """The operands of a scope, all by position: its settings, the one graph that it wraps, that graph's inputs."""
+    """The operands of a scope, all positional: its settings, the graph that it wraps, that graph's inputs."""
     operand = record(name=one_of([""]), arg=_any, kind=_KIND)
 
     def rule(value: Any, where: str) -> list[dict[str, Any]]:
         operands = many(operand)(value, where)
         rules = [*settings, _WRAPPED]
         if len(operands) < len(rules):
-            refuse(len(operands), f"the number of {where}", f"{len(rules)} or more")
+            refuse(len(operands), f"the number of {where}", f"at least {len(rules)}")
         rules += [_SCOPE_INPUT] * (len(operands) - len(rules))
         return [
             {**operand, "arg": rule(operand["arg"], f"{where}[{index}].arg")}
@@ -189,7 +192,7 @@ def _scope(*settings: Rule) -> Rule:
 
 def _operand(value: Any, where: str) -> dict[str, Any]:
     match value:
-        case {"name": "assert_msg", "arg": {"as_string": str(message)}}:  # quotes names; said to people only
+        case {"name": "assert_msg", "arg": {"as_string": str(message)}}:  # for people to read; quotes names
             value = {**value, "arg": {"as_string": NOT_PLAIN.sub(" ", message)[:1000]}}
     return _OPERAND(value, where)
 
@@ -240,7 +243,7 @@ _GRAPH = record(
     sym_float_values=optional(mapping(NAME, symbolic(as_float=FLOAT))),
 )
 
-# What goes in and out
+# Inputs and outputs
 
 _CONSTANT = variant(as_none=BOOL, as_int=INT, as_float=FLOAT, as_string=PLAIN, as_bool=BOOL)
 _INPUT = variant(
@@ -260,7 +263,7 @@ _OUTPUT = variant(
 
 
 def _structure(value: Any, where: str) -> str:
-    """Nested tuples, lists and dictionaries: a JSON document inside a string, as ``pytree`` writes it."""
+    """Nested tuples, lists and dictionaries, as ``pytree`` writes them: a JSON document inside a string."""
     if not isinstance(value, str):
         refuse(value, where, "a structure of containers")
     protocol = parse_json(value)
@@ -291,20 +294,20 @@ def _container(value: Any, where: str) -> dict[str, Any]:
 
 
 def _has_fields(kind: str | None, count: int) -> bool:
-    """Whether that is one of PyTorch's own tuples of ``count`` fields: ``torch.return_types.topk``."""
+    """Whether ``kind`` is one of PyTorch's own tuples of ``count`` fields, such as ``torch.return_types.topk``."""
     known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind or "")
     return getattr(known, "__module__", None) == "torch.return_types" and getattr(known, "n_fields", None) == count
 
 
 def _is_output_class(kind: str | None) -> bool:
-    """Whether this process has registered a class of dictionaries under that name: transformers' ``ModelOutput``."""
+    """Whether ``kind`` is a dictionary class registered in this process, such as transformers' ``ModelOutput``."""
     known = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE.get(kind or "")
     plain = known is not None and pytree.SUPPORTED_SERIALIZED_TYPES[known].from_dumpable_context is None
     return plain and isinstance(known, type) and issubclass(known, OrderedDict)
 
 
 def _input_structure(value: Any, where: str) -> str:
-    """The structure of ``(args, kwargs)``; the names of ``kwargs`` become those of parameters."""
+    """The structure of ``(args, kwargs)``; the names of ``kwargs`` become names of parameters."""
     written = _structure(value, where)
     top = json.loads(written)[1]
     kinds = [child["type"] for child in top["children_spec"]]
@@ -327,7 +330,7 @@ _MODULE_CALL = record(fqn=lambda value, where: "" if value == "" else FQN(value,
 def _module_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = many(_MODULE_CALL)(value, where)
     if not calls or calls[0]["fqn"] != "" or calls[0].get("signature") is None:
-        refuse(value, where, "a list whose first entry is the model's own")
+        refuse(value, where, "a list whose first entry describes the model itself")
     return calls
 
 
@@ -335,20 +338,11 @@ def _module_calls(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _range_name(value: Any, where: str) -> str:
-    """A symbol, or an expression of symbols; PyTorch counts up to the number of one that starts with u."""
+    """A symbol, or an expression of symbols; for one that starts with u, PyTorch counts up to its number."""
     PLAIN(value, where)
     if SYMBOL.fullmatch(value) is None and re.match(r"u|zuf", value):
         refuse(value, where, "a symbol like s0 or u0")
     return value
-
-
-def _condition(value: Any, where: str) -> str:
-    if not isinstance(value, str):
-        refuse(value, where, "a condition on inputs")
-    try:
-        return condition(value)
-    except FileFormatError as error:
-        raise FileFormatError(f"{where}: {error}") from error
 
 
 _PROGRAM = record(
@@ -361,8 +355,8 @@ _PROGRAM = record(
     range_constraints=mapping(_range_name, record(min_val=optional(INT), max_val=optional(INT))),
     schema_version=record(major=INT, minor=INT),
     verifiers=lambda value, where: (
-        many(one_of(["TRAINING", "ATEN"]))(value, where) or refuse(value, where, "a list with an element")
+        many(one_of(["TRAINING", "ATEN"]))(value, where) or refuse(value, where, "a list of at least one element")
     ),
     torch_version=optional(PLAIN),
-    guards_code=optional(many(_condition)),
+    guards_code=optional(many(parsed_by(condition, "a condition on inputs"))),
 )

@@ -286,7 +286,7 @@ def test_prints_the_table(data: list[Tensor], capsys: pytest.CaptureFixture[str]
         ({"variants": ["sage_b", "sage_b"]}, CalibrationError, "names 'sage_b' twice"),
         ({"variants": ["sage_z"]}, UnsupportedError, "'sage_z' is unknown; accepted: .*sage_vb"),
         ({"max_rmse": -1.0}, CalibrationError, "max_rmse=-1.0; accepted: None or a positive number"),
-        ({"batches": 0}, CalibrationError, "batches=0; accepted: None or a positive number"),
+        ({"batches": 0}, CalibrationError, "batches must be None or a positive integer, got 0"),
     ],
 )
 def test_bad_settings(arguments: dict, error: type[Exception], message: str, data: list[Tensor]) -> None:
@@ -295,7 +295,7 @@ def test_bad_settings(arguments: dict, error: type[Exception], message: str, dat
 
 
 def test_no_data() -> None:
-    with pytest.raises(CalibrationError, match="saw no data: data yielded no batch"):
+    with pytest.raises(CalibrationError, match="data must hold at least one batch, got none"):
         choose(Net(), [])
 
 

@@ -1,4 +1,4 @@
-"""Every backend test compiles, so every one starts with an empty cache."""
+"""Backend tests compile, so each starts with an empty cache."""
 
 import pytest
 

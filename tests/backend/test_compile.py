@@ -1,4 +1,4 @@
-"""The whole backend, Inductor included."""
+"""The whole backend with Inductor (compile.py, passes.py, lowering.py)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import re
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 
-import qframework
 from qframework import numerics
 from qframework.backend import compile
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
@@ -63,7 +62,7 @@ def test_float_model_with_and_without_gradients(caplog):
     assert profiled_calls(lambda: compiled(x), "qframework::int8_product") == 2
 
 
-def test_a_plain_float_model_is_inductors_and_trains():
+def test_a_plain_float_model_is_left_to_inductor_and_trains():
     model, x = Block().eval(), example()
     y = torch.compile(model, backend="qframework")(x)
     torch.testing.assert_close(y, model(x))
@@ -117,39 +116,3 @@ def test_strides_are_checked_at_every_call_on_request(options):
         assert numerics.sqnr_db(gm(x), y) > 60
     assert "int8_linear" in code
     assert bool(re.search(r"^ +assert_\w+\(", code, re.MULTILINE)) is bool(options)
-
-
-class TestExplain:
-    def test_compiled_converted_model(self):
-        x = example()
-        gm = converted(Block(), x, fc2=None)
-        report = qframework.explain(torch.compile(gm, backend="qframework"), x)
-        assert (report.lowered, report.total) == (1, 2)
-        assert [layer.name for layer in report.layers] == ["fc1", "fc2"]
-        assert "1 of 2 linear layers lowered" in str(report)
-        assert "not quantized" in report.layers[1].reason
-
-    def test_the_model_is_left_as_it_was(self):
-        x = example()
-        gm = converted(Block(), x)
-        nodes = len(gm.graph.nodes)
-        qframework.explain(gm, x)
-        assert len(gm.graph.nodes) == nodes
-
-    def test_compiled_float_model_keeps_its_options(self):
-        model, x = nn.Sequential(Block(), Block()).eval(), example()
-        options = {"linear": "int8_dynamic"}
-        report = qframework.explain(torch.compile(model, backend="qframework", options=options), x)
-        assert [layer.name for layer in report.layers] == ["0.fc1", "0.fc2", "1.fc1", "1.fc2"]
-        assert report.lowered == 4
-
-    def test_float_model(self):
-        report = qframework.explain(Block().eval(), (example(),))
-        assert (report.lowered, report.total) == (0, 2)
-
-    def test_keyword_inputs(self):
-        assert qframework.explain(Block().eval(), {"x": example()}).total == 2
-
-    def test_another_backend_is_refused(self):
-        with pytest.raises(qframework.errors.QFrameworkError, match="accepted: backend='qframework'"):
-            qframework.explain(torch.compile(Block(), backend="eager"), example())

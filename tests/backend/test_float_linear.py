@@ -1,4 +1,4 @@
-"""options={"linear": "int8_dynamic"}: float models quantized while they are compiled."""
+"""options={"linear": "int8_dynamic"}: float models are quantized when they are compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import operator
 
 import pytest
 import torch
-from models import Block, example
+from lowered_models import Block, example
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -21,7 +21,7 @@ DYNAMIC = BackendOptions(linear="int8_dynamic")
 
 
 def eager_backend(record=None):
-    """The lowering without Inductor: what it makes of the graph runs in eager mode."""
+    """A backend without Inductor: runs the lowered graph in eager mode."""
 
     def backend(gm, example_inputs):
         reports = lower(gm, example_inputs, DYNAMIC)
@@ -104,7 +104,7 @@ class TestLowering:
         for value, reference in zip(torch.compile(run, backend=eager_backend())(x), run(x), strict=True):
             assert numerics.sqnr_db(reference, value) > 30
 
-    def test_a_sum_in_place_is_seen_by_every_name_of_its_tensor(self):
+    def test_an_in_place_sum_changes_every_alias(self):
         layer = nn.Linear(32, 32).eval()
 
         def run(x):
@@ -168,7 +168,7 @@ class TestLowering:
         assert [report.lowered for report in reports] == [features == 131_071, True]
         assert sum(fallbacks.values()) == before + (features == 131_072)
         if features == 131_072:
-            reason = "its INT32 sums over 131072 input features can overflow; accepted: up to 131071"
+            reason = "it must have at most 131071 input features, got 131072: its INT32 sums could overflow"
             assert reports[0].reason == reason
             assert f"layer '0' stays in float: {reason}" in caplog.text
 
@@ -195,7 +195,7 @@ class TestLowering:
 
 @pytest.mark.usefixtures("fresh_dynamo", "no_grad")
 class TestLeftInFloat:
-    """What no INT8 operator computes is compiled as it is, with a reason that names why."""
+    """Layers that no INT8 operator supports are compiled in float, with a reason in the report."""
 
     @pytest.mark.parametrize(
         ("run", "reason"),
@@ -207,7 +207,7 @@ class TestLeftInFloat:
             (lambda layer, x: F.linear(x, layer.weight, layer.table), "shape (2, 7, 16)"),
             (lambda layer, x: layer(nested(x)).values(), "NestedTensor"),
             (lambda layer, x: layer.double()(x.double()), "float64"),
-            (lambda layer, x: F.linear(x, layer.bias.new_parameter), "shape (32,)"),
+            (lambda layer, x: F.linear(x, layer.bias.new_parameter), "got (32,)"),
         ],
         ids=["vmap", "jvp", "grad", "bias of one", "bias for each row", "nested", "float64", "vector"],
     )
@@ -264,7 +264,7 @@ class TestLeftInFloat:
             *itertools.product((operator.iadd,), (torch.float64, torch.int64)),  # in place, no complex number to a real
         ],
     )
-    def test_a_sum_in_a_dtype_of_its_own_stays_behind_the_operator(self, add, dtype):
+    def test_a_sum_with_another_dtype_is_not_fused(self, add, dtype):
         layer, x, reports = nn.Linear(32, 16).eval(), example(), []
         other = torch.ones(2, 7, 16, dtype=dtype)
 

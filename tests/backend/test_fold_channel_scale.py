@@ -1,4 +1,4 @@
-"""A product with a constant for each channel goes into the quantization in a linear's epilogue."""
+"""A product with a constant for each channel is folded into the quantization in a linear's epilogue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import count, example, exported, lowered, targets
+from lowered_models import count, example, exported, lowered, targets
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -20,7 +20,7 @@ DIM = 32
 
 
 class Scaled(nn.Module):
-    """What the quantizer writes, in a model: linear -> activation -> a constant for each channel -> linear."""
+    """The graph that the quantizer writes: linear -> activation -> a constant for each channel -> linear."""
 
     def __init__(self, constant: Tensor, beside: bool = False) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_product_goes_into_the_epilogue(freeze_weights: bool) -> None:
     assert count(gm, torch.ops.qframework.quantize.default) == 1  # of the input of the model
     first = next(node for node in gm.graph.nodes if node.target is INT8_LINEAR)
     assert (first.args[7].op == "get_attr") is freeze_weights
-    # next to a tie the two ways of rounding differ by one step
+    # near a tie the two ways of rounding differ by one step
     assert sqnr_db(expected, gm(x)) > 45
 
 

@@ -1,10 +1,10 @@
-"""The backend on a GPU: the CPU's results, right CUDA graphs, every linear lowered."""
+"""The backend on a GPU: the same results as on the CPU, CUDA graphs, every linear lowered."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 
 import qframework

@@ -1,10 +1,10 @@
-"""Float weights of a model on a GPU are quantized together at the start of a call, unless that would be wrong."""
+"""Float weights of a model on a GPU are quantized together at the start of a call, if that is correct."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, example
+from lowered_models import Block, example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -22,7 +22,7 @@ _alone = torch.ops.qframework.dynamic_quantize.default
 
 
 def grouped(model, x, blocks=False):
-    """A lowered graph and its inputs, its weights grouped as on a GPU."""
+    """A lowered graph with weights grouped as on a GPU, and its inputs."""
     found = []
 
     def keep(gm, inputs):
@@ -52,7 +52,7 @@ def count(gm, target):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-def test_eight_weights_a_launch(blocks, monkeypatch):
+def test_weights_are_quantized_eight_per_launch(blocks, monkeypatch):
     monkeypatch.setattr("qframework.backend.outline_blocks._LEAST_SAVED", 4)
     model, x = nn.Sequential(*(Block() for _ in range(5))).eval(), example()
     gm, inputs = grouped(model, x, blocks)
@@ -62,7 +62,7 @@ def test_eight_weights_a_launch(blocks, monkeypatch):
         assert numerics.sqnr_db(model(x), gm(*inputs)[0]) > 30
 
 
-def test_an_activation_is_quantized_where_it_is():
+def test_activations_are_not_grouped():
     gm, _ = grouped(nn.Linear(32, 16).eval(), torch.randn(5, 32))
     assert (count(gm, _together), count(gm, _alone)) == (1, 1)
 
@@ -89,7 +89,7 @@ def test_dtypes_do_not_mix():
     assert count(grouped(Mixed().eval(), example())[0], _together) == 2
 
 
-def test_large_models_keep_no_second_copy_of_all_weights(monkeypatch):
+def test_weights_of_large_models_are_not_grouped(monkeypatch):
     monkeypatch.setattr(module, "_MOST_BYTES", 32 * 64 * 2 - 1)
     assert count(grouped(Block().eval(), example())[0], _together) == 0
 

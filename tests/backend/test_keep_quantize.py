@@ -1,10 +1,10 @@
-"""Dynamic quantization stays our kernel where an operator of ours wrote its input on a GPU."""
+"""Dynamic quantization of the result of one of our operators keeps our kernel on a GPU."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -17,7 +17,7 @@ _ours = torch.ops.qframework
 
 
 def kept(producer, device: str) -> bool:
-    """Whether the quantization of ``producer``'s result is left to our kernel."""
+    """Whether the quantization of ``producer``'s result keeps our kernel."""
     graph = fx.Graph()
     a, a_scale, b, b_scale = map(graph.placeholder, ("a", "a_scale", "b", "b_scale"))
     y = graph.call_function(producer, (a, a_scale, b, b_scale) if producer is _ours.int8_linear.default else (a,))
@@ -38,7 +38,7 @@ def kept(producer, device: str) -> bool:
     ],
     ids=["int8_linear", "on the CPU", "relu"],
 )
-def test_what_is_kept(producer, device, expected):
+def test_only_quantization_of_opaque_results_is_kept(producer, device, expected):
     assert kept(producer, device) == expected
 
 

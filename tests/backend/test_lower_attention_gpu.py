@@ -1,4 +1,4 @@
-"""Attention lowering on a GPU: what "auto" does, CUDA graphs, and the memory that SAM's bias no longer takes."""
+"""Attention lowering on a GPU: what "auto" does, CUDA graphs, and the memory saved on SAM's bias."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_as_accurate_as_on_the_cpu(name, dtype):
 
 
 def test_auto_is_the_default():
-    """And leaves attention to PyTorch where that is faster."""
+    """It leaves attention to PyTorch where that is faster."""
     _, model, x = build("vit_tiny_patch16_224", torch.float16)
     report = qframework.explain(torch.compile(model, backend="qframework", fullgraph=True), x)
     exact = torch.cuda.get_device_capability() == (9, 0)
@@ -66,7 +66,7 @@ def test_cuda_graphs_follow_their_inputs():
             assert sqnr_db(model(x), run(x).clone()) > 25
 
 
-def test_sam_never_holds_its_bias():
+def test_sam_allocates_no_n_by_n_bias():
     """One head of 4096 x 4096 in float16 is 32 MiB; all 12 of a global layer are 384 MiB."""
     timm = pytest.importorskip("timm")
     config = {"depth": 1, "window_size": 14, "global_attn_indexes": (0,), "embed_dim": 768, "num_heads": 12}

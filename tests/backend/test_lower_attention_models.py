@@ -1,4 +1,4 @@
-"""Attention of whole models: timm's fused and spelled out, transformers' sdpa and eager, in both dialects."""
+"""Attention of whole models: timm's fused and unfused, transformers' sdpa and eager, in both dialects."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import importlib.util
 import pytest
 import torch
 from attention_models import SAGE, VARIANT, Capture, compiled, exported, randomize
-from models import converted
+from lowered_models import converted
 from test_timm_models import MODELS
 
 from qframework import use_sage_attention
@@ -66,7 +66,7 @@ def test_every_attention_becomes_one_call(name, dialect, fused):
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - SPELLED_OUT))
 def test_same_as_the_drop_in(name, monkeypatch):
-    """Two ways to the same operator: the numbers agree but for ties of rounding, far below the rounding itself."""
+    """The results agree except for rounding ties, far below the rounding error itself."""
     kept = [each for each in passes.LOWERING if each.__name__ != "expand_patch_embedding"]
     monkeypatch.setattr(passes, "LOWERING", kept)  # other sums before it, so other ties
     model, x = build(name)

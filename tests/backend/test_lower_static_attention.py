@@ -1,4 +1,4 @@
-"""Static attention, from qkv through attention to proj, in INT8 with nothing in between."""
+"""Static attention in INT8 from qkv through attention to proj (lower_static_attention.py, hoist_quantize.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import copy
 import pytest
 import timm
 import torch
-from models import count, exported, lowered, targets
+from lowered_models import count, exported, lowered, targets
 from torch import nn
 from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -74,7 +74,7 @@ class SplitThenSelected(Fused):
 
 
 class ByHead(Fused):
-    """Queries, keys and values of a head lie beside each other (Swin V2's and GPT-NeoX's order)."""
+    """Queries, keys and values of a head are adjacent (the order of Swin V2 and GPT-NeoX)."""
 
     def split(self, qkv):
         return qkv.reshape(*qkv.shape[:2], HEADS, -1).transpose(1, 2).chunk(3, dim=-1)
@@ -99,7 +99,7 @@ class Separate(nn.Module):
 
 
 def data():
-    """Channels of different sizes, so that q, k and v differ in scale, beside batches of another size."""
+    """Channels of different magnitudes, so that q, k and v have different scales."""
     return torch.randn(3, 7, DIM) * torch.linspace(0.2, 3, DIM)
 
 
@@ -122,7 +122,7 @@ def int8_linears(gm):
 
 
 def check(gm, x, model):
-    """Lower ``gm``; its result is that of the eager graph but for values next to a tie."""
+    """Lower ``gm``, and compare its result with the eager graph's, except for values near a tie."""
     reference = gm(x)
     gm, reports = lowered(copy.deepcopy(gm))
     got = gm(x)
@@ -152,7 +152,7 @@ CONFIGS = {
         (SplitThenSelected, "always"),
     ],
 )
-def test_qkv_attention_and_proj_hand_on_int8(layer, name):
+def test_qkv_attention_and_proj_exchange_int8(layer, name):
     model, x = layer(), data()
     gm, reports = check(converted(model, x, CONFIGS[name]), x, model)
     assert count(gm, QUANTIZE) == 1, "of LayerNorm's output alone"
@@ -170,7 +170,7 @@ def test_qkv_attention_and_proj_hand_on_int8(layer, name):
     ]
 
 
-def test_each_channel_has_the_scale_of_what_it_becomes():
+def test_each_channel_has_the_scale_of_its_query_key_or_value():
     model, x = Fused(), data()
     graph = converted(model, x)
     scales = [node.args[1] for node in next(n for n in graph.graph.nodes if n.target == SDPA).args[:3]]
@@ -224,7 +224,7 @@ def test_arguments_pass_through(arguments):
     assert numerics.sqnr_db(plain(x), gm(x)) < 20, "the argument matters here"
 
 
-def test_what_stands_between_keeps_its_quantize():
+def test_steps_in_between_keep_their_quantize():
     """Queries and keys are normalized in float, so that qkv has to write float."""
     model, x = Fused(normalize=True), data()
     gm, reports = check(converted(model, x), x, model)
@@ -243,7 +243,7 @@ class SpelledOut(Fused):
         return x + self.proj((weights @ v).transpose(1, 2).reshape(batch, tokens, dim))
 
 
-def test_attention_spelled_out_is_as_good():
+def test_attention_written_as_products_is_lowered():
     model, x = SpelledOut(), data()
     gm, _ = check(converted(model, x), x, model)
     assert count(gm, QUANTIZE) == 1
@@ -271,7 +271,7 @@ class Relative(Fused):
         return x + self.proj(out.transpose(1, 2).reshape(batch, tokens, dim))
 
 
-def test_relative_positions_go_in_as_factors():
+def test_relative_positions_become_two_factors():
     model, x = Relative(), torch.randn(3, 12, DIM)
     gm = converted(model, x)
     reference = gm(x)
@@ -292,7 +292,7 @@ class Rotary(Separate):
         return self.o_proj(out.transpose(1, 2).reshape(*x.shape[:2], -1))
 
 
-def test_values_go_on_in_int8_beside_rotated_queries_and_keys():
+def test_values_stay_in_int8_beside_rotated_queries_and_keys():
     model, x = Rotary(), data()
     gm, _ = check(converted(model, x), x, model)
     linears = [node for node in gm.graph.nodes if node.target is INT8_LINEAR]
@@ -308,7 +308,7 @@ class ReadElsewhere(Fused):
         return self.proj(out) + out.mean(-1, keepdim=True) + q.mean()
 
 
-def test_values_read_elsewhere_stay_in_float():
+def test_values_with_other_readers_stay_in_float():
     model, x = ReadElsewhere(), data()
     gm, reports = check(converted(model, x), x, model)
     qkv = next(node for node in gm.graph.nodes if node.target is INT8_LINEAR)
@@ -325,7 +325,7 @@ def test_float_linears_around_static_attention():
     assert [r.lowered for r in reports if r.kind == "linear"] == [False, False]
 
 
-def test_a_projection_per_token_quantizes_for_itself():
+def test_a_per_token_projection_quantizes_its_own_input():
     model, x = Fused(), data()
     gm, _ = check(converted(model, x, linear=static_int8("per_token")), x, model)
     [attention] = (node for node in gm.graph.nodes if node.target is MIXED)
@@ -361,7 +361,7 @@ def test_asymmetric_queries_are_left_whole_and_explained():
     gm, reports = lowered(gm)
     [report] = [r for r in reports if r.kind == "attention"]
     assert (report.lowered, report.fallback) == (False, True)
-    assert "its query has zero point 3; accepted: 0" in report.reason
+    assert "its query must have zero point 0 (symmetric quantization), got 3" in report.reason
     assert count(gm, SDPA) == 1
     torch.testing.assert_close(gm(x), reference)
 
@@ -377,13 +377,13 @@ def test_queries_alone_are_left_whole_and_explained():
     gm, reports = lowered(gm)
     [report] = [r for r in reports if r.kind == "attention"]
     assert not report.lowered
-    assert "its key and value is not quantized" in report.reason
+    assert "must be quantized together; not quantized: key, value" in report.reason
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_scale_is_an_error_that_names_the_layer(scale):
+def test_an_invalid_scale_is_an_error_that_names_the_layer(scale):
     gm = rewrite(converted(Fused(), data()), 1, lambda args: (args[0], scale, *args[2:]))
-    with pytest.raises(qframework.errors.QFrameworkError, match=r"the scale of its key is .* must be positive"):
+    with pytest.raises(qframework.errors.QFrameworkError, match=r"the scale of its key must be positive"):
         lowered(gm)
 
 

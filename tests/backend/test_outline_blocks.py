@@ -1,10 +1,10 @@
-"""Blocks that repeat are compiled once, compute what they computed, and nothing else is taken for one."""
+"""Repeated blocks are compiled once with the same results, and nothing else is outlined."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 
 from qframework.backend import outline_blocks as module
@@ -20,7 +20,7 @@ CONFIGS = {"static": static_int8(), "static per token": static_int8(activation="
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch, fresh_dynamo):
-    """Small models have blocks worth it."""
+    """Outline the blocks of small models too."""
     monkeypatch.setattr(module, "_LEAST_SAVED", 4)
 
 
@@ -132,7 +132,7 @@ def test_symbolic_sizes_are_left_whole():
     assert not calls(gm, _invoke)
 
 
-def test_blocks_of_other_sizes_are_not_taken_together():
+def test_blocks_of_different_sizes_are_not_merged():
     x = example()
     layers = [Block(dim=32), Block(dim=32), nn.Linear(32, 16), Block(dim=16), Block(dim=16)]
     gm, _ = lowered_graph(converted(nn.Sequential(*layers), x), x)
@@ -140,7 +140,7 @@ def test_blocks_of_other_sizes_are_not_taken_together():
     assert len(calls(gm, _int8_linear)) == 5
 
 
-def test_blocks_that_read_what_inductor_may_lay_out_as_it_likes_stay_in_line():
+def test_blocks_whose_inputs_have_no_fixed_layout_stay_inline():
     x = example()
     model = nn.Sequential(nn.LayerNorm(32), *blocks(4))
     gm, inputs = lowered_graph(converted(model, x), x)
@@ -166,7 +166,7 @@ class Taps(nn.Module):
         return found
 
 
-def test_what_is_read_later_comes_out_of_every_block():
+def test_values_read_later_are_outputs_of_every_block():
     x = example()
     gm, inputs = lowered_graph(converted(Taps(), x), x)
     expected = run(gm, inputs)
@@ -190,7 +190,7 @@ class Skips(nn.Module):
         return y
 
 
-def test_what_was_computed_long_before_is_an_input():
+def test_values_of_earlier_blocks_are_inputs():
     x = example()
     gm, inputs = lowered_graph(converted(Skips(), x), x)
     expected = run(gm, inputs)
@@ -215,7 +215,7 @@ def test_a_small_saving_is_not_worth_it(monkeypatch):
         (torch.ops.aten.dropout.default, (0.5, True), True),
     ],
 )
-def test_what_writes_in_place_or_is_random_stays_in_line(target, arguments, in_line):
+def test_in_place_writes_and_random_calls_stay_inline(target, arguments, in_line):
     graph = torch.fx.Graph()
     x = graph.placeholder("x")
     nodes = [graph.call_function(target, (x, *arguments)) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""A compiled INT8 model does not keep the float model it was made from."""
+"""A compiled INT8 model does not keep its float model alive."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 
 from qframework.backend.release import release_prepared_models
 
@@ -36,7 +36,7 @@ def test_float_weights_are_freed():
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize(("of_bytes", "freed"), [(None, True), (32 * 2**20, True), (32 * 2**20 - 1, False)])
-def test_small_models_are_let_go_of_and_left_to_python(of_bytes, freed):
+def test_small_models_are_left_to_pythons_collector(of_bytes, freed):
     """A collection takes longer than a small candidate of ``tune``; the memos must not hold it for that."""
     model = Block().eval()
     reference = weakref.ref(model.fc1.weight)

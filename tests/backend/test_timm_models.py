@@ -1,10 +1,10 @@
-"""No graph break, every linear lowered, any batch size: timm's ViT, DeiT, BEiT, Swin, EVA and SAM encoders."""
+"""The whole backend on timm's ViT, DeiT, BEiT, Swin, EVA and SAM: no graph break, every linear, any batch size."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from models import converted, count, lowered
+from lowered_models import converted, count, lowered
 
 from qframework import numerics
 from qframework.backend.compile import lower

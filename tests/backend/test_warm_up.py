@@ -1,4 +1,4 @@
-"""Kernels compiled beside Inductor are those that are launched later, by Triton's own key; and nothing else changes.
+"""Kernels compiled in parallel with Inductor are those that are launched later, by Triton's own key.
 
 A driver that stands for a Hopper GPU answers Triton, so that kernels are looked up, compiled and "launched" here.
 """
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from models import Block, converted, example
+from lowered_models import Block, converted, example
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Interpreter
@@ -199,8 +199,8 @@ def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
     assert len(compiled) == len(ahead), "compiled again"
 
 
-def test_keys_tell_cases_apart(compiled):
-    """The test above would pass if all had one key."""
+def test_cases_have_different_kernel_keys(compiled):
+    """If all cases had one key, the test above would prove nothing."""
     for operands in CASES.values():
         INT8_LINEAR.cuda(*complete(operands))
     assert len(compiled) >= 10
@@ -314,7 +314,7 @@ def test_symbolic_sizes_are_left_to_the_launch(monkeypatch):
         pass
 
 
-def test_compiles_beside_what_runs_inside_and_waits(compiled, monkeypatch):
+def test_compiles_while_the_block_runs_and_waits(compiled, monkeypatch):
     started, go_on = threading.Event(), threading.Event()
     compile_at_once = __import__("triton").compiler.compile
 
@@ -383,7 +383,7 @@ def test_no_driver_is_a_warning(hopper, monkeypatch, caplog):
     assert "Found no NVIDIA driver" in caplog.text
 
 
-def test_an_error_inside_passes_through(compiled):
+def test_errors_of_the_block_propagate(compiled):
     with pytest.raises(ValueError, match="Inductor's"), warm_up(quantized_graph()):
         raise ValueError("Inductor's")
     assert len(compiled) == 2
@@ -406,7 +406,7 @@ def test_threads_compile_for_hopper_and_load(hopper, monkeypatch, tmp_path):
 
 
 def test_inductor_runs_inside(monkeypatch):
-    """What the backend hands to warm_up is the lowered graph, and Inductor compiles while it is open."""
+    """The backend passes the lowered graph to warm_up, and Inductor compiles inside its block."""
     open_, graphs = [], []
 
     class Recorded:
@@ -435,7 +435,7 @@ def test_inductor_runs_inside(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["static", "static per token", "dynamic", "float", "static, many rows"])
 def test_the_first_call_compiles_nothing_again(monkeypatch, name):
-    """On a GPU: every kernel of ours is compiled ahead, for what Inductor hands it in the end."""
+    """On a GPU, every kernel of ours is compiled ahead for the operands that Inductor passes to it."""
     import triton
 
     monkeypatch.setattr(_launch, "_compiled", {})

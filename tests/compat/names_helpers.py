@@ -14,7 +14,7 @@ from qframework.compat.names import NAMES, Name
 
 
 def kernel(x_ptr, BLOCK):
-    """What Triton is asked to make a kernel of."""
+    """The source of a Triton kernel."""
 
 
 def _jit_function() -> Any:
@@ -29,7 +29,7 @@ def _driver() -> Any:
     return DriverBase
 
 
-# Objects that have what their class does not show, and what there is none of without a GPU.
+# Objects with attributes that their class does not show, or that do not exist without a GPU.
 EXAMPLES = {
     "torch.nn.modules.module.Module": lambda: torch.nn.Module(),
     "torch.fx.graph.Graph": lambda: torch.fx.Graph(),
@@ -42,7 +42,7 @@ EXAMPLES = {
 
 
 def resolve(path: str) -> Any:
-    """The object at ``path``. Raises ImportError or AttributeError where there is none."""
+    """The object at ``path``. Raises ImportError or AttributeError if there is none."""
     owner, _, last = path.rpartition(".")
     if owner in EXAMPLES:
         return getattr(EXAMPLES[owner](), last)
@@ -56,7 +56,7 @@ def resolve(path: str) -> Any:
 
 
 def is_there(name: Name) -> bool:
-    """Whether the installed library has the name, or the one it had before."""
+    """Whether the installed library has the name or its older form."""
     if name.path.startswith("has_torch_function in "):
         function = resolve(name.path.rpartition(" ")[2])
         return isinstance(functions.without_handover(function, name.path.rpartition(" ")[2]), FunctionType)
@@ -77,7 +77,7 @@ def _exists(path: str) -> bool:
 
 
 def needed() -> list[Name]:
-    """The names that something needs in the installed versions."""
+    """The names that the installed versions need."""
     return [name for name in NAMES.values() if not name.until or not _has_reached(name)]
 
 

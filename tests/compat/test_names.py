@@ -1,4 +1,4 @@
-"""Every private name that the package uses is still there: one test each, which says what breaks without it."""
+"""Every private name that the package uses exists: one test each, which says what breaks without it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from qframework.compat.names import NAMES, Name
 
 
 @pytest.mark.parametrize("name", needed(), ids=lambda name: name.path)
-def test_the_name_is_there(name: Name) -> None:
+def test_the_name_exists(name: Name) -> None:
     pytest.importorskip(name.library)
     assert is_there(name), sentence(name)
 
 
-def test_a_name_that_is_nowhere_is_not_found() -> None:
+def test_missing_names_are_not_found() -> None:
     gone = [
         Name("torch._C._no_such_name", ""),
         Name("torch._no_such_module.name", ""),
@@ -27,12 +27,12 @@ def test_a_name_that_is_nowhere_is_not_found() -> None:
     assert is_there(Name("torch._no_such_name", "", older="_int_mm"))
 
 
-def test_a_function_that_never_asks_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_without_the_check_is_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.autograd.grad", lambda: None)
     assert not is_there(NAMES["has_torch_function in torch.autograd.grad"])
 
 
-def test_sentences_say_what_breaks_and_what_to_do() -> None:
+def test_messages_say_what_breaks_and_what_to_do() -> None:
     for name in NAMES.values():
         text = sentence(name)
         assert name.path in text

@@ -66,6 +66,6 @@ def test_another_configuration_is_another_model(
 def test_a_fifo_is_refused_and_not_waited_on(tmp_path: Path, trained: list[Config]) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
-        with pytest.raises(FileFormatError, match="accepted: a regular file"):
+        with pytest.raises(FileFormatError, match="must be a regular file"):
             load(path, Config(), trained)
     assert not trained

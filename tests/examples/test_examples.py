@@ -87,7 +87,7 @@ BAD_INPUT = {
         "'vit_bas_patch16_224' is unknown; did you mean",
     ),
     "unknown row": (["--configurations", "INT4"], "'INT4' is unknown; accepted: FP32, INT8, INT8 + attention"),
-    "no such device": (["--device", "gpu0"], "device 'gpu0' is not a device"),
+    "no such device": (["--device", "gpu0"], "where there is a GPU, got 'gpu0'"),
     "data of another model": (["digits", "--data", "none"], "data 'none' does not fit model 'digits'"),
 }
 

@@ -1,4 +1,4 @@
-"""Groups of channels: which are found, and that folding any scales into them leaves a model's function as it was."""
+"""Groups of channels are found, and folding scales into them keeps a model's function."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_group_is_found_and_folding_keeps_the_function(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_channels_that_something_else_reads_are_left(name: str) -> None:
+def test_channels_with_other_readers_are_not_free(name: str) -> None:
     gm, _ = graph_of(LEFT[name])
     assert find_channel_groups(gm) == []
 
@@ -187,10 +187,10 @@ def test_fold_against_numpy() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
-def test_scales_that_are_no_factors_are_refused(scale: float) -> None:
+def test_scales_that_are_not_positive_factors_are_refused(scale: float) -> None:
     gm, _ = graph_of(FOUND["layer norm"][0])
     (group,) = find_channel_groups(gm)
-    with pytest.raises(QFrameworkError, match="accepted: positive and finite"):
+    with pytest.raises(QFrameworkError, match="scales must be positive and finite"):
         fold(gm, group, torch.full((DIM,), scale))
 
 

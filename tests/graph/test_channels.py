@@ -1,4 +1,4 @@
-"""Which channels a view shows, against a tensor that holds the number of its channel everywhere."""
+"""The channels in a view, compared with a tensor whose elements are the numbers of their channels."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def follow(chain):
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_channels(name):
+def test_views_show_the_right_channels(name):
     (leaves, views), gm = follow(CHAINS[name])
     numbered = torch.arange(CHANNELS).expand(BATCH, TOKENS, CHANNELS).float()
     expected = dict(zip((n for n in gm.graph.nodes if n.target is QUANTIZE), CHAINS[name](numbered), strict=True))
@@ -80,6 +80,6 @@ def test_channels(name):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_what_is_no_view_of_channels(name):
+def test_other_operations_are_not_views_of_channels(name):
     found, _ = follow(MIXTURES[name])
     assert found is None

@@ -1,4 +1,4 @@
-"""Which inputs a node writes: asked of the operators behind it, whatever form the call was captured in."""
+"""Which inputs a node writes, for every form in which a call can be captured."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def names_of_written(gm):
         lambda x, y: torch.fill_(x, 3),
     ],
 )
-def test_every_form_of_a_write_is_seen(write):
+def test_every_form_of_a_write_is_detected(write):
     assert "l_x_" in names_of_written(graph_of(lambda x, y: (write(x, y), x + 1)[1], X, Y))
 
 
@@ -88,7 +88,7 @@ def test_every_form_of_a_write_is_seen(write):
         lambda x, y: torch.cat([x, y]),
     ],
 )
-def test_what_reads_only_writes_nothing(read):
+def test_operations_that_only_read_write_nothing(read):
     assert not names_of_written(graph_of(read, X, Y))
 
 
@@ -97,7 +97,7 @@ def test_out_is_written_and_its_operands_are_not():
     assert names_of_written(gm) == {"l_out_"}
 
 
-def test_symbolic_sizes_are_no_obstacle():
+def test_writes_are_detected_with_symbolic_sizes():
     def run(x, y):
         F.leaky_relu(x, 0.1, True)
         return x + 1
@@ -109,7 +109,7 @@ def test_symbolic_sizes_are_no_obstacle():
     assert names_of_written(graphs[0]) == {"l_x_"}
 
 
-def test_a_write_through_a_view_reaches_what_is_viewed_and_nothing_else():
+def test_a_write_through_a_view_reaches_only_its_base():
     def run(x, y):
         kept, z = x * 1.0, y * 1.0
         z.view(2, 8)[0].mul_(2)
@@ -121,7 +121,7 @@ def test_a_write_through_a_view_reaches_what_is_viewed_and_nothing_else():
     assert written_between(kept, last, [kept]) is None
 
 
-def test_a_tensor_that_gets_other_memory_is_written():
+def test_replacing_the_memory_of_a_tensor_is_a_write():
     def run(x, y):
         z = x * 1.0
         z.set_(y * 2.0)
@@ -143,7 +143,7 @@ def test_a_write_through_a_subclass_may_reach_anything():
     assert written_between(write, last, [kept]) is write
 
 
-def test_a_parameter_written_through_data_is_seen():
+def test_a_write_through_data_is_detected():
     gm = graph_of(lambda x, y: (x.data.mul_(2), x + y)[1], X, Y)
     placeholder = next(iter(gm.graph.nodes))
     assert written_between(placeholder, gm.graph.output_node(), [placeholder]) is not None
@@ -159,7 +159,7 @@ def test_a_call_that_cannot_be_run_on_fake_tensors_may_write_all_its_inputs():
     assert written_inputs(graph.call_function(opaque, (x, y))) == {x, y}
 
 
-def test_a_custom_operator_is_asked_what_it_mutates():
+def test_mutations_of_custom_operators_are_read_from_their_schema():
     @torch.library.custom_op("qframework_tests::scale_in_place", mutates_args=("x",))
     def scale_in_place(x: torch.Tensor, y: torch.Tensor) -> None:
         x.mul_(y)

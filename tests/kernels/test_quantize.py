@@ -165,7 +165,7 @@ def test_bad_input():
     x = torch.randn(2, 3, 4)
     with pytest.raises(UnsupportedError, match=r"x has dtype torch.float64; accepted: float32, float16, bfloat16"):
         quantize(x.double(), torch.ones(1))
-    with pytest.raises(UnsupportedError, match="granularity='per_row' is unknown; accepted: per_tensor, per_token"):
+    with pytest.raises(UnsupportedError, match="granularity must be per_tensor or per_token, got 'per_row'"):
         dynamic_quantize(x, "per_row")
     with pytest.raises(QFrameworkError, match=r"scale has shape \(2, 1\), which is no scale per tensor or per row"):
         quantize(x, torch.ones(2, 1))

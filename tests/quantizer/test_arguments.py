@@ -84,8 +84,9 @@ WITH_MODULE = {
 def refused(call, *words):
     with pytest.raises(QFrameworkError) as error:
         call()
-    for word in (*words, "accepted: "):
+    for word in words:
         assert word in str(error.value)
+    assert "accepted: " in str(error.value) or " must " in str(error.value)
 
 
 @pytest.mark.parametrize("state", [state for state in MODELS if state != "a prepared model"])
@@ -113,7 +114,11 @@ def test_what_is_not_a_module(step, state):
 
 
 def test_an_exported_program_is_explained_by_its_module():
-    refused(lambda: explain(MODELS["an ExportedProgram"](), X), "explain: model is an ExportedProgram", ".module()")
+    refused(
+        lambda: explain(MODELS["an ExportedProgram"](), X),
+        "explain: model must be an nn.Module, got an ExportedProgram",
+        ".module()",
+    )
 
 
 def test_a_prepared_model_in_which_nothing_is_quantized_can_be_calibrated():
@@ -146,11 +151,11 @@ FLAGS_FOR_NUMBERS = {
     "observer 'mse': bins=True; accepted: an even number": lambda: static_int8(observer="mse", bins=True),
     "observer 'percentile': percentile=True; accepted": lambda: static_int8(observer="percentile", percentile=True),
     "averaging_constant=True; accepted": lambda: static_int8(observer="moving_average", averaging_constant=True),
-    "batches=True; accepted: None or a positive number": lambda: calibrate(prepared(), [X], batches=True),
+    "batches must be None or a positive integer, got True": lambda: calibrate(prepared(), [X], batches=True),
     "AttentionVariant: qk_bits=True; accepted: 8, 4": lambda: AttentionVariant(qk_bits=True),
     "AttentionVariant: smooth_q=1; accepted: True, False": lambda: AttentionVariant(smooth_q=1),
     "AttentionVariant: smooth_v='yes'; accepted: True, False": lambda: AttentionVariant(smooth_v="yes"),
-    "option 'freeze_weights' has value 1; accepted: False, True": lambda: parse_options(None, {"freeze_weights": 1}),
+    "option 'freeze_weights' must be one of False, True, got 1": lambda: parse_options(None, {"freeze_weights": 1}),
 }
 
 
@@ -171,7 +176,7 @@ READERS = {
 @pytest.mark.parametrize("data", [5, None, "images", {"x": X}, nn.Linear(2, 2), list, torch.tensor(1.0)], ids=repr)
 @pytest.mark.parametrize("reader", READERS)
 def test_what_are_not_batches(reader, data):
-    refused(lambda: READERS[reader](data), f"{reader}: data is ", "DataLoader")
+    refused(lambda: READERS[reader](data), f"{reader}: data must be ", "DataLoader")
 
 
 def used_up():
@@ -182,7 +187,7 @@ def used_up():
 
 @pytest.mark.parametrize("reader", ["calibrate", "calibrate_attention"])
 def test_an_iterator_that_was_used_up(reader):
-    refused(lambda: READERS[reader](used_up()), f"{reader} saw no data", "used up before?")
+    refused(lambda: READERS[reader](used_up()), f"{reader}: data must hold at least", "used up before?")
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ def test_other_arguments(reader, arguments):
         "calibrate": lambda: calibrate(prepared(), [X], **arguments),
         "calibrate_attention": lambda: calibrate_attention(Mlp(), [X], **arguments),
     }
-    refused(calls[reader], f"{next(iter(arguments))}=")
+    refused(calls[reader], next(iter(arguments)))
 
 
 @pytest.mark.parametrize("variants", [5, [5], [None], "sage_b", [[]]])

@@ -180,13 +180,13 @@ def test_progress_bar_only_on_a_terminal(monkeypatch):
 
 @pytest.mark.parametrize("data", [[], iter(()), DataLoader(TensorDataset(X[:0]))])
 def test_no_data(data):
-    with pytest.raises(CalibrationError, match="no data"):
+    with pytest.raises(CalibrationError, match="at least one batch"):
         calibrate(prepared(), data)
 
 
 @pytest.mark.parametrize("batches", [0, -1, 1.5])
 def test_bad_number_of_batches(batches):
-    with pytest.raises(CalibrationError, match=f"batches={batches}"):
+    with pytest.raises(CalibrationError, match=f"batches must be .*, got {batches}"):
         calibrate(prepared(), [X], batches=batches)
 
 

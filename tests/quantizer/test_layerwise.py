@@ -122,8 +122,8 @@ def test_another_quantizers_embedding_stays_float():
 @pytest.mark.parametrize(
     ("data", "batches", "message"),
     [
-        ([], None, "a test saw no data: data yielded no batch"),
-        ([torch.randn(3, 4, 8)], 0, "batches=0; accepted: None or a positive number"),
+        ([], None, "a test: data must hold at least one batch, got none"),
+        ([torch.randn(3, 4, 8)], 0, "batches must be None or a positive integer, got 0"),
         ([torch.randn(3, 5, 8), torch.randn(3, 4, 8)], None, r"batch 1: input 'x' has shape \(3, 4, 8\)"),
         ([torch.full((3, 5, 8), float("nan"))], None, "batch 0: input 'x' holds NaN"),
     ],

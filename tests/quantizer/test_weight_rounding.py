@@ -230,10 +230,10 @@ def test_errors():
     model, x = Mlp(), torch.randn(4, 8)
     with pytest.raises(UnsupportedError, match="method='adaround' is unknown; accepted: gptq"):
         rounded(model, [x], method="adaround")
-    with pytest.raises(CalibrationError, match="batches=-1"):
+    with pytest.raises(CalibrationError, match=r"batches must be .*, got -1"):
         rounded(model, [x], batches=-1)
     prepared = prepare_pt2e(exported(model, x), QFrameworkQuantizer().set_global(dynamic_int8()))
-    with pytest.raises(CalibrationError, match="round_weights saw no data"):
+    with pytest.raises(CalibrationError, match="round_weights: data must hold at least one batch"):
         round_weights(prepared, [])
     with pytest.raises(CalibrationError, match="layer 'fc1': its inputs, or their squares, hold NaN or infinity"):
         round_weights(prepared, [x * 1e30])

@@ -1,4 +1,4 @@
-"""SAM: the bias of N x N entries never exists; its two factors go to the operator."""
+"""Decomposed relative positions, as in SAM: the operator gets two factors, and no N x N bias is computed."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ BUILDERS = {
 
 
 def largest(gm, image):
-    """Entries of the largest tensor but the image, whole or in patches, by what tracing recorded."""
+    """The size of the largest recorded tensor other than the image and its patches."""
     fakes = [
         node.meta.get("example_value", node.meta.get("val")) for node in gm.graph.nodes if node.op != "placeholder"
     ]
@@ -92,7 +92,7 @@ def test_windows_and_global_layers(name, dialect):
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_no_tensor_of_n_by_n_entries_is_left(name):
+def test_no_n_by_n_tensor_is_left(name):
     model, size = BUILDERS[name]()
     x = torch.randn(1, 3, size, size)
     before = Capture("off")
@@ -124,7 +124,7 @@ def test_one_compilation_serves_every_batch_size(name):
 
 
 def test_the_factors_matter():
-    """A model without its relative positions is another model."""
+    """Without relative positions the model's output is far off."""
     model, size = timm_sam()
     x = torch.randn(1, 3, size, size)
     with torch.no_grad():
@@ -186,7 +186,7 @@ FORMS = [added_one_after_the_other, width_first, before_the_scale, heads_apart]
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_forms(form):
+def test_all_forms_become_two_factors(form):
     inputs = operands()
     out, capture = compiled(form, *inputs)
     (call,) = capture.calls
@@ -213,7 +213,7 @@ def test_a_mask_beside_relative_positions_stays_a_mask():
     assert (out - attend(q, k, v, rel_h, rel_w)).abs().max() < error_bound(q, k, v, 0.25)
 
 
-def test_a_bias_that_is_used_twice_is_computed_once_more_for_its_other_reader():
+def test_a_bias_with_another_reader_is_still_computed_for_it():
     q, k, v, rel_h, rel_w = operands()
 
     def attend(q, k, v, rel_h, rel_w):
@@ -227,7 +227,7 @@ def test_a_bias_that_is_used_twice_is_computed_once_more_for_its_other_reader():
 
 
 def test_factors_of_other_shapes_stay_a_mask():
-    """A sum of four factors is no grid of keys; the bias is added as it is."""
+    """A sum of other factors is added as a bias."""
     q, k, v, rel_h, rel_w = operands()
 
     def attend(q, k, v, rel_h, rel_w):

@@ -1,4 +1,4 @@
-"""A compiled float model reads its weights at each call: whatever changes one, INT8 layers follow as float ones do."""
+"""A compiled float model reads its weights at each call, so that INT8 layers follow every write (float_linear.py)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from models import example
+from lowered_models import example
 from torch import nn
 from torch._dynamo.backends.debugging import aot_eager
 from torch.func import functional_call
@@ -19,7 +19,7 @@ from qframework.backend.options import BackendOptions
 
 
 def backend(gm, example_inputs, freeze_weights=False):
-    """The lowering, then AOTAutograd as Inductor has it: writes inside the graph become what they mean."""
+    """The lowering, then AOTAutograd as in Inductor, which functionalizes writes inside the graph."""
     lower(gm, example_inputs, BackendOptions(linear="int8_dynamic", freeze_weights=freeze_weights))
     return aot_eager(gm, example_inputs)
 
@@ -78,7 +78,7 @@ def test_fused_optimizers_are_followed(optimizer):
         steps.step()
 
 
-def test_memory_that_is_used_again_is_not_taken_for_the_old_weight():
+def test_a_new_weight_in_reused_memory_is_quantized_again():
     layer, x = nn.Linear(32, 16).eval(), example()
     compiled = torch.compile(layer, backend=backend)
     for _ in range(4):
@@ -113,7 +113,7 @@ def test_a_frozen_weight_is_what_it_was_when_the_model_was_compiled():
 
 
 def test_frozen_weights_are_those_of_their_own_model():
-    """Dynamo runs one piece of code for both models, which have one class."""
+    """Dynamo shares compiled code between models of the same class."""
     x, layers = example(), [nn.Linear(32, 16).eval() for _ in range(3)]
     for layer in layers:
         assert_follows(torch.compile(layer, backend=frozen), layer, x)
@@ -124,7 +124,7 @@ def test_frozen_weights_are_those_of_their_own_model():
     assert numerics.sqnr_db(wanted, model(x)) > 30
 
 
-def test_another_parameter_in_the_place_of_a_frozen_one_is_compiled_for():
+def test_another_parameter_in_place_of_a_frozen_one_recompiles():
     layer, x = nn.Linear(32, 16).eval(), example()
     compiled = torch.compile(lambda state, x: functional_call(layer, state, (x,)), backend=frozen)
     for _ in range(3):
@@ -179,7 +179,7 @@ class BiasThroughAView(nn.Linear):
 
 
 class ResidualWritten(nn.Linear):
-    """The residual changes behind the sum and before its quantization."""
+    """The residual changes after the sum and before its quantization."""
 
     def forward(self, x):
         residual = x[..., :16] * 5.0
@@ -206,7 +206,7 @@ class Buffer(nn.Module):
 @pytest.mark.parametrize(
     "kind", [Clamped, Growing, WrittenBetween, BiasBeforeActivation, BiasThroughAView, ResidualWritten, Buffer]
 )
-def test_writes_inside_forward_happen_in_their_order(kind, freeze_weights):
+def test_writes_inside_forward_keep_their_order(kind, freeze_weights):
     model, reference, x = kind(32, 16).eval(), kind(32, 16).eval(), example()
     reference.load_state_dict(model.state_dict())
     compiled = torch.compile(model, backend=functools.partial(backend, freeze_weights=freeze_weights), fullgraph=True)
@@ -251,7 +251,7 @@ def test_an_input_changed_between_two_linears_is_quantized_again(name):
 
 @torch.library.custom_op("qframework_test::doubles", mutates_args=())
 def doubles(weight: torch.Tensor) -> torch.Tensor:
-    """Writes what it declares to read alone."""
+    """Writes an input that it declares as read-only."""
     weight.data.mul_(2)
     return weight.new_zeros(())
 
@@ -272,7 +272,7 @@ class CallsForeignOperator(nn.Module):
 
 
 @pytest.mark.parametrize("compiler", [backend, frozen])
-def test_an_operator_that_hides_its_write_is_followed(compiler):
+def test_undeclared_writes_of_custom_operators_are_followed(compiler):
     torch.manual_seed(0)
     model, x = CallsForeignOperator().eval(), example()
     reference = copy.deepcopy(model)

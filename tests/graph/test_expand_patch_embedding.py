@@ -5,41 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from models import Block, converted, count, exported
+from lowered_models import Block, converted, exported
+from patch_embeddings import Capture, captured, operands
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from qframework import numerics
-from qframework.backend.compile import lower
-from qframework.backend.options import BackendOptions
-from qframework.backend.report import Report
-
-CONVOLUTIONS = {F.conv1d: 1, F.conv2d: 2, F.conv3d: 3}
-
-
-class Capture:
-    """A backend that lowers and keeps what it made of each graph, which runs in eager mode."""
-
-    def __init__(self, linear="off"):
-        self.options, self.graphs, self.reports = BackendOptions(linear=linear), [], []
-
-    def __call__(self, gm, example_inputs):
-        reports = lower(gm, example_inputs, self.options)
-        self.graphs.append(gm)
-        self.reports.append(Report(reports))
-        return gm.forward
-
-    def convolutions(self):
-        names = [str(node.target) + getattr(node.target, "__name__", "") for node in self.graphs[-1].graph.nodes]
-        return sum("conv" in name for name in names)
-
-    def products(self):
-        return count(self.graphs[-1], F.linear)
-
-
-def captured(function, *inputs, linear="off"):
-    capture = Capture(linear)
-    return torch.compile(function, backend=capture, fullgraph=True)(*inputs), capture
 
 
 def rounding(conv, x, weight, bias, **arguments):
@@ -65,15 +36,9 @@ TILINGS = {
 }
 
 
-def operands(sizes, kernel, device="cpu", bias=True, features=6):
-    x, weight = torch.randn(2, *sizes, dtype=torch.float64), torch.randn(features, sizes[0], *kernel).double()
-    b = torch.randn(features, dtype=torch.float64) if bias else None
-    return x.to(device), weight.to(device), b if b is None else b.to(device)
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("name", TILINGS)
-def test_equals_the_convolution(name, bias, device):
+def test_product_equals_the_convolution(name, bias, device):
     conv, sizes, kernel, arguments = TILINGS[name]
     x, weight, b = operands(sizes, kernel, device, bias)
     y, capture = captured(lambda x, w, b: conv(x, w, b, **arguments), x, weight, b)
@@ -91,90 +56,6 @@ def test_channels_last(device):
     assert capture.convolutions() == 0
     assert y.stride() == expected.stride()
     assert ((y - expected).abs() <= rounding(F.conv2d, x, weight, bias, stride=4)).all()
-
-
-def tokens(y):
-    return y.flatten(2).transpose(1, 2)
-
-
-def write_to_a_copy(y):
-    pooled = tokens(y).contiguous()
-    pooled.zero_()
-    return y.sum() + pooled.sum()
-
-
-@torch.library.custom_op("qframework_tests::in_order", mutates_args=())
-def in_order(y: torch.Tensor) -> torch.Tensor:
-    """Another library's operator, which reads memory as it lies."""
-    return y.as_strided((y.numel(),), (1,)).cumsum(0)
-
-
-@in_order.register_fake
-def _(y):
-    return y.new_empty(y.numel())
-
-
-# What reads the convolution's result, and whether that depends on how it lies in memory.
-READERS = {
-    "output": (lambda y: y, True),
-    "output, tokens": (tokens, True),
-    "output, elementwise": (lambda y: tokens(y) + 1, True),
-    "view": (lambda y: y.view(2, -1).sum(1), True),
-    "view, elementwise": (lambda y: (y.relu() * 2).view(2, -1).sum(1), True),
-    "view of tokens turned back": (lambda y: (tokens(y) + 1).mT.view(2, -1).sum(1), True),
-    "view of a part": (lambda y: y.chunk(2, 1)[1].view(2, -1).sum(1), True),
-    "as_strided": (lambda y: y.as_strided((4,), (1,)).clone(), True),
-    "another library": (lambda y: in_order(y).sum(), True),
-    "written": (lambda y: y.relu_().sum(), True),
-    "written after a copy": (write_to_a_copy, True),
-    "possible view": (lambda y: y.view(2, 6, -1).sum(1), False),
-    "sum of tokens": (lambda y: tokens(y).sum(1), False),
-    "norm of tokens": (lambda y: F.layer_norm(tokens(y) + 1, (6,)).sum(1), False),
-    "class token": (lambda y: torch.cat((y.new_zeros(2, 1, 6), tokens(y)), 1) * 2, False),
-    "product": (lambda y: tokens(y) @ y.new_ones(6, 3), False),
-    "size": (lambda y: y.sum((2, 3)) / y.shape[-1], False),
-}
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_strides_of_a_convolution_where_they_matter(name, device):
-    read, matters = READERS[name]
-    x, weight, bias = operands((3, 16, 16), (4, 4), device)
-
-    def embed(x, w, b):
-        return read(F.conv2d(x, w, b, stride=4))
-
-    y, capture = captured(embed, x, weight, bias)
-    expected = embed(x, weight, bias)
-    assert capture.convolutions() == 0
-    assert count(capture.graphs[-1], torch.ops.aten.clone.default) == matters
-    torch.testing.assert_close(y, expected)
-    assert y.stride() == expected.stride()
-    torch.testing.assert_close(torch.compile(embed, backend="qframework", fullgraph=True)(x, weight, bias), expected)
-
-
-@pytest.mark.parametrize(
-    "join",
-    [
-        lambda y, z: torch.cat([y.relu(), z], 1).view(2, -1).sum(1),
-        lambda y, z: torch.cat([y, z]),
-        lambda y, z: torch.stack([y, z]),
-        lambda y, z: (z + y).view(2, -1).sum(1),
-    ],
-    ids=["view of both", "cat", "stack", "sum"],
-)
-def test_two_patch_embeddings(join, device):
-    """The second is replaced in the knowledge of how the first one lies."""
-    (x, weight, bias), (other, second, _) = operands((3, 16, 16), (4, 4), device), operands((3, 16, 16), (4, 4), device)
-
-    def embed(x, other, weight, second, bias):
-        return join(F.conv2d(x, weight, bias, stride=4), F.conv2d(other, second, stride=4))
-
-    y, capture = captured(embed, x, other, weight, second, bias)
-    expected = embed(x, other, weight, second, bias)
-    assert (capture.convolutions(), capture.products()) == (0, 2)
-    torch.testing.assert_close(y, expected)
-    assert y.stride() == expected.stride()
 
 
 def test_inside_vmap_a_convolution_stays():
@@ -270,7 +151,7 @@ def test_autocast(inside, device):
 
 
 class Embedding(nn.Module):
-    """A vision transformer's beginning: patches as tokens, with their positions."""
+    """The embedding of a vision transformer: patches as tokens, plus positions."""
 
     def __init__(self, dim=32):
         super().__init__()
@@ -290,7 +171,7 @@ class Model(nn.Module):
         return self.block(self.embedding(x))
 
 
-def test_inductor_copies_the_image_once_and_the_product_never():
+def test_inductor_copies_the_image_once_and_does_not_copy_the_product():
     model, x = Embedding().eval(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         y, (code,) = run_and_get_code(torch.compile(model, backend="qframework", fullgraph=True), x)
@@ -319,8 +200,8 @@ def test_converted_graph():
     assert [layer.name for layer in capture.reports[-1].layers] == ["block.fc1", "block.fc2"]
 
 
-def test_a_residual_of_tokens_lies_as_the_kernel_reads_it():
-    """The strides of flatten and transpose would make of every sum with tokens a transposed copy."""
+def test_a_residual_of_tokens_is_contiguous():
+    """With the strides of flatten and transpose, every sum with tokens would need a transposed copy."""
     model, x = nn.Sequential(Model(), nn.Linear(32, 5)).eval(), torch.randn(2, 3, 16, 16)
     options = {"linear": "int8_dynamic"}
     with torch.no_grad():
@@ -331,7 +212,7 @@ def test_a_residual_of_tokens_lies_as_the_kernel_reads_it():
     assert "(2, 16, 32), (512, 1, 16)" not in code
 
 
-def test_it_is_no_linear_layer_to_be_quantized():
+def test_the_product_is_not_quantized():
     model, x = Model().eval(), torch.randn(2, 3, 16, 16)
     with torch.no_grad():
         _, capture = captured(model, x, linear="int8_dynamic")

@@ -1,4 +1,4 @@
-"""Outside of ``qframework/compat/`` nothing names what is private or unstable in another library."""
+"""Only ``qframework/compat/`` uses private or unstable names of other libraries."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKAGE = Path(qframework.__file__).parent
 ROOM = PACKAGE / "compat"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if ROOM not in path.parents)
 LIBRARIES = ("torch", "triton", "torchao", "transformers")
-# Public by their spelling, and not by what their authors promise. All of torchao: what of it lasts is not said.
+# Spelled like public names, but not promised to be stable. All of torchao, which makes no such promise.
 UNSTABLE = (
     "torch.ao",
     "torch.fx.experimental",
@@ -30,20 +30,20 @@ UNSTABLE = (
     "triton.runtime",
     "triton.tools",
 )
-# What modules call the libraries that they import from another module of the package.
+# Libraries that modules import from another module of the package, by the name that they get there.
 OWN_NAMES = {"triton": "triton", "tl": "triton.language"}
 # Methods of NamedTuple.
 PYTHON = {"_asdict", "_fields", "_make", "_replace"}
-# Text of saved files, which names operators of size arithmetic.
+# Names of operators in saved files.
 SAVED = {"torch._sym_sqrt"}
-# Last parts and keys of the table, which are nobody else's.
+# Last parts of paths in the table, and its keys.
 LISTED = {last for path in NAMES if (last := path.rpartition(".")[2]).startswith("_") and not last.endswith("__")}
 META_KEYS = {"example_value", "grapharg", "tensor_dict"}
 DOTTED = re.compile(rf"({'|'.join(LIBRARIES)})(\.\w+)+")
 
 
 def is_private(path: str) -> bool:
-    """Whether a dotted path that begins with a library leads through anything private or unstable."""
+    """Whether a dotted path that begins with a library contains a private or unstable part."""
     if path.partition(".")[0] not in LIBRARIES:
         return False
     hidden = any(part.startswith("_") and not part.endswith("__") for part in path.split("."))
@@ -107,7 +107,7 @@ def violations(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def _is_operator_table(tree: ast.Module, text: ast.Constant) -> bool:
-    """Whether a text stands in a set, dictionary or tuple at the top of a module: names of operators in saved files."""
+    """Whether a string is in a set, dictionary or tuple at the top of a module: names of operators in saved files."""
     tops = [node for node in tree.body if isinstance(node, ast.Assign | ast.AnnAssign)]
     return any(text is each for node in tops if node.value is not None for each in ast.walk(node.value))
 
@@ -147,7 +147,7 @@ def test_private_names_are_reached_through_compat(module: Path) -> None:
         "import logging\nlogging.getLogger('torch.utils._pytree')",
     ],
 )
-def test_a_private_name_is_seen(source: str) -> None:
+def test_a_private_name_is_detected(source: str) -> None:
     assert list(violations(ast.parse(source), OWN))
 
 
@@ -163,13 +163,12 @@ def test_a_private_name_is_seen(source: str) -> None:
         "x.__dict__.update(y)",
     ],
 )
-def test_what_is_public_is_left_alone(source: str) -> None:
+def test_public_names_are_allowed(source: str) -> None:
     tree = ast.parse(source)
     assert not list(violations(tree, OWN | {"_launch"}))
 
 
-def test_every_name_of_the_room_is_in_the_table() -> None:
-    """So that each has its test."""
+def test_every_name_in_compat_is_in_the_table() -> None:
     trees = [ast.parse(path.read_text()) for path in ROOM.glob("*.py") if path.name != "names.py"]
     own = own_attributes(trees)
     known = {part for path in NAMES for part in path.split(".")}

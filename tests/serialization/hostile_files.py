@@ -1,4 +1,4 @@
-"""Saved models that were tampered with, for the tests of loading, and a canary that tells whether code from one ran."""
+"""Tampered files for the tests of loading, and a canary that shows whether code from one ran."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ import torch
 
 CANARY = "qframework_canary"
 CODE = f"__import__('sys').__setattr__('{CANARY}', True)"
-MODEL = Path(__file__).parent / "data" / "saved_by_torch_2.15.pt2"
+MODEL = Path(__file__).parent.parent / "data" / "saved_by_torch_2.15.pt2"
 PROGRAM, WEIGHTS, CONSTANTS = (
     "archive/models/model.json",
     "archive/data/weights/model_weights_config.json",
     "archive/data/constants/model_constants_config.json",
 )
 Members = list[tuple[str, bytes]]
+# Inputs of the model.
+OFFSET = {"by": torch.ones(16)}
+X = torch.randn(2, 3, 16, generator=torch.Generator().manual_seed(0))
 
 
 class Bomb:
-    """What runs code when it is unpickled."""
+    """Runs code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return exec, (CODE.replace("__setattr__", "__dict__.__setitem__"),)
@@ -42,7 +45,7 @@ def torch_bomb() -> bytes:
 
 
 def code_ran() -> bool:
-    """Whether the canary is set; it is taken away."""
+    """Whether the canary is set; clears it."""
     return sys.__dict__.pop(CANARY, False)
 
 
@@ -52,7 +55,7 @@ def members() -> Members:
 
 
 def write(path: Path, content: Members) -> None:
-    """An archive of these members in this order; a name may come more than once."""
+    """Write an archive of these members in this order; names may repeat."""
     with zipfile.ZipFile(path, "w") as archive:
         for name, data in content:
             info = zipfile.ZipInfo("x")
@@ -61,7 +64,7 @@ def write(path: Path, content: Members) -> None:
 
 
 def with_member(name: str, data: bytes, before: str | None = None) -> Members:
-    """All members, one of them replaced or added; ``before`` puts a second one of that name in front of it."""
+    """All members, with one replaced or added; ``before`` ("first" or "last") adds a duplicate there instead."""
     content = members()
     if before is not None:
         return [(name, data), *content] if before == "first" else [*content, (name, data)]
@@ -69,7 +72,7 @@ def with_member(name: str, data: bytes, before: str | None = None) -> Members:
 
 
 def changed(name: str, change: Callable[[Any], Any]) -> Members:
-    """All members, a JSON document among them changed in place (or replaced by what ``change`` returns)."""
+    """All members, with one JSON document changed in place, or replaced by the result of ``change``."""
     document = json.loads(dict(members())[name])
     replaced = change(document)
     return with_member(name, json.dumps(document if replaced is None else replaced).encode())

@@ -1,4 +1,4 @@
-"""What the tests of attention share: the lowering without Inductor, bounds, and modules that are one attention."""
+"""Shared by tests of attention in graphs: lowering without Inductor, error bounds, modules with one attention."""
 
 from __future__ import annotations
 
@@ -117,3 +117,8 @@ def qkv(batch: int = 2, heads: int = 2, tokens: int = 17, dim: int = 16) -> tupl
     generator = torch.Generator().manual_seed(0)
     q, k, v = torch.randn(3, batch, heads, tokens, dim, generator=generator)
     return q, k, v
+
+
+def sage(q: Tensor, k: Tensor, v: Tensor, **kwargs: Any) -> Tensor:
+    """The operator itself."""
+    return SAGE(q, k, v, **{"variant": VARIANT, **kwargs})[0]

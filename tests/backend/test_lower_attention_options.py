@@ -1,4 +1,4 @@
-"""Which attention is quantized: the option of the backend, for the device, for PyTorch's own speed, for gradients."""
+"""Which attention is quantized depends on the option, the device, PyTorch's own speed and gradients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TestOptions:
         return compiled(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), q, k, v, attention=option)[1]
 
     @pytest.mark.parametrize("name", VARIANTS)
-    def test_every_variant_has_its_name(self, name):
+    def test_every_variant_is_an_option(self, name):
         assert parse_options(None, {"attention": name}).attention == name
         assert self.run(name).calls[0]["variant"] == name
 
@@ -31,12 +31,12 @@ class TestOptions:
     @pytest.mark.parametrize("value", ["sage3", "8-per_row-fp16-fp32", None, 1])
     def test_unknown_values_are_refused(self, value):
         with pytest.raises(
-            UnsupportedError, match=r"option 'attention' has value .* accepted: 'auto', 'sage', 'off', 'sage_t'"
+            UnsupportedError, match=r"option 'attention' must be one of 'auto', 'sage', 'off', 'sage_t'"
         ):
             parse_options(None, {"attention": value})
 
     @pytest.mark.parametrize("option", ["auto", "sage"])
-    def test_the_cpu_is_left_alone(self, option):
+    def test_auto_and_sage_leave_the_cpu_in_float(self, option):
         capture = self.run(option)
         assert not capture.calls
         (report,) = capture.attention
@@ -90,12 +90,12 @@ class TestWherePyTorchIsFaster:
         assert "'sage'" in report.reason
 
     @pytest.mark.parametrize("option", ["sage", "sage_b"])
-    def test_unless_it_is_asked_for(self, option):
+    def test_sage_and_variants_quantize_it(self, option):
         capture = self.run(causal, option)
         assert [call["variant"] for call in capture.calls] == ["auto" if option == "sage" else option]
         assert capture.attention[0].lowered
 
-    def test_or_chosen_for_a_layer(self):
+    def test_a_mapping_quantizes_it(self):
         capture = self.run(causal, {"scaled_dot_product_attention": "auto"})
         assert [call["variant"] for call in capture.calls] == ["auto"]
 
@@ -112,15 +112,15 @@ class TestWherePyTorchIsFaster:
         ],
         ids=["masked", "spelled out", "float32", "large head", "odd head", "3 dimensions", "wide values"],
     )
-    def test_or_pytorch_has_no_such_kernel(self, fn, given):
+    def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
 
     @pytest.mark.parametrize("tokens", [1024, 2048])
-    def test_flash_attention_alone_keeps_up_where_it_is_short(self, monkeypatch, tokens):
+    def test_without_cudnn_only_short_attention_stays_in_float(self, monkeypatch, tokens):
         monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
         assert bool(self.run(causal, "auto", shape=(1, 1, tokens, 16)).calls) == (tokens > 1024)
 
-    def test_what_cannot_be_lowered_was_not_wanted(self):
+    def test_a_refusal_is_a_fallback_only_if_the_option_asks_for_it(self):
         for option, wanted in (("auto", False), ("sage", True)):
             (report,) = self.run(with_dropout, option).attention
             assert (report.lowered, report.fallback) == (False, wanted)
@@ -151,14 +151,14 @@ class TestGradients:
         assert capture.calls[0]["variant"] == "auto"
 
     @pytest.mark.parametrize("option", ["auto", "sage"])
-    def test_attention_left_exact_for_its_gradients_is_said_once(self, option, as_on_cuda, caplog, monkeypatch):
+    def test_attention_left_exact_for_its_gradients_is_logged_once(self, option, as_on_cuda, caplog, monkeypatch):
         monkeypatch.setattr(compile, "_warned", set())
         for _ in range(2):
             torch._dynamo.reset()
             torch.compile(Attention(), backend=Capture(option))(torch.randn(3, 17, 32))
         said = [record.getMessage() for record in caplog.records if "gradients" in record.getMessage()]
         assert said == [
-            f"qframework: attention stays in float: its gradients are needed, which {option!r} leaves exact; use "
+            f"qframework: attention stays in float: its gradients are needed, which {option!r} keeps exact. Use "
             "torch.no_grad(), or name a variant"
         ]
 

@@ -1,4 +1,4 @@
-"""What happens where a private name is gone: a sentence in an error, or something else in its place, logged once."""
+"""A private name that is gone gives an error that explains it, or a replacement that is logged once (missing.py)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SOURCES = {path: path.read_text() for path in ROOM.glob("*.py") if path.name not
 
 @pytest.fixture(autouse=True)
 def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Iterator[list[str]]:
-    """The warnings of this test alone, as if nothing had been said before."""
+    """The warnings of this test, with no name logged before."""
     monkeypatch.setattr(missing, "replaced", Counter())
     messages: list[str] = []
     handler = logging.Handler(logging.WARNING)
@@ -44,7 +44,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
     missing.logger.removeHandler(handler)
 
 
-# Taken inside functions: their modules are heavy, or other versions do without them.
+# Imported inside functions: their modules are heavy, or other versions do not need them.
 LATE = ("torch._dynamo.", "torch._inductor.lowering", "torch._library.utils")
 LATE_NAMES = (
     "torch._C._dispatch_get_all_op_names",
@@ -57,7 +57,7 @@ LATE_NAMES = (
 
 
 def bound_at_import() -> list[Name]:
-    """Names that a module of compat/ takes from another module when it is imported, so that they can be taken away."""
+    """Names that a module of compat/ imports from another module, so that the test can remove them."""
     found = []
     for name in needed():
         module = name.path.rpartition(".")[0].rpartition(".")[2]
@@ -79,7 +79,7 @@ def importers(name: Name) -> list[Path]:
     bound_at_import(),
     ids=lambda name: name.path,
 )
-def test_importing_says_what_is_gone(name: Name, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_importing_names_what_is_gone(name: Name, monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     pytest.importorskip(name.library)
     owner, _, last = name.path.rpartition(".")
     if not name.older:
@@ -119,7 +119,7 @@ def test_a_missing_name_is_an_error_with_a_sentence(wrap: Callable[..., Any], mo
         wrap(lambda: torch._C._set_grad_enabled)()
 
 
-def test_a_replacement_is_said_once_and_counted(said: list[str]) -> None:
+def test_a_replacement_is_logged_once_and_counted(said: list[str]) -> None:
     for _ in range(3):
         assert missing.optional(torch, "torch._int_mm", None) is torch._int_mm
     assert not said
@@ -136,7 +136,7 @@ def test_a_replacement_is_said_once_and_counted(said: list[str]) -> None:
 
 @pytest.mark.parametrize(("module", "function"), memos._MEMOS)
 @pytest.mark.parametrize("left", ["nothing", "a function without a memo"])
-def test_a_memo_that_cannot_be_emptied_is_said(
+def test_a_memo_that_cannot_be_emptied_is_logged(
     module: str, function: str, left: str, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     for each, _ in memos._MEMOS:
@@ -151,9 +151,7 @@ def test_a_memo_that_cannot_be_emptied_is_said(
     assert f"{module}.{function}" in message
 
 
-def test_memos_that_are_there_or_were_never_loaded_say_nothing(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
+def test_present_and_unloaded_memos_log_nothing(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     for module, _ in memos._MEMOS:
         __import__(module)
     release_prepared_models()
@@ -197,24 +195,24 @@ def compiled_without(*keys: str, model: Callable[..., Any] | None = None) -> Non
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("model", [None, nn.Linear(4, 4), lambda x: x + 1, nn.BatchNorm1d(4).eval()])
-def test_no_hint_is_missed_where_dynamo_writes_them_all(model: Any, said: list[str]) -> None:
+def test_complete_graphs_log_nothing(model: Any, said: list[str]) -> None:
     compiled_without(model=model)
     assert not said
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("key", ["grapharg", "example_value", "tensor_dict", "_dynamo_static_input_type"])
-def test_a_hint_that_dynamo_writes_no_more_is_said_once(key: str, said: list[str]) -> None:
+def test_a_missing_key_of_dynamo_is_logged_once(key: str, said: list[str]) -> None:
     compiled_without(key)
     torch._dynamo.reset()
     compiled_without(key)
-    messages = [message for message in said if f"has no {key}:" in message]
+    messages = [message for message in said if f"has no {key}, " in message]
     assert len(messages) == 1
     assert NAMES[key].instead in messages[0]
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_the_backend_looks_for_the_hints(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_backend_checks_the_keys_of_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     looked = []
     monkeypatch.setattr("qframework.backend.compile.check_hints", looked.append)
     with torch.no_grad():
@@ -222,7 +220,7 @@ def test_the_backend_looks_for_the_hints(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(looked) == 1
 
 
-def test_graphs_that_dynamo_did_not_capture_have_no_hints(said: list[str]) -> None:
+def test_graphs_that_dynamo_did_not_capture_need_no_keys(said: list[str]) -> None:
     gm = torch.fx.symbolic_trace(nn.Linear(4, 4))
     dynamo.check_hints(gm)
     dynamo.add_source(gm, "buffer")
@@ -230,7 +228,7 @@ def test_graphs_that_dynamo_did_not_capture_have_no_hints(said: list[str]) -> No
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
-def test_a_graph_without_a_list_of_sources_is_said(said: list[str]) -> None:
+def test_a_graph_without_a_list_of_sources_is_logged(said: list[str]) -> None:
     def backend(gm: Any, inputs: Any) -> Any:
         dynamo.add_source(gm, "one")
         assert "one" in gm._param_name_to_source
@@ -262,22 +260,22 @@ def test_a_weight_that_cannot_be_guarded_is_an_error(last: str, monkeypatch: pyt
     assert errors
 
 
-# What torch.compile makes of a module, without anything that the package looks for.
+# A stand-in for a compiled module, without the attributes that the package reads.
 OPTIMIZED = type("OptimizedModule", (), {"__module__": "torch._dynamo.eval_frame"})()
 
 
-def test_compiled_modules_are_known() -> None:
+def test_compiled_modules_are_recognised() -> None:
     model = nn.Linear(2, 2)
     compiled = torch.compile(model)
     assert dynamo.original_module(compiled) is model
     assert dynamo.is_compiled(compiled)
     assert not dynamo.is_compiled(model)
     assert not dynamo.is_compiled(None)
-    with pytest.raises(QFrameworkError, match="compiled model cannot be told"):
+    with pytest.raises(QFrameworkError, match="compiled model cannot be distinguished"):
         dynamo.is_compiled(OPTIMIZED)
 
 
-def test_the_arguments_of_a_backend_are_found_or_an_error() -> None:
+def test_the_arguments_of_a_backend_are_found_or_raise() -> None:
     compiled: Any = torch.compile(nn.Linear(2, 2), backend="qframework", options={"linear": "int8_dynamic"})
     found = dynamo.backend_arguments(compiled, "qframework")
     assert found is not None
@@ -290,7 +288,7 @@ def test_the_arguments_of_a_backend_are_found_or_an_error() -> None:
         dynamo.backend_arguments(compiled, "qframework")
 
 
-def test_ddp_optimizer_without_its_option_is_said(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
+def test_ddp_optimizer_without_its_option_is_logged(monkeypatch: pytest.MonkeyPatch, said: list[str]) -> None:
     monkeypatch.setitem(sys.modules, "torch._dynamo.config", types.ModuleType("config"))
     monkeypatch.setattr("torch._dynamo.config", types.ModuleType("config"), raising=False)
     assert not dynamo.switch_off_ddp_optimizer()
@@ -300,15 +298,15 @@ def test_ddp_optimizer_without_its_option_is_said(monkeypatch: pytest.MonkeyPatc
 # Functions, graphs, modules, operators --------------------------------------------------------------------------------
 
 
-def test_a_function_that_does_not_ask_has_no_copy(said: list[str]) -> None:
+def test_a_function_without_the_check_has_no_copy(said: list[str]) -> None:
     name = "torch.autograd.grad"
     assert functions.without_handover(lambda x: x, name) is None
     assert functions.without_handover(len, name) is None
     (message,) = said
-    assert "attention inside of it stays PyTorch's" in message
+    assert "its attention stays in PyTorch" in message
 
 
-def test_erased_nodes_are_known_without_the_flag(said: list[str]) -> None:
+def test_erased_nodes_are_recognised_without_the_flag(said: list[str]) -> None:
     graph = torch.fx.Graph()
     kept, erased = graph.placeholder("x"), graph.placeholder("y")
     graph.erase_node(erased)
@@ -320,7 +318,7 @@ def test_erased_nodes_are_known_without_the_flag(said: list[str]) -> None:
 
 
 class Flagless:
-    """A node that its graph does not hold, and that does not say so."""
+    """A node that is not in its graph, and has no flag for it."""
 
     def __init__(self, node: torch.fx.Node) -> None:
         self.graph = node.graph
@@ -334,7 +332,7 @@ def test_a_graph_without_a_code_generator_is_an_error() -> None:
         graphs.input_structure(exported)
 
 
-def test_the_cpu_without_an_int8_product_takes_the_float_one() -> None:
+def test_the_cpu_without_an_int8_product_uses_floats() -> None:
     from qframework.kernels.linear.cpu import _reason_against
 
     assert "not available" in str(_reason_against(operators._no_int_mm))
@@ -343,7 +341,7 @@ def test_the_cpu_without_an_int8_product_takes_the_float_one() -> None:
 @pytest.mark.parametrize(
     "path", ["torch._inductor.cpp_builder.get_cpp_compiler", "torch._inductor.exc.InvalidCxxCompiler"]
 )
-def test_doctor_shows_no_compiler_where_inductor_does_not_say(
+def test_doctor_shows_no_compiler_if_inductor_has_no_finder(
     path: str, monkeypatch: pytest.MonkeyPatch, said: list[str]
 ) -> None:
     owner, _, last = path.rpartition(".")
@@ -394,7 +392,7 @@ CHECKS: list[Any] = []
 
 
 @pytest.mark.parametrize("kind", [Checked, Slotted])
-def test_descriptors_of_other_tensors(kind: Any, said: list[str]) -> None:
+def test_descriptors_are_copied_for_other_tensors(kind: Any, said: list[str]) -> None:
     CHECKS.clear()
     x, y = torch.zeros(4), torch.ones(4)
     make, alive = compat_triton.descriptor_maker(kind(x, [4])), weakref.ref(x)

@@ -1,4 +1,4 @@
-"""Static attention in the vision transformers of timm: which layers hand on int8, and that the result is the same."""
+"""Static attention in the vision transformers of timm: which layers exchange int8, and equal results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from models import count, lowered, targets
+from lowered_models import count, lowered, targets
 from timm.models.beit import Beit
 from timm.models.eva import Eva
 from timm.models.swin_transformer import SwinTransformer

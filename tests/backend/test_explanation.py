@@ -1,0 +1,56 @@
+"""``explain`` and its report: what the backend does to each layer of a model (explanation.py, report.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowered_models import Block, converted, example
+from torch import nn
+
+import qframework
+
+
+def test_compiled_converted_model():
+    x = example()
+    gm = converted(Block(), x, fc2=None)
+    report = qframework.explain(torch.compile(gm, backend="qframework"), x)
+    assert (report.lowered, report.total) == (1, 2)
+    assert [layer.name for layer in report.layers] == ["fc1", "fc2"]
+    assert "1 of 2 linear layers lowered" in str(report)
+    assert "not quantized" in report.layers[1].reason
+
+
+def test_the_model_is_left_as_it_was():
+    x = example()
+    gm = converted(Block(), x)
+    nodes = len(gm.graph.nodes)
+    qframework.explain(gm, x)
+    assert len(gm.graph.nodes) == nodes
+
+
+def test_compiled_float_model_keeps_its_options():
+    model, x = nn.Sequential(Block(), Block()).eval(), example()
+    options = {"linear": "int8_dynamic"}
+    report = qframework.explain(torch.compile(model, backend="qframework", options=options), x)
+    assert [layer.name for layer in report.layers] == ["0.fc1", "0.fc2", "1.fc1", "1.fc2"]
+    assert report.lowered == 4
+
+
+def test_float_model():
+    report = qframework.explain(Block().eval(), (example(),))
+    assert (report.lowered, report.total) == (0, 2)
+
+
+def test_keyword_inputs():
+    assert qframework.explain(Block().eval(), {"x": example()}).total == 2
+
+
+def test_another_backend_is_refused():
+    with pytest.raises(qframework.errors.QFrameworkError, match="must be compiled with backend='qframework'"):
+        qframework.explain(torch.compile(Block(), backend="eager"), example())
+
+
+def test_inputs_that_the_model_does_not_take_are_refused():
+    for inputs in (None, (), {"a": 1}):
+        with pytest.raises(qframework.errors.QFrameworkError, match="explain: inputs must be the model's input"):
+            qframework.explain(torch.nn.Linear(4, 3), inputs)

@@ -1,0 +1,89 @@
+"""``F.multi_head_attention_forward``, of ``nn.MultiheadAttention`` among others, becomes linears and one attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_models import VARIANT, compiled, randomize
+from torch import nn
+
+from qframework.numerics import sqnr_db
+
+
+class TestMultiheadAttention:
+    def check(self, run, model, *inputs, linears=2):
+        out, capture = compiled(run, *inputs)
+        assert len(capture.calls) == 1
+        assert "multi_head_attention_forward" not in capture.names()
+        with torch.no_grad():
+            assert sqnr_db(run(*inputs), out) > 35
+        names = [report.name for report in capture.reports[-1]]
+        assert len(names) == len(set(names)) == linears + 1
+        assert {name.rpartition(".")[2] for name in names} > {"in_proj", "out_proj"}
+        return capture
+
+    @pytest.mark.parametrize("need_weights", [True, False])
+    @pytest.mark.parametrize("batch_first", [True, False])
+    def test_module(self, need_weights, batch_first):
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=batch_first))
+        self.check(lambda x: model(x, x, x, need_weights=need_weights)[0], model, torch.randn(3, 17, 32))
+
+    def test_function_with_positional_arguments(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2)), torch.randn(17, 3, 32)
+        weights = (model.in_proj_weight, model.in_proj_bias, None, None, False, 0.0)
+        out_proj = (model.out_proj.weight, model.out_proj.bias)
+
+        def run(x):
+            need_weights = False
+            return F.multi_head_attention_forward(x, x, x, 32, 2, *weights, *out_proj, False, None, need_weights)[0]
+
+        out, capture = compiled(run, x)
+        assert len(capture.calls) == 1
+        with torch.no_grad():
+            assert sqnr_db(run(x), out) > 35
+
+    def test_padding_mask(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        padding = torch.zeros(3, 17, dtype=torch.bool)
+        padding[1, 9:] = True
+        capture = self.check(lambda x, p: model(x, x, x, key_padding_mask=p)[0], model, x, padding)
+        assert capture.calls[0]["attn_mask"] is not None
+
+    def test_any_batch_size_and_int8_linears(self):
+        model = randomize(nn.MultiheadAttention(32, 2, batch_first=True))
+        options = {"attention": VARIANT, "linear": "int8_dynamic"}
+        run = torch.compile(lambda x: model(x, x, x)[0], backend="qframework", options=options, fullgraph=True)
+        with torch.no_grad():
+            for batch in (2, 3, 5):
+                x = torch.randn(batch, 17, 32)
+                assert sqnr_db(model(x, x, x)[0], run(x)) > 25
+
+    def test_weights_that_are_read_are_computed(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        out, capture = compiled(lambda x: model(x, x, x), x)
+        assert not capture.calls
+        with torch.no_grad():
+            torch.testing.assert_close(out, model(x, x, x))
+
+    @pytest.mark.parametrize("fast_path", [True, False])
+    def test_encoder_layer(self, fast_path):
+        model, x = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True).eval(), torch.randn(3, 17, 32)
+        before = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+        try:
+            _, capture = compiled(lambda x: model(x), x)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(before)
+        (report,) = capture.attention
+        assert report.lowered is not fast_path
+        assert ("set_fastpath_enabled(False) separates it" in report.reason) is fast_path
+
+    def test_gradients(self):
+        model, x = randomize(nn.MultiheadAttention(32, 2, batch_first=True)), torch.randn(3, 17, 32)
+        gradients = []
+        for run in (model, torch.compile(model, backend="qframework", options={"attention": "off"})):
+            model.zero_grad()
+            run(x, x, x)[0].square().sum().backward()
+            gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
