@@ -92,7 +92,7 @@ def test_floats_are_quantized_and_their_gradients_float() -> None:
 
 
 def test_other_block_sizes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match="block_size must be one of 32, 64, 128"):
         Int8DropPath(0.5, block_size=16)
-    with pytest.raises(UnsupportedError, match="accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match="block_size must be one of 32, 64, 128"):
         Int8LayerScale(nn.Parameter(torch.ones(4)), 16)
