@@ -31,8 +31,8 @@ from qframework.quantizer import (
     static_attention,
     static_int8,
 )
-from qframework.quantizer.annotate_attention import annotated_attentions
-from qframework.quantizer.annotate_linear import annotated_linears
+from qframework.quantizer.annotate_attention import AttentionAnnotation
+from qframework.quantizer.annotate_linear import LinearAnnotation, annotated
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 SAGE = torch.ops.qframework.sage_attention.default
@@ -81,9 +81,9 @@ def per_block(config):
     quantizer = config(QFrameworkQuantizer())
     model = quantizer.annotate(quantizer.transform_for_annotation(model))
     quantizer.validate(model)
-    found = {annotation.layer: "static" for _, annotation in annotated_attentions(model)}
+    found = {annotation.layer: "static" for _, annotation in annotated(model, AttentionAnnotation)}
     found |= {list(node.meta["nn_module_stack"].values())[-1][0]: node.args[7] for node in nodes_of(model, SAGE)}
-    return found.get("blocks.0"), found.get("blocks.1"), len(annotated_linears(model))
+    return found.get("blocks.0"), found.get("blocks.1"), len(annotated(model, LinearAnnotation))
 
 
 def is_first(node):
@@ -269,7 +269,7 @@ def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
             q, k, v = self.qkv(x).chunk(3, -1)
             return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
-    with pytest.raises(UnsupportedError, match=r"layer '0': attention that no kernel computes: .* clamp"):
+    with pytest.raises(UnsupportedError, match=r"layer '0': no kernel computes this attention: .* clamp"):
         prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
 
 
@@ -295,7 +295,7 @@ def test_composes_with_another_quantizer(x):
 
 def test_uncalibrated_is_an_error_that_names_the_tensor(x):
     prepared = prepare_pt2e(exported(Net(), x), QFrameworkQuantizer().set_global(static_attention()))
-    with pytest.raises(CalibrationError, match=r"layer 'blocks.0:query': its activation was never observed"):
+    with pytest.raises(CalibrationError, match=r"layer 'blocks.0:query': the activation was never observed"):
         convert_pt2e(prepared)
 
 
@@ -332,19 +332,19 @@ class Outer(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "shape", "dtype", "words"),
     [
-        ({"dropout_p": 0.1}, (2, 2, 5, 8), torch.float32, ["dropout_p=0.1; accepted: 0"]),
-        ({}, (2, 2, 5, 8), torch.float64, ["query of dtype torch.float64", "torch.float32"]),
-        ({}, (5, 8), torch.float32, ["query of shape (5, 8)", "3 to 5 dimensions"]),
-        ({}, (2, 2, 5, 264), torch.float32, ["query has 264 channels a head", "up to 256"]),
+        ({"dropout_p": 0.1}, (2, 2, 5, 8), torch.float32, ["dropout_p must be 0", "got 0.1"]),
+        ({}, (2, 2, 5, 8), torch.float64, ["query must have dtype float32", "got torch.float64"]),
+        ({}, (5, 8), torch.float32, ["query must have 3 to 5 dimensions, got shape (5, 8)"]),
+        ({}, (2, 2, 5, 264), torch.float32, ["query must have at most 256 channels per head, got 264"]),
     ],
     ids=["dropout", "double", "2-D", "wide"],
 )
-def test_what_no_kernel_can_do_is_refused(config, arguments, shape, dtype, words):
+def test_attention_that_no_kernel_supports_is_refused(config, arguments, shape, dtype, words):
     operands = [torch.randn(shape).to(dtype) for _ in range(3)]
     model = torch.export.export(Outer(Call(**arguments)), tuple(operands)).module()
     with pytest.raises(UnsupportedError) as error:
         prepare_pt2e(model, QFrameworkQuantizer().set_global(config))
-    for word in ["layer 'inner'", *words, "set_module_name('inner', None) to leave it in float"]:
+    for word in ["layer 'inner'", *words, "set_module_name('inner', None)"]:
         assert word in str(error.value)
     prepare_pt2e(model, QFrameworkQuantizer().set_global(config).set_module_name("inner", None))
 
@@ -357,7 +357,7 @@ def test_a_model_without_attention_warns(x):
 def test_heads_must_be_known():
     operands = [torch.randn(4, 5, 8) for _ in range(3)]
     model = torch.export.export(Call(), tuple(operands)).module()
-    with pytest.raises(UnsupportedError, match=r"granularity='per_head' with a query of shape \(4, 5, 8\)"):
+    with pytest.raises(UnsupportedError, match=r"query must have shape .* for granularity='per_head', got \(4, 5, 8\)"):
         QFrameworkQuantizer().set_global(static_attention("per_head")).annotate(model)
 
 

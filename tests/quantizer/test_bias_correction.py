@@ -167,5 +167,5 @@ def test_errors():
         correct_bias(prepared, [])
     with torch.no_grad():
         model.fc1.bias[0] = float("inf")
-    with pytest.raises(CalibrationError, match="layer 'fc1': its outputs hold NaN or infinity"):
+    with pytest.raises(CalibrationError, match="layer 'fc1': the outputs must be finite"):
         corrected(model, [x], dynamic_int8())
