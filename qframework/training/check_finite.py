@@ -48,8 +48,8 @@ CHECK_FINITE = declare(
 
 def _checked(x: Tensor, name: str, what: str) -> Tensor:
     if not isinstance(x, BlockTensor):
-        return torch.ops.qframework.check_finite(x, f"{name}: {what}, values")
-    scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what}, scales of INT8 blocks")
+        return torch.ops.qframework.check_finite(x, f"{name}: {what}")
+    scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what} (scales of INT8 blocks)")
     return wrap_blocks(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
 
 

@@ -73,7 +73,7 @@ class Int8RMSNormFunction(Int8Function):
 
 
 def input_gradient(in_blocks: bool, q: Tensor, scale: Tensor, x: BlockTensor) -> Tensor:
-    """The gradient ``(q, scale)`` in the format of ``x``, as a BlockTensor if the input was one, otherwise as floats."""
+    """The gradient ``(q, scale)`` in the format of ``x``, as a BlockTensor if the input was one, else as floats."""
     gradient = wrap_blocks(q, scale, x.block_size, x.dtype)
     return gradient if in_blocks else float_of(gradient)
 

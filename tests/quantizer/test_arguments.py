@@ -109,7 +109,7 @@ def test_a_quantizer_refuses_what_is_not_a_graph(step, state):
 
 @pytest.mark.parametrize("state", NO_MODULES)
 @pytest.mark.parametrize("step", WITH_MODULE)
-def test_what_is_not_a_module(step, state):
+def test_a_value_that_is_not_a_module(step, state):
     refused(lambda: WITH_MODULE[step](MODELS[state]()), step.partition(":")[0])
 
 
@@ -123,7 +123,7 @@ def test_a_prepared_model_in_which_nothing_is_quantized_can_be_calibrated():
 
 
 @pytest.mark.parametrize("wrong", [5, None, "static", nn.Linear(2, 2), static_int8()])
-def test_what_is_not_a_quantizer(wrong):
+def test_a_value_that_is_not_a_quantizer(wrong):
     refused(
         lambda: Recipe.best().before_prepare(exported(Mlp(), X), wrong, [X]), "quantizer must be a QFrameworkQuantizer"
     )
@@ -131,12 +131,12 @@ def test_what_is_not_a_quantizer(wrong):
 
 
 @pytest.mark.parametrize("wrong", [5, None, "fc1", nn.Linear(2, 2)])
-def test_what_is_not_a_node(wrong):
+def test_a_value_that_is_not_a_node(wrong):
     refused(lambda: quantizer().config_for(wrong), "config_for: node")
 
 
 @pytest.mark.parametrize("wrong", [5, None, 0.5, "a"])
-def test_what_are_not_strengths(wrong):
+def test_values_that_are_not_strengths(wrong):
     refused(lambda: Smooth(strengths=wrong), "Smooth: strengths must be")
 
 
@@ -177,7 +177,7 @@ READERS = {
 
 @pytest.mark.parametrize("data", [5, None, "images", {"x": X}, nn.Linear(2, 2), list, torch.tensor(1.0)], ids=repr)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_are_not_batches(reader, data):
+def test_values_that_are_not_batches(reader, data):
     refused(lambda: READERS[reader](data), f"{reader}: data is ", "DataLoader")
 
 

@@ -1,4 +1,4 @@
-"""Configurations of attention: what is refused and by which words, hashing, JSON."""
+"""Configurations of attention: errors, hashing, JSON."""
 
 import json
 

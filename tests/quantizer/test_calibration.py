@@ -1,4 +1,4 @@
-"""calibrate: forms of data, counting, devices, nothing kept, errors that name batch and layer."""
+"""calibrate: forms of data, counting, devices, no kept outputs, errors that name batch and layer."""
 
 import gc
 import io

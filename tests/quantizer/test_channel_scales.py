@@ -1,4 +1,4 @@
-"""Scales of channels as products in the graph: what they gain, against NumPy, and where there are none."""
+"""Scales of channels as products in the graph: the reduction of the error, against NumPy, and excluded inputs."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def converted(model: nn.Module, recipe: Recipe, config=None) -> GraphModule:
 
 
 @pytest.mark.parametrize("config", [static_int8(), static_int8(observer="mse")], ids=["minmax", "mse"])
-def test_uneven_channels_gain(config) -> None:
+def test_uneven_channels_become_more_accurate(config) -> None:
     model, x = UnevenMlp(), batches()[1]
     plain, scaled = (converted(model, Recipe(channel_scales=flag), config) for flag in (False, True))
     assert products(scaled) == 1
@@ -132,7 +132,7 @@ def test_against_numpy() -> None:
     ],
     ids=["scaled before, attention", "dynamic", "per token", "float"],
 )
-def test_where_there_are_none(model: nn.Module, config) -> None:
+def test_inputs_that_are_not_scaled(model: nn.Module, config) -> None:
     data = batches()
     graph = exported(model, data[0])
     chosen = QFrameworkQuantizer().set_global(config)

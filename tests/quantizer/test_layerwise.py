@@ -1,4 +1,4 @@
-"""A prepared model run layer by layer computes what the converted model will, or what the float model does."""
+"""A prepared model run layer by layer computes the same as the converted model, or as the float model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Observers against NumPy and FP64: thresholds, growth, zeros, NaN, dtypes, copying."""
+"""observers.py and histogram_observers.py against NumPy and FP64: thresholds, growth, zeros, NaN, dtypes, copying."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""QFrameworkQuantizer: rules, names, sharing, refusals, and the graphs that come out."""
+"""quantizer.py and annotate_linear.py: rules, names, sharing, errors, and the resulting graphs."""
 
 import copy
 import json
@@ -380,7 +380,7 @@ def test_channels_last_activation_has_a_scale_for_each_pixel():
         (qattn_paper(activation="per_token"), ["'head'"]),
     ],
 )
-def test_refuses_a_scale_for_each_sample(config, words):
+def test_per_token_scales_of_a_dynamic_batch_are_refused(config, words):
     model = nn.Sequential()
     model.add_module("head", nn.Linear(8, 3))
     with pytest.raises(UnsupportedError) as error:
@@ -389,7 +389,7 @@ def test_refuses_a_scale_for_each_sample(config, words):
         assert word in str(error.value)
 
 
-def test_refuses_a_scale_for_each_of_unknown_positions(net, x):
+def test_per_token_scales_of_dynamic_positions_are_refused(net, x):
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")},)
     model = torch.export.export(net, (x,), dynamic_shapes=shapes).module()
     with pytest.raises(UnsupportedError, match=r"'blocks.0.attn.q_proj'.*dimension 1 \(position\)"):
@@ -465,7 +465,7 @@ def test_no_warnings_from_our_observers(net, x):
         quantized(net, QFrameworkQuantizer().set_global(static_int8()), x)
 
 
-def test_rules_describe_themselves():
+def test_rules_to_dict():
     config = static_int8()
     quantizer = QFrameworkQuantizer().set_global(config).set_module_name("head", None)
     quantizer.set_module_type(nn.Linear, config).set_filter(is_head, None)

@@ -1,4 +1,4 @@
-"""Recipes: which steps run, and that they survive JSON."""
+"""Recipes: which steps run, errors, JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules as JSON: a quantizer that is read back quantizes the same layers the same way."""
+"""Rules as JSON: a restored quantizer quantizes the same layers in the same way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_from_dict_is_the_inverse_of_to_dict() -> None:
     assert read(quantizer().to_dict()).rules == quantizer().rules
 
 
-def test_what_is_read_selects_the_same_layers() -> None:
+def test_restored_rules_select_the_same_layers() -> None:
     graph = torch.export.export(nn.Sequential(MLP(), MLP()), (torch.randn(2, 8),)).module().graph
     linears = {layer_name(node): node for node in graph.nodes if is_linear(node)}
     configs = {name: read(quantizer().to_dict()).config_for(node) for name, node in linears.items()}

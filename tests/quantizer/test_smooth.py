@@ -1,4 +1,4 @@
-"""Smoothing: its formula and search against NumPy, what it gains, and that the function stays the same."""
+"""smooth.py and channel_statistics.py: formula and search against NumPy, and that the function stays the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPTQ: against a NumPy twin, what it gains, and that convert_pt2e finds exactly the integers it chose."""
+"""GPTQ: against NumPy, the reduction of the error, and that convert_pt2e yields exactly its integers."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def output_error(weight, other, x):
 
 @pytest.mark.parametrize("channels", [1, 7, 48, 300])  # within a block of columns, and three of them
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
-def test_gptq_is_its_numpy_twin(channels, granularity):
+def test_gptq_matches_numpy(channels, granularity):
     torch.manual_seed(0)
     weight, x = torch.randn(5, channels), correlated(64, channels).double()
     scale = weight_scale(weight, granularity).reshape(-1, 1)
@@ -107,7 +107,7 @@ def test_convert_finds_the_integers_on_the_observers_grid(scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_it_gains(dtype):
+def test_it_reduces_the_error(dtype):
     """With inputs of a quarter of the rank, the error of the output is less than half, on data never seen as well."""
     torch.manual_seed(0)
     model, data = nn.Linear(64, 32).to(dtype), [correlated(256, 64).to(dtype) for _ in range(2)]

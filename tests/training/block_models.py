@@ -1,4 +1,4 @@
-"""A small residual network in the INT8 data flow, of Functions that follow the pattern of block_tensor.py."""
+"""A small residual network in the INT8 data flow, with Functions that follow the pattern of block_tensor.py."""
 
 from __future__ import annotations
 

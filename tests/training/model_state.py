@@ -1,4 +1,4 @@
-"""All that a model consists of, as identities: equal before and after what must change nothing."""
+"""Identities of everything a model consists of, to check that it did not change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pattern of training's Functions under torch.compile: whole graphs, the same numbers, INT8 kept for backward."""
+"""BlockTensor under torch.compile: whole graphs, the same values, INT8 saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_graphs_pass_blocks_to_each_other(block_size):
     assert_close(loss_and_gradients(model, model, x), expected)
 
 
-def test_what_a_graph_saves_is_int8():
+def test_graphs_save_int8():
     """Nothing float of an activation's size crosses from the forward to the backward graph."""
     from functorch.compile import aot_module_simplified, make_boxed_func
 
@@ -122,7 +122,7 @@ def test_what_a_graph_saves_is_int8():
     assert sum(value.dtype == torch.int8 for value in saved) >= 3 * 3
 
 
-def test_stochastic_rounding_draws_anew(device):
+def test_stochastic_rounding_draws_a_new_seed_in_each_call(device):
     def rounded(x):
         return quantize_blocks(x, 32, new_seed(x.device)).dequantize()
 
@@ -155,7 +155,7 @@ def test_blocks_are_an_input_and_a_result(block_size):
 
 
 @pytest.mark.parametrize("given", [(1, 128), 64])
-def test_a_gradient_in_other_blocks_is_quantized_anew(given):
+def test_a_gradient_in_other_blocks_is_quantized_again(given):
     """A compiled backward pass expects those of its forward pass."""
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -1,4 +1,4 @@
-"""INT8 linears: forward and backward against FP64 products of the quantized operands, and against float layers."""
+"""linear.py and linear_baselines.py: against FP64 products of the quantized operands, and against float layers."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def three_products_of_blocks(x, weight, grad, block_size, conv1d):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("shape", "n"), SHAPES)
 @pytest.mark.parametrize(("conv1d", "bias"), [(False, False), (False, True), (True, True)])
-def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
+def test_from_floats_to_floats(device, block_size, shape, n, conv1d, bias):
     given = float_layer(conv1d, shape[-1], n, bias, device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size, "float")
     x, grad = operands(shape, n, device)
@@ -128,7 +128,7 @@ def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_blocks_in_and_out(device, block_size, conv1d):
+def test_from_blocks_to_blocks(device, block_size, conv1d):
     """Results and gradients are half a step of their own blocks away from the FP64 products."""
     shape, n = (2, 37, 70), 50
     given = float_layer(conv1d, shape[-1], n, device=device)
@@ -160,7 +160,7 @@ def assert_half_a_step(got, exact, error):
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_how_far_it_is_from_the_float_layer(block_size):
+def test_the_error_against_the_float_layer(block_size):
     """Half a step of either operand, times the other: what the format costs, and no more."""
     given = nn.Linear(70, 50)
     x, _ = operands((2, 37, 70), 50)
@@ -191,7 +191,7 @@ def rounding_of_transpose(t, block_size):
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_how_far_gradients_are_from_those_of_floats(block_size, in_blocks):
+def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
     """No further than the errors of both operands explain; in the mean as far, for roundings are independent."""
     m, k, n = 150, 140, 130
     layer = Int8Linear.from_float(nn.Linear(k, n), block_size, "block" if in_blocks else "float")
@@ -259,7 +259,7 @@ def run(layer, x):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiles_whole(fresh_dynamo, device, name):
+def test_compiles_without_graph_breaks(fresh_dynamo, device, name):
     layer = LAYERS[name](nn.Linear(40, 33, device=device))
     x = torch.randn(3, 20, 40, device=device)
     for got, expected in zip(run(torch.compile(layer, fullgraph=True), x), run(layer, x), strict=True):
@@ -341,7 +341,7 @@ def test_saves_only_what_a_gradient_needs():
     assert x.grad is not None
 
 
-def test_a_weight_is_quantized_anew_before_each_product():
+def test_weights_are_quantized_again_before_each_product():
     layer = Int8Linear(8, 4, bias=False, output="float")
     x = torch.randn(4, 8)
     before = layer(x)
@@ -375,11 +375,11 @@ def test_errors():
         Int8Linear(4, 4, block_size=48)
     with pytest.raises(UnsupportedError, match=rf"Int8Linear: block_size must be one of {sizes}, got \(128, 1\)"):
         Int8Linear(4, 4, block_size=(128, 1))
-    with pytest.raises(UnsupportedError, match="Int8Conv1D: output='int8' is unknown; accepted: block, float"):
+    with pytest.raises(UnsupportedError, match="Int8Conv1D: output must be 'block' or 'float', got 'int8'"):
         Int8Conv1D(4, 4, output="int8")
-    with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
+    with pytest.raises(QFrameworkError, match="must be in blocks of 32, got blocks of 64"):
         Int8Linear(4, 4)(quantize_blocks(torch.randn(2, 4), 64))
-    with pytest.raises(QFrameworkError, match=r"blocks of \(32, 128\) reached a layer with blocks of \(1, 128\)"):
+    with pytest.raises(QFrameworkError, match=r"must be in blocks of \(1, 128\), got blocks of \(32, 128\)"):
         Int8Linear(4, 4, block_size=[1, 128])(quantize_blocks(torch.randn(2, 4), (32, 128)))
     with pytest.raises(
         QFrameworkError, match=r"a and b must have shapes \(..., K\) and \(N, K\), got \(2, 5\) and \(4, 4\)"
@@ -387,7 +387,7 @@ def test_errors():
         Int8Linear(4, 4)(torch.randn(2, 5))
 
 
-def test_says_what_it_is():
+def test_repr():
     assert "block_size=64, output='float'" in repr(Int8Linear(4, 5, block_size=64, output="float"))
     assert "block_size=(1, 128)" in repr(Int8Linear(4, 5, block_size=[1, 128]))
     assert "nf=5, nx=4, block_size=32" in repr(Int8Conv1D(5, 4, block_size=(32, 32)))

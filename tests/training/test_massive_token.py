@@ -1,4 +1,4 @@
-"""A massive first token, as language models have: it spoils the tokens that share scales with it, and no others."""
+"""A massive first token, as in language models, affects only the tokens that share scales with it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_residual_stream(block_size: CanonicalSize) -> None:
 
 
 @each_size
-def test_a_normalization_and_a_linear_behind_it(block_size: CanonicalSize) -> None:
+def test_a_normalization_followed_by_a_linear(block_size: CanonicalSize) -> None:
     """Results, gradients of tokens and of the weight; each has at most six roundings behind it, which are independent.
 
     What is beside a massive token is no longer itself once it is normalized, and the weight's gradient knows it.

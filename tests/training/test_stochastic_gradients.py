@@ -1,4 +1,4 @@
-"""Stochastic rounding of gradients: right on average where rounding to nearest leaves zeros, repeated by its seed."""
+"""Stochastic rounding of gradients is right on average where rounding to nearest gives zeros, and reproducible."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_small_rows_are_right_on_average(conv1d: bool) -> None:
     assert (exact_w > 6 * deviation * in_blocks(x).norm(dim=0)).all()
 
 
-def test_off_nothing_is_drawn_and_in_eval_neither() -> None:
+def test_no_seed_is_drawn_when_off_or_in_eval_mode() -> None:
     for made in (layer(stochastic=False), layer().eval()):
         x = torch.rand(ROWS, COLUMNS)
         before = torch.get_rng_state()
@@ -113,7 +113,7 @@ def test_checkpointing_draws_the_same(reentrant: bool) -> None:
         assert torch.equal(got, expected)
 
 
-def test_compiles_whole_and_draws_anew(fresh_dynamo) -> None:
+def test_compiles_without_graph_breaks_and_draws_new_seeds(fresh_dynamo) -> None:
     made, x = layer(), torch.rand(ROWS, COLUMNS)
     compiled = torch.compile(made, fullgraph=True)
 
@@ -159,7 +159,7 @@ def test_a_model_rounds_where_floats_enter(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_model_compiles_whole(fresh_dynamo) -> None:
+def test_a_model_compiles_without_graph_breaks(fresh_dynamo) -> None:
     """The seeds are others than in eager mode, where the draws are as many as the layers."""
     model = convert_to_int8_training(vit(), stochastic_gradients=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -168,7 +168,7 @@ def test_a_model_compiles_whole(fresh_dynamo) -> None:
     assert not all(map(torch.equal, first, second))
 
 
-def test_what_leaves_the_blocks_is_right_on_average() -> None:
+def test_gradients_after_the_last_block_are_right_on_average() -> None:
     """The gradient of the class token alone: the patches' rows are small beside it."""
     values = BlockTensor(torch.ones(ROWS, OUT, dtype=torch.int8), torch.ones(1, 2), 32, torch.float32)
     total = torch.zeros(ROWS, OUT, dtype=torch.float64)
@@ -185,6 +185,8 @@ def test_what_leaves_the_blocks_is_right_on_average() -> None:
     assert (inner.grad.dequantize()[1:] == 0).all()
 
 
-def test_other_modes_refuse() -> None:
-    with pytest.raises(UnsupportedError, match="stochastic_gradients=True with mode='per_token'; accepted: per_block"):
+def test_other_modes_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match="mode must be 'per_block' for stochastic_gradients=True, got 'per_token'"
+    ):
         convert_to_int8_training(vit(), mode="per_token", stochastic_gradients=True)

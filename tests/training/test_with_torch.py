@@ -1,4 +1,4 @@
-"""Converted models under torch.compile, checkpointing, accumulation, autocast, DDP and FSDP2."""
+"""compilation.py, and converted models under torch.compile, checkpointing, accumulation, autocast, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
     assert fallbacks == {}
 
 
-def test_an_optimizer_made_before_goes_on() -> None:
+def test_an_existing_optimizer_keeps_working() -> None:
     model, x = MODELS["gpt2"](), inputs("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     convert_to_int8_training(model)
@@ -248,7 +248,7 @@ def one_process() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def test_only_blocks_keep_dynamo_from_cutting_graphs() -> None:
+def test_only_mode_per_block_disables_the_ddp_optimizer() -> None:
     """Other modes pass floats between linears."""
     with torch._dynamo.config.patch(optimize_ddp=True):
         convert_to_int8_training(MODELS["vit"](), mode="per_token")
@@ -312,7 +312,7 @@ def test_compiled_and_distributed(
 
 
 @pytest.mark.slow
-def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     """Half the rows are other blocks: losses differ by what quantization does to a mean over 8 examples, about 1
     percent as the losses of INT8 and of float do. DDP and FSDP2 compute the same but for the order of sums."""
     script, output = tmp_path / "script.py", tmp_path / "losses.json"

@@ -1,4 +1,4 @@
-"""Tiny transformers of the kinds that convert_to_int8_training takes, and what they are fed."""
+"""Tiny transformers of the kinds that convert_to_int8_training supports, and their inputs."""
 
 from __future__ import annotations
 

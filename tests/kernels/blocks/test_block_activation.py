@@ -1,4 +1,4 @@
-"""Activations and gated activations from blocks to blocks, on every implementation, against float64 autograd."""
+"""activation.py and gated_activation.py on every implementation, against float64 autograd."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def operators(implementation):
 
 
 def tanh_off(kind, x):
-    """What the tanh that makes f(x) = x / 2 (1 + tanh) may be off by."""
+    """The allowed error of tanh in f(x) = x / 2 (1 + tanh)."""
     hardware = TANH_OFF if torch.cuda.is_available() and kind != "relu" else 0.0
     return FITTED.get(kind, 0.0) + hardware * (x.detach().abs() <= 16)
 
@@ -84,7 +84,7 @@ def test_forward_and_backward(operators, place, kind, block_size):
     ("shape", "size"), [*[(shape, 32) for shape in SHAPES], *[(shape, (1, 128)) for shape in SHAPES if shape[0] != 3]]
 )
 def test_shapes(operators, place, shape, size):
-    """(3, 50, 130), the slowest, comes with every kind in other tests."""
+    """Other tests run (3, 50, 130), the slowest, with every kind."""
     forward, backward, gated_forward, gated_backward = operators
     x, dy = operand(shape, size, place), operand(shape, size, place, seed=1)
     exact, gradient = values(*x, size), values(*dy, size)
@@ -114,8 +114,8 @@ def test_gated(operators, place, kind, block_size):
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_far_from_zero(operators, place, kind):
-    """Values of which a polynomial or an exponential alone would make something else; each has its own scale."""
+def test_activations_of_large_inputs(operators, place, kind):
+    """Values for which a polynomial or an exponential alone is wrong; each has its own scale."""
     far = torch.tensor([-1e4, -300.0, -60.0, -16.0, -8.0, -5.5, 5.5, 8.0, 16.0, 60.0, 300.0, 1e4], device=place)
     size = (1, 128)
     x, dy = block_quantize(far[:, None], size), block_quantize(torch.ones_like(far)[:, None], size)

@@ -1,4 +1,4 @@
-"""Quantization-aware training: gradients, the same model after convert_pt2e, and what a short fine-tuning recovers."""
+"""Quantization-aware training: gradients, the same model after convert_pt2e, and the effect of a short fine-tuning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fake_quantize_twin(x, scale):
 
 
 @pytest.mark.parametrize("shape", [(1,), (6, 1), (5, 6, 1)])
-def test_fake_quantize_is_its_numpy_twin(shape):
+def test_fake_quantize_matches_numpy(shape):
     torch.manual_seed(0)
     x = torch.randn(5, 6, 7, requires_grad=True)
     scale = torch.rand(shape) / 100 + 1 / 127  # the largest values are clipped
@@ -76,7 +76,7 @@ def test_fake_quantize_keeps_the_dtype(dtype):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_converted_model_computes_what_was_trained(name):
+def test_the_converted_model_computes_the_same_as_the_trained_one(name):
     images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
     prepared = trainable(tiny_vit(), images, CONFIGS[name], head=None)
     optimizer = torch.optim.SGD(prepared.parameters(), 0.01)
@@ -217,7 +217,7 @@ def test_errors():
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "mse"])
-def test_it_compiles_whole_once_its_scales_are_fixed(name, fresh_dynamo):
+def test_it_compiles_without_graph_breaks_once_its_scales_are_fixed(name, fresh_dynamo):
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(4, 8)
     prepared = trainable(model, x, CONFIGS[name])
@@ -233,7 +233,7 @@ def test_it_compiles_whole_once_its_scales_are_fixed(name, fresh_dynamo):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_a_checkpoint_of_training_goes_on_where_it_was():
+def test_training_resumes_from_a_checkpoint():
     model, x = Mlp().eval(), torch.randn(4, 8)
     first = trainable(model, x, static_int8(observer="moving_average"))
     first.apply(disable_observer)

@@ -1,4 +1,4 @@
-"""Attention in the quantizer: rules, observers, variants, refusals, and the graphs that come out."""
+"""Attention in the quantizer: rules, observers, variants, errors, and the resulting graphs."""
 
 import copy
 import json
@@ -172,7 +172,7 @@ def test_one_scale_for_each_head(x, observer):
     assert sqnr_db(model(x), converted(x)) > 30
 
 
-def test_output_of_its_own(x):
+def test_attention_with_an_observer_for_its_output(x):
     config = QuantizationConfig(static_int8(), AttentionConfig(output="always"))
     converted = quantized(SelfAttention(), QFrameworkQuantizer().set_global(config), x)
     [attention] = nodes_of(converted, SDPA)
@@ -273,7 +273,7 @@ def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
         prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
 
 
-def test_dynamic_everything_needs_no_calibration(x):
+def test_dynamic_linears_and_attention_need_no_calibration(x):
     config = QuantizationConfig(dynamic_int8(), dynamic_attention("sage_b"))
     model = Net().eval()
     prepared = prepare_pt2e(exported(model, x, dynamic_batch=True), QFrameworkQuantizer().set_global(config))

@@ -1,4 +1,4 @@
-"""First derivatives in reverse mode are what INT8 training has; all others are refused, by the operator's name."""
+"""INT8 training has first derivatives in reverse mode; all others raise an error that names the operator."""
 
 from __future__ import annotations
 
@@ -70,16 +70,19 @@ def test_second_derivatives_are_refused(name: str) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     y = OPERATORS[name](x)
     gradient = torch.ones_like(y)  # in blocks where the result is
-    with pytest.raises(UnsupportedError, match=rf"^{name.strip()}: create_graph=True asks for second derivatives"):
+    with pytest.raises(UnsupportedError, match=rf"^{name.strip()}: .*create_graph=True asks for second derivatives"):
         torch.autograd.grad(y, x, gradient, create_graph=True)
     assert torch.autograd.grad(y, x, gradient)[0].isfinite().all()
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_transforms_and_forward_mode_are_refused(name: str) -> None:
-    x, refused = torch.randn(4, 8), "(called in a transform of torch.func|an input has a forward-mode derivative)"
+    x, refused = (
+        torch.randn(4, 8),
+        "(it was called in a transform of torch.func|an input has a forward-mode derivative)",
+    )
     name, call = name.strip(), OPERATORS[name]
-    said = rf"^({name}|QuantizeBlocks): {refused}; accepted: first derivatives"
+    said = rf"^({name}|QuantizeBlocks): derivatives must be first ones.* but {refused}"
     for transform in (
         lambda: torch.func.grad(lambda x: call(x).sum())(x),
         lambda: torch.func.grad(lambda x: torch.func.grad(lambda x: call(x).sum())(x).sum())(x),
@@ -127,14 +130,14 @@ def weight_in_forward_mode(model: Any, x: Tensor) -> None:
         lambda model, x: torch.func.jacrev(model)(x),
     ],
 )
-def test_of_a_whole_model(differentiate: Any, mode: Any) -> None:
+def test_whole_models_refuse_other_derivatives(differentiate: Any, mode: Any) -> None:
     model, x = convert_to_int8_training(vit(), mode=mode), inputs("vit").requires_grad_()
-    with pytest.raises(UnsupportedError, match="accepted: first derivatives"):
+    with pytest.raises(UnsupportedError, match="derivatives must be first ones"):
         differentiate(model, x)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_of_a_compiled_model(backend: str, fresh_dynamo: None) -> None:
+def test_compiled_models_refuse_second_derivatives(backend: str, fresh_dynamo: None) -> None:
     """AOTAutograd itself refuses to differentiate twice."""
     model, x = convert_to_int8_training(vit()), inputs("vit").requires_grad_()
     with pytest.raises(RuntimeError if backend == "aot_eager" else UnsupportedError, match=r"double backward|second"):
@@ -144,7 +147,7 @@ def test_of_a_compiled_model(backend: str, fresh_dynamo: None) -> None:
         torch.compile(lambda x: torch.func.grad(lambda x: model(x).sum())(x), backend=backend)(x)
 
 
-def test_gradients_behind_the_blocks_have_second_derivatives() -> None:
+def test_layers_after_the_blocks_have_second_derivatives() -> None:
     """Of what is float, such as a head."""
     model, x = convert_to_int8_training(vit()), inputs("vit")
     features = model.forward_features(x)
