@@ -23,19 +23,19 @@ from torch.fx import GraphModule, Node
 
 import qframework.kernels  # noqa: F401  registers the operator that variants become
 from qframework.compat.operators import schema
-from qframework.compat.torchao import (
-    ANNOTATED,
-    Q_ANNOTATION_KEY,
-    QuantizationAnnotation,
-    QuantizationSpec,
-    QuantizationSpecBase,
-)
+from qframework.compat.torchao import QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
 from qframework.graph.replace_attention import replace_attention
 from qframework.numerics import FLOAT_DTYPES
-from qframework.quantizer.annotate_linear import SharedObservers, quantization_spec, traced_value, unsupported
+from qframework.quantizer.annotate_linear import (
+    SharedObservers,
+    quantization_spec,
+    traced_value,
+    unsupported,
+    write_annotation,
+)
 from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.observers import activation_observer, per_head_observer
 
@@ -104,14 +104,7 @@ def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: 
         fresh = _spec(tensor, f"{layer}:{role}", config)
         qspecs.setdefault(tensor, shared.spec(tensor, config, (tensor, node), fresh))
     output = _per_tensor_spec(f"{layer}:output", config) if config.output == "always" else None
-    node.meta[Q_ANNOTATION_KEY] = AttentionAnnotation(
-        input_qspec_map=qspecs,
-        output_qspec=output,
-        allow_implicit_sharing=False,
-        **ANNOTATED,
-        layer=layer,
-        config=config,
-    )
+    write_annotation(node, AttentionAnnotation, qspecs, output, layer=layer, config=config)
 
 
 def check_attention(node: Node, layer: str, config: AttentionConfig) -> None:

@@ -81,7 +81,7 @@ def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: Shared
     """
     check_linear(node, layer, config)
     x, weight = _input_and_weight(node)
-    qspecs = {
+    qspecs: dict[Node, QuantizationSpecBase] = {
         x: shared.spec(x, config.activation, (x, node), _activation_spec(x, layer, config.activation)),
         weight: shared.spec(weight, config.weight, (weight, node), _weight_spec(layer, config)),
     }
@@ -90,14 +90,16 @@ def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: Shared
         output = shared.spec(
             node, config.activation, node, _activation_spec(node, f"{layer}:output", config.activation)
         )
-    # Sharing is explicit: torchao's implicit sharing looks at the dtype and range only, not at the granularity.
-    node.meta[Q_ANNOTATION_KEY] = LinearAnnotation(
-        input_qspec_map=qspecs,
-        output_qspec=output,
-        allow_implicit_sharing=False,
-        **ANNOTATED,
-        layer=layer,
-        config=config,
+    write_annotation(node, LinearAnnotation, qspecs, output, layer=layer, config=config)
+
+
+def write_annotation(
+    node: Node, kind: type[A], inputs: dict[Node, QuantizationSpecBase], output: QuantizationSpecBase | None, **own: Any
+) -> None:
+    """Annotate ``node``; ``own`` are the fields that ``kind`` adds to torchao's annotation."""
+    # Sharing is explicit: torchao's implicit sharing compares only the dtype and range, not the granularity.
+    node.meta[Q_ANNOTATION_KEY] = kind(
+        input_qspec_map=inputs, output_qspec=output, allow_implicit_sharing=False, **ANNOTATED, **own
     )
 
 

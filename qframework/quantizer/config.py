@@ -104,7 +104,7 @@ def check_keys(cls: type, values: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class JsonConfig:
-    """Base of configurations that convert to JSON and back. ``nested`` lists the fields that hold configurations."""
+    """Base of configurations, which convert to JSON and back. ``nested`` lists the fields that hold configurations."""
 
     nested: ClassVar[dict[str, type[JsonConfig]]] = {}
 

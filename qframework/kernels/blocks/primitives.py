@@ -13,9 +13,7 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
-_PUSH = tl.constexpr(
-    12582912.0
-)  # 1.5 * 2**23: added to a value below 2**22, it puts the rounded integer in the low bits
+_PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it rounds into the low bits
 _INTERPRETED = tl.constexpr(INTERPRET)
 _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 

@@ -194,10 +194,7 @@ def _block_quantize_kernel(
     store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
     if BOTH:
         if BLOCK[0] != BLOCK[1]:
-            TURNED: tl.constexpr = (
-                BLOCK_T[1],
-                BLOCK_T[0],
-            )  # quantize before transposing: threads hold neighbours of a row
+            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
             q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
         store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
@@ -253,7 +250,7 @@ def _block_transpose_kernel(
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     if BLOCK[0] != BLOCK[1]:
-        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # quantize before transposing: threads hold neighbours of a row
+        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
         q, scale = quantize_tile(times_blocks(int8_to_float(q), scale, BLOCK), TURNED)
     store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,17 +43,10 @@ def _choice(args: BlockLinearArguments) -> Choice:
     return choice_for(args.a.device, m, n, k, canonical_size(args.block_size), tma, args.in_blocks)
 
 
-class _Call(NamedTuple):
-    """A launch."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-def _call(args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, out_scale: Tensor) -> _Call:
-    """The launch that writes ``out``, or the sums of each part if K is split into parts."""
+def _call(
+    args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, out_scale: Tensor
+) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """The launch that writes ``out``, or the sums of each part of K: kernel, grid, arguments and constants."""
     n, k = args.b.shape
     m = args.a.shape[:-1].numel()
     step = block_shape(args.block_size)[1]
@@ -71,12 +64,12 @@ def _call(args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, 
     if not tile.consumers:
         constants = tile_constants(tile, k, args.block_size, has_bias)
         constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return _Call(_block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants)
+        return _block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants
     by_tma = stores_by_tma(out.dtype, n)
     to = describe(out, (m, n), n, (specialized.ROWS, tile.block_n)) if by_tma else b
     constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
     programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
-    return _Call(specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants)
+    return specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
