@@ -163,7 +163,7 @@ def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any
 def _rebuilt(
     kind: type[nn.Module], own: type[nn.Module], build: Callable[..., Any], args: tuple[Any, ...], brought: Any
 ) -> nn.Module:
-    """The result of ``own``'s ``__reduce_ex__`` for the joined class, with the attributes that the conversion added."""
+    """Rebuild a module as ``own`` does, with the joined class and the attributes that the conversion added."""
     module: nn.Module = build(*args)
     object.__setattr__(module, "__class__", _joined(kind, own))
     module.__dict__.update(brought)

@@ -40,7 +40,7 @@ QUANTIZE_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
 
 
 class SelfAttention(nn.Module):
-    """qkv in one linear, as timm has it."""
+    """One linear computes queries, keys and values, as in timm."""
 
     def __init__(self, dim=16, heads=2, **arguments) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def nodes_of(model, target):
 
 
 def per_block(config):
-    """Modes of blocks 0 and 1, None for float, from a model annotated by rules that ``config`` set."""
+    """Modes of blocks 0 and 1, None for float, and the number of quantized linears, with the rules of ``config``."""
     model = exported(Net(), torch.randn(2, 5, 16))
     quantizer = config(QFrameworkQuantizer())
     model = quantizer.annotate(quantizer.transform_for_annotation(model))
@@ -223,7 +223,7 @@ def test_arguments_pass_through(x, config, arguments):
 
 
 class SpelledOut(SelfAttention):
-    """matmul, softmax, matmul, as timm has it without fused attention."""
+    """matmul, softmax, matmul, as in timm without fused attention."""
 
     def __init__(self, mask=None):
         super().__init__()
@@ -284,7 +284,7 @@ def test_dynamic_linears_and_attention_need_no_calibration(x):
 
 
 def test_composes_with_another_quantizer(x):
-    """Linears by one quantizer, attention by another."""
+    """One quantizer for linears, another for attention."""
     linears = QFrameworkQuantizer().set_global(static_int8())
     attention = QFrameworkQuantizer().set_global(static_attention())
     converted = quantized(SelfAttention(), ComposableQuantizer([linears, attention]), x)
@@ -380,7 +380,7 @@ def test_vit(config):
 
 
 def test_float_models_are_unchanged(x):
-    """A quantizer without a word on attention writes the graph it always wrote."""
+    """Without rules for attention the quantizer does not change the graph."""
     model = exported(Net(), x)
     quantizer = QFrameworkQuantizer().set_global(static_int8())
     before = [node.target for node in model.graph.nodes]

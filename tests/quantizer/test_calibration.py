@@ -238,7 +238,7 @@ def test_first_layer_with_a_nonfinite_activation_is_named(observer):
 
 
 def test_calibrates_what_torchao_prepared_with_others():
-    """Observers of other quantizers are run and left alone."""
+    """Observers of other quantizers run and do not change."""
     from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
     other = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())

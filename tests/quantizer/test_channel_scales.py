@@ -39,7 +39,7 @@ class UnevenMlp(nn.Module):
 
 
 class Left(nn.Module):
-    """Inputs that something before can scale, or that attention writes."""
+    """Inputs that a layer before can scale, or that attention writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Left(nn.Module):
 
 
 def quantizer(config=None) -> QFrameworkQuantizer:
-    """Everything but the first linear, whose input is the model's."""
+    """Everything except the first linear, which reads the model's input."""
     return QFrameworkQuantizer().set_global(config or static_int8()).set_module_name("fc1", None)
 
 

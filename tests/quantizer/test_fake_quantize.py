@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def trainable(model, x, config, **rules):
-    """Exported with its gradients and prepared for training; calibrated with ``x``."""
+    """A model exported with gradients, prepared for training and calibrated with ``x``."""
     quantizer = QFrameworkQuantizer(is_qat=True).set_global(config)
     for name, rule in rules.items():
         quantizer.set_module_name(name, rule)
@@ -149,7 +149,7 @@ def test_weights_can_be_rounded_and_biases_corrected_after_training():
 
 
 def digits():
-    """Images ``(N, 64)`` and labels to train with, and the same of images never seen."""
+    """Images ``(N, 64)`` and labels for training, and others for testing."""
     split = load_digits()
     return [
         values.flatten(1) if values.ndim > 1 else values
@@ -159,7 +159,7 @@ def digits():
 
 
 def trained_classifier(x, labels):
-    """An MLP on digits; two channels between its layers are 300 times as large as trained, its function is the same."""
+    """An MLP trained on digits; two channels between its layers are scaled by 300 without changing its function."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)

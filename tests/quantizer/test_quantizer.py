@@ -261,7 +261,7 @@ def test_float_weights_are_freed_inside_modules_too(net, x):
 @pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("observer", ["minmax", "mse"])
 def test_zero_weights_give_the_bias_and_no_warning(weight, observer, caplog):
-    """As adapters begin."""
+    """The initial state of many adapters."""
     model, x = nn.Linear(4, 3), torch.randn(2, 4)
     nn.init.zeros_(model.weight)
     config = LinearConfig(weight=WeightConfig(weight, observer))

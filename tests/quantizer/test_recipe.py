@@ -21,7 +21,7 @@ IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 @torch.no_grad()
 def uneven_vit() -> nn.Module:
-    """A few channels of every norm, of the values and behind every GELU are much larger than the others."""
+    """A few channels of every norm, of the values and after every GELU are much larger than the others."""
     model = tiny_vit()
     for block in model.blocks:
         for norm, linear in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
@@ -64,7 +64,7 @@ def test_an_iterator_is_refused_since_every_step_reads_the_data(step: str) -> No
 
 
 def sqnr_with(recipe: Recipe, model: nn.Module) -> float:
-    """Of the converted model against the float one."""
+    """SQNR of the converted model against the float model."""
     graph = exported(model, IMAGES)
     recipe.before_prepare(graph, QUANTIZER, [IMAGES])
     prepared = prepare_pt2e(graph, QUANTIZER)

@@ -170,7 +170,7 @@ def test_vit_is_smoothed_everywhere_and_the_same_every_time() -> None:
 
 
 class UnevenValues(nn.Module):
-    """Attention whose values have a few large channels, of which the projection makes little."""
+    """Attention whose values have a few large channels, with small weights in the projection."""
 
     def __init__(self) -> None:
         super().__init__()

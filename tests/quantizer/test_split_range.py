@@ -72,7 +72,7 @@ def test_it_matches_numpy():
 
 
 def test_it_reduces_the_error():
-    """With positive outliers the negative values, all above -0.17, vanish in one range and survive in two."""
+    """With positive outliers the negative values, all above -0.17, become zero in one range but not in two."""
     model, data = outlying(), [torch.randn(64, 16) for _ in range(2)]
     quantizer = QFrameworkQuantizer().set_module_name("fc2", static_int8())
     unseen = torch.randn(256, 16)
@@ -110,7 +110,7 @@ def test_the_backend_computes_both_in_int8():
 
 
 class Branches(nn.Module):
-    """Linears behind one GELU, behind ReLU and behind nothing."""
+    """Linears after a GELU, after a ReLU and after neither."""
 
     def __init__(self):
         super().__init__()

@@ -33,7 +33,7 @@ OBSERVERS = ["minmax", "moving_average", "percentile", "mse", "entropy"]
 
 
 class Branches(nn.Module):
-    """A gate that is closed where the input is below 10, and a second layer behind the same gate."""
+    """A gate that is closed for inputs below 10, and a second layer after the same gate."""
 
     def __init__(self):
         super().__init__()

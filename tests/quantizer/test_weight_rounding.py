@@ -18,7 +18,7 @@ from qframework.quantizer.weight_rounding import DAMPING, gptq, round_weights
 
 
 def gptq_twin(weight, scale, hessian):
-    """Optimal brain surgeon, one column after another, with the inverse of what is left computed anew each time."""
+    """Optimal brain surgeon, column by column, inverting the remaining matrix again each time."""
     order = np.argsort(-np.diag(hessian), kind="stable")
     damped = hessian + DAMPING * np.diag(hessian).mean() * np.eye(len(hessian))
     w, q = weight.astype(np.float64), np.zeros(weight.shape)
@@ -31,7 +31,7 @@ def gptq_twin(weight, scale, hessian):
 
 
 def correlated(samples, channels, seed=0):
-    """Inputs of a rank of about a quarter of their channels, and a little noise."""
+    """Inputs with a rank of about a quarter of their channels, plus a little noise."""
     rank, generator = max(1, channels // 4), torch.Generator().manual_seed(1 + seed)
     mix = torch.randn(rank, channels, generator=torch.Generator().manual_seed(0))  # the same for every seed
     noise = 0.1 * torch.randn(samples, channels, generator=generator)
@@ -39,7 +39,7 @@ def correlated(samples, channels, seed=0):
 
 
 def rounded(model, data, config=None, **options):
-    """Prepared, calibrated and rounded."""
+    """A model prepared, calibrated and rounded."""
     quantizer = QFrameworkQuantizer().set_global(config or dynamic_int8())
     prepared = prepare_pt2e(exported(model, data[0]), quantizer)
     calibrate(prepared, data)

@@ -36,12 +36,12 @@ def blocks(
 
 
 def float_values(x: BlockTensor) -> torch.Tensor:
-    """Its values in float32, without its own code."""
+    """The float32 values of a BlockTensor, computed without the package."""
     return dequantize_blocks_ref(x.q, x.scale, x.block_size)
 
 
 def assert_rounded(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """``got`` is a BlockTensor of ``exact``: half a step of its own away at most."""
+    """Check that ``got`` is a BlockTensor within half of its own step of ``exact``."""
     assert isinstance(got, BlockTensor)
     assert got.shape == exact.shape
     allowed = HALF_STEP * spread_scale(got.scale, got.shape, got.block_size)
@@ -73,7 +73,7 @@ def test_it_has_the_shape_and_dtype_of_a_float_tensor(dtype):
     ("given", "kept"), [((32, 32), 32), ([64, 64], 64), ([1, 128], (1, 128)), ((32, 128), (32, 128))]
 )
 def test_block_sizes_are_canonical(given, kept):
-    """However it is written, so that tensors of equal blocks meet."""
+    """Block sizes have one form, so that tensors of equal blocks match."""
     x = torch.randn(5, 130)
     made = quantize_blocks(x, given)
     parts = made.q, made.scale, given, torch.float32
@@ -251,7 +251,7 @@ def test_unsupported_sums_fall_back_to_float():
 
 
 def test_dtypes_promote_as_for_floats():
-    """Under autocast the residual stream is FP32 outside, its branches are BF16."""
+    """Under autocast the residual stream stands for FP32, its branches for BF16."""
     x, y = blocks(4, 40).requires_grad_(), blocks(4, 40, dtype=torch.bfloat16).requires_grad_()
     for z, exact in ((y + x, float_values(x) + float_values(y)), (y * x, float_values(x) * float_values(y))):
         assert z.dtype == torch.float32

@@ -43,7 +43,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 class Writes(nn.Module):
-    """Kept in float by its name."""
+    """A module kept in float by its name."""
 
     def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Reads what it gave to a module again afterwards, and changes what the module returned."""
+    """Reads its argument of a module after the call, and changes the module's result."""
 
     def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ def test_compiled(name: str, fresh_dynamo: None) -> None:
 
 
 def test_a_module_that_returns_its_input_still_does() -> None:
-    """What is written to it afterwards is written to both."""
+    """Later writes to the result change both."""
     block = Block(lambda x: x)
 
     def forward(x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def test_a_module_that_returns_its_input_still_does() -> None:
 
 @torch.no_grad()
 def test_the_caller_sees_writes_of_a_block_to_its_input() -> None:
-    """As where hidden states are collected before each block."""
+    """For example in models that collect hidden states before each block."""
 
     class Residual(Block):
         def forward(self, x: Tensor) -> Tensor:

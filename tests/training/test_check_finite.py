@@ -34,7 +34,7 @@ def test_the_error_names_the_first_layer_with_nan_or_infinity(
 
 
 class SpoilGradient(torch.autograd.Function):
-    """Nothing forward; on the way back one value becomes infinite."""
+    """The identity, whose backward pass makes one value infinite."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class SpoilGradient(torch.autograd.Function):
 
 
 def test_the_error_names_the_layer_of_a_gradient() -> None:
-    """Attention's queries, keys and values are float: what is behind them spoils the gradient of what qkv gave."""
+    """Queries, keys and values are float, so the gradient of the output of qkv is wrong first."""
     model, x = convert_to_int8_training(vit(), check_finite=True), inputs("vit")
     model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, out: SpoilGradient.apply(out))
     loss = loss_of(model, x)

@@ -51,7 +51,7 @@ def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 @each_model
 def test_state_dicts_fit_both_ways(name: str) -> None:
-    """And parameters are the very same objects, so an optimizer made before goes on."""
+    """Parameters stay the same objects, so that an existing optimizer keeps working."""
     model, other = MODELS[name](), MODELS[name]()
     before, parameters = state(model), dict(model.named_parameters())
     converted = convert_to_int8_training(model)
@@ -116,7 +116,7 @@ def test_the_residual_stream_is_int8_and_the_rest_float(name: str) -> None:
 
 
 def test_a_block_size_reaches_every_module_in_one_form() -> None:
-    """However it is written."""
+    """In whatever form the block size is given."""
     for given, kept in (([1, 128], (1, 128)), ((64, 64), 64)):
         for make in (lambda: vit(init_values=0.1, drop_path_rate=0.1, proj_drop_rate=0.1), llama):
             model = convert_to_int8_training(make(), given)
@@ -223,7 +223,7 @@ def test_restored_models_have_the_trained_weights_and_their_mode() -> None:
 
 
 def test_replaced_parameters_are_not_kept_alive() -> None:
-    """Those that the model has now are given back, and only they are held."""
+    """The model keeps only its current parameters alive and returns them."""
     model = convert_to_int8_training(gpt2())
     old = weakref.ref(model.transformer.h[0].mlp.c_fc.weight)
     model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()}, assign=True)
@@ -306,7 +306,7 @@ def test_bad_arguments_are_refused() -> None:
 
 
 class OddNorm(nn.RMSNorm):
-    """Scales by 1 + weight, as Gemma's."""
+    """Scales by 1 + weight, as Gemma's RMSNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.rms_norm(x, self.normalized_shape, 1 + self.weight, self.eps)
@@ -320,7 +320,7 @@ def test_a_norm_that_computes_something_else_is_named() -> None:
 
 
 class Strangers(nn.Module):
-    """Blocks that no rule finds: attention is called mixer, and torch's own reads its weights itself."""
+    """Blocks that are not found by their structure: attention is called mixer and reads its weights itself."""
 
     class Layer(nn.Module):
         def __init__(self) -> None:
@@ -359,7 +359,7 @@ def test_third_party_blocks_are_named_by_the_user_and_fall_back() -> None:
 
 
 def test_attention_that_reads_its_linears_weights_is_named() -> None:
-    """timm's Beit adds a bias to queries and values itself; Swin's attention holds parameters and calls its linears."""
+    """timm's Beit adds a bias to queries and values itself; Swin's attention has parameters and calls its linears."""
     import timm
 
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.attn \(Attention\)"):

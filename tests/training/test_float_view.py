@@ -79,7 +79,7 @@ def blocks_and_floats() -> tuple[Tensor, Tensor]:
 
 
 def step(*tensors: Tensor) -> float:
-    """The largest distance of two neighbors in INT8, of any of ``tensors``."""
+    """The largest distance between adjacent INT8 values in ``tensors``."""
     return max(float(x.detach().abs().max()) for x in tensors) / 127
 
 
@@ -100,7 +100,7 @@ def test_a_write_to_a_view_changes_the_tensor(name: str, mode: Callable[[], Abst
 
 @pytest.mark.parametrize("name", WRITES)
 def test_gradients_through_a_write_to_a_view(name: str) -> None:
-    """Those of PyTorch, up to the steps of a gradient in blocks."""
+    """Gradients equal PyTorch's up to the steps of a gradient in blocks."""
     x = torch.randn(2, 33, 64)
     weight = torch.randn(2, 33, 64)
 
@@ -139,7 +139,7 @@ def test_a_write_to_a_tensor_changes_its_views(write: Program, mode: Any) -> Non
 
 
 def test_a_write_drops_the_statistics_of_aliases() -> None:
-    """Those that an addition made belong to the values, not to one of the tensors that show them."""
+    """Statistics of an addition belong to the values, which all aliases share."""
     torch.manual_seed(0)
     x = quantize_blocks(torch.randn(2, 33, 64))
     for alias in (lambda x: x.detach(), lambda x: x.view(66, 64), lambda x: x):
@@ -188,7 +188,7 @@ def test_a_view_can_be_used_as_any_tensor() -> None:
 
 
 def test_a_graph_refuses_to_write_to_a_view_that_is_its_input(fresh_dynamo: None) -> None:
-    """It reads what is in the blocks now; what it would write to them is refused."""
+    """The graph reads the current blocks, but writing to them is refused."""
     x = quantize_blocks(torch.randn(2, 33, 64))
     view = x[:, :3]
     triple = torch.compile(lambda view: view * 3.0, backend="aot_eager")

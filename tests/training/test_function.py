@@ -49,7 +49,7 @@ OPERATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def functions() -> set[type]:
-    """Every autograd function that this room defines."""
+    """Every autograd function of qframework.training."""
     for module in pkgutil.iter_modules(qframework.training.__path__, "qframework.training."):
         importlib.import_module(module.name)
     found, kinds = set(), [torch.autograd.Function]
@@ -66,7 +66,7 @@ def test_every_function_is_here() -> None:
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_second_derivatives_are_refused(name: str) -> None:
-    """Also where the incoming gradient is a constant, and where it is one alone that is asked for."""
+    """Also if the incoming gradient is a constant, and if only one gradient is requested."""
     x = torch.randn(4, 8, requires_grad=True)
     y = OPERATORS[name](x)
     gradient = torch.ones_like(y)  # in blocks where the result is
@@ -138,7 +138,7 @@ def test_whole_models_refuse_other_derivatives(differentiate: Any, mode: Any) ->
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models_refuse_second_derivatives(backend: str, fresh_dynamo: None) -> None:
-    """AOTAutograd itself refuses to differentiate twice."""
+    """AOTAutograd refuses to differentiate twice."""
     model, x = convert_to_int8_training(vit()), inputs("vit").requires_grad_()
     with pytest.raises(RuntimeError if backend == "aot_eager" else UnsupportedError, match=r"double backward|second"):
         penalty(torch.compile(model, backend=backend), x)
@@ -148,7 +148,7 @@ def test_compiled_models_refuse_second_derivatives(backend: str, fresh_dynamo: N
 
 
 def test_layers_after_the_blocks_have_second_derivatives() -> None:
-    """Of what is float, such as a head."""
+    """Layers that stay float, such as a head."""
     model, x = convert_to_int8_training(vit()), inputs("vit")
     features = model.forward_features(x)
     (gradient,) = torch.autograd.grad(model.forward_head(features).square().sum(), features, create_graph=True)
@@ -202,7 +202,7 @@ def test_other_operators_refuse_transforms_by_name(name: str, call: Callable[[Te
 
 @pytest.mark.parametrize("transform", [torch.func.jvp, lambda call, x, tangents: torch.func.vmap(call)(*x)])
 def test_compiled_attention_refuses_transforms(transform: Any, fresh_dynamo: None) -> None:
-    """A tangent would be zero there."""
+    """Otherwise the tangent would be zero."""
     x = torch.randn(1, 1, 4, 6)
     compiled = torch.compile(lambda x: transform(lambda x: sage_attention(x, x, x), (x,), (x,)), backend="eager")
     with pytest.raises(UnsupportedError, match=r"sage_attention: a transform of torch\.func"):
@@ -225,7 +225,7 @@ def raw_operators() -> dict[str, Callable[[Tensor], Any]]:
 
 @pytest.mark.parametrize("name", raw_operators())
 def test_raw_operators_refuse_forward_mode(name: str) -> None:
-    """Below autograd a tangent would be dropped."""
+    """Below autograd, operators would drop a tangent."""
     call, x = raw_operators()[name], torch.randn(1, 1, 4, 6)
     with forward_ad.dual_level():
         call(x)  # without a tangent
@@ -249,7 +249,7 @@ def test_a_compiled_function_given_a_tangent_refuses_it(backend: str, warm: bool
 
 
 def test_fake_quantization_has_second_derivatives() -> None:
-    """Its gradient is a mask, so that those of a cube behind it are 6 y where nothing is clipped."""
+    """Its gradient is a mask, so those of a cube after it are 6 y where nothing is clipped."""
     x, scale = torch.tensor([0.5, -1.0, 100.0], requires_grad=True), torch.tensor([0.5])
     y = fake_quantize(x, scale)
     (first,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)

@@ -56,19 +56,19 @@ def blocks_of(x, block_size):
 
 
 def transposed_blocks_of(x, block_size):
-    """The same of its transpose, in blocks of ``operand_size``; floats are quantized once, blocks that change again."""
+    """Like ``blocks_of`` for the transpose, in blocks of ``operand_size``; blocks are quantized again."""
     if isinstance(x, BlockTensor):
         return torch.ops.qframework.block_transpose(x.q, x.scale, block_size)
     return torch.ops.qframework.block_quantize_both(x.detach(), block_size)[2:]
 
 
 def in_blocks(x, block_size):
-    """What ``x`` is once quantized, in FP64."""
+    """``x`` after quantization, in FP64."""
     return dequantize_blocks_ref(*blocks_of(x, block_size), block_size).double()
 
 
 def transposed_in_blocks(x, block_size):
-    """What the transpose of ``x``, seen as rows, is once quantized, in FP64."""
+    """The transpose of ``x``, as rows, after quantization, in FP64."""
     return dequantize_blocks_ref(*transposed_blocks_of(x, block_size), operand_size(block_size)).double()
 
 
@@ -77,7 +77,7 @@ def rows(x):
 
 
 def product(a, b):
-    """``a @ b.T`` in FP64, and the largest error of float32 sums of it in any order."""
+    """``a @ b.T`` in FP64, and the largest error of float32 sums in any order."""
     return a @ b.t(), (a.shape[1] + 4) * UNIT * (a.abs() @ b.abs().t())
 
 
@@ -89,7 +89,7 @@ def assert_within(got, exact, error, unit=UNIT):
 
 
 def three_products(x, weight, grad):
-    """Y, dX and dW of operands in FP64 as ``(exact, error)``; ``weight`` is (N, K)."""
+    """Y, dX and dW of FP64 operands as ``(exact, error)``; ``weight`` is (N, K)."""
     x, grad = rows(x), rows(grad)
     return product(x, weight), product(grad, weight.t()), product(grad.t(), x.t())
 
@@ -129,7 +129,7 @@ def test_from_floats_to_floats(device, block_size, shape, n, conv1d, bias):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("conv1d", [False, True])
 def test_from_blocks_to_blocks(device, block_size, conv1d):
-    """Results and gradients are half a step of their own blocks away from the FP64 products."""
+    """Results and gradients are within half a step of their own blocks of the FP64 products."""
     shape, n = (2, 37, 70), 50
     given = float_layer(conv1d, shape[-1], n, device=device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size)
@@ -175,13 +175,13 @@ def test_the_error_against_the_float_layer(block_size):
 
 
 def rounding(blocks, shape, block_size):
-    """Of every value of what was rounded to these blocks, the largest error and the mean of its square."""
+    """For all values rounded to these blocks: the largest error and the mean squared error."""
     step = spread_scale(blocks[1], shape, block_size).double()
     return step / 2, step.square() / 12
 
 
 def rounding_of_transpose(t, block_size):
-    """The same of the transpose of ``t (R, C)``, which is rounded once more if blocks are not square."""
+    """The same for the transpose of ``t (R, C)``, which is rounded twice if blocks are not square."""
     last = rounding(transposed_blocks_of(t, block_size), (t.shape[1], t.shape[0]), operand_size(block_size))
     if not isinstance(t, BlockTensor):
         return last
@@ -192,7 +192,7 @@ def rounding_of_transpose(t, block_size):
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
-    """No further than the errors of both operands explain; in the mean as far, for roundings are independent."""
+    """At most what the errors of both operands explain, and on average as much, since roundings are independent."""
     m, k, n = 150, 140, 130
     layer = Int8Linear.from_float(nn.Linear(k, n), block_size, "block" if in_blocks else "float")
     x, grad, weight = torch.randn(m, k, requires_grad=True), torch.randn(m, n), layer.weight.detach()
@@ -214,7 +214,7 @@ def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines(device, name):
-    """Three products with one scale a tensor; or two with one a row, and dW of floats."""
+    """Three products with one scale per tensor, or two with one per row and a float dW."""
     per_token, conv1d = name.startswith("per_token"), name.endswith("conv1d")
     given = float_layer(conv1d, 70, 50, device=device)
     x, grad = operands((2, 37, 70), 50, device)
@@ -249,7 +249,7 @@ LAYERS = {
 
 
 def run(layer, x):
-    """Result, gradient of the input and of the parameters, as floats."""
+    """Result, gradient of the input and gradients of the parameters, as floats."""
     x = x.detach().requires_grad_()
     layer.zero_grad()
     y = layer(x)
@@ -314,7 +314,7 @@ def test_autocast_decides_the_dtype(name):
 
 
 def saved(layer, x):
-    """What the forward pass keeps for the backward pass."""
+    """The tensors that the forward pass saves for the backward pass."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x)

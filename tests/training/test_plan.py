@@ -28,7 +28,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def works_and_is_restored(model: nn.Module, x: Tensor, mode: Any = "per_block") -> nn.Module:
-    """Converted, near the float model (test_convert.py says how near), whole again, and converted once more."""
+    """Check that a converted model is close to the float model, and that it can be restored and converted again."""
     wanted, before, parameters = logits_of(model.eval(), x).detach(), everything(model), list(model.parameters())
     fallbacks.clear()
     convert_to_int8_training(model, mode=mode)
@@ -61,7 +61,7 @@ STEPS = {
 
 
 class Failing:
-    """Calls a function, up to a call that fails after it did its work, or instead of it."""
+    """Calls a function until a chosen call fails, before or after its work."""
 
     def __init__(self, function: Callable[..., Any], at: int | None, late: bool = False) -> None:
         self.function, self.at, self.late, self.calls = function, at, late, 0
@@ -81,7 +81,7 @@ class Failing:
 @each_model
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_anywhere_changes_nothing(name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of every step fails in turn, before and after its work."""
+    """Each call of each step fails once, before and after its work."""
     first = {"vit": "blocks.0", "gpt2": "transformer.h.0", "llama": "model.layers.0"}[name]
     kept = {"vit": "norm1", "gpt2": "ln_1", "llama": "input_layernorm"}[name]
     options: dict[str, Any] = {"keep_float": [f"{first}.{kept}"], "check_finite": True, "stochastic_gradients": True}
@@ -110,7 +110,7 @@ def test_a_failure_anywhere_changes_nothing(name: str, step: str, monkeypatch: p
 
 
 class FinalGELU(nn.GELU):
-    """Has no subclasses, which a converted module's class would be."""
+    """A class without subclasses, as the class of a converted module would be."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise TypeError("is final")

@@ -39,7 +39,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
 
 def close_in_int8_and_the_same_when_restored(model: nn.Module, x: Tensor, mode: Any = "per_block") -> nn.Module:
-    """As test_convert.py's bound on logits: 12 quantizations in each of 2 blocks, 0.01 of the norm each, twice that."""
+    """The bound of test_convert.py for logits: 12 quantizations in each of 2 blocks, 0.01 of the norm each, doubled."""
     model.eval()
     logits_of(model, x)  # what computes weights in hooks has done so
     wanted, before = logits_of(model, x).detach(), everything(model)
@@ -58,7 +58,7 @@ def close_in_int8_and_the_same_when_restored(model: nn.Module, x: Tensor, mode: 
 
 
 def patch(module: nn.Module, calls: list[str], factor: float = 1.5) -> None:
-    """As accelerate's hooks and some adapters do."""
+    """Replaces ``forward`` on the module, as accelerate's hooks and some adapters do."""
     module._old_forward = module.forward
 
     def new_forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -101,7 +101,7 @@ def test_a_replaced_forward_in_the_baselines(kind: str, name: str, mode: Any) ->
 
 @pytest.mark.parametrize("name", ["layers.0.mlp", "layers.0", "layers.1"])
 def test_a_replaced_forward_of_a_container_runs_around_int8_layers(name: str) -> None:
-    """A gated MLP is left to it, too."""
+    """Also in a gated MLP."""
     model, x, calls = llama(), inputs("llama"), []
     patch(model.model.get_submodule(name), calls, factor=1.0)
     close_in_int8_and_the_same_when_restored(model, x)
@@ -155,7 +155,7 @@ def test_hooks_of_every_kind_run_and_conversion_runs_none() -> None:
 
 
 def test_a_hook_on_the_activation_of_a_converted_gated_mlp_runs() -> None:
-    """Which otherwise runs inside one operator with the product behind it."""
+    """Without hooks, one operator computes the activation and the product after it."""
     model, x, seen = convert_to_int8_training(llama()).eval(), inputs("llama"), []
     fused = logits_of(model, x)
     handle = model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: seen.append(1))
@@ -190,7 +190,7 @@ def test_attributes_stay_and_conflicting_names_keep_a_module_in_float() -> None:
 
 
 class Adapted(nn.Linear):
-    """Computes what nn.Linear does, and has methods of its own."""
+    """Computes the same as nn.Linear, and has other methods."""
 
     special = True
 
@@ -214,7 +214,7 @@ class Lora(nn.Linear):
 
 
 class Wrapped(nn.Module):
-    """Holds the layer that it adapts, frozen."""
+    """Contains the layer that it adapts, frozen."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -256,7 +256,7 @@ def test_the_error_names_a_linear_that_computes_something_else() -> None:
 
 
 class Wider(nn.LayerNorm):
-    """Another formula under a known base class."""
+    """Another formula in a subclass of a known class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
@@ -274,7 +274,7 @@ def test_the_current_class_of_a_module_counts() -> None:
 
 @each_mode
 def test_adapters_around_layers(mode: Any) -> None:
-    """The layers in them are converted, frozen ones stay frozen."""
+    """The layers inside adapters are converted, and frozen ones stay frozen."""
     model = vit()
     for block in model.blocks:
         block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)

@@ -139,14 +139,14 @@ def test_the_epsilon_of_a_norm_counts(name: str | None) -> None:
 
 
 class OwnReLU(nn.Module):
-    """A ReLU that writes into its input and has no attribute ``inplace``."""
+    """A ReLU that writes to its input and has no attribute ``inplace``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu_()
 
 
 class Ignoring(nn.Module):
-    """An MLP that does not use what its activation returns."""
+    """An MLP that ignores the result of its activation."""
 
     def __init__(self, act: nn.Module, drop: nn.Module) -> None:
         super().__init__()

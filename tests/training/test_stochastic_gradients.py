@@ -29,14 +29,14 @@ def layer(conv1d: bool = False, stochastic: bool = True) -> nn.Module:
 
 
 def gradient() -> Tensor:
-    """Its first row is large; the others are small beside it and share its block."""
+    """The first row is large; the others are small and share its block."""
     grad = torch.full((ROWS, OUT), SMALL)
     grad[0] = 1.0
     return grad
 
 
 def gradients(made: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the input and the weight, in FP64."""
+    """Gradients of the input and the weight, in FP64."""
     x = x.detach().requires_grad_()
     made.zero_grad()
     made(x).backward(grad)
@@ -45,7 +45,7 @@ def gradients(made: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("conv1d", [False, True])
 def test_small_rows_are_right_on_average(conv1d: bool) -> None:
-    """The mean over seeds is six of its deviations from the float gradient at most; to nearest there is nothing."""
+    """The mean over seeds is within six deviations of the float gradient; rounding to nearest gives zeros."""
     x, grad = torch.rand(ROWS, COLUMNS) + 0.5, gradient()
     made = layer(conv1d)
     found = []
@@ -95,7 +95,7 @@ def test_a_seed_repeats_it() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_draws_the_same(reentrant: bool) -> None:
-    """Also for what draws behind it: dropout must not notice."""
+    """Dropout after the layer gets the same random numbers."""
     made, drop, x = layer(), nn.Dropout(0.5), torch.rand(ROWS, COLUMNS)
 
     def both(x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ LATE = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_rounds_where_floats_enter(name: str) -> None:
-    """Behind the last block, and what attention gives to queries, keys and values; without the option nowhere."""
+    """After the last block, and at queries, keys and values; nowhere without the option."""
     options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if name == "gpt2" else {}
     model = convert_to_int8_training(MODELS[name](**options), stochastic_gradients=True)
     first, second, again = (loss_gradients(model, name, seed) for seed in (1, 2, 1))
@@ -160,7 +160,7 @@ def test_a_model_rounds_where_floats_enter(name: str) -> None:
 
 
 def test_a_model_compiles_without_graph_breaks(fresh_dynamo) -> None:
-    """The seeds are others than in eager mode, where the draws are as many as the layers."""
+    """Seeds differ from those of eager mode, which draws one per layer."""
     model = convert_to_int8_training(vit(), stochastic_gradients=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     first, second, again = (list(loss_gradients(compiled, "vit", seed).values()) for seed in (1, 2, 1))
@@ -169,7 +169,7 @@ def test_a_model_compiles_without_graph_breaks(fresh_dynamo) -> None:
 
 
 def test_gradients_after_the_last_block_are_right_on_average() -> None:
-    """The gradient of the class token alone: the patches' rows are small beside it."""
+    """The gradient of the class token only, next to which those of patches are small."""
     values = BlockTensor(torch.ones(ROWS, OUT, dtype=torch.int8), torch.ones(1, 2), 32, torch.float32)
     total = torch.zeros(ROWS, OUT, dtype=torch.float64)
     for seed in range(SEEDS):
