@@ -198,7 +198,7 @@ def test_rows_that_begin_anywhere_are_summed_value_by_value(name, monkeypatch, t
 @pytest.mark.parametrize(("columns", "fours"), [(300, False), (272, True)])
 def test_launchers_check_whether_fours_are_neighbours(monkeypatch, columns, fours):
     said = []
-    for module in (statistics, elementwise):
+    for module in (statistics, _block_operators):
         monkeypatch.setattr(module, "launch", lambda *_: lambda *_, **constants: said.append(constants.get("FOURS")))
     x, scale = block_quantize(torch.randn(40, columns), 32)
     statistics.row_statistics_triton(x, scale, 32)
