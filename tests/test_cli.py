@@ -237,7 +237,7 @@ BAD_INPUT = {
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth", "--data", "."),
         "none.pth does not exist",
     ),
-    "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
+    "unknown observer": (("quantize", "digits", "--observer", "max"), "observer must be one of 'minmax'"),
     "observer of a dynamic scale": (("quantize", "digits", "--dynamic", "--observer", "mse"), "needs --static"),
     "unknown attention": (
         ("quantize", "digits", "--attention", "sage9"),

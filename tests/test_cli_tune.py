@@ -125,7 +125,10 @@ def test_a_malformed_config_is_refused() -> None:
     [
         (("sensitivity", "digits", "--linear", "int4"), "a linear cannot be 'int4'"),
         (("tune", "digits", "--variants", "sage9"), "variant='sage9' is unknown"),
-        (("tune", "digits", "--observer", "max"), "observer='max' is unknown"),
+        (
+            ("tune", "digits", "--observer", "max"),
+            "observer must be one of 'minmax'",
+        ),
         (("tune", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
     ],
 )

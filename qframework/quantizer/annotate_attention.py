@@ -5,17 +5,16 @@ Static, once converted::
     q, k, v -> quantize -> dequantize -> attention -> transpose -> reshape -> quantize -> dequantize -> linear
 
 The last pair belongs to the linear; with ``output="always"`` the attention has one of its own. A variant quantizes
-inside the kernel, so that there is nothing to observe::
+inside the kernel and needs no observers::
 
     q, k, v -> qframework.sage_attention (variant) -> getitem 0 -> ...
 
-Attention spelled out as matmul, softmax, matmul is written as one of the two first.
+Attention spelled out as matmul, softmax, matmul is first rewritten as one of the two.
 Counterpart: qframework/backend/lower_static_attention.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,19 +23,19 @@ from torch.fx import GraphModule, Node
 
 import qframework.kernels  # noqa: F401  registers the operator that variants become
 from qframework.compat.operators import schema
-from qframework.compat.torchao import (
-    ANNOTATED,
-    Q_ANNOTATION_KEY,
-    QuantizationAnnotation,
-    QuantizationSpec,
-    QuantizationSpecBase,
-)
-from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.compat.torchao import QuantizationAnnotation, QuantizationSpec, QuantizationSpecBase
+from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import operation
 from qframework.graph.replace_attention import replace_attention
-from qframework.numerics import FLOAT_DTYPES, QMAX, QMIN
-from qframework.quantizer.annotate_linear import SharedObservers
+from qframework.numerics import FLOAT_DTYPES
+from qframework.quantizer.annotate_linear import (
+    SharedObservers,
+    quantization_spec,
+    traced_value,
+    unsupported,
+    write_annotation,
+)
 from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.observers import activation_observer, per_head_observer
 
@@ -46,7 +45,7 @@ _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
 @dataclass
 class AttentionAnnotation(QuantizationAnnotation):
-    """torchao's annotation, which also remembers the layer's name and configuration."""
+    """torchao's annotation with the layer's name and configuration."""
 
     layer: str = ""
     config: AttentionConfig = field(default_factory=AttentionConfig)
@@ -80,12 +79,12 @@ def is_softmax(node: Node) -> bool:
 
 
 def is_variant(node: Node) -> bool:
-    """Whether ``node`` is the operator that a variant became."""
+    """Whether ``node`` is the operator of a variant."""
     return node.op == "call_function" and node.target == torch.ops.qframework.sage_attention.default
 
 
 def attention_call(node: Node) -> SdpaArguments:
-    """The arguments of an attention's node, defaults filled in."""
+    """The arguments of an attention node, including defaults."""
     names = [argument.name for argument in schema(_SDPA).arguments]
     values: dict[str, Any] = {argument.name: argument.default_value for argument in schema(_SDPA).arguments}
     values |= dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -96,58 +95,51 @@ def annotate_attention(node: Node, layer: str, config: AttentionConfig, shared: 
     """Annotate one attention of ``mode="static"``; ``shared`` carries the observers placed so far.
 
     Raises:
-        UnsupportedError: no kernel can do ``config`` on this attention; see check_attention.
+        UnsupportedError: no kernel supports ``config`` for this attention; see check_attention.
     """
     check_attention(node, layer, config)
     qspecs: dict[Node, QuantizationSpecBase] = {}
     for role, tensor in attention_call(node).operands().items():
-        # a tensor that is key and value at once has one observer
+        # a tensor that is both key and value has one observer
         fresh = _spec(tensor, f"{layer}:{role}", config)
         qspecs.setdefault(tensor, shared.spec(tensor, config, (tensor, node), fresh))
     output = _per_tensor_spec(f"{layer}:output", config) if config.output == "always" else None
-    node.meta[Q_ANNOTATION_KEY] = AttentionAnnotation(
-        input_qspec_map=qspecs,
-        output_qspec=output,
-        allow_implicit_sharing=False,
-        **ANNOTATED,
-        layer=layer,
-        config=config,
-    )
+    write_annotation(node, AttentionAnnotation, qspecs, output, layer=layer, config=config)
 
 
 def check_attention(node: Node, layer: str, config: AttentionConfig) -> None:
-    """Raise UnsupportedError, naming the layer, where no kernel can do ``config`` on the attention ``node``."""
+    """Raise UnsupportedError where no kernel supports ``config`` for the attention ``node``."""
     call = attention_call(node)
     reason = None
     if call.dropout_p != 0:
-        reason = f"attention with dropout_p={call.dropout_p}; accepted: 0, as a model in eval() has"
+        reason = f"dropout_p must be 0, as in a model in eval(), got {call.dropout_p}"
     for role, tensor in call.operands().items():
-        reason = reason or _reason_against(role, _value(tensor, layer), config)
+        reason = reason or _reason_against(role, traced_value(tensor, layer), config)
     if reason is not None:
-        raise UnsupportedError(f"layer {layer!r}: {reason}, or set_module_name({layer!r}, None) to leave it in float")
+        raise unsupported(layer, reason)
 
 
 def _reason_against(role: str, value: torch.Tensor, config: AttentionConfig) -> str | None:
     shape = f"({', '.join(map(str, value.shape))})"
     if value.dtype not in FLOAT_DTYPES:
-        return f"{role} of dtype {value.dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}"
+        return f"{role} must have dtype float32, float16 or bfloat16, got {value.dtype}"
     if not 3 <= value.ndim <= 5:
-        return f"{role} of shape {shape}; accepted: 3 to 5 dimensions"
+        return f"{role} must have 3 to 5 dimensions, got shape {shape}"
     if isinstance(value.shape[-1], int) and value.shape[-1] > MAX_HEAD_DIM:
-        return f"{role} has {value.shape[-1]} channels a head; accepted: up to {MAX_HEAD_DIM}"
+        return f"{role} must have at most {MAX_HEAD_DIM} channels per head, got {value.shape[-1]}"
     if config.granularity == "per_head" and (value.ndim < 4 or not isinstance(value.shape[-3], int)):
-        return f"granularity='per_head' with a {role} of shape {shape}; accepted: (..., H, N, D) with a fixed H"
+        return f"{role} must have shape (..., H, N, D) with a fixed H for granularity='per_head', got {shape}"
     return None
 
 
 def transform_attention(model: GraphModule, node: Node, layer: str, config: AttentionConfig) -> None:
-    """Put the operator that ``config`` needs in the place of an attention, or of the one around the softmax ``node``.
+    """Replace the attention ``node``, or the spelled-out attention around a softmax ``node``, by what ``config`` needs.
 
-    A variant becomes ``qframework.sage_attention``, attention spelled out that is to be static becomes
-    ``scaled_dot_product_attention``; a softmax of something else is left alone.
+    For a variant this is ``qframework.sage_attention``. For static attention, spelled-out attention becomes
+    ``scaled_dot_product_attention``. A softmax that is not part of attention stays.
 
     Raises:
-        UnsupportedError: no kernel can do ``config`` on this attention.
+        UnsupportedError: no kernel supports ``config`` for this attention.
     """
     if is_attention(node):
         check_attention(node, layer, config)
@@ -160,47 +152,15 @@ def transform_attention(model: GraphModule, node: Node, layer: str, config: Atte
         elif not is_attention(node):
             replace_attention(model, call, lambda writer: writer.write_sdpa())
     except (Refused, QFrameworkError) as refusal:
-        raise UnsupportedError(
-            f"layer {layer!r}: attention that no kernel computes: {refusal}, or set_module_name({layer!r}, None) to "
-            "leave it in float"
-        ) from refusal
-
-
-def annotated_attentions(model: GraphModule) -> list[tuple[Node, AttentionAnnotation]]:
-    """The attentions that this quantizer annotated, in graph order."""
-    annotations = ((node, node.meta.get(Q_ANNOTATION_KEY)) for node in model.graph.nodes)
-    return [(node, annotation) for node, annotation in annotations if isinstance(annotation, AttentionAnnotation)]
+        raise unsupported(layer, f"no kernel computes this attention: {refusal}") from refusal
 
 
 def _spec(tensor: Node, layer: str, config: AttentionConfig) -> QuantizationSpec:
     if config.granularity == "per_tensor":
         return _per_tensor_spec(layer, config)
-    heads_axis = _value(tensor, layer).ndim - 3
-    return _quantization_spec(per_head_observer(config, layer, heads_axis), torch.per_channel_symmetric, heads_axis)
+    heads_axis = traced_value(tensor, layer).ndim - 3
+    return quantization_spec(per_head_observer(config, layer, heads_axis), torch.per_channel_symmetric, heads_axis)
 
 
 def _per_tensor_spec(layer: str, config: AttentionConfig) -> QuantizationSpec:
-    return _quantization_spec(activation_observer(config.activation(), layer, ()), torch.per_tensor_symmetric)
-
-
-def _quantization_spec(
-    observer: Callable[..., Any], qscheme: torch.qscheme, axis: int | None = None
-) -> QuantizationSpec:
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=observer,
-        quant_min=QMIN,
-        quant_max=QMAX,
-        qscheme=qscheme,
-        ch_axis=axis,
-    )
-
-
-def _value(node: Node, layer: str) -> torch.Tensor:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedError(
-            f"layer {layer!r}: the graph does not say the shape and dtype of {node.name!r}; accepted: "
-            "a module from torch.export.export(...).module()"
-        )
-    return value
+    return quantization_spec(activation_observer(config.activation(), layer, ()), torch.per_tensor_symmetric)

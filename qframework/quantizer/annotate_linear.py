@@ -1,4 +1,4 @@
-"""Annotate ``aten.linear``: which tensors of a linear get an observer, and which share one.
+"""Annotate ``aten.linear``: which tensors of a linear get an observer of their own, and which share one.
 
 From::
 
@@ -14,8 +14,9 @@ observer, hence one quantize. Counterpart: qframework/backend/lower_linear.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule, Node
@@ -38,10 +39,13 @@ from qframework.quantizer.observers import activation_observer, weight_observer
 
 @dataclass
 class LinearAnnotation(QuantizationAnnotation):
-    """torchao's annotation, which also remembers the layer's name and configuration."""
+    """torchao's annotation with the layer's name and configuration."""
 
     layer: str = ""
     config: LinearConfig = field(default_factory=LinearConfig)
+
+
+A = TypeVar("A", bound=QuantizationAnnotation)
 
 
 @dataclass
@@ -65,7 +69,7 @@ def is_linear(node: Node) -> bool:
 
 
 def is_annotated(node: Node) -> bool:
-    """Whether a quantizer, ours or another, has taken ``node``."""
+    """Whether this or another quantizer has annotated ``node``."""
     return says_annotated(node.meta.get(Q_ANNOTATION_KEY))
 
 
@@ -73,11 +77,11 @@ def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: Shared
     """Annotate one linear; ``shared`` carries the observers placed so far.
 
     Raises:
-        UnsupportedError: no kernel can do ``config`` on this layer; see check_linear.
+        UnsupportedError: no kernel supports ``config`` for this layer; see check_linear.
     """
     check_linear(node, layer, config)
     x, weight = _input_and_weight(node)
-    qspecs = {
+    qspecs: dict[Node, QuantizationSpecBase] = {
         x: shared.spec(x, config.activation, (x, node), _activation_spec(x, layer, config.activation)),
         weight: shared.spec(weight, config.weight, (weight, node), _weight_spec(layer, config)),
     }
@@ -86,47 +90,51 @@ def annotate_linear(node: Node, layer: str, config: LinearConfig, shared: Shared
         output = shared.spec(
             node, config.activation, node, _activation_spec(node, f"{layer}:output", config.activation)
         )
-    # Sharing is explicit: torchao's implicit sharing looks at the dtype and range only, not at the granularity.
-    node.meta[Q_ANNOTATION_KEY] = LinearAnnotation(
-        input_qspec_map=qspecs,
-        output_qspec=output,
-        allow_implicit_sharing=False,
-        **ANNOTATED,
-        layer=layer,
-        config=config,
+    write_annotation(node, LinearAnnotation, qspecs, output, layer=layer, config=config)
+
+
+def write_annotation(
+    node: Node, kind: type[A], inputs: dict[Node, QuantizationSpecBase], output: QuantizationSpecBase | None, **own: Any
+) -> None:
+    """Annotate ``node``; ``own`` are the fields that ``kind`` adds to torchao's annotation."""
+    # Sharing is explicit: torchao's implicit sharing compares only the dtype and range, not the granularity.
+    node.meta[Q_ANNOTATION_KEY] = kind(
+        input_qspec_map=inputs, output_qspec=output, allow_implicit_sharing=False, **ANNOTATED, **own
     )
 
 
 def check_linear(node: Node, layer: str, config: LinearConfig) -> None:
-    """Raise UnsupportedError, naming the layer, where no kernel can do ``config`` on the linear ``node``."""
+    """Raise UnsupportedError where no kernel supports ``config`` for the linear ``node``."""
     x, weight = _input_and_weight(node)
     for name, tensor in (("activation", x), ("weight", weight)):
-        dtype = _value(tensor, layer).dtype
+        dtype = traced_value(tensor, layer).dtype
         if dtype not in FLOAT_DTYPES:
-            raise UnsupportedError(
-                f"layer {layer!r}: {name} of dtype {dtype}; accepted: {', '.join(map(str, FLOAT_DTYPES))}, "
-                f"or set_module_name({layer!r}, None) to leave the layer as it is"
-            )
-    features = _value(weight, layer).shape[-1]
+            raise unsupported(layer, f"{name} must have dtype float32, float16 or bfloat16, got {dtype}")
+    features = traced_value(weight, layer).shape[-1]
     if features > MAX_INT8_PRODUCTS:
-        raise UnsupportedError(
-            f"layer {layer!r}: {features} input features, over which an INT32 sum can overflow; accepted: up to "
-            f"{MAX_INT8_PRODUCTS}, or set_module_name({layer!r}, None) to leave the layer as it is"
-        )
+        reason = f"in_features must be at most {MAX_INT8_PRODUCTS}, above which INT32 sums can overflow, got {features}"
+        raise unsupported(layer, reason)
     if config.activation.granularity == "per_token" and not config.activation.dynamic:
         _check_positions(x, layer)
 
 
+def unsupported(layer: str, reason: str) -> UnsupportedError:
+    """The error for a layer that no kernel supports, which says how to leave the layer in float."""
+    return UnsupportedError(
+        f"layer {layer!r}: {reason}. To leave the layer in float, call set_module_name({layer!r}, None)"
+    )
+
+
 def _check_positions(x: Node, layer: str) -> None:
-    shape = tuple(_value(x, layer).shape)
+    shape = tuple(traced_value(x, layer).shape)
     for dim, size in enumerate(shape[:-1]):
         is_batch = dim == 0 and len(shape) > 2
         if not is_batch and not isinstance(size, int):
             what = "batch" if dim == 0 else "position"
-            raise UnsupportedError(
-                f"layer {layer!r}: static per-token scales belong to positions, but dimension {dim} ({what}) of its "
-                f"activation of shape ({', '.join(map(str, shape))}) is dynamic; accepted: a fixed size, "
-                f"a dynamic or per-tensor activation, or set_module_name({layer!r}, None)"
+            raise unsupported(
+                layer,
+                f"with static per-token scales dimension {dim} ({what}) of the activation must have a fixed size, got "
+                f"shape ({', '.join(map(str, shape))}). A dynamic or a per-tensor activation needs no fixed size",
             )
 
 
@@ -137,48 +145,53 @@ def _input_and_weight(node: Node) -> tuple[Node, Node]:
     return x, weight
 
 
-def _value(node: Node, layer: str) -> torch.Tensor:
+def traced_value(node: Node, layer: str) -> torch.Tensor:
+    """The fake tensor that export recorded for ``node``. Raises UnsupportedError where there is none."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         raise UnsupportedError(
-            f"layer {layer!r}: the graph does not say the shape and dtype of {node.name!r}; accepted: "
-            "a module from torch.export.export(...).module()"
+            f"layer {layer!r}: the graph must record the shape and dtype of {node.name!r}, got neither. Use a module "
+            "from torch.export.export(...).module()"
         )
     return value
 
 
 def _positions(x: Node, layer: str) -> tuple[int, ...]:
-    """Dimensions that have a static per-token scale each: all but channels, and but the batch of 3 or more."""
-    shape = _value(x, layer).shape[:-1]
+    """The dimensions with static per-token scales: all but the channels and, of 3 or more dimensions, the batch."""
+    shape = traced_value(x, layer).shape[:-1]
     return tuple(shape[1:] if len(shape) > 1 else shape)
+
+
+def quantization_spec(
+    observer: Callable[..., Any], qscheme: torch.qscheme | None, axis: int | None = None
+) -> QuantizationSpec:
+    """Symmetric INT8 as torchao describes it; ``axis`` is the dimension with one scale per index."""
+    return QuantizationSpec(
+        dtype=torch.int8,
+        observer_or_fake_quant_ctr=observer,
+        quant_min=QMIN,
+        quant_max=QMAX,
+        qscheme=qscheme,
+        ch_axis=axis,
+    )
 
 
 def _activation_spec(x: Node, layer: str, config: ActivationConfig) -> QuantizationSpec:
     per_position = config.granularity == "per_token" and not config.dynamic
     positions = _positions(x, layer) if per_position else ()
-    # is_dynamic stays False: it would have torchao look for its own choose_qparams nodes. The observer knows.
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=activation_observer(config, layer, positions),
-        quant_min=QMIN,
-        quant_max=QMAX,
-        qscheme=torch.per_tensor_symmetric if not (per_position or config.dynamic) else None,
-    )
+    # is_dynamic stays False, even for a dynamic activation: with True, torchao looks for its own choose_qparams nodes.
+    qscheme = torch.per_tensor_symmetric if not (per_position or config.dynamic) else None
+    return quantization_spec(activation_observer(config, layer, positions), qscheme)
 
 
 def _weight_spec(layer: str, config: LinearConfig) -> QuantizationSpec:
-    per_channel = config.weight.granularity == "per_channel"
-    return QuantizationSpec(
-        dtype=torch.int8,
-        observer_or_fake_quant_ctr=weight_observer(config.weight, layer),
-        quant_min=QMIN,
-        quant_max=QMAX,
-        qscheme=torch.per_channel_symmetric if per_channel else torch.per_tensor_symmetric,
-        ch_axis=0 if per_channel else None,
-    )
+    observer = weight_observer(config.weight, layer)
+    if config.weight.granularity == "per_channel":
+        return quantization_spec(observer, torch.per_channel_symmetric, 0)
+    return quantization_spec(observer, torch.per_tensor_symmetric)
 
 
-def annotated_linears(model: GraphModule) -> list[tuple[Node, LinearAnnotation]]:
-    """The linears that this quantizer annotated, in graph order."""
+def annotated(model: GraphModule, kind: type[A]) -> list[tuple[Node, A]]:
+    """The nodes with an annotation of this ``kind``, in graph order."""
     annotations = ((node, node.meta.get(Q_ANNOTATION_KEY)) for node in model.graph.nodes)
-    return [(node, annotation) for node, annotation in annotations if isinstance(annotation, LinearAnnotation)]
+    return [(node, annotation) for node, annotation in annotations if isinstance(annotation, kind)]

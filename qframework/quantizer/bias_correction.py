@@ -1,13 +1,13 @@
 """Bias correction (Nagel et al. 2019, section 4.2): outputs keep their mean when they are quantized.
 
-Clipped activations and rounded weights move the mean of a linear's output. With ``y`` the output of the float model and
-``y'`` that of the quantized one, each output channel's bias takes up the difference over calibration data::
+Clipped activations and rounded weights shift the mean of a linear's output. With ``y`` the output of the float model
+and ``y'`` that of the quantized one, the bias of each output channel absorbs the difference over calibration data::
 
     b <- b + E[y] - E[y']
 
-The means are measured, over all positions of all batches, layer after layer: ``y'`` is what a layer gives when those
-before it are quantized and corrected already, which the paper calls empirical bias correction. On the same data this
-can only lower the mean squared error of the layer's output, by ``(E[y] - E[y'])^2`` in each channel. It costs nothing
+The means are measured over all positions of all batches, layer after layer: ``y'`` is a layer's output after the layers
+before it have been quantized and corrected, which the paper calls empirical bias correction. On the same data this
+can only reduce the mean squared error of the layer's output, by ``(E[y] - E[y'])^2`` in each channel. It costs nothing
 at run time; a linear without a bias gets one, which INT8 linears add in their epilogue.
 """
 
@@ -27,15 +27,14 @@ from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quanti
 
 
 def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | None = None) -> None:
-    """Correct the biases of all quantized linears of a calibrated model, in place; weights rounded before count.
+    """Correct the biases of all quantized linears of a calibrated model, in place, also after ``round_weights``.
 
-    The float model is the prepared one without quantization; attention that a variant computes inside its kernel stays
-    as it is on both sides.
+    The float model is the prepared one without quantization; attention by a variant is quantized in both.
 
     Args:
-        prepared: from ``prepare_pt2e``, after ``calibrate`` and, if wanted, ``round_weights``.
-        data: batches as ``calibrate`` takes them; all of them are kept in memory until the end.
-        batches: use only so many of them.
+        prepared: from ``prepare_pt2e``, after ``calibrate`` and optionally ``round_weights``.
+        data: batches as ``calibrate`` takes them; all of them stay in memory until the end.
+        batches: use only this many of them.
 
     Raises:
         CalibrationError: no data, a batch that does not fit the model's inputs, an activation that was never
@@ -50,7 +49,7 @@ def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | N
             run.advance(node.next)
         difference = _mean(expected.values(node)) - _mean(actual.values(node))
         if not bool(torch.isfinite(difference).all()):
-            raise CalibrationError(f"layer {linear.observer.layer!r}: its outputs hold NaN or infinity")
+            raise CalibrationError(f"layer {linear.observer.layer!r}: the outputs must be finite, got NaN or infinity")
         actual.shift(node, _add_to_bias(prepared, linear, difference))
     prepared.recompile()
 
@@ -67,7 +66,7 @@ def _mean(outputs: Iterable[Tensor]) -> Tensor:
 
 
 def _add_to_bias(prepared: GraphModule, linear: QuantizedLinear, difference: Tensor) -> Tensor:
-    """Returns by how much the bias ``(N,)`` moved, which its dtype may round."""
+    """Returns the change of the bias ``(N,)``, rounded to its dtype."""
     node = linear.node
     call = linear_call(node)
     assert call is not None

@@ -33,16 +33,16 @@ def calibrate(
     progress: bool = True,
     forward: Forward | None = None,
 ) -> int:
-    """Run ``data`` through ``prepared`` (from ``prepare_pt2e``) without gradients; keeps nothing of the outputs.
+    """Run ``data`` through ``prepared`` (from ``prepare_pt2e``) without gradients, and discard the outputs.
 
     Args:
         prepared: the model with its observers.
-        data: batches: any iterable or DataLoader. A batch is a tensor; a tuple or list, of which the model gets as many
-            leading items as it has inputs, so that ``(images, labels)`` works; or a mapping from the names of its
-            inputs.
+        data: an iterable of batches, such as a DataLoader. A batch is a tensor; a tuple or list, of which the model
+            gets as many leading items as it has inputs, so that ``(images, labels)`` works; or a mapping from the names
+            of the model's inputs.
         batches: stop after this many; default: all of ``data``.
-        device: where to run; the model is moved there. Default: where the model is.
-        progress: show a progress bar while standard error is a terminal.
+        device: where to run; the model is moved there. Default: the model's device.
+        progress: show a progress bar if standard error is a terminal.
         forward: called as ``forward(prepared, batch)``, with the batch on the device, instead of the rules above.
 
     Returns:
@@ -50,13 +50,15 @@ def calibrate(
 
     Raises:
         CalibrationError: a model that is not prepared, no data, a batch that does not fit the model's inputs, or NaN or
-            infinity in a batch or in an activation; names the batch and the input or layer.
+            infinity in a batch or in an activation. The message names the batch and the input or layer.
     """
     check_prepared(prepared, "calibrate: prepared")
     check_batches(data, "calibrate")
     check_number_of_batches(batches)
     if forward is not None and not callable(forward):
-        raise CalibrationError(f"calibrate: forward={forward!r}; accepted: None or a function of the model and a batch")
+        raise CalibrationError(
+            f"calibrate: forward must be None or a function of the model and a batch, got {forward!r}"
+        )
     if device is not None:
         prepared.to(device if str(device) == "meta" else checked_device(device, "calibrate: device"))
     target = torch.device(device) if device is not None else _device_of(prepared)
@@ -89,13 +91,13 @@ def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
 def _check_has_values(device: torch.device | None, observers: list[StaticObserver]) -> None:
     if device is not None and device.type == "meta" and observers:
         raise CalibrationError(
-            f"calibrate: the model is on the device meta, which holds no values for layer {observers[0].layer!r} to be "
-            "calibrated with; accepted: cpu, or cuda where there is a GPU"
+            "calibrate: the model must be on a device that holds values, such as cpu or cuda, to calibrate layer "
+            f"{observers[0].layer!r}, got meta"
         )
 
 
 def _keep_constant(prepared: GraphModule, value: float | None) -> None:
-    """Remember for ``convert_pt2e`` whether all data of all calibrations so far is one value."""
+    """Record for ``convert_pt2e`` whether all calibration data so far consists of one value."""
     before = prepared.meta.get(CONSTANT_DATA, value)
     prepared.meta[CONSTANT_DATA] = value if before == value else None
 
@@ -116,10 +118,10 @@ class _Inputs:
             self.keyword = list(kwargs.context)
             specs = zip(self.names, [*args.children(), *kwargs.children()], strict=True)
             self.nested = {name: spec for name, spec in specs if not spec.is_leaf()}
-        # the one value that all tensors of all batches so far consist of; None where they vary
+        # the one value that all tensors of all batches so far consist of; None if they vary
         self.constant: float | None = None
         self._varied = False
-        # a nested input has several placeholders, whose names are not its own
+        # a nested input has several placeholders with other names
         self.values = {str(node.target): node.meta.get("val") for node in placeholders}
 
     @property
@@ -142,7 +144,7 @@ class _Inputs:
         prepared(*args, **kwargs)
 
     def _compare(self, tensor: Any) -> None:
-        """Follow ``constant``: a look at the values until they differ, none afterwards."""
+        """Update ``constant``. Reads values only until two differ."""
         if self._varied or not isinstance(tensor, Tensor) or tensor.numel() == 0:
             return
         low, high = (float(value) + 0.0 for value in torch.aminmax(tensor.detach()))
@@ -167,31 +169,29 @@ class _Inputs:
         if name in self.nested:
             _check_nested(value, self.nested[name], name, index)
         for leaf in pytree.tree_leaves(value):
-            # -inf may stand in an additive attention mask; where it reaches a quantized layer, its observer objects
+            # an additive attention mask may hold -inf; if it reaches a quantized layer, the layer's observer reports it
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool((leaf < float("inf")).all()):
-                raise CalibrationError(
-                    f"batch {index}: input {name!r} holds NaN or infinity; finite values are accepted"
-                )
+                raise CalibrationError(f"batch {index}: input {name!r} must be finite, got NaN or infinity")
 
     def _check_mapping(self, batch: Mapping[str, Any], index: int) -> None:
         missing = [name for name in self.names if name not in batch]
         if missing:
             raise CalibrationError(
-                f"batch {index}: a mapping with the keys {', '.join(map(repr, batch))} lacks the model's inputs "
-                f"{', '.join(map(repr, missing))}; accepted: the keys {', '.join(map(repr, self.names))}"
+                f"batch {index}: the mapping must have the keys {', '.join(map(repr, self.names))}, got "
+                f"{', '.join(map(repr, batch))}"
             )
 
     def _check_count(self, batch: Batch, index: int) -> None:
         given = len(batch) if isinstance(batch, Sequence) else 1
         if self.keyword:
             raise CalibrationError(
-                f"batch {index}: the model takes the keyword inputs {', '.join(map(repr, self.keyword))}; "
-                f"accepted: a mapping with the keys {', '.join(map(repr, self.names))}"
+                f"batch {index}: the batch must be a mapping with the keys {', '.join(map(repr, self.names))}, since "
+                f"the model has keyword inputs, got a {type(batch).__name__}"
             )
         if given < len(self.positional):
             raise CalibrationError(
-                f"batch {index} of type {type(batch).__name__} holds {given} inputs; accepted: {len(self.positional)} "
-                f"({', '.join(self.positional)})"
+                f"batch {index}: the batch must hold {len(self.positional)} inputs ({', '.join(self.positional)}), got "
+                f"{given} in a {type(batch).__name__}"
             )
 
 
@@ -200,27 +200,27 @@ def _check_nested(value: Any, spec: pytree.TreeSpec, name: str, index: int) -> N
         spec.flatten_up_to(value)
     except ValueError as error:
         raise CalibrationError(
-            f"batch {index}: input {name!r} is of type {type(value).__name__} and does not have the structure it was "
-            f"exported with: {error}; accepted: the structure of the example given to torch.export"
+            f"batch {index}: input {name!r} must have the structure of the example given to torch.export, got a "
+            f"{type(value).__name__}: {error}"
         ) from error
 
 
 def _check_tensor(value: Any, expected: Tensor, name: str, index: int) -> None:
+    shape = f"({', '.join(map(str, expected.shape))})"
     if not isinstance(value, Tensor):
         raise CalibrationError(
-            f"batch {index}: input {name!r} is of type {type(value).__name__}; accepted: a tensor of shape "
-            f"({', '.join(map(str, expected.shape))}) and dtype {expected.dtype}"
+            f"batch {index}: input {name!r} must be a tensor of shape {shape} and dtype {expected.dtype}, got a "
+            f"{type(value).__name__}"
         )
     if value.dtype != expected.dtype:
-        raise CalibrationError(f"batch {index}: input {name!r} has dtype {value.dtype}; accepted: {expected.dtype}")
+        raise CalibrationError(f"batch {index}: input {name!r} must have dtype {expected.dtype}, got {value.dtype}")
     fits = value.dim() == expected.dim() and all(
         not isinstance(wanted, int) or size == wanted for size, wanted in zip(value.shape, expected.shape, strict=True)
     )
     if not fits:
         raise CalibrationError(
-            f"batch {index}: input {name!r} has shape {tuple(value.shape)}; accepted: "
-            f"({', '.join(map(str, expected.shape))}), as exported. Export with dynamic_shapes to vary a dimension, or "
-            "let the DataLoader drop_last"
+            f"batch {index}: input {name!r} must have shape {shape}, as exported, got {tuple(value.shape)}. Export "
+            "with dynamic_shapes to vary a dimension, or use a DataLoader with drop_last=True"
         )
 
 
@@ -237,20 +237,19 @@ def _move(batch: Batch, device: torch.device | None) -> Batch:
 
 
 def _check_finite_activations(observers: list[StaticObserver], index: int) -> None:
-    """Ask all observers at once: one wait for the device in a batch. The first in graph order is the culprit."""
+    """Check all observers with one device synchronization per batch. The error names the first one in graph order."""
     if not observers:
         return
     for observer, held in zip(observers, torch.stack([o.nonfinite() for o in observers]).tolist(), strict=True):
         if held:
             raise CalibrationError(
-                f"batch {index}: the activation of layer {observer.layer!r} holds NaN or infinity; "
-                "finite values are accepted"
+                f"batch {index}: the activation of layer {observer.layer!r} must be finite, got NaN or infinity"
             )
 
 
 @contextlib.contextmanager
 def _progress(data: Iterable[Batch], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each batch; a transient bar on standard error, or nothing."""
+    """Yields a function to call after each batch, which advances a transient progress bar, if there is one."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda: None
         return

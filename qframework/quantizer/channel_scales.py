@@ -1,4 +1,4 @@
-"""Scales of channels for inputs that no layer before them can scale: a product with a constant, written into the graph.
+"""Scales of channels for inputs that no layer before them can scale, as a product with a constant in the graph.
 
 From::
 
@@ -8,9 +8,10 @@ to the same function, with ``c = 1 / s``::
 
     x -> mul(c) -> linear(W * s)
 
-Quantized with one scale S, ``round(x * c / S)`` is ``x`` quantized with a scale of its own for each channel, ``S / c``,
-which a matrix product could not undo: here the weights do. Behind a linear and its activation the backend computes it
-in the linear's epilogue (qframework/backend/fold_channel_scale.py); elsewhere it is fused with what it reads.
+Quantized with one scale S, ``round(x * c / S)`` is ``x`` quantized with a separate scale ``S / c`` for each channel. A
+matrix product cannot undo scales of channels, but the weights here do. After a linear and its activation, the backend
+computes the product in the linear's epilogue (qframework/backend/fold_channel_scale.py); elsewhere the compiler fuses
+it with the operation that it reads.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from qframework.quantizer.smooth import CalibratedLinear, search_smoothing
 
 _ATTENTION = {"scaled_dot_product_attention", "matmul", "bmm", "sage_attention"}
 _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack")
-# A product that saves less of the squared error than this is not worth a constant.
+# A product must reduce the squared error by at least this share.
 _GAIN = 0.05
 
 
@@ -47,21 +48,21 @@ def scale_channels(
     samples: int = 1024,
     batches: int | None = None,
 ) -> dict[str, float]:
-    """Multiply the inputs of static linears by a constant for each channel where that makes them more exact, in place.
+    """Multiply the inputs of static linears by a constant per channel where that reduces their error, in place.
 
-    Left alone are inputs that a layer before can scale, which ``smooth`` does for nothing, attention's outputs, which
-    static attention writes in INT8 with one scale, and inputs with a scale for each token.
+    Excluded are inputs that a layer before can scale, which ``smooth`` does at no cost; outputs of attention, which
+    static attention writes in INT8 with one scale; and inputs with one scale per token.
 
     Args:
-        exported: from ``torch.export.export(...).module()``. Changed parameters are replaced in it alone.
+        exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         strengths: candidates for the strength ``a`` of the scales, as in ``smooth``.
         samples: rows of calibration data on which errors are measured.
-        batches: use only so many batches.
+        batches: use only this many batches.
 
     Returns:
-        The strength of each linear that reads a product now, by its layer's name.
+        The strength of each linear that now reads a product, by its layer's name.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -117,5 +118,5 @@ def _scale(exported: GraphModule, x: Node, linears: Sequence[Node], scales: Tens
     for linear in linears:
         linear.replace_input_with(x, product)
         weight: Node = linear.args[1]  # type: ignore[assignment]
-        # what the constant lost to its dtype is made up for here
+        # the inverse of the constant as rounded to its dtype
         multiply(exported, Parameter(str(weight.target), 1), 1.0 / constant.double())

@@ -1,4 +1,4 @@
-"""What calibration data looks like at chosen nodes of a float graph: extremes of each channel, and a sample of rows."""
+"""Statistics of calibration data at chosen nodes of a float graph: extremes of each channel, and a sample of rows."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from qframework.quantizer.calibration import Batch, flat_inputs
 
 
 class ChannelStatistics:
-    """What was seen of one tensor ``(..., C)``.
+    """Statistics of one tensor ``(..., C)``.
 
-    ``amax`` ``(C,)`` float32 is the largest magnitude of each channel in all data; ``rows`` ``(n, C)`` float32 with
-    n <= ``samples`` are rows drawn from all data, each equally likely, by a generator of their own: the same data gives
-    the same rows.
+    ``amax`` ``(C,)`` float32 is the largest magnitude of each channel in all data. ``rows`` ``(n, C)`` float32 with
+    n <= ``samples`` is a uniform sample of all rows, from a generator with a fixed seed: the same data gives the same
+    rows.
     """
 
     def __init__(self, samples: int) -> None:
@@ -30,14 +30,14 @@ class ChannelStatistics:
         self.seen = False
 
     def add(self, value: Tensor) -> None:
-        """Look at one batch of the tensor."""
+        """Add one batch of the tensor."""
         rows = value.detach().reshape(-1, value.shape[-1]).float()
         keys = torch.rand(rows.shape[0], generator=self._generator, dtype=torch.float64)
         if rows.shape[0] == 0:
             return
         amax = rows.abs().amax(0)
         if not bool(torch.isfinite(amax).all()):
-            raise CalibrationError("an activation holds NaN or infinity; finite values are accepted")
+            raise CalibrationError("the activation must be finite, got NaN or infinity")
         chosen = keys.argsort(stable=True)[: self.samples]
         rows, keys = rows[chosen.to(rows.device)], keys[chosen]
         if self.seen:
@@ -58,14 +58,14 @@ def channel_statistics(
     samples: int,
     batches: int | None = None,
 ) -> dict[fx.Node, ChannelStatistics]:
-    """Run ``data`` through a float graph, without gradients, and look at the values of ``nodes``.
+    """Run ``data`` through a float graph, without gradients, and collect statistics of ``nodes``.
 
     Args:
         exported: from ``torch.export.export(...).module()``.
         data: batches as ``calibrate`` takes them.
-        nodes: whose value is a float tensor ``(..., C)``.
-        samples: rows to keep of each.
-        batches: use only so many of them.
+        nodes: nodes whose value is a float tensor ``(..., C)``.
+        samples: how many rows to sample of each.
+        batches: use only this many batches.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in a value.
@@ -77,10 +77,10 @@ def channel_statistics(
             run.run(*flat_inputs(exported, batch, index), enable_io_processing=False)
             seen += 1
     if seen == 0:
-        raise CalibrationError("the recipe saw no data: data yielded no batch; accepted: at least one")
+        raise CalibrationError("Recipe: data must have at least one batch, got none")
     for node, each in run.statistics.items():
         if not each.seen:
-            raise CalibrationError(f"{node.name}: the data holds no value of it, its batches are empty")
+            raise CalibrationError(f"{node.name}: the data must have values for this activation, got empty batches")
     return run.statistics
 
 

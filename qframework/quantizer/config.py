@@ -1,4 +1,4 @@
-"""What to quantize a linear layer to: activation, weight and output, checked when written down.
+"""What to quantize a linear layer to: activation, weight and output, checked on construction.
 
 Configurations are frozen, hashable and turn into JSON and back (``to_dict``, ``from_dict``). The presets cover the
 usual choices::
@@ -12,9 +12,9 @@ usual choices::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
 
 from qframework.arguments import is_count, is_number
 from qframework.errors import UnsupportedError
@@ -68,31 +68,68 @@ WEIGHT_OBSERVERS = ("minmax", "mse")
 def check_choice(owner: str, name: str, value: object, accepted: tuple[str, ...]) -> None:
     """Raise UnsupportedError unless ``value`` is one of ``accepted``."""
     if value not in accepted:
-        raise UnsupportedError(f"{owner}: {name}={value!r} is unknown; accepted: {', '.join(accepted)}")
+        raise UnsupportedError(f"{owner}: {name} must be {_one_of(accepted)}, got {value!r}")
+
+
+def check_bool(owner: str, name: str, value: object) -> None:
+    """Raise UnsupportedError unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise UnsupportedError(f"{owner}: {name} must be True or False, got {value!r}")
+
+
+def _one_of(accepted: Iterable[str]) -> str:
+    names = list(map(repr, accepted))
+    return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
 
 
 def _check_observer_args(observer: str, args: tuple[tuple[str, Any], ...]) -> None:
     rules = ACTIVATION_OBSERVERS[observer].args
     for name, value in args:
         if name not in rules:
-            accepted = ", ".join(rules) or "none"
-            raise UnsupportedError(f"observer {observer!r} has no argument {name!r}; accepted: {accepted}")
+            accepted = _one_of(rules) if rules else "empty"
+            raise UnsupportedError(f"observer {observer!r}: arguments must be {accepted}, got {name!r}")
         if not rules[name].accepts(value):
-            raise UnsupportedError(f"observer {observer!r}: {name}={value!r}; accepted: {rules[name].accepted}")
+            raise UnsupportedError(f"observer {observer!r}: {name} must be {rules[name].accepted}, got {value!r}")
 
 
 def check_keys(cls: type, values: Mapping[str, Any]) -> None:
     """Raise UnsupportedError unless ``values`` is a mapping from fields of the dataclass ``cls``."""
     if not isinstance(values, Mapping):
-        raise UnsupportedError(f"{cls.__name__}: {values!r} is no mapping; accepted: what to_dict() returns")
+        raise UnsupportedError(f"{cls.__name__}: values must be a mapping as to_dict() returns it, got {values!r}")
     known = [f.name for f in fields(cls)]
     for name in values:
         if name not in known:
-            raise UnsupportedError(f"{cls.__name__} has no field {name!r}; accepted: {', '.join(known)}")
+            raise UnsupportedError(f"{cls.__name__}: fields must be {_one_of(known)}, got {name!r}")
 
 
 @dataclass(frozen=True)
-class ActivationConfig:
+class JsonConfig:
+    """Base of configurations, which convert to JSON and back. ``nested`` lists the fields that hold configurations."""
+
+    nested: ClassVar[dict[str, type[JsonConfig]]] = {}
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able description; ``from_dict`` reads it back."""
+        return {each.name: _jsonable(getattr(self, each.name)) for each in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
+        check_keys(cls, values)
+        nested = {name: kind for name, kind in cls.nested.items() if values.get(name) is not None}
+        return cls(**{**values, **{name: kind.from_dict(values[name]) for name, kind in nested.items()}})
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, JsonConfig):
+        return value.to_dict()
+    if not isinstance(value, tuple):
+        return value
+    return dict(value) if all(isinstance(each, tuple) for each in value) else list(value)  # observer_args are pairs
+
+
+@dataclass(frozen=True)
+class ActivationConfig(JsonConfig):
     """How the input of a linear is quantized: symmetric INT8 with float32 scales.
 
     Attributes:
@@ -100,8 +137,8 @@ class ActivationConfig:
             ``(B, N, C)`` has scales ``(N, 1)``, ``(B, H, W, C)`` has ``(H, W, 1)``.
         dynamic: compute the scale from the data at run time instead of calibrating it.
         observer: ``"minmax"``, ``"moving_average"``, ``"percentile"``, ``"mse"`` or ``"entropy"``; the last three work
-            per tensor. A dynamic activation has none to choose.
-        observer_args: arguments of the observer, a mapping; kept as sorted pairs so that the configuration hashes.
+            per tensor only. For static activations only.
+        observer_args: arguments of the observer, a mapping; stored as sorted pairs so that the configuration hashes.
 
     Raises:
         UnsupportedError: for a combination that no kernel or observer implements.
@@ -116,8 +153,7 @@ class ActivationConfig:
         object.__setattr__(self, "observer_args", tuple(sorted(dict(self.observer_args).items())))
         check_choice("ActivationConfig", "granularity", self.granularity, get_args(ActivationGranularity))
         check_choice("ActivationConfig", "observer", self.observer, tuple(ACTIVATION_OBSERVERS))
-        if not isinstance(self.dynamic, bool):
-            raise UnsupportedError(f"ActivationConfig: dynamic={self.dynamic!r}; accepted: True, False")
+        check_bool("ActivationConfig", "dynamic", self.dynamic)
         if self.dynamic:
             self._check_dynamic()
         else:
@@ -126,38 +162,23 @@ class ActivationConfig:
     def _check_dynamic(self) -> None:
         if self.observer != "minmax" or self.observer_args:
             raise UnsupportedError(
-                f"ActivationConfig: observer={self.observer!r} with arguments {dict(self.observer_args)} on a dynamic "
-                "activation, whose scale comes from the data; accepted: no observer, or dynamic=False"
+                "ActivationConfig: a dynamic activation, whose scale comes from the data, must not have an observer, "
+                f"got observer={self.observer!r} with arguments {dict(self.observer_args)}"
             )
 
     def _check_static(self) -> None:
         accepted = ACTIVATION_OBSERVERS[self.observer].granularities
         if self.granularity not in accepted:
+            observers = (n for n, rule in ACTIVATION_OBSERVERS.items() if self.granularity in rule.granularities)
             raise UnsupportedError(
-                f"ActivationConfig: observer {self.observer!r} does not work {self.granularity!r}; accepted: "
-                f"{', '.join(accepted)}, or the observers "
-                f"{', '.join(n for n, rule in ACTIVATION_OBSERVERS.items() if self.granularity in rule.granularities)}"
+                f"ActivationConfig: granularity must be {_one_of(accepted)} for observer {self.observer!r}, got "
+                f"{self.granularity!r}. Observers that support it: {', '.join(map(repr, observers))}"
             )
         _check_observer_args(self.observer, self.observer_args)  # type: ignore[arg-type]
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; ``from_dict`` reads it back."""
-        return {
-            "granularity": self.granularity,
-            "dynamic": self.dynamic,
-            "observer": self.observer,
-            "observer_args": dict(self.observer_args),
-        }
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ActivationConfig:
-        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        check_keys(cls, values)
-        return cls(**values)
-
 
 @dataclass(frozen=True)
-class WeightConfig:
+class WeightConfig(JsonConfig):
     """How the weight ``(N, K)`` of a linear is quantized: symmetric INT8 with float32 scales.
 
     Attributes:
@@ -175,24 +196,14 @@ class WeightConfig:
         check_choice("WeightConfig", "granularity", self.granularity, get_args(WeightGranularity))
         check_choice("WeightConfig", "observer", self.observer, WEIGHT_OBSERVERS)
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; ``from_dict`` reads it back."""
-        return {"granularity": self.granularity, "observer": self.observer}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> WeightConfig:
-        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        check_keys(cls, values)
-        return cls(**values)
-
 
 @dataclass(frozen=True)
-class LinearConfig:
+class LinearConfig(JsonConfig):
     """How a linear layer is quantized.
 
     Attributes:
-        activation: its input.
-        weight: its weight.
+        activation: how its input is quantized.
+        weight: how its weight is quantized.
         output: ``"consumer"`` quantizes an output only where a quantized layer reads it (linear -> GELU -> linear is
             quantized after the GELU), so that residual sums stay in float. ``"always"`` requantizes the output itself,
             with the activation's granularity and observer, as QAttn does for static quantization.
@@ -205,31 +216,19 @@ class LinearConfig:
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     weight: WeightConfig = field(default_factory=WeightConfig)
     output: OutputPolicy = "consumer"
+    nested: ClassVar[dict[str, type[JsonConfig]]] = {"activation": ActivationConfig, "weight": WeightConfig}
 
     def __post_init__(self) -> None:
-        for name, cls in (("activation", ActivationConfig), ("weight", WeightConfig)):
+        for name, cls in self.nested.items():
             if not isinstance(getattr(self, name), cls):
-                raise UnsupportedError(f"LinearConfig: {name}={getattr(self, name)!r}; accepted: a {cls.__name__}")
+                raise UnsupportedError(
+                    f"LinearConfig: {name} must be of type {cls.__name__}, got {getattr(self, name)!r}"
+                )
         check_choice("LinearConfig", "output", self.output, get_args(OutputPolicy))
         if self.output == "always" and self.activation.dynamic:
             raise UnsupportedError(
-                "LinearConfig: output='always' with a dynamic activation, whose output is float; accepted: 'consumer'"
+                "LinearConfig: output must be 'consumer' for a dynamic activation, whose output is float, got 'always'"
             )
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; ``from_dict`` reads it back."""
-        return {"activation": self.activation.to_dict(), "weight": self.weight.to_dict(), "output": self.output}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> LinearConfig:
-        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        check_keys(cls, values)
-        values = dict(values)
-        if "activation" in values:
-            values["activation"] = ActivationConfig.from_dict(values["activation"])
-        if "weight" in values:
-            values["weight"] = WeightConfig.from_dict(values["weight"])
-        return cls(**values)
 
 
 def static_int8(

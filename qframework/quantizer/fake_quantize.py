@@ -1,10 +1,10 @@
-"""Fake quantization: the values that a converted model computes with, while weights can still be trained.
+"""Fake quantization: the values of the converted model, with weights that can still be trained.
 
     y = dequantize(quantize(x, scale), scale)          dy/dx = 1 where |round(x / scale)| <= 127, else 0
 
 The gradient is the straight-through estimator (Bengio et al. 2013) with clipping, as in Jacob et al. 2018, section 3.
-The arithmetic is that of qframework.numerics, hence of the converted model: after ``convert_pt2e`` the same model
-computes the same values. ``QFrameworkQuantizer(is_qat=True)`` puts a FakeQuantize around each of its observers.
+The arithmetic is that of qframework.numerics, so the converted model computes the same values.
+``QFrameworkQuantizer(is_qat=True)`` wraps each of its observers in a FakeQuantize.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _FakeQuantizeFunction(torch.autograd.Function):
         steps = rounded_steps(x, scale)
         ctx.save_for_backward(steps.abs() <= QMAX)
         y = steps.clamp(QMIN, QMAX) * scale
-        # PyTorch 2.11 compiles a function that ends in a cast which does nothing to one without a gradient
+        # with a final cast that is a no-op, PyTorch 2.11 compiles this to a function without a gradient
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
@@ -52,12 +52,12 @@ def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 class FakeQuantize(FakeQuantizeBase):
-    """An observer that also quantizes what it observes: what ``prepare_qat_pt2e`` puts into a model.
+    """An observer that also quantizes what it observes, for ``prepare_qat_pt2e``.
 
-    torchao's switches work on it: ``prepared.apply(disable_observer)`` keeps the scales of static activations as they
-    are, ``prepared.apply(disable_fake_quant)`` passes float values. Weights and dynamic activations always have the
-    scale of the present data. It converts to the nodes of its observer. With its observer disabled it waits for no
-    result on the device, and ``torch.compile`` takes it whole.
+    It supports torchao's switches: ``prepared.apply(disable_observer)`` freezes the scales of static activations,
+    ``prepared.apply(disable_fake_quant)`` passes float values. Weights and dynamic activations always use the scale of
+    the current data. It converts to the nodes of its observer. With its observer disabled it needs no device
+    synchronization and compiles without graph breaks.
 
     Raises:
         CalibrationError: in forward, for a static activation that held NaN or infinity while it was observed, or whose
@@ -73,7 +73,7 @@ class FakeQuantize(FakeQuantizeBase):
         super().__init__()
         self.observer: Any = observer
         self.layer, self.dtype = observer.layer, torch.int8
-        # of a static activation, kept while its observer is disabled: searching a histogram takes a while
+        # of a static activation, cached while its observer is disabled, because searching a histogram is slow
         self.register_buffer("scale", torch.empty(0), persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)
 
@@ -96,7 +96,7 @@ class FakeQuantize(FakeQuantizeBase):
         return x if scale is None else fake_quantize(x, scale)
 
     def _scale(self, x: Tensor) -> Tensor | None:
-        """None of a static activation that was always zero: it stays in float, as in the converted model."""
+        """The scale, or None for a static activation that was always zero, which stays in float when converted."""
         if not isinstance(self.observer, StaticObserver):
             return self.observer.broadcast_scale(x)
         if self.observing or (self.scale.numel() == 0 and not self.always_zero):
@@ -108,18 +108,18 @@ class FakeQuantize(FakeQuantizeBase):
         return self.observer.calculate_qparams(**kwargs)
 
     def convert(self, model: GraphModule, node: Node) -> None:
-        """Replace it by what its observer writes."""
+        """Replace this module by the nodes of its observer."""
         self.observer.convert(model, node)
 
 
 def _after_loading(module: Any, incompatible: Any) -> None:
-    """Python's copies of torchao's switches: reading a buffer waits for the device and breaks a compiled graph."""
+    """Update the Python copies of torchao's switches: reading buffers synchronizes and breaks a compiled graph."""
     module.observing, module.quantizing = bool(module.observer_enabled), bool(module.fake_quant_enabled)
     module.scale, module.always_zero = module.scale.new_empty(0), False
 
 
 def wrap_observers(observers: dict[Any, Any]) -> None:
-    """Replace each of this project's observers by a FakeQuantize, in place; places that share one share it after."""
+    """Wrap each of this project's observers in a FakeQuantize, in place; a shared observer gets a shared one."""
     wrapped: dict[int, FakeQuantize] = {}
     for place, observer in observers.items():
         if isinstance(observer, Observer):
@@ -127,6 +127,6 @@ def wrap_observers(observers: dict[Any, Any]) -> None:
 
 
 def own_observer(module: object) -> Observer | None:
-    """The observer of this project that ``module`` is or holds; None for any other module."""
+    """The observer of this project that ``module`` is or wraps, or None."""
     module = module.observer if isinstance(module, FakeQuantize) else module
     return module if isinstance(module, Observer) else None

@@ -1,4 +1,4 @@
-"""Observers of one histogram of magnitudes: percentile, mean squared error, entropy."""
+"""Observers that use a histogram of magnitudes: percentile, mean squared error, entropy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from qframework.quantizer.static_observer import StaticObserver
 
 
 class MagnitudeHistogram(StaticObserver, ObserverBase):
-    """Counts of ``|x|`` in equal bins over ``[0, limit]``, in int64, without zeros and what is as good as zero.
+    """Counts of ``|x|`` in equal bins over ``[0, limit]``, in int64, without magnitudes below MIN_AMAX.
 
-    ``limit`` starts at the first maximum counted and doubles when a value exceeds it: pairs of bins then merge, so that
-    earlier counts stay exact and at least half of the bins stay in use.
+    ``limit`` starts at the first maximum and doubles when a value exceeds it. Pairs of bins then merge, so that earlier
+    counts stay exact and at least half of the bins stay in use.
     """
 
     counts: Tensor  # (bins,) int64
@@ -76,7 +76,7 @@ class MagnitudeHistogram(StaticObserver, ObserverBase):
 
     @abstractmethod
     def search(self, counts: Tensor, width: float) -> float:
-        """Threshold from ``counts (bins,)`` float64 on the CPU of bins ``width`` wide."""
+        """The threshold for ``counts (bins,)``, float64 on the CPU, of bins of this ``width``."""
 
 
 class PercentileObserver(MagnitudeHistogram):
@@ -98,9 +98,8 @@ class PercentileObserver(MagnitudeHistogram):
 class MSEObserver(MagnitudeHistogram):
     """Threshold of least mean squared error of quantize then dequantize, clipping included.
 
-    Candidates are 16 to an octave below the largest magnitude, down to a quantization step one bin wide: steps narrower
-    than that cannot be told apart by the histogram. The error curve is flat at its minimum, so a finer search gains
-    less than a percent of error.
+    There are 16 candidates per octave below the largest magnitude, down to a quantization step of one bin, which is the
+    histogram's resolution. The error curve is flat at its minimum, so a finer search gains less than one percent.
     """
 
     def __init__(self, layer: str, bins: int = 8192, **kwargs: Any) -> None:
@@ -108,7 +107,7 @@ class MSEObserver(MagnitudeHistogram):
 
     def search(self, counts: Tensor, width: float) -> float:
         used = counts.nonzero().flatten()
-        # four points stand for the values of a bin: its middle alone resonates with steps of a few bins
+        # four points represent the values of a bin: with its center alone, steps of a few bins would alias
         points = ((used.unsqueeze(1) + (torch.arange(4, dtype=torch.float64) + 0.5) / 4) * width).flatten()
         weights = counts[used].repeat_interleave(4)
         amax = float(self.amax)
@@ -127,8 +126,8 @@ def _squared_error(points: Tensor, weights: Tensor, threshold: float) -> Tensor:
 class EntropyObserver(MagnitudeHistogram):
     """Threshold of least Kullback-Leibler divergence KL(P || Q).
 
-    P is the histogram up to the threshold with everything above added to its last bin. Q is the histogram up to the
-    threshold on the 128 levels of ``|q|``: the mass of a level spreads evenly over the level's bins that P uses.
+    P is the histogram up to the threshold, with all counts above added to its last bin. Q is the histogram up to the
+    threshold on the 128 levels of ``|q|``; the mass of a level spreads evenly over the level's bins that P uses.
     """
 
     def __init__(self, layer: str, bins: int = 2048, **kwargs: Any) -> None:

@@ -1,9 +1,8 @@
 """Run a prepared model over several batches at once, layer by layer, so that a layer can change before the next runs.
 
-Steps that follow calibration (weight rounding, bias correction) treat one linear after another, and each wants to see
-the inputs that the layers before it, already treated, will give it. All batches advance to a node together; between
-layers only the values that are still to be read stay in memory, so that what lives inside a layer (attention scores)
-exists for one batch at a time.
+Weight rounding and bias correction change one linear after another, and each needs the inputs that the changed layers
+before it compute. All batches advance to a node together. Between layers only values that are still needed stay in
+memory; values inside a layer, such as attention scores, exist for one batch at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Inputs = list[list[Any]]
 
 
 class QuantizedLinear(NamedTuple):
-    """A linear of a prepared model whose weight this project's observer watches."""
+    """A linear of a prepared model whose weight has an observer of this project."""
 
     node: Node
     input: Node
@@ -40,10 +39,7 @@ class QuantizedLinear(NamedTuple):
 
 
 def quantized_linears(prepared: GraphModule) -> list[QuantizedLinear]:
-    """The linears that will be quantized, in graph order.
-
-    A linear whose weight passes another quantizer's observer first is not among them.
-    """
+    """The linears that will be quantized, in graph order, without those whose weight another quantizer observes."""
     found = []
     for node in prepared.graph.nodes:
         call = linear_call(node)
@@ -71,10 +67,10 @@ class LayerwiseRun:
     """All batches of a prepared model, advanced together from node to node; without gradients.
 
     Args:
-        prepared: the model with its observers, calibrated; they observe nothing any more.
+        prepared: the calibrated model with its observers, which no longer observe.
         inputs: from ``take_batches``.
-        quantized: compute what the converted model will: every observed value is quantized and dequantized. False
-            computes the float model, with the float weights of layers that were rounded already.
+        quantized: True computes what the converted model will, quantizing and dequantizing every observed value. False
+            computes the float model, with the original weights of rounded layers.
 
     Raises:
         CalibrationError: the model was not calibrated.
@@ -86,13 +82,13 @@ class LayerwiseRun:
         placeholders = [node for node in prepared.graph.nodes if node.op == "placeholder"]
         self._values: list[dict[Node, Any]] = [dict(zip(placeholders, each, strict=True)) for each in inputs]
         self._dying = _last_reads(prepared)
-        # of static activations, None of those that stay in float: searching a histogram takes a while
+        # of static activations, None for those that stay in float; cached because searching a histogram is slow
         self._scales: dict[Node, Tensor | None] = {}
         check_calibrated(prepared)
 
     @torch.no_grad()
     def advance(self, node: Node) -> None:
-        """Run every batch up to ``node``, which is not run yet."""
+        """Run every batch up to ``node``, without ``node`` itself."""
         for values in self._values:
             current = self._next
             while current is not node:
@@ -102,12 +98,12 @@ class LayerwiseRun:
 
     @torch.no_grad()
     def values(self, node: Node) -> Iterator[Any]:
-        """What ``node`` gave in each batch; it must have run, and something that has not run must still read it."""
+        """The value of ``node`` in each batch; it must have run, and a node that has not run must still read it."""
         for values in self._values:
             yield self._value(node, values)
 
     def shift(self, node: Node, by: Tensor) -> None:
-        """Add ``by`` to what ``node`` gave in every batch."""
+        """Add ``by`` to the value of ``node`` in every batch."""
         for values in self._values:
             values[node] = values[node] + by
 
@@ -118,7 +114,7 @@ class LayerwiseRun:
             values.pop(dead, None)
 
     def _is_read_late(self, node: Node) -> bool:
-        """Whether a weight, observed or not: read when it is needed, since it may be replaced until then."""
+        """Whether ``node`` is a weight, observed or not, which is read when needed, since it may be replaced before."""
         if node.op == "get_attr":
             return True
         observes = node.op == "call_module" and isinstance(self._module(node), OBSERVERS)
@@ -160,11 +156,11 @@ class LayerwiseRun:
 
 
 def _last_reads(prepared: GraphModule) -> dict[Node, list[Node]]:
-    """The values that nothing reads any more after a node has run."""
+    """The values that are no longer needed after each node."""
     last: dict[Node, list[Node]] = {}
     seen: set[Node] = set()
     for node in reversed(prepared.graph.nodes):
-        for read in [*node.all_input_nodes, node]:  # itself: a value that nothing reads
+        for read in [*node.all_input_nodes, node]:  # the node itself: its value may have no reader
             if read not in seen:
                 seen.add(read)
                 last.setdefault(node, []).append(read)

@@ -1,4 +1,4 @@
-"""Observers: what calibration remembers of a tensor, and the quantize and dequantize nodes written from it.
+"""Observers: what calibration records about a tensor, and the quantize and dequantize nodes that follow from it.
 
 All are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics); they differ in the threshold:
 
@@ -10,13 +10,13 @@ All are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics); t
 ``entropy``          threshold of least Kullback-Leibler divergence between the values and their quantization
 ===================  =================================================================================================
 
-The last three read one histogram of magnitudes. torchao's HistogramObserver is not used: it searches a signed range
-greedily and resamples its counts when the range grows, whereas the counts here stay exact. Zeros are exact under every
-scale: averages and histograms leave them out, or a batch of padding would move the threshold.
+The last three use a histogram of magnitudes. torchao's HistogramObserver is not used: it searches a signed range
+greedily and resamples its counts when the range grows, whereas the counts here stay exact. Zeros are exact with every
+scale, so averages and histograms exclude them; otherwise a batch of padding would move the threshold.
 
-Every observer knows the layer it belongs to. Converting raises CalibrationError with that name when NaN or infinity was
-observed, or nothing in the whole model. An activation of which only zeros were seen has no scale: it stays in float,
-with a warning. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
+Every observer has the name of its layer. Conversion raises CalibrationError with that name if NaN or infinity was
+observed, or nothing in the whole model. An activation that was always zero has no scale: it stays in float, with a
+warning. ``convert(model, node)`` is torchao's hook for observers that write their own nodes.
 """
 
 from __future__ import annotations
@@ -66,14 +66,18 @@ from qframework.quantizer.static_observer import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Extremes: torchao's observers, which know their layer
+# Extremes: torchao's observers with the name of their layer
 
 
 class _ExtremesObserver(StaticObserver):
-    """Reads torchao's ``min_val`` and ``max_val``; NaN and infinity stick to them and need no pass over the data."""
+    """Reads torchao's ``min_val`` and ``max_val``, which keep NaN and infinity, so no pass over the data is needed."""
 
     min_val: Tensor
     max_val: Tensor
+
+    def __init__(self, layer: str, **kwargs: Any) -> None:
+        super().__init__(eps=MIN_SCALE, **kwargs)  # type: ignore[call-arg]  # of torchao's observer
+        self.layer = layer
 
     def _is_new(self) -> bool:
         return bool(self.min_val.numel() == 0 or (self.min_val > self.max_val).all())
@@ -92,15 +96,11 @@ class _ExtremesObserver(StaticObserver):
 class PerTensorMinMax(_ExtremesObserver, MinMaxObserver):
     """Largest magnitude seen: one scale."""
 
-    def __init__(self, layer: str, **kwargs: Any) -> None:
-        super().__init__(eps=MIN_SCALE, **kwargs)
-        self.layer = layer
-
 
 class _MovingAverageObserver(_ExtremesObserver):
-    """torchao's moving average of each batch's extremes, except that groups of zeros leave it as it is.
+    """torchao's moving average of each batch's extremes, except that groups of zeros do not change it.
 
-    Zeros fit every range. Averaged in, a first batch of them would leave a hundredth of the range of the second.
+    If a first batch of zeros counted, the range would be a hundredth of the second batch's.
     """
 
     averaging_constant: float
@@ -128,21 +128,19 @@ class _MovingAverageObserver(_ExtremesObserver):
 class PerTensorMovingAverage(_MovingAverageObserver, MovingAverageMinMaxObserver):
     """Moving average of the extremes of each batch: one scale."""
 
-    def __init__(self, layer: str, **kwargs: Any) -> None:
-        super().__init__(eps=MIN_SCALE, **kwargs)
-        self.layer = layer
-
     def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.aminmax(x)
 
 
 class _PositionObserver(_ExtremesObserver):
-    """One scale for each position of ``(B, *positions, C)``, ``(*positions, C)`` when the activation has no batch.
+    """One scale for each position of ``(B, *positions, C)``, or of ``(*positions, C)`` without a batch dimension.
 
-    torchao's per-channel observers keep the extremes of dimension 1 of a view ``(B, number of positions, C)``.
+    torchao's per-channel observers record the extremes along dimension 1 of a view ``(B, number of positions, C)``.
     """
 
-    positions: tuple[int, ...]
+    def __init__(self, layer: str, positions: tuple[int, ...], **kwargs: Any) -> None:
+        super().__init__(layer, ch_axis=1, **_per_channel(kwargs))
+        self.positions = positions
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel():
@@ -170,10 +168,6 @@ class _PositionObserver(_ExtremesObserver):
 class PerTokenMinMax(_PositionObserver, PerChannelMinMaxObserver):
     """Largest magnitude seen at each position."""
 
-    def __init__(self, layer: str, positions: tuple[int, ...], **kwargs: Any) -> None:
-        super().__init__(ch_axis=1, eps=MIN_SCALE, **_per_channel(kwargs))
-        self.layer, self.positions = layer, positions
-
 
 class _PerChannelMovingAverage(_MovingAverageObserver, MovingAveragePerChannelMinMaxObserver):
     ch_axis: int
@@ -185,15 +179,14 @@ class _PerChannelMovingAverage(_MovingAverageObserver, MovingAveragePerChannelMi
 class PerTokenMovingAverage(_PositionObserver, _PerChannelMovingAverage):
     """Moving average of the extremes of each position."""
 
-    def __init__(self, layer: str, positions: tuple[int, ...], **kwargs: Any) -> None:
-        super().__init__(ch_axis=1, eps=MIN_SCALE, **_per_channel(kwargs))
-        self.layer, self.positions = layer, positions
-
 
 class _HeadObserver(_ExtremesObserver):
     """One scale for each head of queries, keys or values ``(..., H, N, D)``."""
 
     ch_axis: int
+
+    def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:
+        super().__init__(layer, **_per_channel(kwargs) | {"ch_axis": heads_axis})
 
     def broadcast_scale(self, x: Tensor) -> Tensor:
         return self.scale().reshape(-1, *[1] * (x.ndim - self.ch_axis - 1))
@@ -208,17 +201,9 @@ class _HeadObserver(_ExtremesObserver):
 class PerHeadMinMax(_HeadObserver, PerChannelMinMaxObserver):
     """Largest magnitude seen in each head."""
 
-    def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:
-        super().__init__(eps=MIN_SCALE, **_per_channel(kwargs) | {"ch_axis": heads_axis})
-        self.layer = layer
-
 
 class PerHeadMovingAverage(_HeadObserver, _PerChannelMovingAverage):
     """Moving average of the extremes of each head."""
-
-    def __init__(self, layer: str, heads_axis: int, **kwargs: Any) -> None:
-        super().__init__(eps=MIN_SCALE, **_per_channel(kwargs) | {"ch_axis": heads_axis})
-        self.layer = layer
 
 
 def _per_channel(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -230,7 +215,7 @@ def _per_channel(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 class DynamicObserver(ObserverBase):
-    """Marks an activation whose scale comes from the data: nothing is observed, only nodes are written."""
+    """Marks an activation whose scale is computed at run time; it observes nothing and only writes nodes."""
 
     def __init__(self, layer: str, granularity: ActivationGranularity, **_: Any) -> None:
         super().__init__(dtype=torch.int8, is_dynamic=True)
@@ -244,7 +229,7 @@ class DynamicObserver(ObserverBase):
         return dynamic_scale(x.detach(), self.granularity)
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
-        raise CalibrationError(f"layer {self.layer!r}: a dynamic activation has no scale before it runs")
+        raise CalibrationError(f"layer {self.layer!r}: a dynamic activation has no scale before the model runs")
 
     def convert(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by qframework.dynamic_quantize and qframework.dequantize."""
@@ -260,16 +245,16 @@ class DynamicObserver(ObserverBase):
 
 
 class WeightObserver(ObserverBase):
-    """Scale of a weight ``(N, K)``, computed from the weight itself when converting: weights need no calibration.
+    """Scale of a weight ``(N, K)``, computed from the weight at conversion; weights need no calibration.
 
-    Once ``keep_rounding`` was called, the scale is fixed: the weight then holds multiples of it.
+    After ``keep_rounding`` the scale is fixed, and the weight holds multiples of it.
     """
 
     def __init__(self, layer: str, config: WeightConfig, **_: Any) -> None:
         super().__init__(dtype=torch.int8)
         self.layer, self.config = layer, config
         self.weight_scale: Tensor
-        # seen only where another quantizer stands between the weight and its observer
+        # used only if another quantizer's nodes are between the weight and its observer
         self.register_buffer("weight_scale", torch.empty(0), persistent=False)
         self.float_weight: Tensor | None
         self.register_buffer("float_weight", None, persistent=False)
@@ -281,33 +266,31 @@ class WeightObserver(ObserverBase):
         return weight
 
     def keep_rounding(self, scale: Tensor, float_weight: Tensor) -> None:
-        """Fix the scale ``(N,)`` or ``(1,)``: the weight was replaced by multiples of it.
+        """Fix the scale ``(N,)`` or ``(1,)`` after the weight was replaced by multiples of it.
 
-        ``float_weight (N, K)`` is what the weight was, for whoever compares with the float model afterwards.
+        ``float_weight (N, K)`` is the original weight, for later comparisons with the float model.
         """
         self.weight_scale, self.float_weight = scale, float_weight
 
     def current_scale(self, weight: Tensor) -> Tensor:
-        """``(N,)`` or ``(1,)`` float32: of ``weight``, or what ``keep_rounding`` fixed."""
+        """The scale ``(N,)`` or ``(1,)`` float32 of ``weight``, or the one that ``keep_rounding`` fixed."""
         if self.float_weight is not None:
             return self.weight_scale
         search = mse_weight_scale if self.config.observer == "mse" else weight_scale
         return search(weight.detach(), self.config.granularity)
 
     def broadcast_scale(self, weight: Tensor) -> Tensor:
-        """The same as ``(N, 1)`` or ``(1, 1)``."""
+        """``current_scale`` as ``(N, 1)`` or ``(1, 1)``."""
         return self.current_scale(weight).unsqueeze(-1)
 
     def check(self, weight: Tensor) -> None:
-        """Raise CalibrationError, naming the layer, where the weight holds NaN or infinity."""
+        """Raise CalibrationError if the weight holds NaN or infinity."""
         if not bool(torch.isfinite(weight).all()):
-            raise CalibrationError(
-                f"layer {self.layer!r}: its weight holds NaN or infinity; finite values are accepted"
-            )
+            raise CalibrationError(f"layer {self.layer!r}: the weight must be finite, got NaN or infinity")
 
     def calculate_qparams(self, **_: Any) -> tuple[Tensor, Tensor]:
         if self.weight_scale.numel() == 0:
-            raise CalibrationError(f"layer {self.layer!r}: its weight was never observed; run the prepared model once")
+            raise CalibrationError(f"layer {self.layer!r}: the weight was never observed. Run the prepared model once")
         return self.weight_scale, torch.zeros_like(self.weight_scale, dtype=torch.int64)
 
     def convert(self, model: GraphModule, node: Node) -> None:
@@ -329,7 +312,7 @@ class WeightObserver(ObserverBase):
 def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
     """Scale of least squared error of a weight ``(N, K)``: ``(N,)`` or ``(1,)``; 16 candidates to an octave, 3 octaves.
 
-    Squared errors are taken of the weight over its largest magnitude, so that tiny weights do not underflow.
+    Errors are computed for the weight divided by its largest magnitude, so that tiny weights do not underflow.
     """
     rows = weight.detach().float()
     rows = rows if granularity == "per_channel" else rows.reshape(1, -1)
@@ -348,9 +331,9 @@ def mse_weight_scale(weight: Tensor, granularity: WeightGranularity) -> Tensor:
 
 
 def _move_to_top_level(model: GraphModule, node: Node) -> None:
-    """Rename ``blocks.0.fc1.weight`` to ``_float_blocks_0_fc1_weight``, so that torchao frees it once it is folded.
+    """Rename ``blocks.0.fc1.weight`` to ``_float_blocks_0_fc1_weight``, so that torchao frees it after folding.
 
-    torchao's constant folding deletes attributes of the top module only; others would stay, in float, unused.
+    torchao's constant folding deletes attributes of the top module only; others would stay in memory unused.
     """
     owner, _, leaf = node.target.rpartition(".")  # type: ignore[union-attr]
     sharing = [other for other in model.graph.find_nodes(op="get_attr") if other.target == node.target]

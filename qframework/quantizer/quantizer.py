@@ -16,8 +16,8 @@ from qframework.errors import UnsupportedError
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
+    AttentionAnnotation,
     annotate_attention,
-    annotated_attentions,
     check_attention,
     is_attention,
     is_softmax,
@@ -25,16 +25,17 @@ from qframework.quantizer.annotate_attention import (
     transform_attention,
 )
 from qframework.quantizer.annotate_linear import (
+    LinearAnnotation,
     SharedObservers,
     annotate_linear,
-    annotated_linears,
+    annotated,
     check_linear,
     is_annotated,
     is_linear,
 )
 from qframework.quantizer.arguments import check_graph
 from qframework.quantizer.attention_config import AttentionConfig
-from qframework.quantizer.config import LinearConfig
+from qframework.quantizer.config import LinearConfig, check_bool
 from qframework.quantizer.fake_quantize import wrap_observers
 from qframework.quantizer.rules import Config, Kind, NodeFilter, Rule, RuleKind, qualified_name
 
@@ -46,68 +47,67 @@ class QFrameworkQuantizer(Quantizer):
     """Quantizes linears and attention of an exported model, for torchao's ``prepare_pt2e`` and ``convert_pt2e``.
 
     Each layer takes the configuration of the strongest rule that selects it: module name, then filter, then module
-    type, then global; of two rules of one kind the later call. A LinearConfig says nothing about attention, an
-    AttentionConfig nothing about linears, a QuantizationConfig speaks of both, and ``None`` leaves both in float.
-    What another quantizer has annotated is left alone, so that it composes with ``ComposableQuantizer``::
+    type, then global; of two rules of one kind, the later call. A LinearConfig applies to linears, an AttentionConfig
+    to attention, a QuantizationConfig to both, and ``None`` leaves both in float. Nodes that another quantizer has
+    annotated stay as they are, so that this one works with ``ComposableQuantizer``::
 
         quantizer = QFrameworkQuantizer().set_global(static_int8()).set_module_name("head", None)
         quantizer.set_global(static_attention())
         prepared = prepare_pt2e(torch.export.export(model, (x,)).module(), quantizer)
 
-    Quantized are ``aten.linear`` whose weight is a parameter or buffer, and attention, as one node or spelled out as
-    matmul, softmax, matmul; everything else, and attention that no rule selects, stays in float.
+    It quantizes ``aten.linear`` whose weight is a parameter or buffer, and attention, as one node or spelled out as
+    matmul, softmax, matmul. Everything else, and layers that no rule selects, stay in float.
 
     Args:
-        is_qat: for ``prepare_qat_pt2e``, which does not tell a quantizer that it is training: every observer becomes a
+        is_qat: for ``prepare_qat_pt2e``, which does not tell a quantizer about training: every observer becomes a
             FakeQuantize, so that the prepared model computes with quantized values and its weights can be trained.
     """
 
     def __init__(self, *, is_qat: bool = False) -> None:
         super().__init__()
-        if not isinstance(is_qat, bool):
-            raise UnsupportedError(f"QFrameworkQuantizer: is_qat={is_qat!r}; accepted: True, False")
+        check_bool("QFrameworkQuantizer", "is_qat", is_qat)
         self.is_qat = is_qat
         self.rules: list[Rule] = []
 
     def set_global(self, config: Config | None) -> QFrameworkQuantizer:
-        """Every linear, or every attention, that no other rule selects."""
+        """Configure every linear, or every attention, that no other rule selects."""
         return self._add("global", None, config)
 
     def set_module_name(self, pattern: str, config: Config | None) -> QFrameworkQuantizer:
-        """The modules whose qualified name matches ``pattern``, and everything inside them.
+        """Configure the modules whose qualified name matches ``pattern``, and everything inside them.
 
-        ``"blocks.0"`` covers ``blocks.0.attn.qkv`` and not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards;
-        they match dots too (``"*.fc1"``). ``prepare_pt2e`` raises UnsupportedError where the pattern matches no module.
+        ``"blocks.0"`` covers ``blocks.0.attn.qkv`` but not ``blocks.01``. ``*``, ``?`` and ``[...]`` are wildcards and
+        match dots too (``"*.fc1"``). ``prepare_pt2e`` raises UnsupportedError if the pattern matches no module.
         """
         if not isinstance(pattern, str) or not pattern:
-            raise UnsupportedError(f"set_module_name: pattern={pattern!r}; accepted: a module's qualified name")
+            raise UnsupportedError(f"set_module_name: pattern must be a module's qualified name, got {pattern!r}")
         return self._add("module_name", pattern, config)
 
     def set_module_type(self, module_type: type, config: Config | None) -> QFrameworkQuantizer:
-        """Modules of this type or a subclass, and everything inside them.
+        """Configure modules of this type or a subclass, and everything inside them.
 
-        Modules are those whose ``forward`` ran during the export. ``prepare_pt2e`` raises UnsupportedError where there
-        is none of the type.
+        Only modules whose ``forward`` ran during the export count. ``prepare_pt2e`` raises UnsupportedError if none is
+        of the type.
         """
         if not isinstance(module_type, type):
-            raise UnsupportedError(f"set_module_type: module_type={module_type!r}; accepted: a subclass of nn.Module")
+            raise UnsupportedError(f"set_module_type: module_type must be a subclass of nn.Module, got {module_type!r}")
         return self._add("module_type", module_type, config)
 
     def set_filter(self, function: NodeFilter, config: Config | None) -> QFrameworkQuantizer:
-        """The linears and attentions for whose ``aten`` node ``function(node)`` is true.
+        """Configure the linears and attentions for whose ``aten`` node ``function(node)`` is true.
 
-        With a LinearConfig it is called with ``linear`` nodes only, with an AttentionConfig only with
-        ``scaled_dot_product_attention`` nodes and, where attention is spelled out, with ``softmax`` nodes.
+        With a LinearConfig the function gets ``linear`` nodes; with an AttentionConfig it gets
+        ``scaled_dot_product_attention`` nodes and the ``softmax`` nodes of spelled-out attention.
         """
         if not callable(function):
-            raise UnsupportedError(f"set_filter: function={function!r}; accepted: a function of a torch.fx.Node")
+            raise UnsupportedError(f"set_filter: function must be a function of a torch.fx.Node, got {function!r}")
         return self._add("filter", function, config)
 
     def _add(self, kind: RuleKind, selector: Any, config: Config | None) -> QFrameworkQuantizer:
         if config is not None and not isinstance(config, Config):
             raise UnsupportedError(
-                f"set_{kind}: config={config!r}; accepted: a LinearConfig, an AttentionConfig, a QuantizationConfig of "
-                "both, or None for float"
+                f"set_{kind}: config must be a LinearConfig, an AttentionConfig, a QuantizationConfig of both, or None "
+                f"for float, got {config!r}"
             )
         self.rules.append(Rule(kind, selector, config))
         return self
@@ -118,17 +118,18 @@ class QFrameworkQuantizer(Quantizer):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> QFrameworkQuantizer:
-        """Inverse of ``to_dict``: rules for all layers, by module name and by type, whose module must be imported.
+        """Inverse of ``to_dict``, except for filters. The modules of types must be imported.
 
         Raises:
-            UnsupportedError: a filter, whose function a name cannot bring back, or what ``to_dict`` does not write.
+            UnsupportedError: a filter, whose function cannot be restored from its name, or values that ``to_dict`` does
+                not write.
         """
         if not isinstance(values, Mapping) or set(values) != {"quantizer", "rules"}:
-            raise UnsupportedError(f"{cls.__name__}: {values!r:.200}; accepted: what to_dict() returns")
+            raise UnsupportedError(f"{cls.__name__}: values must be what to_dict() returns, got {values!r:.200}")
         if values["quantizer"] != QFrameworkQuantizer.__name__ or not isinstance(values["rules"], list):
             raise UnsupportedError(
-                f"{cls.__name__}: rules of a {values['quantizer']!r}; accepted: a list, of a "
-                f"{QFrameworkQuantizer.__name__!r}"
+                f"{cls.__name__}: values must hold a list of rules of a {QFrameworkQuantizer.__name__!r}, got rules of "
+                f"type {type(values['rules']).__name__} of a {values['quantizer']!r}"
             )
         quantizer = cls()
         for rule in values["rules"]:
@@ -140,10 +141,10 @@ class QFrameworkQuantizer(Quantizer):
         return quantizer
 
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
-        """Write every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
+        """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
         Raises:
-            UnsupportedError: no kernel can do what was asked.
+            UnsupportedError: no kernel supports the configuration.
         """
         check_graph(model, "QFrameworkQuantizer: model")
         if not self._names(AttentionConfig):
@@ -162,12 +163,13 @@ class QFrameworkQuantizer(Quantizer):
         """Annotate every selected linear and attention of ``model``.
 
         Raises:
-            UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel can do what was asked.
+            UnsupportedError: no rule was set, a pattern or type selects no module, or no kernel supports the
+                configuration.
         """
         check_graph(model, "QFrameworkQuantizer: model")
         if not self.rules:
             raise UnsupportedError(
-                "QFrameworkQuantizer has no rules; call set_global(static_int8()) or another set_ method"
+                "QFrameworkQuantizer: must have rules, got none. Call set_global(static_int8()) or another set_ method"
             )
         _check_rules_match(self.rules, model)
         shared = SharedObservers()
@@ -176,29 +178,29 @@ class QFrameworkQuantizer(Quantizer):
         return model
 
     def validate(self, model: GraphModule) -> None:
-        """Raise UnsupportedError, naming the layer, where no kernel can do what is annotated."""
+        """Raise UnsupportedError where no kernel supports an annotation."""
         check_graph(model, "QFrameworkQuantizer: model")
-        for node, linear in annotated_linears(model):
+        for node, linear in annotated(model, LinearAnnotation):
             check_linear(node, linear.layer, linear.config)
-        for node, attention in annotated_attentions(model):
+        for node, attention in annotated(model, AttentionAnnotation):
             check_attention(node, attention.layer, attention.config)
 
     def prepare_obs_or_fq_callback(
         self, model: GraphModule, edge_or_node_to_obs_or_fq: dict[EdgeOrNode, ObserverOrFakeQuantize]
     ) -> None:
-        """Called by torchao with every observer of ``model`` before it is inserted: the place for ``is_qat``."""
+        """Called by torchao with all observers of ``model`` before it inserts them; wraps them for ``is_qat``."""
         if self.is_qat:
             wrap_observers(edge_or_node_to_obs_or_fq)
 
     def config_for(self, node: Node) -> LinearConfig | AttentionConfig | None:
-        """Configuration of the linear or attention ``node``; None is float."""
+        """Configuration of the linear or attention ``node``; None for float."""
         if not isinstance(node, Node):
             raise UnsupportedError(
-                f"config_for: node is {described(node)}; accepted: a torch.fx.Node of an exported model"
+                f"config_for: node must be a torch.fx.Node of an exported model, got {described(node)}"
             )
         kind: Kind = LinearConfig if is_linear(node) else AttentionConfig
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
-        # max() keeps the first of equals, so the latest call goes first
+        # max() returns the first of equal items, so the latest call must come first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
         return strongest.config_of(kind) if strongest else None
 
@@ -227,7 +229,7 @@ class QFrameworkQuantizer(Quantizer):
                 annotate_attention(node, layer_name(node), config, shared)
 
     def _attentions(self, model: GraphModule) -> list[Node]:
-        """The attentions of ``model``; none where no rule names attention, so that filters for linears see none."""
+        """The attentions of ``model``; none if no rule configures attention, so that filters for linears get none."""
         return [node for node in model.graph.nodes if is_attention(node)] if self._names(AttentionConfig) else []
 
     def _names(self, kind: Kind) -> bool:
@@ -238,7 +240,7 @@ class QFrameworkQuantizer(Quantizer):
 def check_quantizer(quantizer: object, what: str) -> None:
     """Raise UnsupportedError unless ``quantizer`` is a QFrameworkQuantizer."""
     if not isinstance(quantizer, QFrameworkQuantizer):
-        raise UnsupportedError(f"{what}: quantizer is {described(quantizer)}; accepted: a QFrameworkQuantizer")
+        raise UnsupportedError(f"{what}: quantizer must be a QFrameworkQuantizer, got {described(quantizer)}")
 
 
 def _selects(rule: Rule, node: Node) -> bool:
@@ -268,7 +270,7 @@ def _plain_path(path: str) -> str:
 def layer_name(node: Node) -> str:
     """Qualified name of the module that owns the linear or attention ``node``.
 
-    The innermost module of the stack, or the owner of the weight where that is further inside: modules such as
+    This is the innermost module of the stack, or the owner of the weight if that is further inside: modules such as
     ``nn.MultiheadAttention`` use the parameters of a child without calling it.
     """
     stack = module_stack(node)
@@ -289,7 +291,7 @@ def _enclosing(name: str) -> list[str]:
 
 
 def _type_names(module_type: type) -> set[str]:
-    """Names of a type and all its subclasses: exported graphs keep the names of types only."""
+    """Names of a type and all its subclasses. Exported graphs hold types by name only."""
     names = {qualified_name(module_type)}
     return names.union(*map(_type_names, type.__subclasses__(module_type)))
 
@@ -298,10 +300,10 @@ def _check_rules_match(rules: list[Rule], model: GraphModule) -> None:
     names, types = _known_modules(model)
     for rule in rules:
         if rule.kind == "module_name" and not any(fnmatchcase(name, rule.selector) for name in names):
-            raise UnsupportedError(_no_match(f"module name pattern {rule.selector!r}", rule.selector, names))
+            raise UnsupportedError(_no_match(f"set_module_name: pattern {rule.selector!r}", rule.selector, names))
         if rule.kind == "module_type" and types.isdisjoint(_type_names(rule.selector)):
             name = qualified_name(rule.selector)
-            raise UnsupportedError(_no_match(f"module type {name}", name, types))
+            raise UnsupportedError(_no_match(f"set_module_type: module_type {name}", name, types))
 
 
 def _known_modules(model: GraphModule) -> tuple[set[str], set[str]]:
@@ -319,4 +321,5 @@ def _known_modules(model: GraphModule) -> tuple[set[str], set[str]]:
 def _no_match(what: str, wanted: str, known: set[str]) -> str:
     close = difflib.get_close_matches(wanted, sorted(known), n=5, cutoff=0.5)
     shown = close or sorted(known, key=lambda name: (name.count("."), name))[:10]
-    return f"{what} matches nothing in this model; {'close' if close else 'it has'}: {', '.join(shown) or 'no modules'}"
+    names = f"{'Close' if close else 'The model has'}: {', '.join(shown) or 'no modules'}"
+    return f"{what} must match a module of the model, got none. {names}"

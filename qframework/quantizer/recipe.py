@@ -1,13 +1,13 @@
-"""A recipe: what is done around ``prepare_pt2e`` and ``calibrate`` so that static INT8 keeps a model's accuracy.
+"""A recipe: the steps around ``prepare_pt2e`` and ``calibrate`` that keep a model's accuracy in static INT8.
 
-The steps stand on either side of preparation, and each is switched on its own::
+The steps run before and after preparation, and each has its own switch::
 
     recipe   = Recipe.best()
     exported = torch.export.export(model, (x,)).module()
-    recipe.before_prepare(exported, quantizer, data)     split ranges, smoothing, channel scales: the same function
+    recipe.before_prepare(exported, quantizer, data)     splits ranges, smooths and scales channels; same function
     prepared = prepare_pt2e(exported, quantizer)
     calibrate(prepared, data)
-    recipe.after_calibrate(prepared, data)               weight rounding, bias correction
+    recipe.after_calibrate(prepared, data)               rounds weights, corrects biases
     converted = convert_pt2e(prepared)
 
 The observers, which choose the scales, belong to the quantizer: ``static_int8(observer="mse")``.
@@ -15,9 +15,9 @@ The observers, which choose the scales, belong to the quantizer: ``static_int8(o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
 
 from torch.fx import GraphModule
 
@@ -26,7 +26,7 @@ from qframework.errors import UnsupportedError
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
-from qframework.quantizer.config import check_choice, check_keys
+from qframework.quantizer.config import JsonConfig, check_bool, check_choice
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.smooth import smooth
 
@@ -34,17 +34,17 @@ WeightRounding = Literal["nearest", "gptq"]
 
 
 @dataclass(frozen=True)
-class Smooth:
-    """How the difficulty of activations is moved into weights: a scale ``s`` for each channel, searched for each layer.
+class Smooth(JsonConfig):
+    """How quantization difficulty moves from activations to weights: a scale ``s`` per channel, searched per layer.
 
     The scale of channel j is ``s_j = max|x_j| ** a / max|w_j| ** (1 - a)`` (SmoothQuant eq. 4, arXiv:2211.10438), the
-    input becomes ``x_j / s_j`` and the weight ``w_j * s_j``. Of all strengths ``a``, and of no smoothing, each group of
-    layers takes the one of least squared error of its quantized outputs.
+    input becomes ``x_j / s_j`` and the weight ``w_j * s_j``. Each group of layers takes the strength ``a``, or no
+    smoothing, that gives the least squared error of its quantized outputs.
 
     Attributes:
-        strengths: the candidates for ``a``, each from 0 (all weights alike) to 1 (all activations alike). One alone is
-            taken where it is better than none.
-        samples: rows (tokens) of calibration data that errors are measured on; extremes are those of all data.
+        strengths: the candidates for ``a``, each from 0 (equalizes weights) to 1 (equalizes activations). A single
+            candidate is used where it is better than no smoothing.
+        samples: rows (tokens) of calibration data on which errors are measured; extremes are taken over all data.
 
     Raises:
         UnsupportedError: no strength, one outside [0, 1], or no samples.
@@ -54,40 +54,32 @@ class Smooth:
     samples: int = 1024
 
     def __post_init__(self) -> None:
-        if not isinstance(self.strengths, Iterable):
-            raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
-        object.__setattr__(self, "strengths", tuple(self.strengths))
-        if not self.strengths or not all(is_number(a) and 0 <= a <= 1 for a in self.strengths):
-            raise UnsupportedError(f"Smooth: strengths={self.strengths!r}; accepted: numbers from 0 to 1, at least one")
+        given = tuple(self.strengths) if isinstance(self.strengths, Iterable) else ()
+        if not given or not all(is_number(a) and 0 <= a <= 1 for a in given):
+            raise UnsupportedError(
+                f"Smooth: strengths must be at least one number from 0 to 1, got {given or self.strengths!r}"
+            )
+        object.__setattr__(self, "strengths", given)
         if not is_count(self.samples):
-            raise UnsupportedError(f"Smooth: samples={self.samples!r}; accepted: a positive number")
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; ``from_dict`` reads it back."""
-        return {"strengths": list(self.strengths), "samples": self.samples}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Smooth:
-        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        check_keys(cls, values)
-        return cls(**values)
+            raise UnsupportedError(f"Smooth: samples must be a positive integer, got {self.samples!r}")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Recipe(JsonConfig):
     """The steps around calibration; ``Recipe()`` does nothing.
 
     Attributes:
-        smooth: scales moved between a layer and the one before it, where that takes them for nothing: LayerNorm or
-            RMSNorm to its linears, values to the projection behind attention, linear to linear through ReLU.
-        channel_scales: static layers whose input no layer before them can scale (behind a GELU, say) have it multiplied
-            by a constant for each channel, which the backend computes as part of its quantization. Strengths as of
-            ``smooth``.
-        split_gelu: the input behind a GELU is quantized as two tensors, its negative and its positive part, each with a
-            scale of its own (PTQ4ViT, arXiv:2111.12293), at the price of a second matrix product.
+        smooth: move scales from a layer to the one before it, where that costs nothing at run time: from linears to
+            their LayerNorm or RMSNorm, from the projection after attention to the values, from linear to linear through
+            ReLU.
+        channel_scales: multiply the input of static layers that no layer before them can scale (after a GELU, for
+            example) by a constant for each channel, which the backend computes as part of the quantization. Uses the
+            strengths of ``smooth``.
+        split_gelu: quantize the result of a GELU as two tensors, its negative and its positive part, each with its own
+            scale (PTQ4ViT, arXiv:2111.12293), at the cost of a second matrix product.
         weight_rounding: ``"nearest"`` or ``"gptq"``.
-        bias_correction: the mean of each layer's quantization error is taken off its bias.
-        batches: how many batches of the calibration data these steps see; None: all.
+        bias_correction: subtract the mean quantization error of each layer's output from its bias.
+        batches: how many batches of the calibration data these steps use; None for all.
 
     Raises:
         UnsupportedError: for an unknown value.
@@ -99,41 +91,41 @@ class Recipe:
     weight_rounding: WeightRounding = "nearest"
     bias_correction: bool = False
     batches: int | None = None
+    nested: ClassVar[dict[str, type[JsonConfig]]] = {"smooth": Smooth}
 
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
-            raise UnsupportedError(f"Recipe: smooth={self.smooth!r}; accepted: a Smooth, or None for no smoothing")
+            raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
         for name in ("channel_scales", "split_gelu", "bias_correction"):
-            if not isinstance(getattr(self, name), bool):
-                raise UnsupportedError(f"Recipe: {name}={getattr(self, name)!r}; accepted: True, False")
+            check_bool("Recipe", name, getattr(self, name))
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
         if self.batches is not None and not is_count(self.batches):
-            raise UnsupportedError(f"Recipe: batches={self.batches!r}; accepted: None or a positive number")
+            raise UnsupportedError(f"Recipe: batches must be None or a positive integer, got {self.batches!r}")
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that are worth having together and cost next to nothing at run time: all but ``split_gelu``."""
+        """The steps that help most models and cost almost nothing at run time: all but ``split_gelu``."""
         return cls(smooth=Smooth(), channel_scales=True, weight_rounding="gptq", bias_correction=True)
 
     def before_prepare(
         self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch]
     ) -> dict[str, Any]:
-        """Rewrite the float graph in place so that it quantizes better; what it computes stays the same to rounding.
+        """Rewrite the float graph in place so that it quantizes better; its function stays the same up to rounding.
 
-        The parameters of the model that was exported are not touched: changed ones are replaced in ``exported`` alone.
+        The parameters of the original model do not change; ``exported`` gets new ones.
 
         Args:
             exported: from ``torch.export.export(...).module()``.
-            quantizer: the one it will be prepared with; only what it quantizes is looked at.
-            data: calibration batches as ``calibrate`` takes them. Every step runs them once more.
+            quantizer: the one it will be prepared with; only layers that it quantizes are considered.
+            data: calibration batches as ``calibrate`` takes them. Each step runs them once more.
 
         Returns:
-            What was done, JSON-able: ``{"split_gelu": layers split, "smooth": {layer: strength},
-            "channel_scales": {layer: strength}}``, with the steps that are switched on.
+            A JSON-able summary of the enabled steps: ``{"split_gelu": number of split layers,
+            "smooth": {layer: strength}, "channel_scales": {layer: strength}}``.
 
         Raises:
-            UnsupportedError: ``exported`` is no exported model, or ``quantizer`` no QFrameworkQuantizer.
-            CalibrationError: ``data`` is an iterator, which would be used up by the first step, or does not fit.
+            UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
+            CalibrationError: ``data`` is an iterator, which the first step would exhaust, or does not fit the model.
         """
         check_can_be_read_again(data, "Recipe.before_prepare")
         check_exported(exported, "Recipe.before_prepare: exported")
@@ -154,8 +146,8 @@ class Recipe:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.
 
         Raises:
-            CalibrationError: ``prepared`` is not prepared; ``data`` is an iterator, which would be used up by the first
-                step, or does not fit.
+            CalibrationError: ``prepared`` is not prepared; ``data`` is an iterator, which the first step would exhaust,
+                or does not fit the model.
         """
         check_can_be_read_again(data, "Recipe.after_calibrate")
         check_prepared(prepared, "Recipe.after_calibrate: prepared")
@@ -167,15 +159,3 @@ class Recipe:
             from qframework.quantizer.bias_correction import correct_bias
 
             correct_bias(prepared, data, batches=self.batches)
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-able description; ``from_dict`` reads it back."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
-        return {**values, "smooth": self.smooth and self.smooth.to_dict()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Recipe:
-        """Inverse of ``to_dict``. Raises UnsupportedError for unknown fields or values."""
-        check_keys(cls, values)
-        smooth = values.get("smooth")
-        return cls(**{**values, "smooth": None if smooth is None else Smooth.from_dict(smooth)})

@@ -1,4 +1,4 @@
-"""One rule of a quantizer: what it selects, and the configuration of what is selected; to JSON and back."""
+"""One rule of a quantizer: a selector of layers and their configuration; converts to JSON and back."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ RuleKind = Literal["global", "module_type", "filter", "module_name"]
 
 @dataclass(frozen=True)
 class Rule:
-    """One call of a ``set_`` method: what it selects and the configuration of what is selected (None: float)."""
+    """One call of a ``set_`` method: which layers it selects, and their configuration (None for float)."""
 
     kind: RuleKind
     selector: Any
     config: Config | None
 
     def says(self, kind: Kind) -> bool:
-        """Whether the rule is about linears (LinearConfig) or about attention (AttentionConfig); None is about both."""
+        """Whether the rule applies to linears (LinearConfig) or attention (AttentionConfig); None applies to both."""
         return self.config is None or isinstance(self.config, (kind, QuantizationConfig))
 
     def config_of(self, kind: Kind) -> LinearConfig | AttentionConfig | None:
-        """Its configuration of a kind that it says something about."""
+        """The configuration of a kind to which the rule applies."""
         if isinstance(self.config, QuantizationConfig):
             return self.config.linear if kind is LinearConfig else self.config.attention
         return self.config
@@ -47,18 +47,18 @@ class Rule:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Rule:
-        """Inverse of ``to_dict``, but for filters: a function's name is not the function.
+        """Inverse of ``to_dict``, except for filters, whose function cannot be restored from its name.
 
         Raises:
-            UnsupportedError: a filter, a type that is not imported, or what ``to_dict`` does not write.
+            UnsupportedError: a filter, a type that is not imported, or values that ``to_dict`` does not write.
         """
         check_keys(cls, values)
         kind, selector = values.get("kind"), values.get("selector")
         check_choice("Rule", "kind", kind, get_args(RuleKind))
         if kind == "filter":
             raise UnsupportedError(
-                f"Rule: kind='filter' with the function {selector!r}, which cannot be read back; accepted: global, "
-                "module_type, module_name, or call set_filter with the function itself"
+                "Rule: kind must be 'global', 'module_type' or 'module_name' to be read back, got 'filter' with the "
+                f"function {selector!r}. Call set_filter with the function itself"
             )
         if kind == "module_type":
             selector = _imported_type(selector)
@@ -72,7 +72,7 @@ def qualified_name(thing: Any) -> str:
 
 
 def _imported_type(name: Any) -> type:
-    """The type of a qualified name; only looked up, since importing what a file names would run its code."""
+    """The type with a qualified name. Looks it up without importing, since an import named in a file would run code."""
     parts = name.split(".") if isinstance(name, str) else []
     for end in range(len(parts) - 1, 0, -1):
         found = reduce(
@@ -81,22 +81,22 @@ def _imported_type(name: Any) -> type:
         if isinstance(found, type):
             return found
     raise UnsupportedError(
-        f"Rule: module type {name!r} is not imported; accepted: the qualified name of a type whose module is"
+        f"Rule: the module type must be the qualified name of a type whose module is imported, got {name!r}"
     )
 
 
 def _config_from(values: Any) -> Config | None:
-    """The configuration that ``values`` describe, told apart by the fields that only one kind has."""
+    """The configuration that ``values`` describe; its kind follows from its fields."""
     if values is None:
         return None
     if not isinstance(values, Mapping):
-        raise UnsupportedError(f"Rule: config={values!r}; accepted: None or what a configuration's to_dict() returns")
+        raise UnsupportedError(f"Rule: config must be None or what a configuration's to_dict() returns, got {values!r}")
     kinds = (LinearConfig, AttentionConfig, QuantizationConfig)
     fitting = [kind for kind in kinds if set(values) <= {field.name for field in fields(kind)}]
     if len(fitting) != 1:
         names = ", ".join(map(repr, values)) or "none"
         raise UnsupportedError(
-            f"Rule: config with the fields {names}, which are those of {'several kinds' if fitting else 'no kind'}; "
-            f"accepted: fields of one of {', '.join(kind.__name__ for kind in kinds)}, as its to_dict() writes them"
+            f"Rule: config must have the fields of one of {', '.join(kind.__name__ for kind in kinds)}, as to_dict() "
+            f"writes them, got {names}"
         )
     return fitting[0].from_dict(values)

@@ -4,9 +4,9 @@ With a scale ``s_j > 0`` for each input channel j of a linear (SmoothQuant eq. 3
 
     y = x W^T = (x / s) (W * s)^T           s_j = max|x_j| ** a / max|w_j| ** (1 - a)          (eq. 4)
 
-``x / s`` comes for nothing where the layer before it has parameters to divide (qframework/graph/channel_groups.py), or
-else from a product with a constant (qframework/quantizer/channel_scales.py). The strength ``a`` is searched for each
-group of linears that share their input channels: the one whose quantized outputs are nearest to float's.
+``x / s`` costs nothing if the layer before it has parameters to divide (qframework/graph/channel_groups.py). Otherwise
+it is a product with a constant (qframework/quantizer/channel_scales.py). The strength ``a`` is searched for each group
+of linears that share their input channels; it is the one whose quantized outputs are nearest to the float outputs.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.observers import WeightObserver, activation_observer
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 
-# Channels count as at least this share of the largest one, so that dead ones get no extreme scale.
+# The magnitude of a channel counts as at least this share of the largest, so that dead channels get no extreme scale.
 _SMALLEST_SHARE = 1e-5
-# Scales stay between 1 / this and this, so that scaled parameters stay inside of float16's range.
+# Scales stay between 1 / this and this, so that scaled parameters stay within float16's range.
 _LARGEST_SCALE = 1024.0
 
 
 class Smoothing(NamedTuple):
-    """The best strength, its scales ``(channels,)``, and its squared error as a share of the error without."""
+    """The best strength, its scales ``(channels,)``, and its squared error relative to that without smoothing."""
 
     strength: float
     scales: Tensor
@@ -55,12 +55,12 @@ def smooth(
     """Smooth every group of channels in which ``quantizer`` quantizes a linear, in place; the function stays the same.
 
     Args:
-        exported: from ``torch.export.export(...).module()``. Changed parameters are replaced in it alone.
+        exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         strengths: candidates for ``a``.
         samples: rows of calibration data on which errors are measured.
-        batches: use only so many batches.
+        batches: use only this many batches.
 
     Returns:
         The strength of each quantized linear that was smoothed, by its layer's name.
@@ -100,14 +100,14 @@ def _quantized(group: ChannelGroup, quantizer: QFrameworkQuantizer) -> list[tupl
 
 @dataclass
 class CalibratedLinear:
-    """A linear and what calibration saw of its input.
+    """A linear and the calibration data of its input.
 
     Attributes:
-        name: of its layer.
+        name: name of its layer.
         weight: ``(N, K)`` float32.
-        channels: ``(K,)`` int64, the channel of the group that each input is.
+        channels: ``(K,)`` int64, the group's channel of each input feature.
         config: how it is quantized.
-        rows: ``(n, K)`` float32, some of its inputs.
+        rows: ``(n, K)`` float32, a sample of its inputs.
         amax: ``(K,)`` float32, the largest magnitudes of all of its inputs.
     """
 
@@ -127,7 +127,7 @@ class CalibratedLinear:
         return cls(layer_name(linear), weight, channels.to(weight.device), config, seen.rows, seen.amax)
 
     def error(self, scales: Tensor) -> float:
-        """Squared error of its quantized output, as a share of the output's square; ``scales`` of the group's."""
+        """Squared error of the quantized output relative to the squared output, with ``scales`` of the group."""
         own = scales[self.channels]
         wrong = exact_matmul(self._quantized_rows(own), self._quantized_weight(own).T) - self._exact
         return float(wrong.double().square().sum() / self._exact.double().square().sum().clamp(min=1e-30))
@@ -148,9 +148,9 @@ class CalibratedLinear:
 
 
 def _activation_scale(config: ActivationConfig, name: str, rows: Tensor, amax: Tensor) -> Tensor:
-    """The scale that ``config`` will give inputs like ``rows (n, K)``, whose extremes in all data are ``amax (K,)``.
+    """The scale that ``config`` gives inputs like ``rows (n, K)``; ``amax (K,)`` holds the maxima over all data.
 
-    A static scale of each position is taken for one of each row, which it is where positions differ more than batches.
+    Static scales per position are approximated by scales per row, which fits if positions differ more than batches.
     """
     if config.granularity == "per_token":
         return dynamic_scale(rows, "per_token")
@@ -166,13 +166,13 @@ def _activation_scale(config: ActivationConfig, name: str, rows: Tensor, amax: T
 def search_smoothing(
     layers: Sequence[CalibratedLinear], free: Tensor, strengths: Sequence[float], gain: float = 0.0
 ) -> Smoothing | None:
-    """The best strength for linears that share their input channels; None where no smoothing is better.
+    """The best strength for linears that share their input channels, or None if no smoothing is better.
 
     Args:
         layers: the linears.
         free: ``(channels,)`` bool, the channels that may be scaled.
         strengths: candidates for ``a``.
-        gain: share of the error that smoothing must save.
+        gain: the least relative reduction of the error that counts.
     """
     unscaled = torch.ones(free.numel(), device=free.device)
     error_of: Callable[[Tensor], float] = lambda scales: sum(layer.error(scales) for layer in layers)  # noqa: E731
@@ -188,17 +188,17 @@ def search_smoothing(
 
 
 def smoothing_scales(amax_x: Tensor, amax_w: Tensor, free: Tensor, strength: float) -> Tensor:
-    """``s_j = max|x_j| ** a / max|w_j| ** (1 - a)``, of geometric mean 1, and 1 for channels that are not free.
+    """``s_j = max|x_j| ** a / max|w_j| ** (1 - a)``, with geometric mean 1, and 1 for channels that are not free.
 
-    None is below 2^-10 or above 2^10.
+    Scales are clamped to [2^-10, 2^10].
 
     Args:
         amax_x: ``(channels,)`` float, largest magnitudes of the activation.
         amax_w: ``(channels,)`` float, largest magnitudes in the columns of the weights.
-        free: ``(channels,)`` bool. Channels that were always zero keep 1 as well.
+        free: ``(channels,)`` bool, the channels that may be scaled. Channels that were always zero keep 1 too.
         strength: ``a``.
     """
-    free = free & (amax_x >= MIN_AMAX)  # a channel that was always zero may hold anything in use
+    free = free & (amax_x >= MIN_AMAX)  # calibration says nothing about a channel that was always zero
     log_x, log_w = (a.double().clamp(min=max(float(a.max()) * _SMALLEST_SHARE, 1e-30)).log() for a in (amax_x, amax_w))
     log_s = strength * log_x - (1 - strength) * log_w
     scales = (log_s - log_s[free].mean()).exp().clamp(1 / _LARGEST_SCALE, _LARGEST_SCALE)

@@ -1,8 +1,8 @@
-"""Two ranges for what GELU gives (PTQ4ViT, Yuan et al. 2022: twin uniform quantization).
+"""Two ranges for the output of GELU (PTQ4ViT, Yuan et al. 2022: twin uniform quantization).
 
-GELU's negative values lie in [-0.17, 0], its positive ones reach as far as the data. One scale for both rounds nearly
-all negative values to zero where the positive ones are large. The paper spends one of the 8 bits on a choice between
-two scales; here each range has an INT8 product of its own, which existing kernels compute. From::
+GELU's negative values lie in [-0.17, 0], its positive values can be large. One scale for both then rounds nearly all
+negative values to zero. The paper uses one of the 8 bits to choose between two scales; here each range has its own INT8
+product, which existing kernels compute. From::
 
     gelu -> x -> linear(x, W, b)
 
@@ -11,12 +11,12 @@ to the same function::
     gelu -> x ─┬> relu(x)   -> linear(_, W, b) ─┐
                └> min(x, 0) -> linear(_, W) ────┴> add
 
-Quantized, each linear gets a scale of its own: 127 steps for the positive values, as before, and 127 for the negative
-ones, as many as in the paper; its constraint that one scale be a power of two times the other is not needed. Both read
-one INT8 weight.
+When quantized, each linear has its own scale: 127 steps for the positive values, as before, and 127 for the negative
+ones, as many as in the paper, without its constraint that the scales differ by a power of two. Both linears read the
+same INT8 weight.
 
-The price is a second matrix product for every layer split, and the layer before it no longer writes INT8 itself, since
-two scales read its result: the layer takes about twice its time. Use it where one scale costs accuracy.
+A split layer takes about twice its time: it has a second matrix product, and the layer before it no longer writes INT8,
+since its result is quantized with two scales. Use this where one scale costs accuracy.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_st
 
 
 def split_gelu_ranges(exported: GraphModule, quantizer: QFrameworkQuantizer) -> int:
-    """Give each linear that reads a GELU, and that ``quantizer`` makes static, two ranges, in place; how many it split.
+    """Split the input range of each static linear that reads a GELU, in place, and return how many linears were split.
 
-    Exact and tanh GELU count, with a dropout that does nothing after it; dynamic and float linears are left alone. The
-    linear's name belongs to both products afterwards.
+    Applies to exact and tanh GELU, also with an inactive dropout after it. Dynamic and float linears do not change.
+    Both products have the linear's name afterwards.
 
     Args:
         exported: ``torch.export.export(...).module()``, before ``prepare_pt2e``.
-        quantizer: the quantizer that ``prepare_pt2e`` will get.
+        quantizer: the quantizer for ``prepare_pt2e``, which determines the static linears.
     """
     check_exported(exported, "split_gelu_ranges: exported")
     check_quantizer(quantizer, "split_gelu_ranges")
@@ -91,7 +91,7 @@ def _split(exported: GraphModule, node: Node, positive: Node, negative: Node) ->
 
 
 def _call(exported: GraphModule, target: OpOverload, args: tuple, like: Node) -> Node:
-    """A call whose result has the shape and the layer of ``like``."""
+    """A call node whose result has the shape and the layer of ``like``."""
     new = exported.graph.call_function(target, args)
     new.meta = {key: like.meta[key] for key in _KEPT_META if key in like.meta}
     return new

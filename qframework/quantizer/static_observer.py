@@ -1,4 +1,4 @@
-"""What every observer of a static scale has in common, and the nodes that observers write when converting."""
+"""Base of all observers of static scales, and the nodes that observers write when a model is converted."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from qframework.numerics import MIN_AMAX, QMAX, QMIN, scale_from_amax
 
 logger = logging.getLogger(__name__)
 
-# How often convert_pt2e found no scale for an activation, or for part of it, by the activation's name.
+# How often convert_pt2e found no scale for an activation, or for a part of it, by the activation's name.
 uncalibrated: Counter[str] = Counter()
-# Key of a prepared model's meta: the one value that all calibration data consisted of, None where it varied.
+# Key of a prepared model's meta for the one value that all calibration data consists of, None if values vary.
 CONSTANT_DATA = "qframework_constant_data"
 
 _DECOMPOSED = torch.ops.quantized_decomposed
 
 
 class StaticObserver:
-    """Mixin of every observer whose scale is fixed at convert; ``threshold`` is what the subclasses define.
+    """Mixin of all observers whose scale is fixed when the model is converted; subclasses define ``threshold``.
 
-    Zeros tell nothing about a range. An activation of which calibration saw nothing else has no scale: it stays in
-    float, and converting warns with its name. Positions and heads that were always zero take the largest scale of the
-    others.
+    Zeros carry no information about a range. An activation that was all zeros during calibration has no scale: it stays
+    in float, and conversion logs a warning with its name. Positions and heads that were always zero take the largest
+    scale of the others.
     """
 
     layer: str
@@ -48,7 +48,7 @@ class StaticObserver:
 
     @abstractmethod
     def nonfinite(self) -> Tensor:
-        """0-dimensional bool: NaN or infinity was observed. On the observer's device, so that asking does not wait."""
+        """0-dimensional bool: NaN or infinity was observed. On the observer's device, to avoid a synchronization."""
 
     def observed(self) -> bool:
         """Whether anything was observed, zeros included."""
@@ -58,8 +58,7 @@ class StaticObserver:
         """Whether anything but zeros was observed. Raises CalibrationError for NaN and infinity."""
         if bool(self.nonfinite()):
             raise CalibrationError(
-                f"layer {self.layer!r}: its activation held NaN or infinity during calibration; "
-                "finite values are accepted"
+                f"layer {self.layer!r}: the activation must be finite during calibration, got NaN or infinity"
             )
         magnitude = self.magnitude()
         return magnitude is not None and bool((magnitude >= MIN_AMAX).any())
@@ -72,11 +71,11 @@ class StaticObserver:
         """
         if not self.has_scale():
             raise CalibrationError(
-                f"layer {self.layer!r}: its activation was always zero during calibration; "
-                "calibrate with data that reaches this layer"
+                f"layer {self.layer!r}: the activation was always zero during calibration. "
+                "Calibrate with data that reaches this layer"
                 if self.observed()
-                else f"layer {self.layer!r}: its activation was never observed; "
-                "run calibrate(prepared, data) before convert_pt2e"
+                else f"layer {self.layer!r}: the activation was never observed. "
+                "Run calibrate(prepared, data) before convert_pt2e"
             )
         magnitude, threshold = self.magnitude(), self.threshold()
         assert magnitude is not None
@@ -85,16 +84,16 @@ class StaticObserver:
         return torch.where(magnitude >= MIN_AMAX, scale, scale.max())
 
     def broadcast_scale(self, x: Tensor) -> Tensor:
-        """Its scale in the shape that broadcasts against what it observes, such as ``x``."""
+        """The scale in a shape that broadcasts against the observed tensor ``x``."""
         return self.scale()
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point as torchao asks for them: ``(1,)`` or one for each position, zeros of int64."""
+        """Scale and zero point for torchao: ``(1,)`` or one per position, zeros of int64."""
         scale = self.scale().reshape(-1)
         return scale, torch.zeros_like(scale, dtype=torch.int64)
 
     def convert(self, model: GraphModule, node: Node) -> None:
-        """Replace the observer by quantize and dequantize; by nothing where calibration gave no scale.
+        """Replace the observer by quantize and dequantize, or remove it if calibration gave no scale.
 
         Raises:
             CalibrationError: as ``check_calibrated``; or NaN or infinity was observed.
@@ -122,7 +121,7 @@ class StaticObserver:
             )
 
     def _report(self, node: Node, what: str) -> None:
-        """Log ``what``, with a name in its braces, once; count it; note it for ``explain`` at the layers concerned."""
+        """Log ``what`` once, with a name in its braces, count it, and note it at the layers for ``explain``."""
         layer, _, role = self.layer.partition(":")
         for reader in node.users:
             _note(reader, what.format("its input" if role in ("", "output") else f"its {role}"))
@@ -149,21 +148,20 @@ def _note(layer: Node, what: str) -> None:
 
 
 def check_calibrated(model: GraphModule) -> None:
-    """Raise CalibrationError where a prepared model was not calibrated at all, or with nothing but zeros."""
+    """Raise CalibrationError if a prepared model was not calibrated at all, or only with zeros."""
     observers = [module for module in model.modules() if isinstance(module, StaticObserver)]
     if observers and not any(observer.observed() for observer in observers):
         observers[0].scale()  # raises
     if observers and model.meta.get(CONSTANT_DATA) == 0 and not any(observer.has_scale() for observer in observers):
         names = list(dict.fromkeys(observer.layer for observer in observers))
         raise CalibrationError(
-            f"layer {names[0]!r}: the calibration data held nothing but zeros, and so did all {len(names)} static "
-            "activations of the model; calibrate with inputs like those the model will get, or use "
-            "dynamic_int8(), which needs no calibration"
+            f"layer {names[0]!r}: the calibration data was all zeros, and so were all {len(names)} static activations "
+            "of the model. Calibrate with real inputs, or use dynamic_int8(), which needs no calibration"
         )
 
 
 def warn_of_constant_data(model: GraphModule) -> None:
-    """Log, once, that scales come from calibration data of a single value."""
+    """Log once that the calibration data consisted of a single value."""
     value = model.meta.pop(CONSTANT_DATA, None)
     if value is not None:
         logger.warning(
@@ -180,13 +178,13 @@ def warn_of_constant_data(model: GraphModule) -> None:
 def float_dtype(node: Node) -> torch.dtype:
     """Dtype of the float tensor that ``node`` observes."""
     source: Any = node
-    while "val" not in source.meta:  # observers and the nodes of other quantizers carry no value
+    while "val" not in source.meta:  # observers and nodes of other quantizers have no value
         source = source.args[0]
     return source.meta["val"].dtype
 
 
 def replace_by_per_tensor(model: GraphModule, node: Node, scale: float, dtype: torch.dtype) -> None:
-    """``node`` to ``dequantize_per_tensor(quantize_per_tensor(x))``; call inside ``graph.inserting_before(node)``."""
+    """Replace ``node`` by ``dequantize_per_tensor(quantize_per_tensor(x))``; inside ``inserting_before(node)``."""
     qparams = (scale, 0, QMIN, QMAX, torch.int8)
     q = model.graph.call_function(_DECOMPOSED.quantize_per_tensor.default, (node.args[0], *qparams))
     dq = model.graph.call_function(_DECOMPOSED.dequantize_per_tensor.default, (q, *qparams), _out_dtype(dtype))
@@ -196,7 +194,7 @@ def replace_by_per_tensor(model: GraphModule, node: Node, scale: float, dtype: t
 def replace_by_per_channel(
     model: GraphModule, node: Node, scale: Tensor, name: str, dtype: torch.dtype, axis: int = 0
 ) -> None:
-    """``node`` to quantize and dequantize along ``axis`` with ``scale (N,)`` kept in buffers called ``name``."""
+    """Replace ``node`` by quantize and dequantize along ``axis``; buffers named after ``name`` hold ``scale (N,)``."""
     zero_point = torch.zeros_like(scale, dtype=torch.int64)
     scales = create_getattr_from_value(model, model.graph, f"{name}_scale_", scale, scale.device)
     zeros = create_getattr_from_value(model, model.graph, f"{name}_zero_point_", zero_point, scale.device)
@@ -211,7 +209,7 @@ def _out_dtype(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def replace_observer(model: GraphModule, node: Node, q: Node, dq: Node) -> None:
-    """Hand the observer's users to ``dq`` and leave the traces that torchao's tools and later observers look for."""
+    """Let the observer's users read ``dq``, and set the metadata that torchao's tools and later observers need."""
     source = [NodeSource(node, "replace_observer_with_quantize_dequantize_node", [NodeSourceAction.CREATE])]
     for new in (q, dq):
         new.meta[FROM_NODE_KEY] = source

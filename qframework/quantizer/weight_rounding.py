@@ -1,18 +1,18 @@
-"""Weight rounding that looks at the data: GPTQ (Frantar et al. 2022) on the INT8 grid of each weight's observer.
+"""Weight rounding that uses calibration data: GPTQ (Frantar et al. 2022) on the INT8 grid of each weight's observer.
 
 Rounding every weight of ``W (N, K)`` to the nearest multiple of its scale ignores that inputs are correlated. GPTQ
 minimizes the error of the output over calibration data instead, ``|W X - W' X|^2`` with ``X (K, samples)``: it rounds
-one column after another and lets the columns still in float make up for each error (Algorithm 1)::
+one column after another, and the columns still in float compensate for each error (Algorithm 1)::
 
     H = X X^T + damping * mean(diag(X X^T)) * I           U = upper Cholesky factor of H^-1
     for each column j:   e = (w_j - round(w_j)) / U_jj ;   w_l -= e * U_jl for every l > j
 
-The grid stays what min-max or MSE made it, so that ``convert_pt2e`` finds exactly the integers chosen here, and the
-converted model costs nothing more. Columns go in the order of falling ``diag(H)``. A row is kept only if its output
-error ``(w - w') H (w - w')`` is smaller than with nearest rounding, which greedy rounding alone does not promise.
+The grid remains that of min-max or MSE, so that ``convert_pt2e`` yields exactly the integers chosen here, and the
+converted model costs nothing more. Columns are processed in descending order of ``diag(H)``. A row is used only if its
+output error ``(w - w') H (w - w')`` is smaller than with nearest rounding, which greedy rounding does not guarantee.
 
 torchao's GPTQ (``torchao.prototype.gptq``) is not used: it replaces the weights of ``nn.Linear`` by quantized tensor
-subclasses with scales of its own and runs on CUDA only, whereas a prepared PT2E graph has attributes and observers.
+subclasses with their own scales and runs on CUDA only, whereas a prepared PT2E graph has attributes and observers.
 AdaRound (Nagel et al. 2020) optimizes the same objective by gradient descent, at many times the cost.
 """
 
@@ -33,7 +33,7 @@ from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quanti
 
 WeightRounding = Literal["gptq"]
 DAMPING = 0.01
-_BLOCK = 128  # columns whose errors reach the columns after them in one matrix product
+_BLOCK = 128  # columns whose errors are propagated to later columns in one matrix product
 
 
 def round_weights(
@@ -41,14 +41,14 @@ def round_weights(
 ) -> None:
     """Round the weights of all quantized linears of a calibrated model, in place.
 
-    Layer after layer: each sees the inputs, quantized, that the layers before it give with their weights rounded.
-    Float16 and bfloat16 weights stay what they are where their dtype cannot hold the rounded values well enough.
+    Each layer is rounded with the quantized inputs that the layers before it compute with rounded weights. Rows of
+    float16 and bfloat16 weights stay unchanged where their dtype cannot represent the rounded values well enough.
 
     Args:
         prepared: from ``prepare_pt2e``, after ``calibrate``.
-        data: batches as ``calibrate`` takes them; all of them are kept in memory until the end.
+        data: batches as ``calibrate`` takes them; all of them stay in memory until the end.
         method: ``"gptq"``.
-        batches: use only so many of them.
+        batches: use only this many of them.
 
     Raises:
         UnsupportedError: for another method.
@@ -68,13 +68,13 @@ def round_weights(
 
 
 def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPING) -> Tensor:
-    """``weight (N, K)`` to int8 multiples of ``scale`` by GPTQ, whatever nearest rounding gives.
+    """Round ``weight (N, K)`` to int8 multiples of ``scale`` by GPTQ, without comparing to nearest rounding.
 
     Args:
         weight: any float dtype.
         scale: float32 ``(N, 1)`` or ``(1, 1)``.
         hessian: ``X X^T`` of the layer's inputs, ``(K, K)`` float64.
-        damping: share of the mean of its diagonal that is added to the diagonal.
+        damping: share of the diagonal's mean that is added to the diagonal.
     """
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True)
     upper = _inverse_factor(hessian[order][:, order], damping)
@@ -96,11 +96,11 @@ def gptq(weight: Tensor, scale: Tensor, hessian: Tensor, damping: float = DAMPIN
 def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
     """Upper triangular ``U`` with ``U^T U`` the inverse of the damped Hessian.
 
-    With rows and columns reversed ``H = R R^T`` for an upper triangular R, and ``U = R^-1``: no inverse of H is formed.
+    With rows and columns reversed, ``H = R R^T`` for an upper triangular R, and ``U = R^-1``, which avoids inverting H.
     """
     mean = hessian.diagonal().mean()
     one = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
-    damped = hessian + one * torch.where(mean > 0, damping * mean, 1.0)  # inputs may be zero always
+    damped = hessian + one * torch.where(mean > 0, damping * mean, 1.0)  # inputs may be all zeros
     factor = torch.linalg.cholesky(damped.flip(0, 1)).flip(0, 1)
     return torch.linalg.solve_triangular(factor, one, upper=True)
 
@@ -133,7 +133,7 @@ def _outer_product(inputs: Iterable[Tensor], linear: QuantizedLinear) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).float()
         total = total + exact_matmul(rows.T, rows).double()
     if not bool(torch.isfinite(total).all()):
-        raise CalibrationError(f"layer {linear.observer.layer!r}: its inputs, or their squares, hold NaN or infinity")
+        raise CalibrationError(f"layer {linear.observer.layer!r}: the inputs and their squares must be finite")
     return total
 
 
@@ -149,7 +149,7 @@ def _round(prepared: GraphModule, linear: QuantizedLinear, hessian: Tensor) -> N
     better = _row_errors(weight, chosen, steps, hessian) < _row_errors(weight, nearest, steps, hessian)
     q = torch.where(better.unsqueeze(1), chosen, nearest)
     rounded = dequantize(q, steps, weight.dtype)
-    held = (quantize(rounded, steps) == q).all(1, keepdim=True)  # not by float16 below its normal range
+    held = (quantize(rounded, steps) == q).all(1, keepdim=True)  # float16 cannot below its normal range
     replace_attribute(prepared, linear.weight, linear.observed, torch.where(held, rounded, weight))
     observer.keep_rounding(scale, weight)
 

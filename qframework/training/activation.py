@@ -1,4 +1,4 @@
-"""Activations, and the gated ones of Llama-type models, from blocks to blocks (Jetfire, algorithm 2)."""
+"""Activations, and the gated activations of Llama-type models, from blocks to blocks (Jetfire, algorithm 2)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Int8ActivationFunction(Int8Function):
 
 @torch.compiler.allow_in_graph
 class Int8GatedActivationFunction(Int8Function):
-    """``f(gate) * up`` of blocks; saves both operands, makes both gradients in one pass."""
+    """``f(gate) * up`` of blocks; saves both operands and computes both gradients in one pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, kind: str, block_size: BlockSize) -> BlockTensor:
@@ -62,17 +62,17 @@ class Int8GatedActivationFunction(Int8Function):
 
 
 class Int8Activation(nn.Module):
-    """GELU, its tanh approximation, SiLU or ReLU, in and out in blocks; a float input is quantized.
+    """GELU, its tanh approximation, SiLU or ReLU, from blocks to blocks; a float input is quantized.
 
     Args:
         kind: ``"gelu"``, ``"gelu_tanh"``, ``"silu"`` or ``"relu"``.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Raises:
-        UnsupportedError: another kind or block size.
+        UnsupportedError: an unknown kind or block size.
     """
 
-    writes_input = False  # set where the module that it was put its result into its input
+    writes_input = False  # set when the converted module wrote its result to its input
 
     def __init__(self, kind: str, block_size: BlockSize = 32) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Int8Activation(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
-        if self.writes_input:  # the gradient needs what ``x`` was
+        if self.writes_input:  # the gradient needs the original ``x``
             return put_into(x, Int8ActivationFunction.apply(x.clone(), self.kind, self.block_size))
         return Int8ActivationFunction.apply(x, self.kind, self.block_size)
 
@@ -90,19 +90,19 @@ class Int8Activation(nn.Module):
 
 
 class Int8GatedMLP(nn.Module):
-    """``down_proj(f(gate_proj(x)) * up_proj(x))`` with one operator for what is between the linears: a LlamaMLP.
+    """``down_proj(f(gate_proj(x)) * up_proj(x))``, as in LlamaMLP, with one operator between the linears.
 
-    One that was converted still has its ``act_fn``, which is called where it has hooks.
+    A converted module keeps its ``act_fn`` and calls it only if it has hooks.
 
     Args:
-        gate_proj: a linear that gives blocks, such as Int8Linear; all three keep their names in transformers.
-        up_proj: likewise.
-        down_proj: likewise.
-        kind: f, one of those of Int8Activation.
+        gate_proj: a linear that returns blocks, such as Int8Linear. All three keep their names in transformers.
+        up_proj: like ``gate_proj``.
+        down_proj: like ``gate_proj``.
+        kind: the function f, as for Int8Activation.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Raises:
-        UnsupportedError: another kind or block size.
+        UnsupportedError: an unknown kind or block size.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Int8GatedMLP(nn.Module):
         self.kind, self.block_size = kind, check_block_size("Int8GatedMLP", block_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(..., C)`` to what ``down_proj`` makes of it."""
+        """``(..., C)`` to the result of ``down_proj``."""
         gate, up = self.gate_proj(x), self.up_proj(x)
         act_fn = submodules(self).get("act_fn")
         if act_fn is not None and _is_observed(act_fn):
@@ -131,7 +131,7 @@ class Int8GatedMLP(nn.Module):
 
 
 def _is_observed(module: nn.Module) -> bool:
-    """Whether calling ``module`` does more than its class says, so that the call must not be left out."""
+    """Whether calling ``module`` does more than its class's ``forward``, so that it must be called."""
     return has_hooks(module) or "forward" in module.__dict__
 
 

@@ -1,9 +1,9 @@
 """What ATen operators do with a BlockTensor: a few stay in INT8, all others compute in float and are counted.
 
-In INT8: what autograd and checkpointing do (detach, alias, clone), views of leading dimensions, conversions of dtype
-and device, additions and products of two, products with a positive number, and activations with their gradients. Every
-other operator dequantizes its operands, runs as it would on floats and returns a float tensor, of a view a FloatView: a
-third-party model works, and ``fallbacks`` says where its INT8 data flow ends.
+In INT8: the operators of autograd and checkpointing (detach, alias, clone), views of leading dimensions, conversions of
+dtype and device, sums and products of two BlockTensors, products with a positive number, and activations with their
+gradients. Every other operator dequantizes its operands and returns a float tensor, or a FloatView for a view. A
+third-party model therefore works, and ``fallbacks`` shows where its INT8 data flow ends.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ ops = torch.ops.qframework
 
 _handlers: dict[OpOverload, Handler] = {}
 fallbacks = Fallbacks()
-"""How often each ATen operator left INT8 and computed in float, by its name. ``dequantize()``, asked for, is none."""
+"""How often each ATen operator fell back to float, by its name. Explicit calls of ``dequantize()`` do not count."""
 
 
 def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run ``func`` in INT8 where its handler can, else in float."""
+    """Run ``func`` in INT8 if its handler supports the call, otherwise in float."""
     for x in (*args, *kwargs.values()):
         if isinstance(x, BlockTensor):
             flush(x)
@@ -60,7 +60,7 @@ def dispatch(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def implements(*operators: OpOverload) -> Callable[[Handler], Handler]:
-    """Register a handler, called as ``handler(func, *args, **kwargs)``; NotImplemented means float."""
+    """Register a handler, called as ``handler(func, *args, **kwargs)``; it returns NotImplemented to fall back."""
 
     def register(handler: Handler) -> Handler:
         _handlers.update(dict.fromkeys(operators, handler))
@@ -88,20 +88,25 @@ def _in_float(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _written(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[BlockTensor]:
-    """The BlockTensors that ``func`` writes to. Raises UnsupportedError where they are in a list."""
+    """The BlockTensors that ``func`` writes to. Raises UnsupportedError for one in a list."""
     found = []
     for value in written_arguments(func, args, kwargs):
         if isinstance(value, BlockTensor):
             found.append(value)
         elif tree_any(lambda leaf: isinstance(leaf, BlockTensor), value):
-            raise UnsupportedError(f"{func.name()} writes to a list of BlockTensors; dequantize() them before")
+            raise UnsupportedError(
+                f"{func.name()}: it must not write to a list of BlockTensors. dequantize() them first"
+            )
     return found
 
 
 def _write_back(func: OpOverload, x: BlockTensor, value: Tensor) -> None:
-    """Quantize what an in-place operator made of ``x`` into its own memory."""
+    """Quantize the result of an in-place operator into the memory of ``x``."""
     if value.shape != x.shape:
-        raise UnsupportedError(f"{func.name()} changes the shape of a BlockTensor in place; dequantize() it before")
+        raise UnsupportedError(
+            f"{func.name()}: a BlockTensor must keep its shape {tuple(x.shape)} in place, got {tuple(value.shape)}. "
+            "dequantize() it first"
+        )
     overwrite(x, blocks_of(value, x.block_size))
 
 
@@ -129,7 +134,7 @@ def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = No
     """Another dtype outside changes nothing inside; another device moves the insides."""
     if dtype is not None and dtype not in FLOAT_DTYPES:
         return NotImplemented
-    # In a backward pass autograd converts gradients, which nobody writes to: under autocast a copy in every residual.
+    # In a backward pass autograd converts gradients, which nothing writes to; with autocast, a copy per residual.
     if kwargs.get("device") in (None, x.device) and current_graph_task() != -1:
         return _like(x, aten.alias.default, dtype)
     kwargs.pop("memory_format", None)
@@ -138,7 +143,7 @@ def _to_copy(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = No
 
 @implements(aten.view.default, *VIEWS)
 def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> Any:
-    """Rows keep their order where the last dimension stays: the same blocks."""
+    """If the last dimension stays, rows keep their order and blocks stay the same."""
     if len(size) == 0 or x.ndim == 0 or x.numel() == 0:
         return NotImplemented
     columns = x.shape[-1]
@@ -147,44 +152,31 @@ def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> An
     return _view_of(x, aten.view.default(x.q, size))
 
 
-@implements(aten.unsqueeze.default)
-def _unsqueeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
-    if dim in (-1, x.ndim):
-        return NotImplemented
-    return _view_of(x, func(x.q, dim))
-
-
-@implements(aten.squeeze.dim)
+@implements(aten.unsqueeze.default, aten.squeeze.dim)
 def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
-    if dim in (-1, x.ndim - 1):
-        return NotImplemented
-    return _view_of(x, func(x.q, dim))
+    last = x.ndim if func is aten.unsqueeze.default else x.ndim - 1
+    return NotImplemented if dim in (-1, last) else _view_of(x, func(x.q, dim))
 
 
 def _view_of(x: BlockTensor, q: Tensor) -> BlockTensor:
-    """``q``, a view of leading dimensions of ``x.q``, with all else of ``x``."""
+    """A view of ``x`` whose insides are ``q``, a view of leading dimensions of ``x.q``."""
     return wrap_blocks(q, aten.alias.default(x.scale), x.block_size, x.dtype, memory=x.memory)
 
 
-@implements(aten.zeros_like.default)
-def _zeros_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
-    if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
-        return NotImplemented
-    return wrap_blocks(torch.zeros_like(x.q), torch.full_like(x.scale, MIN_SCALE), x.block_size, dtype or x.dtype)
-
-
-@implements(aten.empty_like.default)
+@implements(aten.zeros_like.default, aten.empty_like.default)
 def _empty_like(func: OpOverload, x: BlockTensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Any:
     if (dtype or x.dtype) not in FLOAT_DTYPES or kwargs.get("device") not in (None, x.device):
         return NotImplemented
-    return wrap_blocks(torch.empty_like(x.q), torch.empty_like(x.scale), x.block_size, dtype or x.dtype)
+    zeros = func is aten.zeros_like.default
+    scale = torch.full_like(x.scale, MIN_SCALE) if zeros else torch.empty_like(x.scale)
+    return wrap_blocks(func(x.q), scale, x.block_size, dtype or x.dtype)
 
 
 @implements(aten.new_empty_strided.default)
 def _new_empty_strided(func: OpOverload, x: BlockTensor, size: Any, stride: Any, **kwargs: Any) -> Any:
-    """Room for a gradient that autograd copies into ``.grad``."""
+    """Allocate a gradient that autograd copies into ``.grad``."""
     same = tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride())
-    return _empty_like(func, x, **kwargs) if same else NotImplemented
+    return _empty_like(aten.empty_like.default, x, **kwargs) if same else NotImplemented
 
 
 @implements(aten.copy_.default)
@@ -200,14 +192,14 @@ def _is_same_size(func: OpOverload, x: Tensor, y: Tensor) -> bool:
 
 
 def _alike(x: Any, y: Any) -> bool:
-    """Whether both are BlockTensors whose blocks lie over each other; under autocast their dtypes may differ."""
+    """Whether both are BlockTensors of the same shape and blocks. Under autocast their dtypes may differ."""
     both = isinstance(x, BlockTensor) and isinstance(y, BlockTensor)
     return both and x.shape == y.shape and x.block_size == y.block_size
 
 
 @implements(aten.add.Tensor)
 def _add(func: OpOverload, x: Any, y: Any, *, alpha: float = 1) -> Any:
-    """The sum, with its rows' statistics where gradients are on: in the forward pass a normalization is next."""
+    """The sum, with row statistics if gradients are enabled, for the normalization that follows in a forward pass."""
     if alpha != 1 or not _alike(x, y):
         return NotImplemented
     wanted = torch.is_grad_enabled()
@@ -242,7 +234,7 @@ def _div(func: OpOverload, x: Any, y: Any) -> Any:
 
 
 def _times(x: BlockTensor, factor: float) -> Any:
-    """A positive number scales the scales: no value is rounded again."""
+    """Multiply the scales by a positive number, which rounds no value again."""
     if not 0 < factor < math.inf:
         return NotImplemented
     return wrap_blocks(x.q.clone(), x.scale * factor, x.block_size, x.dtype)
@@ -258,9 +250,9 @@ def _gelu_backward(func: OpOverload, grad: Tensor, x: Tensor, *, approximate: st
     return _activation_backward(grad, x, _GELU[approximate])
 
 
-@implements(aten.silu.default)
-def _silu(func: OpOverload, x: BlockTensor) -> BlockTensor:
-    return _activation(x, "silu")
+@implements(aten.silu.default, aten.relu.default)
+def _silu_or_relu(func: OpOverload, x: BlockTensor) -> BlockTensor:
+    return _activation(x, "silu" if func is aten.silu.default else "relu")
 
 
 @implements(aten.silu_backward.default)
@@ -268,14 +260,9 @@ def _silu_backward(func: OpOverload, grad: Tensor, x: Tensor) -> Any:
     return _activation_backward(grad, x, "silu")
 
 
-@implements(aten.relu.default)
-def _relu(func: OpOverload, x: BlockTensor) -> BlockTensor:
-    return _activation(x, "relu")
-
-
 @implements(aten.threshold_backward.default)
 def _threshold_backward(func: OpOverload, grad: Tensor, result: Tensor, threshold: float) -> Any:
-    """ReLU's gradient from its result, which is positive where the operand was: blocks shrink, steps do not grow."""
+    """ReLU's gradient from its result, which is positive where the operand is, also after quantization."""
     return _activation_backward(grad, result, "relu") if threshold == 0 else NotImplemented
 
 
@@ -288,7 +275,7 @@ def _activation(x: BlockTensor, kind: str) -> BlockTensor:
 
 
 def _activation_backward(grad: Tensor, x: Tensor, kind: str) -> Any:
-    """The gradient in blocks; one that comes as floats, from behind the end of the INT8 data flow, is quantized."""
+    """The gradient in blocks. A float ``grad``, from after the end of the INT8 data flow, is quantized."""
     if not isinstance(x, BlockTensor) or (isinstance(grad, BlockTensor) and not _alike(grad, x)):
         return NotImplemented
     grad = as_blocks(grad, x.block_size)

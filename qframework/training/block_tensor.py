@@ -1,11 +1,11 @@
 """BlockTensor: an INT8 tensor in blocks that autograd and third-party models treat as a float tensor.
 
-Outside it has the shape and dtype of a float tensor; inside are ``q`` (int8) and ``scale`` (fp32, one value for each
-block, qframework/kernels/blocks/format.py), so that what is saved for the backward pass costs a byte a value. Gradients
-are BlockTensors too wherever the data flow is INT8. What an ATen operator does with one is in block_dispatch.py.
+It has the shape and dtype of a float tensor, but stores ``q`` (int8) and ``scale`` (fp32, one value per block, see
+qframework/kernels/blocks/format.py), so that tensors saved for the backward pass take one byte per value. Gradients are
+BlockTensors too where the data flow is INT8. block_dispatch.py defines what ATen operators do with one.
 
-Functions of this package follow one pattern, which runs in eager mode, under ``torch.compile(fullgraph=True)`` and
-under checkpointing alike::
+Functions of this package follow one pattern, which works in eager mode, under ``torch.compile(fullgraph=True)`` and
+with checkpointing::
 
     @torch.compiler.allow_in_graph                     # Dynamo keeps the call; AOTAutograd traces both passes
     class GELU(Int8Function):
@@ -20,19 +20,19 @@ under checkpointing alike::
         @staticmethod
         def backward(ctx, grad):
             (x,) = ctx.saved_tensors
-            grad = as_blocks(grad, ctx.block_size)    # float where the INT8 data flow ends behind this layer
+            grad = as_blocks(grad, ctx.block_size)    # float if the INT8 data flow ends after this layer
             q, scale = torch.ops.qframework.block_activation_backward(grad.q, grad.scale, x.q, x.scale, ...)
             return BlockTensor(q, scale, ctx.block_size, x.dtype), None
 
-- The insides of a BlockTensor (``q``, ``scale``, ``statistics``, ``block_size``) are touched in Functions only. A
-  module's ``forward`` does no more than ``isinstance(x, BlockTensor)``, ``x.dequantize()`` and ``Function.apply(x)``.
+- Only Functions use the insides of a BlockTensor (``q``, ``scale``, ``statistics``, ``block_size``). A module's
+  ``forward`` only uses ``isinstance(x, BlockTensor)``, ``x.dequantize()`` and ``Function.apply(x)``.
 - Every tensor of the forward pass is an argument: weights are passed, never taken from a closure.
 - The gradient of a float input is a float tensor of its dtype, that of a BlockTensor input a BlockTensor.
-  ``as_grad_of(x, grad)`` does that where a Function accepts both.
-- ``forward`` returns new tensors, never an argument; it reads no value on the host (``.item()``).
+  ``as_grad_of(x, grad)`` converts it where a Function accepts both.
+- ``forward`` returns new tensors, never an argument, and reads no value on the host (``.item()``).
 - The base class refuses second derivatives, transforms of ``torch.func`` and forward-mode derivatives.
 
-Parameters stay float tensors, so optimizers, DDP and FSDP see nothing new. ``torch.save`` keeps a BlockTensor; reading
+Parameters stay float tensors, so optimizers, DDP and FSDP need no changes. ``torch.save`` stores a BlockTensor; loading
 it with ``weights_only=True`` needs ``torch.serialization.safe_globals([BlockTensor])``.
 """
 
@@ -54,15 +54,15 @@ from qframework.training.function import Int8Function
 
 Handler = Callable[..., Any]
 Context = tuple[CanonicalSize, torch.dtype, bool]
-"""Of ``__tensor_flatten__``: block size, dtype outside, and whether there are statistics."""
+"""The context of ``__tensor_flatten__``: block size, dtype, and whether there are statistics."""
 
 
 class Memory:
-    """What a BlockTensor, ``detach()`` of it and its views in blocks share besides ``q`` and ``scale``."""
+    """State that a BlockTensor, ``detach()`` of it and its views in blocks share besides ``q`` and ``scale``."""
 
     def __init__(self) -> None:
         self.statistics: Tensor | None = None
-        self.writes = 0  # how often the blocks have been overwritten
+        self.writes = 0  # how often the blocks were overwritten
         self.copy: Callable[[], Any] | None = None  # a weak reference to the FloatCopy of float_view.py
         self.traced: Any = None  # the TracedCopy, while a graph is traced
 
@@ -78,13 +78,14 @@ class BlockTensor(Tensor):
     Args:
         q: ``(..., C)`` int8, contiguous.
         scale: ``(ceil(R / B), ceil(C / B))`` fp32, R = prod(leading), B a block's rows and columns.
-        block_size: 32, 64 or 128, of square blocks, or rows and columns, (32, 128) or (1, 128). The attribute is a
-            number where they are equal, else a tuple, however it was given.
-        dtype: what it is outside: float32, float16 or bfloat16. ``dequantize`` gives it, gradients have it.
-        statistics: None, or what an addition found out about its rows for the normalization behind it, ``(R, 2)`` fp32.
+        block_size: 32, 64 or 128 for square blocks, or (32, 128) or (1, 128) for (rows, columns). The attribute is a
+            number for square blocks, otherwise a tuple.
+        dtype: float32, float16 or bfloat16, the dtype that it stands for: of ``dequantize`` and of gradients.
+        statistics: None, or ``(R, 2)`` fp32 row statistics from an addition, for the normalization after it.
 
     Raises:
-        UnsupportedError, QFrameworkError: dtypes, block size or the scale's shape.
+        UnsupportedError: an unsupported dtype or block size.
+        QFrameworkError: a scale of another shape or on another device.
     """
 
     q: Tensor
@@ -108,7 +109,7 @@ class BlockTensor(Tensor):
 
     @property
     def memory(self) -> Memory:
-        """What this has in common with all that lie in the same memory."""
+        """The state shared with all BlockTensors in the same memory."""
         if self._memory is None:
             self._memory = Memory()
         return self._memory
@@ -133,7 +134,7 @@ class BlockTensor(Tensor):
         self, q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype, statistics: Tensor | None = None
     ) -> None:
         check_blocks("BlockTensor", "q", q, scale, block_size)
-        check_dtype("BlockTensor", "the outside", self, FLOAT_DTYPES)
+        check_dtype("BlockTensor", "the tensor", self, FLOAT_DTYPES)
 
     __torch_function__ = disabled_torch_function
 
@@ -152,13 +153,13 @@ class BlockTensor(Tensor):
         return wrap_blocks(inside["q"], inside["scale"], block_size, dtype, inside.get("statistics"))
 
     def __coerce_tangent_metadata__(self) -> BlockTensor:
-        """What a gradient of this looks like: AOTAutograd asks while it traces. Gradients carry no statistics."""
+        """The format of this tensor's gradient, for AOTAutograd's tracing: without statistics."""
         return wrap_blocks(self.q, self.scale, self.block_size, self.dtype)
 
     def __coerce_same_metadata_as_tangent__(
         self, expected: Context | None, expected_type: type | None = None
     ) -> Tensor | None:
-        """This gradient as the compiled backward pass expects it: a float tensor, or other blocks."""
+        """This gradient as the compiled backward pass expects it: a float tensor, or blocks of another size."""
         if expected_type is Tensor:
             return float_of(self)
         if expected is None or (expected_type or BlockTensor) is not BlockTensor or expected[2]:
@@ -179,7 +180,7 @@ class BlockTensor(Tensor):
         )
 
     def dequantize(self, seed: Tensor | None = None) -> Tensor:
-        """The float tensor this stands for, ``q * scale``; the gradient comes back in blocks of the same size.
+        """The float tensor ``q * scale``. Its gradient is quantized to blocks of the same size.
 
         With a seed, see ``new_seed``, the gradient is rounded stochastically.
         """
@@ -187,9 +188,9 @@ class BlockTensor(Tensor):
 
 
 def refuse_data(x: Tensor) -> NoReturn:
-    """``x.data = ...`` would exchange the outside alone."""
+    """Raise for ``x.data = ...``, which would replace the wrapper's storage only."""
     raise UnsupportedError(
-        f".data of a {type(x).__name__} of shape {tuple(x.shape)} is set; accepted: x.copy_(), which writes values"
+        f".data of a {type(x).__name__} of shape {tuple(x.shape)} must not be set. Use x.copy_(), which writes values"
     )
 
 
@@ -201,7 +202,7 @@ def wrap_blocks(
     statistics: Tensor | None = None,
     memory: Memory | None = None,
 ) -> BlockTensor:
-    """A BlockTensor without checks: while tracing, its insides may be anything that traces."""
+    """A BlockTensor without checks, since its insides may be tracing objects."""
     made = BlockTensor.__new__(BlockTensor, q, scale, block_size, dtype, statistics)
     if memory is not None:
         made._memory = memory
@@ -209,16 +210,16 @@ def wrap_blocks(
 
 
 def blocks_of(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:
-    """``x`` (any float tensor) quantized, outside autograd: for Functions."""
+    """Quantize a float tensor outside autograd, for Functions."""
     q, scale = torch.ops.qframework.block_quantize(x, block_size, seed)
     return wrap_blocks(q, scale, block_size, x.dtype)
 
 
 def overwrite(x: BlockTensor, y: BlockTensor) -> BlockTensor:
-    """Put the blocks of ``y`` into the memory of ``x``, where views of ``x`` see them.
+    """Copy the blocks of ``y`` into the memory of ``x``, which views of ``x`` share.
 
-    Statistics of what ``x`` was are replaced or dropped; new ones are not added, since a compiled graph may change what
-    its operands hold, but not what they consist of.
+    Statistics of ``x`` are replaced or dropped. They are never added, since a compiled graph may change the values of
+    its operands but not which tensors they consist of.
     """
     x.q.copy_(y.q)
     x.scale.copy_(y.scale)
@@ -233,21 +234,21 @@ def overwrite(x: BlockTensor, y: BlockTensor) -> BlockTensor:
 
 
 def flush(x: BlockTensor) -> None:
-    """Bring into the blocks what a graph that is traced has written to a view."""
-    if torch.compiler.is_dynamo_compiling():  # which reads Python and has no memory to write to
+    """Write changes that a traced graph made to a view back to the blocks."""
+    if torch.compiler.is_dynamo_compiling():  # nothing runs, so nothing was written
         return
     if x._memory is not None and x._memory.traced is not None:
         x._memory.traced.flush()
 
 
 def float_of(x: BlockTensor) -> Tensor:
-    """``x`` dequantized to its dtype, outside autograd: for Functions."""
+    """Dequantize ``x`` to its dtype outside autograd, for Functions."""
     flush(x)
     return torch.ops.qframework.block_dequantize(x.q, x.scale, x.block_size, x.dtype)
 
 
 def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> BlockTensor:
-    """``x`` if it is a BlockTensor, else ``x`` quantized; outside autograd: for Functions.
+    """``x`` if it is a BlockTensor, otherwise ``x`` quantized; outside autograd, for Functions.
 
     Raises:
         QFrameworkError: a BlockTensor of another block size.
@@ -257,22 +258,25 @@ def as_blocks(x: Tensor, block_size: BlockSize, seed: Tensor | None = None) -> B
     flush(x)
     if x.block_size != canonical_size(block_size):
         raise QFrameworkError(
-            f"a tensor in blocks of {x.block_size} reached a layer with blocks of {canonical_size(block_size)}; "
-            "give all layers of a model one block_size"
+            f"an INT8 layer's input must be in blocks of {canonical_size(block_size)}, got blocks of {x.block_size}. "
+            "Use one block_size for all layers of a model"
         )
     return x
 
 
 def as_grad_of(x: Tensor, grad: Tensor) -> Tensor:
-    """``grad`` as the gradient of ``x``: a BlockTensor exactly where ``x`` is one; outside autograd, for Functions."""
-    if isinstance(x, BlockTensor):
-        return as_blocks(grad, x.block_size)
+    """``grad`` as the gradient of ``x``: a BlockTensor if and only if ``x`` is one; outside autograd, for Functions."""
+    return as_blocks(grad, x.block_size) if isinstance(x, BlockTensor) else as_float(grad)
+
+
+def as_float(grad: Tensor) -> Tensor:
+    """``grad`` if it is a float tensor, otherwise ``grad`` dequantized; outside autograd, for Functions."""
     return float_of(grad) if isinstance(grad, BlockTensor) else grad
 
 
 @torch.compiler.allow_in_graph
 class QuantizeBlocks(Int8Function):
-    """A float tensor into blocks; the gradient passes straight through, as a float tensor."""
+    """Quantize a float tensor to blocks; the gradient passes straight through, as a float tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, block_size: BlockSize, seed: Tensor | None) -> BlockTensor:
@@ -280,12 +284,12 @@ class QuantizeBlocks(Int8Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return (float_of(grad) if isinstance(grad, BlockTensor) else grad), None, None
+        return as_float(grad), None, None
 
 
 @torch.compiler.allow_in_graph
 class DequantizeBlocks(Int8Function):
-    """Blocks into the float tensor they stand for; the gradient passes straight through, in blocks of the same size."""
+    """Dequantize blocks; the gradient passes straight through, in blocks of the same size."""
 
     @staticmethod
     def forward(ctx: Any, x: BlockTensor, seed: Tensor | None) -> Tensor:
@@ -300,15 +304,15 @@ class DequantizeBlocks(Int8Function):
 
 
 def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> BlockTensor:
-    """``x`` in the block format, differentiable: gradients pass straight through.
+    """``x`` in the block format; gradients pass straight through.
 
     Args:
-        x: ``(..., C)`` fp32, fp16 or bf16, seen as rows; a BlockTensor is returned as it is.
+        x: ``(..., C)`` fp32, fp16 or bf16, treated as rows; a BlockTensor is returned unchanged.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
-        seed: one int64 on ``x``'s device, see ``new_seed``: round stochastically instead of half to even.
+        seed: one int64 on ``x``'s device, see ``new_seed``; rounds stochastically instead of half to even.
 
     Raises:
-        UnsupportedError: a block size or dtype.
+        UnsupportedError: an unsupported block size or dtype.
         QFrameworkError: a BlockTensor of another block size.
     """
     if isinstance(x, BlockTensor):
@@ -318,14 +322,14 @@ def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None =
 
 
 def put_into(x: Tensor, y: Tensor) -> Tensor:
-    """``x`` after the blocks ``y`` have been written to it, as a module does that works in place; differentiable."""
+    """Write ``y`` to ``x``, as an in-place module does, and return ``x``; differentiable."""
     return x.copy_(y.dequantize() if isinstance(y, BlockTensor) and not isinstance(x, BlockTensor) else y)
 
 
 def new_seed(device: torch.device | str) -> Tensor:
-    """A seed for stochastic rounding or dropout: one int64 on ``device``, from torch's generator of that device.
+    """A seed for stochastic rounding or dropout: one int64 on ``device``, from torch's generator for that device.
 
-    Drawn there, so that nothing waits for the GPU, a compiled graph draws anew in each call, and checkpointing, which
-    puts the generator back, sees the same seed twice.
+    Drawing it on the device avoids a synchronization, lets a compiled graph draw a new seed in each call, and gives
+    checkpointing, which restores the generator, the same seed twice.
     """
     return torch.randint(0, 2**62, (1,), dtype=torch.int64, device=device)

@@ -1,7 +1,8 @@
-"""Entry and exit of the INT8 data flow, as hooks: blocks accept floats, and modules after them receive floats."""
+"""Entry and exit of the INT8 data flow, as hooks: blocks accept floats, and modules after them get floats."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,11 +13,11 @@ from qframework.kernels.blocks.format import BlockSize
 from qframework.training.block_tensor import BlockTensor, new_seed, put_into, quantize_blocks
 from qframework.training.float_view import view_of
 
-_STATES = ("hidden_states", "x", "src", "input")  # where models pass by name what goes from block to block
+_STATES = ("hidden_states", "x", "src", "input")  # names under which models pass hidden states to blocks
 
 
 class Lent:
-    """What a module was given instead of its arguments, and these, from before a call of it to after."""
+    """Pairs of a replacement and the original argument, kept during a call of a module."""
 
     def __init__(self) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
@@ -27,7 +28,7 @@ class Lent:
 
 
 class EnterBlocks:
-    """Forward pre-hook of a block: its hidden states, the first argument, quantized where they are float."""
+    """Forward pre-hook of a block: quantizes its hidden states, the first argument, if they are float."""
 
     def __init__(self, block_size: BlockSize) -> None:
         self.block_size, self.lent = block_size, Lent()
@@ -46,9 +47,9 @@ class EnterBlocks:
 
 
 class FloatInputs:
-    """Forward pre-hook of a module that stays float: block tensors in its arguments dequantized, on purpose.
+    """Forward pre-hook of a module that stays float: dequantizes the BlockTensors in its arguments.
 
-    ``stochastic``: while training, their gradients are rounded stochastically.
+    ``stochastic``: round their gradients stochastically while training.
     """
 
     def __init__(self, stochastic: bool = False) -> None:
@@ -63,33 +64,29 @@ class FloatInputs:
     def _floats(self, value: Any, stochastic: bool) -> Any:
         if isinstance(value, BlockTensor):
             if not torch.compiler.is_compiling() and torch.is_inference_mode_enabled():
-                return view_of(torch.ops.aten.alias.default, value)  # nothing counts writes there
+                return view_of(torch.ops.aten.alias.default, value)  # inference tensors do not count writes
             return self.lent(dequantized(value, stochastic), value)
-        if type(value) in (tuple, list):
-            return type(value)(self._floats(item, stochastic) for item in value)
-        if type(value) is dict:
-            return {name: self._floats(item, stochastic) for name, item in value.items()}
-        return value
+        return _each(value, lambda item: self._floats(item, stochastic))
 
 
 class WriteBack:
-    """Forward hook of a module whose arguments one of these replaces: what it writes to them, the originals get."""
+    """Forward hook of a module whose arguments were replaced: copies what it wrote to them to the originals."""
 
     def __init__(self, lent: Lent) -> None:
         self.lent = lent
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         pairs = list(self.lent.pairs)
-        self.lent.pairs.clear()  # the very list, lest a compiled graph return what was put into it
+        self.lent.pairs.clear()  # in place: a compiled graph would return the contents of a new list
         for instead, original in pairs:
             write_back(instead, original)
             if output is instead and isinstance(original, BlockTensor):
-                output = original  # what is written to it later is written to the module's input as well
+                output = original  # so that later writes to the output reach the module's input too
         return output
 
 
 class LeaveBlocks:
-    """Forward hook of the last block: what it gives dequantized, on purpose; ``stochastic`` as in FloatInputs."""
+    """Forward hook of the last block: dequantizes its result; ``stochastic`` as in FloatInputs."""
 
     def __init__(self, stochastic: bool = False) -> None:
         self.stochastic = stochastic
@@ -100,20 +97,25 @@ class LeaveBlocks:
 
 @torch.compiler.allow_in_graph
 def write_back(instead: Tensor, original: Tensor) -> Tensor:
-    """Put ``instead`` into ``original`` where somebody has written to it since it was made."""
+    """Copy ``instead`` to ``original`` if it was written to since it was created."""
     if instead.is_inference() or writes(instead) > 0:
         put_into(original, instead)
     return original
 
 
 def dequantized(value: Any, stochastic: bool = False) -> Any:
-    """``value`` with the block tensors in it, and in tuples, lists and dictionaries, dequantized."""
+    """``value`` with all BlockTensors dequantized, also those in tuples, lists and dictionaries."""
     if isinstance(value, BlockTensor):
         return value.dequantize(new_seed(value.device) if stochastic else None)
+    return _each(value, lambda item: dequantized(item, stochastic))
+
+
+def _each(value: Any, convert: Callable[[Any], Any]) -> Any:
+    """A tuple, list or dictionary with ``convert`` applied to each item; anything else unchanged."""
     if type(value) in (tuple, list):
-        return type(value)(dequantized(item, stochastic) for item in value)
+        return type(value)(convert(item) for item in value)
     if type(value) is dict:
-        return {name: dequantized(item, stochastic) for name, item in value.items()}
+        return {name: convert(item) for name, item in value.items()}
     return value
 
 

@@ -1,7 +1,7 @@
-"""NaN and infinity in activations and gradients, reported with the name of the layer they first appear in.
+"""Checks for NaN and infinity in activations and gradients, which report the layer where they first appear.
 
-An option of convert_to_int8_training, for finding a fault: every check waits for the GPU. In blocks only the scales
-are looked at, for a block that holds NaN or infinity has such a scale. The checks run under torch.compile as well.
+A debugging option of convert_to_int8_training: every check synchronizes with the GPU. Tensors in blocks are checked by
+their scales, since a block with NaN or infinity has such a scale. The checks also run under torch.compile.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class CheckFiniteArguments(NamedTuple):
     what: str
 
     def check(self) -> None:
-        """Any tensor will do."""
+        """Accept any tensor."""
 
 
 def _check_finite(arguments: CheckFiniteArguments) -> Tensor:
-    """A copy of ``x`` (any float tensor). Raises NonFiniteError, which starts with ``what``, on NaN or infinity."""
+    """A copy of ``x`` (any float tensor). Raises NonFiniteError, whose message starts with ``what``."""
     x, what = arguments
     if not bool(x.isfinite().all()):
         nan, infinite = int(x.isnan().sum()), int(x.isinf().sum())
-        raise NonFiniteError(f"{what}: {nan} NaN and {infinite} infinite of {x.numel()}; accepted: finite values")
+        raise NonFiniteError(f"{what} must be finite, got {nan} NaN and {infinite} infinite of {x.numel()}")
     return x.clone()
 
 
@@ -48,14 +48,14 @@ CHECK_FINITE = declare(
 
 def _checked(x: Tensor, name: str, what: str) -> Tensor:
     if not isinstance(x, BlockTensor):
-        return torch.ops.qframework.check_finite(x, f"{name}: {what}, values")
-    scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what}, scales of INT8 blocks")
+        return torch.ops.qframework.check_finite(x, f"{name}: {what}")
+    scale = torch.ops.qframework.check_finite(x.scale, f"{name}: {what} (scales of INT8 blocks)")
     return wrap_blocks(x.q.clone(), scale, x.block_size, x.dtype, x.statistics)
 
 
 @torch.compiler.allow_in_graph
 class CheckFinite(Int8Function):
-    """A copy of ``x``, float or in blocks, checked on the way forward, and its gradient on the way back."""
+    """A copy of ``x``, float or in blocks; checks ``x`` in the forward pass and its gradient in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, name: str, what: str) -> Tensor:
@@ -68,7 +68,7 @@ class CheckFinite(Int8Function):
 
 
 def _check(value: Any, name: str, what: str) -> Any:
-    """Floating-point tensors, also in a tuple, checked; anything else as it is."""
+    """``value`` with its floating-point tensors checked, also those in a tuple."""
     if isinstance(value, tuple):
         return tuple(_check(item, name, what) for item in value)
     if isinstance(value, Tensor) and value.is_floating_point():
@@ -77,7 +77,7 @@ def _check(value: Any, name: str, what: str) -> Any:
 
 
 class CheckOutput:
-    """Forward hook of a layer."""
+    """Forward hook of a layer that checks its output."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -87,7 +87,7 @@ class CheckOutput:
 
 
 class CheckInput:
-    """Forward pre-hook of a layer behind something that is no module, such as attention."""
+    """Forward pre-hook that checks inputs, which may come from code that is not a module, such as attention."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -97,7 +97,7 @@ class CheckInput:
 
 
 def watch(model: nn.Module) -> None:
-    """Check what every layer of ``model`` without layers in it gives, and what linears are given."""
+    """Check the outputs of all innermost modules of ``model``, and the inputs of linears."""
     parts_of_gated = {
         submodules(module).get("act_fn") for module in model.modules() if isinstance(module, Int8GatedMLP)
     }

@@ -1,9 +1,9 @@
-"""A float transformer into the INT8 data flow of Jetfire (sections 3 and 4), in place, and back.
+"""Convert a float transformer to the INT8 data flow of Jetfire (sections 3 and 4), in place, and back.
 
-Inside its blocks linears, normalizations, activations and dropout get classes that pass INT8 blocks on; the residual
-stream is INT8 from the input of the first block to the output of the last one. Attention, embeddings, the last
-normalization and the head stay as they are. Modules and parameters stay the same objects under the same names, so
-optimizers made before, state dicts and checkpoints of either form fit the other.
+Inside its blocks, linears, normalizations, activations and dropout get classes that pass on INT8 blocks; the residual
+stream is INT8 from the input of the first block to the output of the last. Attention, embeddings, the last
+normalization and the head do not change. Modules and parameters stay the same objects under the same names, so existing
+optimizers keep working, and state dicts and checkpoints of either form fit the other.
 """
 
 from __future__ import annotations
@@ -64,45 +64,49 @@ def convert_to_int8_training(
     check_finite: bool = False,
     stochastic_gradients: bool = False,
 ) -> nn.Module:
-    """Make the modules of ``model``'s transformer blocks compute in INT8, in place; returns ``model``.
+    """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
-    Convert before DistributedDataParallel, ``fully_shard`` and torch.compile; attention and what is outside the blocks
-    compute in 16 bits under torch.autocast. conversion_report says what was done and what stayed in float,
-    restore_float undoes it. Modules keep their hooks, attributes and sharing; a conversion that fails changes nothing.
-    Per block, Dynamo's DDPOptimizer is off from then on, in the whole process: it cannot cut graphs between INT8
-    tensors.
+    Convert before DistributedDataParallel, ``fully_shard`` and torch.compile. Attention and modules outside the blocks
+    compute in 16 bits under torch.autocast. conversion_report lists what was converted and what stayed in float;
+    restore_float undoes the conversion. Modules keep their hooks, attributes and sharing. A conversion that fails
+    changes nothing. Mode ``"per_block"`` disables Dynamo's DDPOptimizer in the whole process, since it cannot split
+    graphs between INT8 tensors.
 
     Args:
-        model: with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights stay in
-            their dtype: FP32, as the paper keeps its master weights.
+        model: a model with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights
+            keep their dtype, which should be FP32, as in the paper.
         block_size: how many tokens and channels share a scale: 32, 64 or 128 of both, or (tokens, channels), (32, 128)
-            or (1, 128). Products are the faster, the more channels; a token with outliers spoils those it shares with.
+            or (1, 128). More channels make products faster; with more tokens, an outlier token affects more others.
             docs/training.md says how to choose.
-        mode: ``"per_block"``: Jetfire. For comparison, linears alone, 16-bit between them: ``"per_tensor"``, a scale
-            for each operand; ``"per_token"``, SwitchBack: a scale for each row, the weights' gradients in 16 bits.
-        blocks: names of the blocks, with ``*`` and ``?``, where they cannot be found by their structure
-            (normalizations, attention, and linears beside it).
-        keep_float: names of modules, with ``*`` and ``?``, that stay in 16 bits with all that is in them.
-        check_finite: raise NonFiniteError with the layer's name where NaN or infinity appears in an activation or a
-            gradient. It waits for the GPU at each layer; nothing is added where it is off.
+        mode: ``"per_block"`` is Jetfire. Two baselines convert linears only, with 16 bits between them:
+            ``"per_tensor"`` with one scale per operand; ``"per_token"``, SwitchBack, with one scale per row and weight
+            gradients in 16 bits.
+        blocks: names of the blocks, with ``*`` and ``?``, if they cannot be found by their structure (normalizations,
+            attention, and linears beside it).
+        keep_float: names of modules, with ``*`` and ``?``, that stay in 16 bits with everything inside them.
+        check_finite: raise NonFiniteError with the layer's name if NaN or infinity appears in an activation or a
+            gradient. Synchronizes with the GPU at each layer; adds nothing if False.
         stochastic_gradients: round gradients without bias where they enter the INT8 data flow as floats: from
-            attention, from what is kept in 16 bits, and behind the last block. Values far smaller than their block's
-            largest, which otherwise become zeros, are right on average. From one INT8 operator to the next gradients
-            are rounded to nearest as ever. The seeds are of torch's generator.
+            attention, from modules kept in 16 bits, and after the last block. Values far smaller than the largest of
+            their block, which otherwise become zeros, are then right on average. Between INT8 operators gradients are
+            still rounded to nearest. Seeds come from torch's generator.
 
     Raises:
-        UnsupportedError: another block size or mode; stochastic gradients in another mode than per_block; no block was
-            found, or nothing in one to convert; a block holds modules that cannot be converted, which are named: pass
-            them in ``keep_float``.
+        UnsupportedError: an unknown block size or mode; stochastic gradients in a mode other than per_block; no block
+            found, or nothing in it to convert; a block with modules that cannot be converted and must be named in
+            ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
-            ``blocks`` or ``keep_float`` fits no module.
+            ``blocks`` or ``keep_float`` matches no module.
     """
     check_module(model, "convert_to_int8_training: model")
     block_size = check_block_size("convert_to_int8_training", block_size)
     if mode not in get_args(Mode):
-        raise UnsupportedError(f"mode={mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
+        modes = ", ".join(map(repr, get_args(Mode)))
+        raise UnsupportedError(f"convert_to_int8_training: mode must be one of {modes}, got {mode!r}")
     if stochastic_gradients and mode != "per_block":
-        raise UnsupportedError(f"stochastic_gradients=True with mode={mode!r}; accepted: per_block")
+        raise UnsupportedError(
+            f"convert_to_int8_training: mode must be 'per_block' for stochastic_gradients=True, got {mode!r}"
+        )
     plan = make_plan(model, mode, block_size, blocks, keep_float)
     register_fallbacks()
     with ExitStack() as undo:
@@ -118,19 +122,23 @@ def convert_to_int8_training(
 
 
 def conversion_report(model: nn.Module) -> ConversionReport:
-    """What convert_to_int8_training did to ``model``. Raises QFrameworkError where it was not called."""
+    """What convert_to_int8_training did to ``model``. Raises QFrameworkError for a model that is not converted."""
     check_module(model, "conversion_report: model")
     report = model.__dict__.get(_REPORT)
     if report is None:
-        raise QFrameworkError(f"{type(model).__name__} is not converted; accepted: a model of convert_to_int8_training")
+        raise QFrameworkError(
+            "conversion_report: model must be converted by convert_to_int8_training, got a "
+            f"{type(model).__name__} that is not"
+        )
     return report
 
 
 def restore_float(model: nn.Module) -> nn.Module:
-    """Undo convert_to_int8_training in place, keeping the parameters; returns ``model``.
+    """Undo convert_to_int8_training in place, keeping the parameters, and return ``model``.
 
     Raises:
-        QFrameworkError: the model was not converted, or the class of a module has been changed since; nothing is done.
+        QFrameworkError: the model is not converted, or the class of a module was changed since; the model stays as it
+            is.
     """
     check_module(model, "restore_float: model")
     conversion_report(model)
@@ -150,8 +158,8 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -
             become(module, new)
         except TypeError as error:
             raise UnsupportedError(
-                f"{plan.names[module]} ({type(module).__name__}): its class cannot be exchanged, {error}; accepted: "
-                "its name in keep_float=, which leaves it in 16 bits"
+                f"convert_to_int8_training: {plan.names[module]} ({type(module).__name__}) must have a class that can "
+                f"change: {error}. To leave it in 16 bits, name it in keep_float="
             ) from error
         if stochastic_gradients and new.settings.get("output") == "float":  # the others' gradients come in blocks
             module.__dict__["stochastic_gradients"] = True
@@ -160,13 +168,13 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -
 
 
 def _set_boundaries(model: nn.Module, plan: ConversionPlan, stochastic: bool) -> None:
-    """Blocks take floats in; those without a block behind them, and what is kept in float, give floats or get them."""
+    """Add hooks: blocks accept floats; blocks without a block after them return floats; float modules get floats."""
     for block in plan.blocks:
         _around(block, EnterBlocks(plan.block_size))
     for block in _last_blocks(model, plan.blocks):
         block.register_forward_hook(LeaveBlocks(stochastic))
     for module in plan.floats:
-        if getattr(module, "inplace", False):  # it writes to its input, which a float copy would hide
+        if getattr(module, "inplace", False):  # a float copy would hide writes to its input
             continue
         _around(module, FloatInputs(stochastic), prepend=True)
 
@@ -177,7 +185,7 @@ def _around(module: nn.Module, hook: EnterBlocks | FloatInputs, prepend: bool = 
 
 
 def _last_blocks(model: nn.Module, blocks: Container[nn.Module]) -> list[nn.Module]:
-    """Blocks that anything else than a block follows in one of the modules that hold them; each once."""
+    """Blocks that are not followed by a block in one of the modules that contain them, each once."""
     found = [model] if model in blocks else []
     for container in model.modules():
         children = [child for _, child in held(container)]
@@ -188,7 +196,7 @@ def _last_blocks(model: nn.Module, blocks: Container[nn.Module]) -> list[nn.Modu
 
 
 def _undo(model: nn.Module) -> None:
-    """Make ``model`` what it was before a conversion, also one that ended early."""
+    """Restore ``model`` as it was before a conversion, also an incomplete one."""
     remove_checks(model)
     for module in model.modules():
         remove_hooks(module, BOUNDARIES)
@@ -198,7 +206,7 @@ def _undo(model: nn.Module) -> None:
 
 
 def _log_kept(model: nn.Module, kept: list[Kept]) -> None:
-    """Say what stays in float though nobody asked for it; modules inside attention are meant to."""
+    """Log the modules that unexpectedly stay in float: not those in keep_float and inside attention."""
     rows = [row for row in kept if row.reason not in MEANT]
     if rows:
         told = "; ".join(f"{row.name} ({row.kind}), {row.reason}" for row in rows[:8])

@@ -1,4 +1,4 @@
-"""Dropout from blocks to blocks (Jetfire, appendix A): eight bytes of seed are saved, no mask."""
+"""Dropout from blocks to blocks (Jetfire, appendix A): saves a seed of eight bytes instead of a mask."""
 
 from __future__ import annotations
 
@@ -8,21 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from qframework.kernels.blocks.format import BlockSize, check_block_size
-from qframework.training.block_tensor import (
-    BlockTensor,
-    as_blocks,
-    float_of,
-    new_seed,
-    put_into,
-    quantize_blocks,
-    wrap_blocks,
-)
+from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, put_into, quantize_blocks, wrap_blocks
 from qframework.training.function import Int8Function
+from qframework.training.norm import input_gradient
 
 
 @torch.compiler.allow_in_graph
 class Int8DropoutFunction(Int8Function):
-    """``m x / (1 - p)`` of blocks, the mask m made from the seed in both passes."""
+    """``m x / (1 - p)`` of blocks; both passes compute the mask m from the seed."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, p: float, seed: Tensor, block_size: BlockSize) -> BlockTensor:
@@ -37,22 +30,21 @@ class Int8DropoutFunction(Int8Function):
         (seed,) = ctx.saved_tensors
         grad = as_blocks(grad, ctx.block_size)
         q, scale = torch.ops.qframework.block_dropout(grad.q, grad.scale, ctx.p, seed, ctx.block_size)
-        gradient = wrap_blocks(q, scale, ctx.block_size, grad.dtype)
-        return gradient if ctx.in_blocks else float_of(gradient), None, None, None
+        return input_gradient(ctx.in_blocks, q, scale, grad), None, None, None
 
 
 class Int8Dropout(nn.Dropout):
-    """``nn.Dropout`` in and out in blocks; a float input is quantized.
+    """``nn.Dropout`` from blocks to blocks; a float input is quantized.
 
     Args:
-        p: how likely a value is dropped while training.
+        p: the probability of dropping a value while training.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
-    Each call draws a seed from torch's generator of the input's device: ``torch.manual_seed`` repeats it, and
-    checkpointing, which puts the generator back, drops the same values twice.
+    Each call draws a seed from torch's generator for the input's device: ``torch.manual_seed`` makes it reproducible,
+    and checkpointing, which restores the generator, drops the same values twice.
 
     Raises:
-        UnsupportedError: another block size.
+        UnsupportedError: an unknown block size.
         ValueError: p outside [0, 1].
     """
 

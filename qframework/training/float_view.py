@@ -1,8 +1,8 @@
-"""FloatView: a view of a BlockTensor that cuts through its blocks, such as ``x[:, :3]``.
+"""FloatView: a view of a BlockTensor that splits its blocks, such as ``x[:, :3]``.
 
-It lies in a float copy of the whole tensor, which all such views of the same blocks share. What is written to a view is
-quantized into the blocks, and what has been written to the blocks since is read again first, so that a view and its
-tensor hold the same values, as in PyTorch. Between a compiled graph and what is outside of it they no longer do.
+It is a view of a float copy of the whole tensor, which all such views of the same blocks share. Writes to a view are
+quantized into the blocks, and changes of the blocks are read before a view is used, so that a view and its tensor hold
+the same values, as in PyTorch. This does not hold across the boundary of a compiled graph.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ aten = torch.ops.aten
 
 
 class FloatCopy:
-    """``x`` dequantized, for as long as a view lies in it."""
+    """``x`` dequantized, for as long as a view of it exists."""
 
     def __init__(self, x: BlockTensor) -> None:
         self.x, self.value, self.writes = x, float_of(x), x.memory.writes
 
     def read(self) -> None:
-        """Take over what has been written to the blocks since."""
+        """Update the copy if the blocks changed."""
         if self.writes != self.x.memory.writes:
             self.value.copy_(float_of(self.x))
             self.writes = self.x.memory.writes
@@ -48,9 +48,9 @@ class FloatCopy:
 
 
 class TracedCopy(FloatCopy):
-    """One in a graph that AOTAutograd traces: its views are plain tensors, which the graph can return.
+    """A copy in a graph that AOTAutograd traces. Its views are plain tensors, which the graph can return.
 
-    What is written to them is noticed by their versions the next time that somebody asks for the blocks.
+    Writes to them are detected by their version counters the next time that the blocks are needed.
     """
 
     def __init__(self, x: BlockTensor) -> None:
@@ -58,14 +58,14 @@ class TracedCopy(FloatCopy):
         self.views: list[tuple[Tensor, int]] = []
 
     def flush(self) -> None:
-        """Write to the blocks what has been written to a view."""
+        """Write changes of the views to the blocks."""
         if any(writes(view) != version for view, version in self.views):
             self.views = [(view, writes(view)) for view, _ in self.views]
             self.write()
 
 
 def view_of(func: OpOverload, x: BlockTensor, *args: Any, **kwargs: Any) -> Any:
-    """What a view operator gives for ``x``, in the one copy of the blocks that ``x`` is or is a view of."""
+    """The result of a view operator on ``x``, as a view of the shared float copy of its blocks."""
     copy = x.memory.traced or (None if x.memory.copy is None else x.memory.copy())
     if copy is None:
         traced = isinstance(x.q, FunctionalTensor)
@@ -80,10 +80,10 @@ def view_of(func: OpOverload, x: BlockTensor, *args: Any, **kwargs: Any) -> Any:
 
 
 class FloatView(Tensor):
-    """A float tensor in memory of its own, that writes what is written to it back to the blocks it stands for."""
+    """A view of a FloatCopy that writes changes back to the blocks."""
 
     inside: Tensor
-    shared: FloatCopy | None  # None of one that a compiled graph was given, which cannot write to it
+    shared: FloatCopy | None  # None for an input of a compiled graph, which cannot write to it
 
     @staticmethod
     def __new__(cls, view: Tensor, copy: FloatCopy | None) -> FloatView:
@@ -152,7 +152,7 @@ class FloatView(Tensor):
         return self.clone().__reduce_ex__(protocol)
 
     def numpy(self, *, force: bool = False) -> Any:
-        """A copy, which is never written back."""
+        """A copy whose changes are not written back."""
         return self.clone().numpy(force=force)
 
     def tolist(self) -> Any:
@@ -160,21 +160,21 @@ class FloatView(Tensor):
 
 
 def returns_views(func: OpOverload) -> bool:
-    """Whether what ``func`` gives lies in the memory of an argument that it does not write to."""
+    """Whether ``func`` returns views of an argument that it does not write to."""
     return any(each.alias_info is not None and not each.alias_info.is_write for each in schema(func).returns)
 
 
 def returns_operand(func: OpOverload) -> bool:
-    """Whether ``func`` gives back what it wrote to."""
+    """Whether ``func`` returns the argument that it writes to."""
     aliases = [each.alias_info for each in schema(func).returns]
     return len(aliases) == 1 and aliases[0] is not None and aliases[0].is_write
 
 
 def refuse_memory(func: OpOverload, x: Tensor, *_: Any, **__: Any) -> NoReturn:
-    """Raise UnsupportedError for ``func``, which would give ``x`` other memory or another shape in place."""
+    """Raise UnsupportedError for ``func``, which would replace the memory or shape of ``x`` in place."""
     raise UnsupportedError(
-        f"{func.name()} replaces the memory or the shape of a {type(x).__name__} of shape {tuple(x.shape)}; "
-        "accepted: copy_, which writes values, and operators that return a new tensor"
+        f"{func.name()}: a {type(x).__name__} of shape {tuple(x.shape)} must keep its memory and shape. Use copy_, "
+        "which writes values, or an operator that returns a new tensor"
     )
 
 
@@ -184,8 +184,8 @@ REPLACES_MEMORY = (SWAP_MEMORY, aten.set_.source_Tensor)  # the first: ``x.data 
 def _check_write(func: OpOverload, view: FloatView) -> None:
     if view.shared is None:
         raise UnsupportedError(
-            f"{func.name()} writes to a view of a BlockTensor of shape {tuple(view.shape)} in a compiled graph "
-            "that was given it; accepted: writing to it outside, or making the view inside"
+            f"{func.name()}: a compiled graph must not write to its input, a view of a BlockTensor, got one of shape "
+            f"{tuple(view.shape)}. Write to it outside of the graph, or create the view inside"
         )
 
 
@@ -194,5 +194,5 @@ def _views(values: Any) -> list[FloatView]:
 
 
 def views_in(result: Any, copy: FloatCopy | None) -> Any:
-    """The tensors that a view operator gave, each of them in ``copy``."""
+    """The results of a view operator as views of ``copy``."""
     return tree_map_only(Tensor, lambda view: FloatView(view, copy), result)

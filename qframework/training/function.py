@@ -1,8 +1,8 @@
-"""Base of INT8 training's autograd functions: first derivatives in reverse mode, everything else refused by name.
+"""Base of INT8 training's autograd functions: first derivatives in reverse mode; all others raise an error.
 
-Their formulas call operators that have no derivative of their own: differentiated again, they would drop terms without
-an error. ``torch.autograd.function.once_differentiable`` is not enough. Its results lead back neither to inputs nor to
-saved tensors, so ``torch.autograd.grad`` passes it by.
+Their formulas call operators without derivatives, so differentiating them again would silently drop terms.
+``torch.autograd.function.once_differentiable`` does not prevent this: its results are connected neither to inputs nor
+to saved tensors, so ``torch.autograd.grad`` skips it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Int8Function(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any, **kwargs: Any) -> Any:
         if peek_interpreter_stack() is not None:
-            _refuse(cls, "called in a transform of torch.func")
+            _refuse(cls, "it was called in a transform of torch.func")
         return super().apply(*args, **kwargs)
 
     @classmethod
@@ -43,7 +43,7 @@ class Int8Function(torch.autograd.Function):
 
 
 def _first_order(function: type[Int8Function], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """``backward``, refused where its result would be differentiated or is a batch of gradients."""
+    """``backward``, with an error if its result would be differentiated or its gradients are batched."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -62,7 +62,7 @@ def _is_batch(grad: Any) -> bool:
 
 def _refuse(function: type[Int8Function], why: str) -> NoReturn:
     raise UnsupportedError(
-        f"{function.__name__.removesuffix('Function')}: {why}; accepted: first derivatives, by loss.backward() or "
-        "torch.autograd.grad. For others keep the layers in float: keep_float= of convert_to_int8_training, or "
-        "restore_float(model)"
+        f"{function.__name__.removesuffix('Function')}: derivatives must be first ones, by loss.backward() or "
+        f"torch.autograd.grad, but {why}. For others keep the layers in float, with keep_float= of "
+        "convert_to_int8_training or restore_float(model)"
     )

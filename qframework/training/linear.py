@@ -1,15 +1,15 @@
-"""Linear layers whose three products run in INT8, with one scale a block (Jetfire, sections 4 and 5).
+"""Linear layers whose three products run in INT8, with one scale per block (Jetfire, sections 4 and 5).
 
-Of operands in blocks, and sums over blocks in float32::
+Operands are in blocks, and sums over blocks are in float32::
 
-    Y  = X   W^T          W quantized from the master weight
-    dX = dY  W            W quantized anew, and transposed
-    dW = dY^T X           X kept in INT8 since the forward pass; a float dY is read once for both products
+    Y  = X   W^T          W is quantized from the master weight
+    dX = dY  W            W is quantized again, and transposed
+    dW = dY^T X           X was saved in INT8 in the forward pass; a float dY is read once for both products
 
-Along what a product sums up, blocks must be as long in both operands: W and all that is transposed are in blocks of
-``operand_size(block_size)``. Square ones are that already; others are quantized anew for dW, from what they stand for.
+Along the inner dimension, blocks must have the same length in both operands: W and all transposed tensors are in blocks
+of ``operand_size(block_size)``. Square blocks already are; others are dequantized and quantized again for dW.
 
-Parameters and state dicts are those of the float layer; masters stay in float and are never quantized in place.
+Parameters and state dicts are those of the float layer. Master weights stay in float and are never quantized in place.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, w
 from qframework.training.function import Int8Function
 
 Output = Literal["block", "float"]
-# q, scale of a matrix in blocks
+# (q, scale) of a matrix in blocks
 Blocks = tuple[Tensor, Tensor]
 
 
 @torch.compiler.allow_in_graph
 class Int8LinearFunction(Int8Function):
-    """``x @ weight.T + bias`` in blocks; ``conv1d``: the weight is ``(in, out)``. Saves INT8 and the master weight.
+    """``x @ weight.T + bias`` in blocks, or with ``conv1d`` a weight ``(in, out)``. Saves INT8 and the master weight.
 
-    With a seed, a gradient that comes as floats is rounded stochastically.
+    With a seed, a float gradient is rounded stochastically.
     """
 
     @staticmethod
@@ -77,9 +77,9 @@ class Int8LinearFunction(Int8Function):
 
 
 def weight_blocks(weight: Tensor, block_size: BlockSize, transposed: bool) -> Blocks:
-    """A master weight, or its transpose, as an operand beside tensors in ``block_size``.
+    """A master weight, or its transpose, in blocks for a product with tensors in ``block_size``.
 
-    Square blocks hold the same numbers both ways; others are of the master weight each.
+    Square blocks hold the same values in both; others are each quantized from the master weight.
     """
     size = operand_size(block_size)
     if not transposed:
@@ -90,7 +90,7 @@ def weight_blocks(weight: Tensor, block_size: BlockSize, transposed: bool) -> Bl
 def both_ways(
     grad: Tensor, block_size: BlockSize, upright: bool, transposed: bool, seed: Tensor | None = None
 ) -> tuple[Blocks, Blocks]:
-    """``grad`` in blocks and its transpose, each where it is asked for, else something unused; a float is read once."""
+    """``grad`` in blocks and its transpose, or unused values for what is not requested. Reads a float once."""
     if not isinstance(grad, BlockTensor):
         if not transposed:
             q = torch.ops.qframework.block_quantize(grad, block_size, seed)
@@ -102,7 +102,7 @@ def both_ways(
 
 
 def input_gradient(ctx: Any, grad: Blocks, weight: Tensor) -> Tensor:
-    """dX, in blocks where X came in blocks."""
+    """dX, in blocks if X is in blocks."""
     w = weight_blocks(weight, ctx.block_size, transposed=not ctx.conv1d)
     out_dtype = torch.int8 if ctx.in_blocks else ctx.x_dtype
     q, scale = torch.ops.qframework.block_linear(*grad, *w, None, ctx.block_size, out_dtype)
@@ -117,7 +117,7 @@ def sum_rows(grad: Tensor) -> Tensor:
 
 
 def result_dtype(x: Tensor) -> torch.dtype:
-    """What a float linear of ``x`` would give: autocast's dtype inside of it, else ``x``'s own."""
+    """The result dtype of a float linear: that of autocast if it is enabled, otherwise that of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
@@ -128,20 +128,20 @@ class Int8Linear(nn.Linear):
     Args:
         in_features: columns of ``x``.
         out_features: columns of the result.
-        bias: whether there is one.
+        bias: whether there is a bias.
         device: of the parameters.
-        dtype: of the parameters, FP32 as the paper keeps them.
-        block_size: 32, 64, 128, (32, 128) or (1, 128), rows and columns of ``x`` and the result that share a scale. The
-            more columns, the faster; the more values, the coarser.
-        output: ``"block"`` gives a BlockTensor, ``"float"`` a float tensor, for what computes in float behind it.
-        stochastic_gradients: while training, round gradients that come as floats stochastically, without bias, from a
-            seed of torch's generator; one in blocks is taken as it is.
+        dtype: of the parameters; FP32 in the paper.
+        block_size: 32, 64, 128, (32, 128) or (1, 128), rows and columns of ``x`` and the result that share a scale.
+            More columns are faster, more values less accurate.
+        output: ``"block"`` returns a BlockTensor, ``"float"`` a float tensor, for float operations after the layer.
+        stochastic_gradients: while training, round float gradients stochastically, without bias, with a seed from
+            torch's generator; gradients in blocks are used unchanged.
 
-    ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size; the result is like it in
-    dtype, or has that of autocast. The gradient of a BlockTensor is a BlockTensor, those of parameters are float.
+    ``x`` is ``(..., in_features)``, a float tensor or a BlockTensor of the same block size. The result has its dtype,
+    or that of autocast. The gradient of a BlockTensor is a BlockTensor; those of parameters are float.
 
     Raises:
-        UnsupportedError: a block size or output; in ``forward``, a dtype.
+        UnsupportedError: an unknown block size or output; in ``forward``, a dtype.
         QFrameworkError: a BlockTensor of another block size, or of another number of features.
     """
 
@@ -163,16 +163,9 @@ class Int8Linear(nn.Linear):
 
     @classmethod
     def from_float(cls, linear: nn.Linear, block_size: BlockSize = 32, output: Output = "block") -> Int8Linear:
-        """The same layer with the very same parameters."""
-        made = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
-            "meta",
-            block_size=block_size,
-            output=output,
-        )
-        return share(made, linear)
+        """The same layer with the same parameter objects."""
+        sizes = linear.in_features, linear.out_features, linear.bias is not None
+        return share(cls(*sizes, "meta", block_size=block_size, output=output), linear)
 
     def forward(self, x: Tensor) -> Tensor:
         return apply_linear(self, x, conv1d=False)
@@ -182,14 +175,14 @@ class Int8Linear(nn.Linear):
 
 
 def apply_linear(layer: Any, x: Tensor, conv1d: bool) -> Tensor:
-    """``layer`` of ``x``. A seed is drawn without a look at gradients, so that checkpointing draws it both times."""
+    """Apply ``layer`` to ``x``. Draws the seed whether or not gradients are enabled, as checkpointing requires."""
     seed = new_seed(x.device) if layer.stochastic_gradients and layer.training else None
     options = layer.block_size, result_dtype(x), layer.output, conv1d, seed
     return Int8LinearFunction.apply(x, layer.weight, layer.bias, *options)
 
 
 class Conv1D(nn.Module):
-    """transformers' ``Conv1D``: a linear layer whose weight is ``(nx, nf)``, in times out features."""
+    """transformers' ``Conv1D``: a linear layer whose weight is ``(nx, nf)``, (in_features, out_features)."""
 
     weight: nn.Parameter
     bias: nn.Parameter
@@ -205,7 +198,7 @@ class Conv1D(nn.Module):
 
 
 class Int8Conv1D(Conv1D):
-    """``Int8Linear`` for transformers' ``Conv1D``, with its parameters: the weight is ``(nx, nf)``, in times out."""
+    """``Int8Linear`` with the parameters of transformers' ``Conv1D``: the weight is ``(nx, nf)``."""
 
     def __init__(
         self,
@@ -224,7 +217,7 @@ class Int8Conv1D(Conv1D):
 
     @classmethod
     def from_float(cls, conv: Any, block_size: BlockSize = 32, output: Output = "block") -> Int8Conv1D:
-        """The same layer with the very same parameters."""
+        """The same layer with the same parameter objects."""
         nx, nf = conv.weight.shape
         return share(cls(nf, nx, "meta", block_size=block_size, output=output), conv)
 
@@ -236,10 +229,10 @@ class Int8Conv1D(Conv1D):
 
 
 def check_options(layer: str, block_size: BlockSize, output: str) -> tuple[CanonicalSize, Any]:
-    """Both, the block size in its canonical form, or UnsupportedError."""
+    """The canonical block size and ``output``. Raises UnsupportedError if one is unknown."""
     size = check_block_size(layer, block_size)
     if output not in get_args(Output):
-        raise UnsupportedError(f"{layer}: output={output!r} is unknown; accepted: {', '.join(get_args(Output))}")
+        raise UnsupportedError(f"{layer}: output must be 'block' or 'float', got {output!r}")
     return size, output
 
 

@@ -1,8 +1,8 @@
-"""Baselines of INT8 training: linear layers that take and give floats, and quantize around each product.
+"""Baselines of INT8 training: linear layers from floats to floats that quantize the operands of each product.
 
-``PerTensorLinear`` has one scale a tensor in all three products (Banner et al., 2018). ``PerTokenLinear`` is SwitchBack
-(Wortsman et al., 2023): a scale for each row of X and dY and one for W, and dW, whose sums run over tokens, in float.
-Each has a twin for transformers' ``Conv1D``. Jetfire's own layers are in linear.py.
+``PerTensorLinear`` has one scale per tensor in all three products (Banner et al., 2018). ``PerTokenLinear`` is
+SwitchBack (Wortsman et al., 2023): one scale per row of X and dY and one for W; dW, which sums over tokens, is a float
+product. Each has a counterpart for transformers' ``Conv1D``. Jetfire's own layers are in linear.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class PerTensorLinearFunction(Int8Function):
 
 @torch.compiler.allow_in_graph
 class PerTokenLinearFunction(Int8Function):
-    """SwitchBack: a scale for each row of X and dY and one for W; dW is a float product. Saves X as it came."""
+    """SwitchBack: one scale per row of X and dY and one for W; dW is a float product. Saves X in float."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv1d: bool) -> Tensor:
@@ -74,7 +74,7 @@ class PerTokenLinearFunction(Int8Function):
 def product(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, bias: Tensor | None = None, *, dtype: torch.dtype
 ) -> Tensor:
-    """``int8_linear``, and the float32 sum of several where one INT32 sum over tokens or a vocabulary can overflow."""
+    """``int8_linear``, split into several with a float32 sum if one INT32 sum over K could overflow."""
     int8_linear, inner = torch.ops.qframework.int8_linear, a.shape[-1]
     if inner <= MAX_INT8_PRODUCTS:
         return int8_linear(a, a_scale, b, b_scale, bias, out_dtype=dtype)
@@ -106,13 +106,13 @@ def flat(x: Tensor) -> Tensor:
 
 
 class _BaselineLinear(nn.Linear):
-    """What the baselines share: floats in and out, BlockTensors taken as floats."""
+    """Base of the baselines, from floats to floats; dequantizes BlockTensors."""
 
     function: type[Int8Function]
 
     @classmethod
     def from_float(cls, linear: nn.Linear) -> Any:
-        """The same layer with the very same parameters."""
+        """The same layer with the same parameter objects."""
         return share(cls(linear.in_features, linear.out_features, linear.bias is not None, "meta"), linear)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class _BaselineConv1D(Conv1D):
 
     @classmethod
     def from_float(cls, conv: Any) -> Any:
-        """The same layer with the very same parameters."""
+        """The same layer with the same parameter objects."""
         nx, nf = conv.weight.shape
         return share(cls(nf, nx, "meta"), conv)
 
@@ -133,13 +133,13 @@ class _BaselineConv1D(Conv1D):
 
 
 class PerTensorLinear(_BaselineLinear):
-    """nn.Linear with one scale a tensor in all three products; a baseline. Floats in and out."""
+    """nn.Linear with one scale per tensor in all three products; a baseline, from floats to floats."""
 
     function = PerTensorLinearFunction
 
 
 class PerTokenLinear(_BaselineLinear):
-    """nn.Linear as SwitchBack has it: a scale for each row, dW in float; a baseline. Floats in and out."""
+    """nn.Linear as in SwitchBack, with one scale per row and dW in float; a baseline, from floats to floats."""
 
     function = PerTokenLinearFunction
 
@@ -158,6 +158,5 @@ class PerTokenConv1D(_BaselineConv1D):
 
 def float_input(x: Tensor) -> Tensor:
     """``x`` as a float tensor of the dtype in which a float linear would compute."""
-    if isinstance(x, BlockTensor):
-        x = x.dequantize()
+    x = x.dequantize() if isinstance(x, BlockTensor) else x
     return x.to(result_dtype(x))

@@ -1,7 +1,7 @@
 """LayerNorm and RMSNorm from blocks to blocks (Jetfire, section 6.2), with the float modules' parameters.
 
-A normalization behind an addition gets the row statistics that the addition made (appendix A), and so reads its input
-once; any other makes its own. Weight and bias stay float, as in the paper; their gradients are summed in float32.
+A normalization after an addition uses the row statistics of the addition (appendix A) and reads its input only once;
+others compute their own. Weight and bias stay float, as in the paper; their gradients are summed in float32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from qframework.training.function import Int8Function
 
 @torch.compiler.allow_in_graph
 class Int8LayerNormFunction(Int8Function):
-    """LayerNorm of blocks; saves them and two numbers a row."""
+    """LayerNorm of blocks; saves the blocks and two numbers per row."""
 
     @staticmethod
     def forward(
@@ -49,7 +49,7 @@ class Int8LayerNormFunction(Int8Function):
 
 @torch.compiler.allow_in_graph
 class Int8RMSNormFunction(Int8Function):
-    """RMSNorm of blocks; saves them and one number a row."""
+    """RMSNorm of blocks; saves the blocks and one number per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, block_size: BlockSize) -> BlockTensor:
@@ -68,28 +68,24 @@ class Int8RMSNormFunction(Int8Function):
         q, scale, dweight = torch.ops.qframework.block_rms_norm_backward(
             grad.q, grad.scale, x.q, x.scale, weight, rstd, x.block_size
         )
-        return (
-            input_gradient(ctx.in_blocks, q, scale, x),
-            None if weight is None else dweight.to(weight.dtype),
-            None,
-            None,
-        )
+        dweight = None if weight is None else dweight.to(weight.dtype)
+        return input_gradient(ctx.in_blocks, q, scale, x), dweight, None, None
 
 
 def input_gradient(in_blocks: bool, q: Tensor, scale: Tensor, x: BlockTensor) -> Tensor:
-    """The gradient of an input that was saved as ``x``: blocks where it came in blocks, else float."""
+    """The gradient ``(q, scale)`` in the format of ``x``, as a BlockTensor if the input was one, else as floats."""
     gradient = wrap_blocks(q, scale, x.block_size, x.dtype)
     return gradient if in_blocks else float_of(gradient)
 
 
 class Int8LayerNorm(nn.LayerNorm):
-    """``nn.LayerNorm`` over the last dimension, in and out in blocks; a float input is quantized. Same parameters.
+    """``nn.LayerNorm`` over the last dimension, from blocks to blocks; a float input is quantized. Same parameters.
 
     Args:
         normalized_shape: the number of channels C.
         eps: added to the variance.
         elementwise_affine: whether there is a weight.
-        bias: whether there is a bias beside it.
+        bias: whether there is also a bias.
         device: of the parameters.
         dtype: of the parameters.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
@@ -97,8 +93,8 @@ class Int8LayerNorm(nn.LayerNorm):
     ``x`` is ``(..., C)``, a float tensor or a BlockTensor; the result is a BlockTensor of its shape and dtype.
 
     Raises:
-        UnsupportedError: more than one dimension to normalize over, a block size; in ``forward``, a dtype.
-        QFrameworkError: in ``forward``, a BlockTensor of another block size, another number of channels.
+        UnsupportedError: more than one dimension to normalize over, an unknown block size; in ``forward``, a dtype.
+        QFrameworkError: in ``forward``, a BlockTensor of another block size or another number of channels.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class Int8LayerNorm(nn.LayerNorm):
 
     @classmethod
     def from_float(cls, norm: nn.LayerNorm, block_size: BlockSize = 32) -> Int8LayerNorm:
-        """The same normalization with the very same parameters."""
+        """The same normalization with the same parameter objects."""
         affine, bias = norm.weight is not None, norm.bias is not None
         new = cls(norm.normalized_shape, norm.eps, affine, bias, "meta", block_size=block_size)
         parameters(new).update(parameters(norm))
@@ -133,9 +129,9 @@ class Int8LayerNorm(nn.LayerNorm):
 
 
 class Int8RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm`` over the last dimension, in and out in blocks; a float input is quantized. Same parameters.
+    """``nn.RMSNorm`` over the last dimension, from blocks to blocks; a float input is quantized. Same parameters.
 
-    Arguments, input, result and errors as of Int8LayerNorm; ``eps=None`` is that of float32.
+    Arguments, input, result and errors are those of Int8LayerNorm; ``eps=None`` means that of float32.
     """
 
     def __init__(
@@ -154,9 +150,9 @@ class Int8RMSNorm(nn.RMSNorm):
 
     @classmethod
     def from_float(cls, norm: nn.Module, block_size: BlockSize = 32, eps: float | None = None) -> Int8RMSNorm:
-        """The same normalization with the very same parameters: of nn.RMSNorm, or of a class like LlamaRMSNorm.
+        """The same normalization with the same parameter objects, from nn.RMSNorm or a class like LlamaRMSNorm.
 
-        ``eps``: where the module has none under the name ``eps`` or ``variance_epsilon``.
+        ``eps`` is needed if the module has no attribute ``eps`` or ``variance_epsilon``.
         """
         eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None)) if eps is None else eps
         weight = norm.weight
@@ -176,4 +172,4 @@ class Int8RMSNorm(nn.RMSNorm):
 
 def _check_shape(module: str, shape: tuple[int, ...]) -> None:
     if len(shape) != 1:
-        raise UnsupportedError(f"{module}: normalized_shape is {tuple(shape)}; accepted: one dimension, the last")
+        raise UnsupportedError(f"{module}: normalized_shape must have one dimension, the last, got {tuple(shape)}")

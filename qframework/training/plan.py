@@ -1,6 +1,6 @@
-"""What a conversion does to each module of a model, all of it decided before anything is changed.
+"""The plan of a conversion: what happens to each module of a model, decided before any module changes.
 
-A module that is used in several places is decided upon once, for all of them.
+A module that is used in several places gets one decision for all of them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NO_MODULE = "no INT8 module computes the same"
 
 @dataclass(frozen=True)
 class Converted:
-    """A module that computes in INT8 now."""
+    """A module that now computes in INT8."""
 
     name: str
     before: str
@@ -52,7 +52,7 @@ class Converted:
 
 @dataclass(frozen=True)
 class Kept:
-    """A module inside a block that stayed as it was."""
+    """A module inside a block that did not change."""
 
     name: str
     kind: str
@@ -61,7 +61,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a block holds a module: its name in the model, and in the block."""
+    """A place of a module in a block: its name in the model, and in the block."""
 
     name: str
     local: str
@@ -69,7 +69,7 @@ class _Place:
 
 @dataclass
 class ConversionPlan:
-    """Modules and what happens to them; ``floats`` are those kept that must be given floats."""
+    """Modules and what happens to them; ``floats`` are kept modules that need float inputs."""
 
     mode: Mode
     block_size: CanonicalSize
@@ -94,8 +94,8 @@ def make_plan(
     """Decide for every module of ``model``'s blocks.
 
     Raises:
-        UnsupportedError: no block, nothing to convert, or modules that cannot be.
-        QFrameworkError: ``model`` is converted or wrapped; a name in ``blocks`` or ``keep_float`` fits no module.
+        UnsupportedError: no block, nothing to convert, or modules that cannot be converted.
+        QFrameworkError: ``model`` is converted or wrapped; a name in ``blocks`` or ``keep_float`` matches no module.
     """
     _check_model(model)
     _check_names(model, "blocks", blocks or ())
@@ -124,7 +124,7 @@ def make_plan(
 
 
 def _decide(plan: ConversionPlan, module: nn.Module, places: list[_Place], only_inside: bool) -> None:
-    """Exchange a module, keep it, or note why neither is possible."""
+    """Replace a module, keep it, or note why neither is possible."""
     name, role = places[0].name, None if own_forward(module) else role_of(module)
     attentions = [in_attention(place.local) for place in places]
     if not _exchangeable(role, places, attentions, plan.mode):
@@ -132,7 +132,7 @@ def _decide(plan: ConversionPlan, module: nn.Module, places: list[_Place], only_
             _keep(plan, module, name, _OWN_FORWARD)
         elif plan.mode == "per_block":
             _keep_or_object(plan, module, places, attentions)
-        elif _has_matrices(module):  # floats come and go between the baselines' linears
+        elif _has_matrices(module):  # between the baselines' linears everything is float
             plan.kept.append(Kept(name, type(module).__name__, _NO_MODULE))
         return
     assert role is not None
@@ -174,17 +174,17 @@ def _keep(plan: ConversionPlan, module: nn.Module, name: str, reason: str) -> No
 
 
 def _stays(path: str, role: str) -> bool:
-    """Whether a module inside attention that is no linear works on 16-bit values there: all but the last dropout."""
+    """Whether a module other than a linear stays in 16 bits inside attention: all but the last dropout."""
     return role != "dropout" or path.rsplit(".", 1)[-1] not in ("proj_drop", "resid_dropout", "dropout_o")
 
 
 def _has_matrices(module: nn.Module) -> bool:
-    """Whether a module holds matrices: more than the vectors of a normalization."""
+    """Whether a module has parameters of two or more dimensions, unlike a normalization."""
     return any(parameter.dim() > 1 for parameter in module.parameters())
 
 
 def _add_gated_mlps(plan: ConversionPlan, everywhere: dict[nn.Module, list[str]]) -> None:
-    """Gated MLPs whose parts are all exchanged."""
+    """Add the gated MLPs whose parts are all replaced."""
     for block in plan.blocks:
         for module in block.modules():
             if module in plan.news or own_forward(module) or not is_gated_mlp(module):
@@ -201,12 +201,13 @@ def _raise_on_obstacles(plan: ConversionPlan) -> None:
         told = ", ".join(_told(row) for row in plan.obstacles[:8])
         more = f" and {len(plan.obstacles) - 8} more" if len(plan.obstacles) > 8 else ""
         raise UnsupportedError(
-            f"cannot convert {told}{more}; accepted: linears, GPT-2's Conv1D, LayerNorm, RMSNorm, GELU, SiLU, ReLU, "
-            "Dropout, LayerScale and DropPath, or their names in keep_float=, which leaves them in 16 bits"
+            "convert_to_int8_training: modules in blocks must be linears, GPT-2's Conv1D, LayerNorm, RMSNorm, GELU, "
+            f"SiLU, ReLU, Dropout, LayerScale or DropPath, got {told}{more}. To leave modules in 16 bits, name them in "
+            "keep_float="
         )
     if not plan.news:
         kept = "".join(f"; {row.name} ({row.kind}) stays in float, {row.reason}" for row in plan.kept[:8])
-        raise UnsupportedError(f"nothing to convert{kept}; accepted: blocks with modules that can be converted")
+        raise UnsupportedError(f"convert_to_int8_training: blocks must have modules to convert, got none{kept}")
 
 
 def _told(row: Kept) -> str:
@@ -220,13 +221,13 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_converted(module):
             raise QFrameworkError(
-                f"{type(model).__name__} is converted already, in {name or 'itself'}; accepted: a float model, "
-                "restore_float first"
+                f"convert_to_int8_training: model must be a float model, got a {type(model).__name__} that is "
+                f"converted already, in {name or 'itself'}. Call restore_float first"
             )
     wrapper = type(model).__name__
     if is_compiled(model) or wrapper in ("DistributedDataParallel", "FullyShardedDataParallel"):
         raise QFrameworkError(
-            f"model is wrapped ({wrapper}); accepted: the model itself, converted before it is wrapped"
+            f"convert_to_int8_training: model must not be wrapped, got a {wrapper}. Convert it before wrapping"
         )
 
 
@@ -239,7 +240,7 @@ def _places(model: nn.Module) -> dict[nn.Module, list[str]]:
 
 
 def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) -> dict[nn.Module, list[_Place]]:
-    """The modules to decide upon, with all their places in blocks."""
+    """The modules that need a decision, with all their places in blocks."""
     found: dict[nn.Module, list[_Place]] = {}
     for block in blocks:
         for local, module in units(block):
@@ -249,13 +250,13 @@ def _units(blocks: Iterable[nn.Module], everywhere: dict[nn.Module, list[str]]) 
 
 
 def _ancestors(name: str) -> set[str]:
-    """The names of all that hold a module; the model's own is empty."""
+    """The names of all modules that contain a module; that of the model is empty."""
     parts = name.split(".") if name else []
     return {".".join(parts[:end]) for end in range(len(parts))}
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether ``name`` or a module that holds it fits one of ``patterns``."""
+    """Whether ``name`` or a module that contains it matches one of ``patterns``."""
     return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns for path in (*_ancestors(name), name))
 
 
@@ -263,7 +264,9 @@ def _check_names(model: nn.Module, argument: str, patterns: Sequence[str]) -> No
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
-            raise QFrameworkError(f"{argument}: {pattern!r} fits no module of {type(model).__name__}")
+            raise QFrameworkError(
+                f"convert_to_int8_training: {argument} must match modules of {type(model).__name__}, got {pattern!r}"
+            )
 
 
 def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:
@@ -276,8 +279,8 @@ def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Mo
         found = [modules[name] for name in fitting if not _ancestors(name) & set(fitting)]
     if not found:
         raise UnsupportedError(
-            f"{type(model).__name__} holds no transformer block: a module with normalizations, attention and linears "
-            "beside it; accepted: such a model, or the names of its blocks in blocks="
+            "convert_to_int8_training: model must have transformer blocks, which are modules with normalizations, "
+            f"attention and linears beside it, got a {type(model).__name__} without. Name its blocks in blocks="
         )
     return list(dict.fromkeys(found))
 

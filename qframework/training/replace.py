@@ -1,8 +1,8 @@
 """The INT8 class of each float module, and the change of a module's class in place.
 
-A converted module is the same object with another class: parameters, buffers, hooks, mode and whatever a user attached
-to it stay where they are, and everything that refers to it goes on doing so. The class is a subclass of both the INT8
-module and the module's own class, whose methods and class attributes are kept.
+A converted module is the same object with another class. Its parameters, buffers, hooks, mode and attributes stay, and
+references to it stay valid. The new class is a subclass of both the INT8 module and the module's own class, whose
+methods and class attributes it keeps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ORIGIN = "_float_origin"
 
 @dataclass(frozen=True)
 class Replacement:
-    """What a module becomes: ``settings`` must be free names in it, ``shape`` is set where it has no such attribute."""
+    """A module's new class. ``settings`` need names that are free in it; ``shape`` is set only where it is missing."""
 
     kind: type[nn.Module]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class _Origin:
-    """What a converted module was, the INT8 class that it has joined, and the attributes that this brought."""
+    """The class of a module before its conversion, its INT8 class, and the attributes that the conversion added."""
 
     before: type[nn.Module]
     kind: type[nn.Module]
@@ -52,19 +52,19 @@ class _Origin:
 
 
 def replacement(module: nn.Module, role: Role, output: str, mode: str, block_size: BlockSize) -> Replacement:
-    """What ``module`` becomes in ``mode``; ``output`` is that of a linear in blocks."""
+    """The replacement of ``module`` in ``mode``; ``output`` applies to linears."""
     if mode != "per_block":
         return Replacement(_BASELINES[mode, role])
     return _MAKERS[role](module, output, block_size)
 
 
 def gated_mlp(act_fn: nn.Module, block_size: BlockSize) -> Replacement:
-    """What an MLP becomes that is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
+    """The replacement of an MLP that is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``."""
     return Replacement(Int8GatedMLP, {"kind": activation_kind(act_fn), "block_size": block_size})
 
 
 def taken_name(module: nn.Module, new: Replacement) -> str | None:
-    """A name that ``new`` needs for a setting and ``module`` uses for something else."""
+    """A name that ``new`` needs for a setting and that ``module`` already uses, or None."""
     spaces = (module.__dict__, names(module), _class_names(type(module)))
     return next((name for name in new.settings if any(name in space for space in spaces)), None)
 
@@ -77,7 +77,7 @@ def _class_names(kind: type) -> set[str]:
 
 
 def become(module: nn.Module, new: Replacement) -> None:
-    """Make ``module`` what ``new`` says. Python raises TypeError where its class cannot change, and nothing has."""
+    """Change ``module`` to ``new``. Raises TypeError, without a change, if its class cannot change."""
     before = type(module)
     added = {**new.settings, **{name: value for name, value in new.shape.items() if not hasattr(module, name)}}
     module.__class__ = _joined(new.kind, before)
@@ -94,17 +94,17 @@ def float_again(module: nn.Module) -> None:
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether ``become`` changed it."""
+    """Whether ``become`` changed ``module``."""
     return _ORIGIN in module.__dict__
 
 
 def check_unchanged(name: str, module: nn.Module) -> None:
-    """Raise QFrameworkError where the class of a converted module has been changed again since."""
+    """Raise QFrameworkError if the class of a converted module was changed again."""
     origin: _Origin = module.__dict__[_ORIGIN]
     if type(module) not in (_joined(origin.kind, each) for each in (origin.before, _unparametrized(origin.before))):
         raise QFrameworkError(
-            f"restore_float: {name} was an {origin.kind.__name__} after its conversion and is a "
-            f"{type(module).__name__} now; accepted: a module as it was converted. Undo what changed its class first"
+            f"restore_float: {name} must have the class of its conversion, {origin.kind.__name__}, got "
+            f"{type(module).__name__}. Undo what changed its class first"
         )
 
 
@@ -112,7 +112,7 @@ _joined_classes: WeakValueDictionary[tuple[type, type], type[nn.Module]] = WeakV
 
 
 def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
-    """A class that computes as ``kind`` and is an ``own`` in all else; ``kind`` itself where it is that already."""
+    """A class with the computation of ``kind`` and everything else of ``own``; ``kind`` if it is a subclass already."""
     if issubclass(kind, own):
         return kind
     joined = _joined_classes.get((kind, own))
@@ -127,16 +127,16 @@ def _joined(kind: type[nn.Module], own: type[nn.Module]) -> type[nn.Module]:
 
 
 def _unparametrized(own: type[nn.Module]) -> type[nn.Module]:
-    """What ``own`` was before ``torch.nn.utils.parametrize`` made a class for one module of it, else ``own``.
+    """The class before ``torch.nn.utils.parametrize`` derived ``own`` from it for one module, otherwise ``own``.
 
-    A joined class has the same place in between, which ``remove_parametrizations`` goes back to.
+    Joined classes have the same structure, so that ``remove_parametrizations`` restores the right one.
     """
     base = own.__bases__[0]
     return base if own.__module__ == parametrize.__name__ and own.__name__ == f"Parametrized{base.__name__}" else own
 
 
 def _float_class(joined: type[nn.Module], origin: _Origin) -> type[nn.Module]:
-    """What a module was before its conversion, without the parametrizations that have been removed since."""
+    """The class of a module before its conversion, without parametrizations that were removed since."""
     base = _unparametrized(origin.before)
     if base is origin.before or joined is _joined(origin.kind, base):
         return base
@@ -147,7 +147,7 @@ def _float_class(joined: type[nn.Module], origin: _Origin) -> type[nn.Module]:
 
 
 def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any]:
-    """Pickling and copying by the two classes, since a joined one has no name to be imported by."""
+    """Pickle and copy by the two classes, since a joined class cannot be imported by name."""
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         joined = _joined(kind, own)
@@ -163,7 +163,7 @@ def _reduce_ex(kind: type[nn.Module], own: type[nn.Module]) -> Callable[..., Any
 def _rebuilt(
     kind: type[nn.Module], own: type[nn.Module], build: Callable[..., Any], args: tuple[Any, ...], brought: Any
 ) -> nn.Module:
-    """What ``own`` says it is rebuilt from, as the joined class, with what the conversion brought."""
+    """Rebuild a module as ``own`` does, with the joined class and the attributes that the conversion added."""
     module: nn.Module = build(*args)
     object.__setattr__(module, "__class__", _joined(kind, own))
     module.__dict__.update(brought)

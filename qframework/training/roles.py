@@ -1,8 +1,8 @@
-"""What each module of a transformer block is for the INT8 data flow, told by what it computes rather than by its name.
+"""The role of each module of a transformer block in the INT8 data flow, found by what it computes, not by its name.
 
-An activation or a normalization is taken for what it does to a few numbers, so that a GELU under any class is found and
-an RMSNorm that scales by ``1 + weight`` is not mistaken for one that scales by ``weight``. Names decide one thing only:
-what lies inside attention, which computes in 16 bits.
+Activations and normalizations are evaluated on a few numbers, so that a GELU of any class is found and an RMSNorm that
+scales by ``1 + weight`` is not mistaken for one that scales by ``weight``. Names decide only what is inside attention,
+which computes in 16 bits.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
 }
-# As PyTorch defines them: one that somebody has replaced for all modules computes, or does, something else.
+# As PyTorch defines them: if a library patches them later, modules may compute something else.
 _LINEAR, _DROPOUT = nn.Linear.forward, nn.Dropout.forward
-# GELU and its tanh approximation are up to 5e-4 apart; FP32 formulas of one function less than this.
+# GELU and its tanh approximation differ by up to 5e-4; FP32 formulas of the same function by less than this.
 _SAME = 2e-5
-# What activations are tried on: a bound may lie far from zero.
+# Inputs for activations, also far from zero, where some have a bound.
 _NEAR = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
 _FAR = torch.logspace(-6, 6, 385, dtype=torch.float32, device="cpu")
-# Training or not, twice: some modules count their calls.
+# Values of ``training``, twice because some modules count their calls.
 _MODES = (False, True, False, True)
-# Magnitudes of what is tried: an epsilon counts at small ones, a bound at large ones.
+# Magnitudes of inputs: small ones reveal an epsilon, large ones a bound.
 _MAGNITUDES = (1.0, 1e-3, 1e-6, 1e4)
 _DROP_PATHS = ("DropPath", "StochasticDepth")
 _ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
-# The last linear of attention: its result goes on as INT8. Those before it give queries, keys and values, in 16 bits.
+# The last linear of attention returns INT8. Those before it return queries, keys and values in 16 bits.
 _ATTENTION_OUTPUTS = ("proj", "o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "o", "out")
 
 
 def in_attention(name: str) -> bool:
-    """Whether ``name``, of a module inside a block, lies inside attention."""
+    """Whether ``name``, of a module inside a block, is inside attention."""
     return any(part in _ATTENTION for part in name.split(".")[:-1])
 
 
 def gives_blocks(name: str) -> bool:
-    """Whether what the linear ``name`` gives goes on as INT8: all but queries, keys and values."""
+    """Whether the linear ``name`` returns INT8: all but those for queries, keys and values."""
     return not in_attention(name) or any(part in _ATTENTION_OUTPUTS for part in name.split(".")[-2:])
 
 
@@ -73,7 +73,7 @@ def _has_linear(module: nn.Module) -> bool:
 
 
 def role_of(module: nn.Module) -> Role | None:
-    """What ``module`` is, None where there is no INT8 module that computes the same."""
+    """The role of ``module``, or None if no INT8 module computes the same."""
     kind = _kind(module)
     if kind == "LayerScale" and _computes(module, "gamma", lambda module, gamma, x: gamma * x):
         return "layer_scale"
@@ -87,7 +87,7 @@ def role_of(module: nn.Module) -> Role | None:
 
 
 def lookalike(module: nn.Module) -> str | None:
-    """What ``module``, which has no role, seems to be and is not; None where it does not seem to be anything."""
+    """Why ``module``, which has no role, only resembles a known module; None if it resembles none."""
     kind = _kind(module)
     near = _activation_like(module, _NEAR, modes=(False,))
     if near is not None:
@@ -104,19 +104,19 @@ def lookalike(module: nn.Module) -> str | None:
 
 
 def linear_role(module: nn.Module) -> Role | None:
-    """``"linear"`` for nn.Linear and its subclasses that compute the same, ``"conv1d"`` for GPT-2's, else None."""
+    """``"linear"`` for nn.Linear and subclasses that compute the same, ``"conv1d"`` for GPT-2's Conv1D, or None."""
     if isinstance(module, nn.Linear):
         return "linear" if type(module).forward is _LINEAR else None
     return "conv1d" if _kind(module) == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
 
 
 def _kind(module: nn.Module) -> str:
-    """The name of a module's class, also of a parametrized one's."""
+    """The name of a module's class, without parametrizations."""
     return parametrize.type_before_parametrizations(module).__name__
 
 
 def norm_role(module: nn.Module) -> Role | None:
-    """``"layer_norm"`` or ``"rms_norm"`` over the last dimension with a weight, else None."""
+    """``"layer_norm"`` or ``"rms_norm"`` over the last dimension with a weight, or None."""
     if any(True for _ in module.children()):
         return None
     if isinstance(module, nn.LayerNorm) and _computes(module, "weight", _layer_norm):
@@ -127,19 +127,19 @@ def norm_role(module: nn.Module) -> Role | None:
 
 
 def norm_eps(module: nn.Module) -> float:
-    """The epsilon of a normalization; that of FP32 where nn.RMSNorm leaves it open."""
+    """The epsilon of a normalization; that of FP32 if it is None."""
     named = (value for name, value in vars(module).items() if "eps" in name.lower() and isinstance(value, (int, float)))
     eps = getattr(module, "eps", getattr(module, "variance_epsilon", next(named, None)))
     return torch.finfo(torch.float32).eps if eps is None else float(eps)
 
 
 def activation_kind(module: nn.Module) -> str | None:
-    """The name in ACTIVATIONS of what ``module``, which has no parameters and no children, computes; else None."""
+    """The name in ACTIVATIONS of the function that ``module``, without parameters or children, computes, or None."""
     return _activation_like(module, torch.cat([_NEAR, _FAR, -_FAR]))
 
 
 def _activation_like(module: nn.Module, x: Tensor, modes: Sequence[bool] = _MODES) -> str | None:
-    """``activation_kind`` as far as ``x`` shows it."""
+    """``activation_kind`` for the inputs ``x`` only."""
     name = type(module).__name__.lower()
     if not any(part in name for part in ("gelu", "silu", "swish", "relu", "activation")):
         return None
@@ -151,7 +151,7 @@ def _activation_like(module: nn.Module, x: Tensor, modes: Sequence[bool] = _MODE
 
 
 def writes_input(module: nn.Module) -> bool:
-    """Whether ``module`` puts its result into its input, as ``nn.ReLU(inplace=True)`` does."""
+    """Whether ``module`` writes its result to its input, as ``nn.ReLU(inplace=True)`` does."""
     with _probing():
         shape = next((parameter.shape for parameter in module.parameters()), (97,))
         x = _random_numbers()(2, *shape)
@@ -162,12 +162,12 @@ def writes_input(module: nn.Module) -> bool:
 
 
 def _drops_paths(module: nn.Module) -> bool:
-    """Whether ``module`` is what Int8DropPath is: tried with several probabilities, on many samples."""
+    """Whether ``module`` computes the same as Int8DropPath, for several probabilities and many samples."""
     drop_prob, scales = getattr(module, "drop_prob", 0), getattr(module, "scale_by_keep", True)
     if not hasattr(module, "drop_prob") or not isinstance(drop_prob, (int, float, type(None))):
         return False
     with _probing():
-        torch.default_generator.manual_seed(0)  # the CPU's alone; _probing puts it back
+        torch.default_generator.manual_seed(0)  # of the CPU only; _probing restores it
         x = _random_numbers()(512, 3, 2)
         for p in (0.0, 0.25, 0.75):
             probe = _probe(module)
@@ -180,14 +180,14 @@ def _drops_paths(module: nn.Module) -> bool:
             if not isinstance(y, Tensor) or y.shape != x.shape:
                 return False
             kept = y.flatten(1).abs().sum(1) > 0
-            # Of 512 samples the part that is kept has a standard deviation of 0.02 at most.
+            # The share of 512 samples that is kept has a standard deviation of at most 0.02.
             if not _same(y, x * factor * kept.view(-1, 1, 1)) or abs(float(kept.float().mean()) - (1 - p)) > 0.1:
                 return False
     return True
 
 
 def is_gated_mlp(module: nn.Module) -> bool:
-    """Whether ``module`` is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, as in Llama; tried on small linears."""
+    """Whether ``module`` is ``down_proj(act_fn(gate_proj(x)) * up_proj(x))``, as in Llama, for small linears."""
     children = dict(module.named_children())
     if set(children) != set(GATED) or any(True for _ in module.parameters(recurse=False)):
         return False
@@ -202,23 +202,23 @@ def is_gated_mlp(module: nn.Module) -> bool:
         return all(_gives(probe, x, down(act(gate(x)) * up(x))) for x in tried)
 
 
-# Modules tried out: on the CPU, on small numbers, and so that nothing of the user's notices
+# Evaluation of modules: on the CPU, with few values, and without side effects
 
 
 @contextmanager
 def _probing() -> Iterator[None]:
-    """FP32 on the CPU; torch's generator is put back after."""
+    """FP32 on the CPU; restores torch's generator afterwards."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         yield
 
 
 def _random_numbers() -> Callable[..., Tensor]:
-    """``torch.randn`` from a generator of its own: ``torch.manual_seed`` would reach those of GPUs too."""
+    """``torch.randn`` with a separate generator, since ``torch.manual_seed`` would also seed those of GPUs."""
     return functools.partial(torch.randn, dtype=torch.float32, generator=torch.Generator("cpu").manual_seed(0))
 
 
 def _probe(module: nn.Module, **own: Tensor) -> nn.Module:
-    """A shallow copy with these parameters instead of its own, and without parametrizations."""
+    """A shallow copy of ``module`` with the parameters ``own`` and without parametrizations."""
     probe: nn.Module = object.__new__(parametrize.type_before_parametrizations(module))
     probe.__dict__.update(module.__dict__)
     with_parameters(probe, module, **own)
@@ -226,7 +226,7 @@ def _probe(module: nn.Module, **own: Tensor) -> nn.Module:
 
 
 def _forward(probe: nn.Module, x: Tensor) -> Any:
-    """What the class of ``probe`` makes of ``x``, without hooks; None where it does not take one tensor."""
+    """The result of ``forward`` of ``probe``'s class for ``x``, without hooks; None if it does not take one tensor."""
     try:
         return type(probe).forward(probe, x)
     except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError):
@@ -234,7 +234,7 @@ def _forward(probe: nn.Module, x: Tensor) -> Any:
 
 
 def _gives(probe: nn.Module, x: Tensor, wanted: Tensor, modes: Sequence[bool] = _MODES) -> bool:
-    """Whether ``probe`` makes ``wanted`` of ``x``, in training or not, and leaves in ``x`` nothing else."""
+    """Whether ``probe`` computes ``wanted`` from ``x`` in all ``modes``, and leaves ``x`` unchanged or ``wanted``."""
     for training in modes:
         probe.training, given = training, x.clone()
         if not _same(_forward(probe, given), wanted):
@@ -250,7 +250,7 @@ def _computes(
     formula: Callable[[nn.Module, Tensor, Tensor], Tensor],
     magnitudes: Sequence[float] = _MAGNITUDES,
 ) -> bool:
-    """Whether ``module``, with a vector ``weight``, gives what ``formula`` gives; random parameters are tried."""
+    """Whether ``module``, with a vector ``weight``, computes ``formula``; tests it with random parameters."""
     own = parameters(module).get(weight)
     if own is None or is_lazy(own) or own.dim() != 1:
         return False
@@ -269,7 +269,7 @@ def _is_conv1d(module: nn.Module) -> bool:
         weight, bias, x = random(3, 5), random(5), random(2, 3)
         probe = _probe(module, weight=weight, bias=bias)
         probe.__dict__.update(nf=5, nx=3)
-        probe.__dict__.pop("weight", None)  # where a hook makes it anew in each call
+        probe.__dict__.pop("weight", None)  # set if a hook computes it in each call
         return _gives(probe, x, x @ weight + bias)
 
 
@@ -287,11 +287,11 @@ def _same(x: Any, y: Tensor) -> bool:
     return bool(((x - y).abs() <= _SAME * (y.abs().amax().clamp(max=1) + y.abs())).all())
 
 
-# What cannot be converted, though its role is known
+# Modules with a known role that cannot be converted
 
 
 def obstacle(module: nn.Module) -> str | None:
-    """Why the parameters of ``module`` cannot be those of an INT8 module; None where they can."""
+    """Why an INT8 module cannot use the parameters of ``module``; None if it can."""
     for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             return f"{name} is not initialized: run the float model once first"
@@ -305,19 +305,19 @@ def obstacle(module: nn.Module) -> str | None:
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Whether ``forward`` was replaced on this very module, as accelerate's hooks and some adapters do."""
+    """Whether ``forward`` was replaced on the module itself, as accelerate's hooks and some adapters do."""
     return "forward" in module.__dict__
 
 
 def held(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """``named_children``, with those that have several names under each of them."""
+    """``named_children``, with children that have several names under each name."""
     return [(name, child) for name, child in submodules(module).items() if child is not None]
 
 
 def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The smallest modules of a block, exchanged or kept as one: leaves, and what reads the weights of its linears.
+    """The smallest modules of a block that are replaced or kept as a whole: leaves, and modules that read weights.
 
-    Names start with ``prefix``. nn.MultiheadAttention is one of those: it calls no linear.
+    Names start with ``prefix``. nn.MultiheadAttention reads the weights of its linear without calling it.
     """
     for name, child in held(block):
         path = f"{prefix}.{name}" if prefix else name
@@ -328,7 +328,7 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 
 def reads_weights(module: nn.Module) -> bool:
-    """Whether ``forward``, or one that it calls by ``super``, takes a weight from a module instead of calling it."""
+    """Whether ``forward``, or a ``super`` method of it, reads the weight of a module instead of calling the module."""
     for forward in (vars(kind).get("forward") for kind in type(module).__mro__):
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
         if code is not None and "weight" in code.co_names:

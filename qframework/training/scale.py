@@ -1,7 +1,7 @@
 """LayerScale and stochastic depth of vision transformers on INT8 blocks.
 
-LayerScale multiplies each channel by a learned number: the values are quantized again. Stochastic depth drops a
-branch for whole samples: their values become 0 and all scales grow by one factor, so nothing is rounded.
+LayerScale multiplies each channel by a learned number and quantizes the values again. Stochastic depth drops a branch
+for whole samples: their values become 0 and all scales are multiplied by one factor, so nothing is rounded.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Int8LayerScaleFunction(Int8Function):
 
 @torch.compiler.allow_in_graph
 class Int8DropPathFunction(Int8Function):
-    """``x * kept * factor`` in blocks, for ``kept`` int8 zeros and ones that broadcast against ``x``; exact."""
+    """``x * kept * factor`` in blocks, exactly; ``kept`` holds int8 zeros and ones that broadcast against ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: BlockTensor, kept: Tensor, factor: float) -> BlockTensor:
@@ -60,9 +60,9 @@ class Int8DropPathFunction(Int8Function):
 
 
 class Int8LayerScale(nn.Module):
-    """timm's LayerScale, ``x * gamma``, in and out in blocks; a float input is quantized."""
+    """timm's LayerScale, ``x * gamma``, from blocks to blocks; a float input is quantized."""
 
-    writes_input = False  # set where the module that it was put its result into its input
+    writes_input = False  # set when the converted module wrote its result to its input
 
     def __init__(self, gamma: nn.Parameter, block_size: BlockSize = 32) -> None:
         super().__init__()
@@ -71,15 +71,15 @@ class Int8LayerScale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(..., C)`` to the same shape, in blocks."""
-        if self.writes_input:  # the gradient needs what ``x`` was
+        if self.writes_input:  # the gradient needs the original ``x``
             return put_into(x, Int8LayerScaleFunction.apply(quantize_blocks(x.clone(), self.block_size), self.gamma))
         return Int8LayerScaleFunction.apply(quantize_blocks(x, self.block_size), self.gamma)
 
 
 class Int8DropPath(nn.Module):
-    """Stochastic depth in blocks: while training each sample of the first dimension is dropped with ``drop_prob``.
+    """Stochastic depth in blocks: while training, drops each sample of the first dimension with ``drop_prob``.
 
-    A float input is quantized. ``scale_by_keep``: what is kept is divided by the probability of being kept.
+    A float input is quantized. With ``scale_by_keep``, kept samples are divided by the probability of being kept.
     """
 
     def __init__(self, drop_prob: float | None, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:

@@ -76,7 +76,7 @@ def exported(model: nn.Module, *inputs: Tensor, strict: bool = False, dynamic_ba
 
 
 def quantized(model: nn.Module, quantizer: Quantizer, *inputs: Tensor, **export_options: bool) -> GraphModule:
-    """Exported, calibrated with ``inputs`` alone, converted."""
+    """Export, calibrate with ``inputs`` and convert a model."""
     prepared = prepare_pt2e(exported(model, *inputs, **export_options), quantizer)
     calibrate(prepared, [inputs])
     return convert_pt2e(prepared)

@@ -1,4 +1,4 @@
-"""Steps that get something else than they work on say what they got and what they accept."""
+"""Steps that get an invalid argument say what it must be and what they got."""
 
 import numpy as np
 import pytest
@@ -86,7 +86,7 @@ def refused(call, *words):
         call()
     for word in words:
         assert word in str(error.value)
-    assert "accepted: " in str(error.value) or " must " in str(error.value)
+    assert " must " in str(error.value) or "accepted: " in str(error.value)
 
 
 @pytest.mark.parametrize("state", [state for state in MODELS if state != "a prepared model"])
@@ -103,17 +103,17 @@ def test_a_model_that_is_not_exported(step, state):
 
 @pytest.mark.parametrize("state", [*NO_MODULES, "a Mlp that was not exported", "an ExportedProgram"])
 @pytest.mark.parametrize("step", WITH_GRAPH)
-def test_a_quantizer_given_something_else_than_a_graph(step, state):
+def test_a_quantizer_refuses_what_is_not_a_graph(step, state):
     refused(lambda: WITH_GRAPH[step](MODELS[state]()), state, "QFrameworkQuantizer: model")
 
 
 @pytest.mark.parametrize("state", NO_MODULES)
 @pytest.mark.parametrize("step", WITH_MODULE)
-def test_what_is_not_a_module(step, state):
+def test_a_value_that_is_not_a_module(step, state):
     refused(lambda: WITH_MODULE[step](MODELS[state]()), step.partition(":")[0])
 
 
-def test_an_exported_program_is_explained_by_its_module():
+def test_explain_of_an_exported_program_names_its_module():
     refused(
         lambda: explain(MODELS["an ExportedProgram"](), X),
         "explain: model must be an nn.Module, got an ExportedProgram",
@@ -127,30 +127,36 @@ def test_a_prepared_model_in_which_nothing_is_quantized_can_be_calibrated():
 
 
 @pytest.mark.parametrize("wrong", [5, None, "static", nn.Linear(2, 2), static_int8()])
-def test_what_is_not_a_quantizer(wrong):
+def test_a_value_that_is_not_a_quantizer(wrong):
     refused(
-        lambda: Recipe.best().before_prepare(exported(Mlp(), X), wrong, [X]), "quantizer is ", "QFrameworkQuantizer"
+        lambda: Recipe.best().before_prepare(exported(Mlp(), X), wrong, [X]), "quantizer must be a QFrameworkQuantizer"
     )
-    refused(lambda: split_gelu_ranges(exported(Mlp(), X), wrong), "quantizer is ", "QFrameworkQuantizer")
+    refused(lambda: split_gelu_ranges(exported(Mlp(), X), wrong), "quantizer must be a QFrameworkQuantizer")
 
 
 @pytest.mark.parametrize("wrong", [5, None, "fc1", nn.Linear(2, 2)])
-def test_what_is_not_a_node(wrong):
+def test_a_value_that_is_not_a_node(wrong):
     refused(lambda: quantizer().config_for(wrong), "config_for: node")
 
 
 @pytest.mark.parametrize("wrong", [5, None, 0.5, "a"])
-def test_what_are_not_strengths(wrong):
-    refused(lambda: Smooth(strengths=wrong), "Smooth: strengths=")
+def test_values_that_are_not_strengths(wrong):
+    refused(lambda: Smooth(strengths=wrong), "Smooth: strengths must be")
 
 
 FLAGS_FOR_NUMBERS = {
-    "Smooth: samples=True; accepted: a positive number": lambda: Smooth(samples=True),
-    "Smooth: strengths=(0.5, True); accepted: numbers": lambda: Smooth(strengths=(0.5, True)),
-    "Recipe: batches=True; accepted: None or a positive number": lambda: Recipe(batches=True),
-    "observer 'mse': bins=True; accepted: an even number": lambda: static_int8(observer="mse", bins=True),
-    "observer 'percentile': percentile=True; accepted": lambda: static_int8(observer="percentile", percentile=True),
-    "averaging_constant=True; accepted": lambda: static_int8(observer="moving_average", averaging_constant=True),
+    "Smooth: samples must be a positive integer, got True": lambda: Smooth(samples=True),
+    "Smooth: strengths must be at least one number from 0 to 1, got (0.5, True)": lambda: Smooth(strengths=(0.5, True)),
+    "Recipe: batches must be None or a positive integer, got True": lambda: Recipe(batches=True),
+    "observer 'mse': bins must be an even number from 256 to 1048576, got True": lambda: static_int8(
+        observer="mse", bins=True
+    ),
+    "observer 'percentile': percentile must be a number in (0, 100], got True": lambda: static_int8(
+        observer="percentile", percentile=True
+    ),
+    "averaging_constant must be a number in (0, 1], got True": lambda: static_int8(
+        observer="moving_average", averaging_constant=True
+    ),
     "batches must be None or a positive integer, got True": lambda: calibrate(prepared(), [X], batches=True),
     "AttentionVariant: qk_bits=True; accepted: 8, 4": lambda: AttentionVariant(qk_bits=True),
     "AttentionVariant: smooth_q=1; accepted: True, False": lambda: AttentionVariant(smooth_q=1),
@@ -160,7 +166,7 @@ FLAGS_FOR_NUMBERS = {
 
 
 @pytest.mark.parametrize("message", FLAGS_FOR_NUMBERS)
-def test_a_flag_is_no_number_and_a_number_no_flag(message):
+def test_bools_are_not_numbers_and_numbers_are_not_bools(message):
     refused(FLAGS_FOR_NUMBERS[message], message)
 
 
@@ -175,7 +181,7 @@ READERS = {
 
 @pytest.mark.parametrize("data", [5, None, "images", {"x": X}, nn.Linear(2, 2), list, torch.tensor(1.0)], ids=repr)
 @pytest.mark.parametrize("reader", READERS)
-def test_what_are_not_batches(reader, data):
+def test_values_that_are_not_batches(reader, data):
     refused(lambda: READERS[reader](data), f"{reader}: data must be ", "DataLoader")
 
 
@@ -194,7 +200,7 @@ def test_an_iterator_that_was_used_up(reader):
     "batch", [5, None, "image", X.numpy(), np.float32(1), [[X]], object()], ids=lambda b: str(type(b))
 )
 def test_batches_of_a_wrong_type_are_named(batch):
-    refused(lambda: calibrate(prepared(), [X, batch]), "batch 1: input 'x' is of type", "tensor of shape (6, 5, 8)")
+    refused(lambda: calibrate(prepared(), [X, batch]), "batch 1: input 'x' must be a tensor of shape (6, 5, 8)")
 
 
 class Nested(nn.Module):

@@ -1,4 +1,4 @@
-"""Configurations of attention: what is refused and by which words, hashing, JSON."""
+"""Configurations of attention: errors, hashing, JSON."""
 
 import json
 
@@ -53,26 +53,38 @@ def test_presets_differ():
     ("make", "words"),
     [
         (lambda: dynamic_attention("sage3"), ["'sage3' is unknown", "auto, sage_t", "qattn"]),
-        (lambda: dynamic_attention("static"), ["variant='static'", "static_attention()"]),
-        (lambda: AttentionConfig(None), ["mode=None", "'static', 'auto'"]),
-        (lambda: static_attention("per_token"), ["granularity='per_token'", "per_tensor, per_head"]),
+        (lambda: dynamic_attention("static"), ["got 'static'", "static_attention()"]),
+        (lambda: AttentionConfig(None), ["mode must be 'static', 'auto'", "got None"]),
+        (
+            lambda: static_attention("per_token"),
+            ["granularity must be one of 'per_tensor', 'per_head', got 'per_token'"],
+        ),
         (
             lambda: static_attention("per_head", "percentile"),
-            ["'percentile' does not work 'per_head'", "minmax, moving_average"],
+            ["observer must be 'minmax' or 'moving_average' for granularity='per_head', got 'percentile'"],
         ),
-        (lambda: static_attention(observer="max"), ["observer='max'", "minmax, moving_average"]),
-        (lambda: static_attention(percentile=99.0), ["'minmax' has no argument 'percentile'"]),
-        (lambda: AttentionConfig(output="never"), ["output='never'", "consumer, always"]),
-        (lambda: AttentionConfig(smooth_k=1), ["smooth_k=1", "True, False"]),
-        (lambda: AttentionConfig(smooth_k=False), ["smooth_k=False with mode='static'"]),
-        (lambda: AttentionConfig("sage_b", "per_head"), ["granularity='per_head' with mode='sage_b'"]),
-        (lambda: AttentionConfig("auto", observer="mse"), ["observer='mse' with mode='auto'"]),
-        (lambda: AttentionConfig("auto", observer_args={"bins": 256}), ["{'bins': 256}", "mode='auto'"]),
-        (lambda: AttentionConfig("auto", output="always"), ["output='always'", "mode='static'"]),
-        (lambda: AttentionConfig.from_dict({"heads": 3}), ["'heads'", "mode, granularity"]),
-        (lambda: QuantizationConfig(static_attention()), ["linear=AttentionConfig", "a LinearConfig"]),
-        (lambda: QuantizationConfig(None, static_int8()), ["attention=LinearConfig", "an AttentionConfig"]),
-        (lambda: QuantizationConfig.from_dict({"conv": None}), ["'conv'", "linear, attention"]),
+        (lambda: static_attention(observer="max"), ["observer must be one of 'minmax', 'moving_average'", "got 'max'"]),
+        (lambda: static_attention(percentile=99.0), ["observer 'minmax'", "got 'percentile'"]),
+        (lambda: AttentionConfig(output="never"), ["output must be one of 'consumer', 'always', got 'never'"]),
+        (lambda: AttentionConfig(smooth_k=1), ["smooth_k must be True or False, got 1"]),
+        (lambda: AttentionConfig(smooth_k=False), ["smooth_k must be True for mode='static', got False"]),
+        (
+            lambda: AttentionConfig("sage_b", "per_head"),
+            ["mode must be 'static' for granularity='per_head', got 'sage_b'"],
+        ),
+        (lambda: AttentionConfig("auto", observer="mse"), ["mode must be 'static' for observer='mse', got 'auto'"]),
+        (lambda: AttentionConfig("auto", observer_args={"bins": 256}), ["{'bins': 256}", "got 'auto'"]),
+        (lambda: AttentionConfig("auto", output="always"), ["mode must be 'static' for output='always'"]),
+        (lambda: AttentionConfig.from_dict({"heads": 3}), ["'mode', 'granularity'", "got 'heads'"]),
+        (
+            lambda: QuantizationConfig(static_attention()),
+            ["linear must be of type LinearConfig or None, got AttentionConfig"],
+        ),
+        (
+            lambda: QuantizationConfig(None, static_int8()),
+            ["attention must be of type AttentionConfig or None, got LinearConfig"],
+        ),
+        (lambda: QuantizationConfig.from_dict({"conv": None}), ["'linear', 'attention', got 'conv'"]),
         (lambda: QFrameworkQuantizer().set_global("static"), ["'static'", "AttentionConfig", "QuantizationConfig"]),
     ],
 )

@@ -1,4 +1,4 @@
-"""Bias correction: against a NumPy twin, what it gains, and the biases that linears can have."""
+"""Bias correction: against NumPy, the reduction of the error, and the kinds of biases that linears have."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def bias_twin(weight, bias, batches, threshold):
     return bias + (x @ weight.T).mean(0) - ((x_int * threshold / 127) @ (w_int * scale).T).mean(0)
 
 
-def test_it_is_its_numpy_twin():
+def test_it_matches_numpy():
     torch.manual_seed(0)
     model, data = nn.Linear(16, 6), [skewed(32, 16, seed=k) for k in range(3)]
     prepared = corrected(model, data)
@@ -60,7 +60,7 @@ def test_it_is_its_numpy_twin():
     assert np.abs(got - model.bias.detach().numpy()).max() > 0.01
 
 
-def test_every_layer_keeps_its_mean_behind_layers_that_are_corrected():
+def test_every_layer_keeps_its_mean_after_corrected_layers():
     torch.manual_seed(0)
     model, data = Mlp(16, 32), [skewed(64, 16, seed=k) for k in range(2)]
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -73,7 +73,7 @@ def test_every_layer_keeps_its_mean_behind_layers_that_are_corrected():
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())  # the user's model
 
 
-def test_what_it_gains():
+def test_it_reduces_the_error():
     """What GELU gives, beside an outlier, on data never seen: all values from -0.17 to 0 round to zero.
 
     The error falls by the share of it that is a shift of the mean, less what 1,024 samples say wrongly of the mean.
@@ -130,7 +130,7 @@ def test_shared_and_computed_biases():
     torch.testing.assert_close(converted(data[0]).mean(0), model(data[0]).mean(0), rtol=0, atol=atol)
 
 
-def test_rounded_weights_are_compared_with_what_they_were():
+def test_the_float_model_has_the_weights_before_rounding():
     torch.manual_seed(0)
     model, data = nn.Linear(8, 4), [skewed(256, 8)]
     with torch.no_grad():
@@ -167,5 +167,5 @@ def test_errors():
         correct_bias(prepared, [])
     with torch.no_grad():
         model.fc1.bias[0] = float("inf")
-    with pytest.raises(CalibrationError, match="layer 'fc1': its outputs hold NaN or infinity"):
+    with pytest.raises(CalibrationError, match="layer 'fc1': the outputs must be finite"):
         corrected(model, [x], dynamic_int8())

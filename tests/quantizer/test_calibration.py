@@ -1,4 +1,4 @@
-"""calibrate: forms of data, counting, devices, nothing kept, errors that name batch and layer."""
+"""calibrate: forms of data, counting, devices, no kept outputs, errors that name batch and layer."""
 
 import gc
 import io
@@ -107,9 +107,7 @@ def test_two_inputs_and_names():
 def test_keyword_inputs():
     model = prepared(Two(), (X[:2], X[:2]), {"gain": torch.ones(1)})
     assert calibrate(model, [{"a": X[:2], "b": X[:2], "gain": torch.ones(1)}]) == 1
-    with pytest.raises(
-        CalibrationError, match=r"batch 0.*keyword inputs 'gain'.*mapping with the keys 'a', 'b', 'gain'"
-    ):
+    with pytest.raises(CalibrationError, match=r"batch 0: .* mapping with the keys 'a', 'b', 'gain'.*keyword inputs"):
         calibrate(model, [(X[:2], X[:2])])
 
 
@@ -194,7 +192,7 @@ def test_bad_number_of_batches(batches):
     ("batch", "words"),
     [
         ({"image": X}, ["batch 1", "'image'", "'x'"]),
-        ((), ["batch 1", "holds 0 inputs", "1 (x)"]),
+        ((), ["batch 1", "must hold 1 inputs (x), got 0"]),
         (X.double(), ["batch 1", "'x'", "float64", "torch.float32"]),
         (X[:, :3], ["batch 1", "'x'", "(6, 3, 8)", "5, 8)", "dynamic_shapes", "drop_last"]),
         (X[0], ["batch 1", "(5, 8)"]),
@@ -208,7 +206,9 @@ def test_batch_that_does_not_fit(batch, words):
 
 
 def test_last_batch_of_a_static_export():
-    with pytest.raises(CalibrationError, match=r"batch 1: input 'x' has shape \(2, 5, 8\); accepted: \(4, 5, 8\)"):
+    with pytest.raises(
+        CalibrationError, match=r"batch 1: input 'x' must have shape \(4, 5, 8\), as exported, got \(2, 5, 8\)"
+    ):
         calibrate(prepared(inputs=(X[:4],), dynamic=False), X.split(4))
 
 
@@ -216,14 +216,14 @@ def test_last_batch_of_a_static_export():
 def test_nonfinite_input(bad):
     x = X.clone()
     x[2, 3, 4] = bad
-    with pytest.raises(CalibrationError, match="batch 1: input 'x' holds NaN or infinity"):
+    with pytest.raises(CalibrationError, match="batch 1: input 'x' must be finite"):
         calibrate(prepared(), [X, x])
 
 
 def test_minus_infinity_is_caught_where_it_reaches_a_layer():
     x = X.clone()
     x[2, 3, 4] = float("-inf")
-    with pytest.raises(CalibrationError, match="batch 0: the activation of layer 'fc1' holds NaN or infinity"):
+    with pytest.raises(CalibrationError, match="batch 0: the activation of layer 'fc1' must be finite"):
         calibrate(prepared(), [x])
 
 
@@ -233,12 +233,12 @@ def test_first_layer_with_a_nonfinite_activation_is_named(observer):
         def forward(self, x):
             return self.fc2(self.fc1(x) * 3e38)
 
-    with pytest.raises(CalibrationError, match="batch 1: the activation of layer 'fc2' holds NaN or infinity"):
+    with pytest.raises(CalibrationError, match="batch 1: the activation of layer 'fc2' must be finite"):
         calibrate(prepared(Overflows(), config=static_int8(observer=observer)), [0 * X, 1e3 * X])
 
 
 def test_calibrates_what_torchao_prepared_with_others():
-    """Observers of other quantizers are run and left alone."""
+    """Observers of other quantizers run and do not change."""
     from torchao.testing.pt2e._xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
 
     other = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())

@@ -1,4 +1,4 @@
-"""Scales of channels as products in the graph: what they gain, against NumPy, and where there are none."""
+"""Scales of channels as products in the graph: the reduction of the error, against NumPy, and excluded inputs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UnevenMlp(nn.Module):
 
 
 class Left(nn.Module):
-    """Inputs that something before can scale, or that attention writes."""
+    """Inputs that a layer before can scale, or that attention writes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Left(nn.Module):
 
 
 def quantizer(config=None) -> QFrameworkQuantizer:
-    """Everything but the first linear, whose input is the model's."""
+    """Everything except the first linear, which reads the model's input."""
     return QFrameworkQuantizer().set_global(config or static_int8()).set_module_name("fc1", None)
 
 
@@ -75,7 +75,7 @@ def converted(model: nn.Module, recipe: Recipe, config=None) -> GraphModule:
 
 
 @pytest.mark.parametrize("config", [static_int8(), static_int8(observer="mse")], ids=["minmax", "mse"])
-def test_uneven_channels_gain(config) -> None:
+def test_uneven_channels_become_more_accurate(config) -> None:
     model, x = UnevenMlp(), batches()[1]
     plain, scaled = (converted(model, Recipe(channel_scales=flag), config) for flag in (False, True))
     assert products(scaled) == 1
@@ -132,7 +132,7 @@ def test_against_numpy() -> None:
     ],
     ids=["scaled before, attention", "dynamic", "per token", "float"],
 )
-def test_where_there_are_none(model: nn.Module, config) -> None:
+def test_inputs_that_are_not_scaled(model: nn.Module, config) -> None:
     data = batches()
     graph = exported(model, data[0])
     chosen = QFrameworkQuantizer().set_global(config)

@@ -1,4 +1,4 @@
-"""QAttn's Algorithm 1 under our names, at each of its granularities, against FP64.
+"""QAttn's Algorithm 1 with this package's names, at each of its granularities, against FP64.
 
 The paper's call and ours::
 

@@ -1,4 +1,4 @@
-"""Observers against NumPy and FP64: thresholds, growth, zeros, NaN, dtypes, copying."""
+"""observers.py and histogram_observers.py against NumPy and FP64: thresholds, growth, zeros, NaN, dtypes, copying."""
 
 import copy
 import pickle
@@ -206,7 +206,7 @@ def test_zeros_give_no_scale(granularity, observer, value):
     seen = observe(make(granularity, observer), torch.full((2, 5, 3), value))
     assert seen.observed()
     assert not seen.has_scale()
-    with pytest.raises(CalibrationError, match=r"'blocks.0.fc1'.*always zero during calibration; calibrate with data"):
+    with pytest.raises(CalibrationError, match=r"'blocks.0.fc1'.*always zero during calibration\. Calibrate with data"):
         seen.scale()
 
 
@@ -241,7 +241,7 @@ def test_nonfinite_is_remembered(granularity, observer, bad):
 def test_nothing_observed(granularity, observer):
     fresh = observe(make(granularity, observer), torch.empty(0, 5, 3))
     assert not bool(fresh.nonfinite())
-    with pytest.raises(CalibrationError, match=r"'blocks.0.fc1'.*never observed; run calibrate"):
+    with pytest.raises(CalibrationError, match=r"'blocks.0.fc1'.*never observed\. Run calibrate"):
         fresh.calculate_qparams()
 
 

@@ -31,7 +31,7 @@ FOLDED = torch.ops.quantized_decomposed.quantize_per_channel.default
 
 
 class TestTorchAO(PT2EQuantizationTestCase):
-    """Exports, prepares, calibrates, converts and counts nodes as torchao tests its own quantizers."""
+    """Export, prepare, calibrate, convert and count nodes as torchao's tests do."""
 
     def check(self, model, config, occurrence, order=None, dynamic=False):
         self._test_quantizer(
@@ -95,7 +95,7 @@ class Patches(nn.Module):
 
 
 def test_composes_with_a_convolution_quantizer():
-    """Theirs takes what ours left, the convolution and the head, with its range -128..127."""
+    """torchao's quantizer takes the remaining layers, the convolution and the head, with its range -128..127."""
     torch.manual_seed(0)
     model, x = Patches(), torch.randn(2, 3, 16, 16)
     theirs = XNNPACKQuantizer().set_global(get_symmetric_quantization_config())

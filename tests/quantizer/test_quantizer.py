@@ -1,4 +1,4 @@
-"""QFrameworkQuantizer: rules, names, sharing, refusals, and the graphs that come out."""
+"""quantizer.py and annotate_linear.py: rules, names, sharing, errors, and the resulting graphs."""
 
 import copy
 import json
@@ -40,7 +40,7 @@ from qframework.quantizer import (
     qattn_paper,
     static_int8,
 )
-from qframework.quantizer.annotate_linear import annotated_linears
+from qframework.quantizer.annotate_linear import LinearAnnotation, annotated
 
 BLOCK = {f"blocks.{i}.{layer}" for i in range(2) for layer in
          ("attn.q_proj", "attn.k_proj", "attn.v_proj", "mlp.fc1", "mlp.fc2")}  # fmt: skip
@@ -108,7 +108,7 @@ def exported_net():
 def test_rules_select(exported_net, rules, expected, strict):
     model = copy.deepcopy(exported_net[strict])
     rules(QFrameworkQuantizer()).annotate(model)
-    assert {annotation.layer for _, annotation in annotated_linears(model)} == expected
+    assert {annotation.layer for _, annotation in annotated(model, LinearAnnotation)} == expected
 
 
 @STRICT
@@ -144,10 +144,10 @@ def test_one_model_several_configurations(net, x):
 @pytest.mark.parametrize(
     ("rules", "words"),
     [
-        (lambda q: q.set_module_name("blocks.0.mpl", None), ["'blocks.0.mpl'", "close", "blocks.0.mlp"]),
+        (lambda q: q.set_module_name("blocks.0.mpl", None), ["'blocks.0.mpl'", "Close: ", "blocks.0.mlp"]),
         (lambda q: q.set_module_name("decoder.*", None), ["'decoder.*'", "head", "blocks"]),
         (lambda q: q.set_module_type(nn.Conv2d, None), ["torch.nn.modules.conv.Conv2d", "torch.nn.modules.linear"]),
-        (lambda q: q, ["no rules", "set_global"]),
+        (lambda q: q, ["must have rules, got none", "set_global"]),
     ],
 )
 def test_rules_that_match_nothing(exported_net, rules, words):
@@ -261,7 +261,7 @@ def test_float_weights_are_freed_inside_modules_too(net, x):
 @pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
 @pytest.mark.parametrize("observer", ["minmax", "mse"])
 def test_zero_weights_give_the_bias_and_no_warning(weight, observer, caplog):
-    """As adapters begin."""
+    """The initial state of many adapters."""
     model, x = nn.Linear(4, 3), torch.randn(2, 4)
     nn.init.zeros_(model.weight)
     config = LinearConfig(weight=WeightConfig(weight, observer))
@@ -380,7 +380,7 @@ def test_channels_last_activation_has_a_scale_for_each_pixel():
         (qattn_paper(activation="per_token"), ["'head'"]),
     ],
 )
-def test_refuses_a_scale_for_each_sample(config, words):
+def test_per_token_scales_of_a_dynamic_batch_are_refused(config, words):
     model = nn.Sequential()
     model.add_module("head", nn.Linear(8, 3))
     with pytest.raises(UnsupportedError) as error:
@@ -389,7 +389,7 @@ def test_refuses_a_scale_for_each_sample(config, words):
         assert word in str(error.value)
 
 
-def test_refuses_a_scale_for_each_of_unknown_positions(net, x):
+def test_per_token_scales_of_dynamic_positions_are_refused(net, x):
     shapes = ({0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")},)
     model = torch.export.export(net, (x,), dynamic_shapes=shapes).module()
     with pytest.raises(UnsupportedError, match=r"'blocks.0.attn.q_proj'.*dimension 1 \(position\)"):
@@ -399,7 +399,9 @@ def test_refuses_a_scale_for_each_of_unknown_positions(net, x):
 
 def test_refuses_float64(net, x):
     quantizer = QFrameworkQuantizer().set_global(static_int8())
-    with pytest.raises(UnsupportedError, match=r"'blocks.0.attn.q_proj'.*float64.*float32, torch.float16"):
+    with pytest.raises(
+        UnsupportedError, match=r"'blocks.0.attn.q_proj'.*float32, float16 or bfloat16, got torch.float64"
+    ):
         prepare_pt2e(exported(net.double(), x.double()), quantizer)
 
 
@@ -415,7 +417,7 @@ def test_validate_finds_what_changed_after_annotation(net, x):
 
 def test_convert_without_calibration(net, x):
     prepared = prepare_pt2e(exported(net, x), QFrameworkQuantizer().set_global(static_int8()))
-    with pytest.raises(CalibrationError, match=r"'blocks.0.attn.q_proj'.*never observed; run calibrate"):
+    with pytest.raises(CalibrationError, match=r"'blocks.0.attn.q_proj'.*never observed\. Run calibrate"):
         convert_pt2e(prepared)
 
 
@@ -429,7 +431,7 @@ def test_nan_weight(net, x, config):
     with torch.no_grad():
         net.head.weight[0, 0] = float("nan")
     prepared = prepare_pt2e(exported(net, x), QFrameworkQuantizer().set_global(config))
-    with pytest.raises(CalibrationError, match="'head': its weight holds NaN"):
+    with pytest.raises(CalibrationError, match="'head': the weight must be finite"):
         convert_pt2e(prepared) if config.activation.dynamic else calibrate(prepared, [x])
 
 
@@ -463,7 +465,7 @@ def test_no_warnings_from_our_observers(net, x):
         quantized(net, QFrameworkQuantizer().set_global(static_int8()), x)
 
 
-def test_rules_describe_themselves():
+def test_rules_to_dict():
     config = static_int8()
     quantizer = QFrameworkQuantizer().set_global(config).set_module_name("head", None)
     quantizer.set_module_type(nn.Linear, config).set_filter(is_head, None)
@@ -489,7 +491,7 @@ def test_linear_target_is_what_exports_produce(net, x):
 
 def test_a_layer_whose_sums_may_overflow_is_refused():
     model, x = nn.Sequential(nn.Linear(131_072, 2), nn.Linear(2, 2)), torch.ones(1, 131_072)
-    message = r"layer '0': 131072 input features, .*; accepted: up to 131071, or set_module_name\('0', None\)"
+    message = r"layer '0': in_features must be at most 131071, .*, got 131072\. .* set_module_name\('0', None\)"
     for config in (static_int8(), dynamic_int8()):
         with pytest.raises(UnsupportedError, match=message):
             prepare_pt2e(exported(model, x), QFrameworkQuantizer().set_global(config))

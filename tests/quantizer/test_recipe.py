@@ -1,4 +1,4 @@
-"""Recipes: which steps run, and that they survive JSON."""
+"""Recipes: which steps run, errors, JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
 
 @torch.no_grad()
 def uneven_vit() -> nn.Module:
-    """A few channels of every norm, of the values and behind every GELU are much larger than the others."""
+    """A few channels of every norm, of the values and after every GELU are much larger than the others."""
     model = tiny_vit()
     for block in model.blocks:
         for norm, linear in ((block.norm1, block.attn.qkv), (block.norm2, block.mlp.fc1)):
@@ -33,21 +33,21 @@ def uneven_vit() -> nn.Module:
 
 
 @pytest.mark.parametrize("recipe", [Recipe(), Recipe.best(), Recipe(Smooth((0.5,), 7), split_gelu=True, batches=3)])
-def test_recipe_survives_json(recipe: Recipe) -> None:
+def test_json_round_trip(recipe: Recipe) -> None:
     assert Recipe.from_dict(json.loads(json.dumps(recipe.to_dict()))) == recipe
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Recipe(weight_rounding="up"), "Recipe: weight_rounding='up' is unknown; accepted: nearest, gptq"),
-        (lambda: Recipe(smooth=True), "Recipe: smooth=True; accepted: a Smooth"),
-        (lambda: Recipe(bias_correction=1), "Recipe: bias_correction=1; accepted: True, False"),
-        (lambda: Recipe(batches=0), "Recipe: batches=0; accepted: None or a positive number"),
-        (lambda: Smooth(strengths=(0.5, 1.5)), r"strengths=\(0.5, 1.5\); accepted: numbers from 0 to 1"),
-        (lambda: Smooth(strengths=()), r"strengths=\(\); accepted"),
-        (lambda: Smooth(samples=0), "samples=0; accepted: a positive number"),
-        (lambda: Recipe.from_dict({"smoothing": None}), "Recipe has no field 'smoothing'"),
+        (lambda: Recipe(weight_rounding="up"), "Recipe: weight_rounding must be one of 'nearest', 'gptq', got 'up'"),
+        (lambda: Recipe(smooth=True), "Recipe: smooth must be a Smooth or None, got True"),
+        (lambda: Recipe(bias_correction=1), "Recipe: bias_correction must be True or False, got 1"),
+        (lambda: Recipe(batches=0), "Recipe: batches must be None or a positive integer, got 0"),
+        (lambda: Smooth(strengths=(0.5, 1.5)), r"strengths must be at least one number from 0 to 1, got \(0.5, 1.5\)"),
+        (lambda: Smooth(strengths=()), r"strengths must be .*, got \(\)"),
+        (lambda: Smooth(samples=0), "samples must be a positive integer, got 0"),
+        (lambda: Recipe.from_dict({"smoothing": None}), "Recipe: fields must be one of .*, got 'smoothing'"),
     ],
 )
 def test_unknown_values_are_refused(make, message: str) -> None:
@@ -64,7 +64,7 @@ def test_an_iterator_is_refused_since_every_step_reads_the_data(step: str) -> No
 
 
 def sqnr_with(recipe: Recipe, model: nn.Module) -> float:
-    """Of the converted model against the float one."""
+    """SQNR of the converted model against the float model."""
     graph = exported(model, IMAGES)
     recipe.before_prepare(graph, QUANTIZER, [IMAGES])
     prepared = prepare_pt2e(graph, QUANTIZER)
@@ -73,7 +73,7 @@ def sqnr_with(recipe: Recipe, model: nn.Module) -> float:
     return sqnr_db(model(IMAGES), convert_pt2e(prepared)(IMAGES))
 
 
-def test_best_mends_uneven_channels() -> None:
+def test_the_best_recipe_restores_the_accuracy_of_uneven_channels() -> None:
     model = uneven_vit()
     assert sqnr_with(Recipe.best(), model) > sqnr_with(Recipe(), model) + 10
 

@@ -1,4 +1,4 @@
-"""Rules as JSON: a quantizer that is read back quantizes the same layers the same way."""
+"""Rules as JSON: a restored quantizer quantizes the same layers in the same way."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_from_dict_is_the_inverse_of_to_dict() -> None:
     assert read(quantizer().to_dict()).rules == quantizer().rules
 
 
-def test_what_is_read_selects_the_same_layers() -> None:
+def test_restored_rules_select_the_same_layers() -> None:
     graph = torch.export.export(nn.Sequential(MLP(), MLP()), (torch.randn(2, 8),)).module().graph
     linears = {layer_name(node): node for node in graph.nodes if is_linear(node)}
     configs = {name: read(quantizer().to_dict()).config_for(node) for name, node in linears.items()}
@@ -75,10 +75,13 @@ REFUSED = {
     "a type that is a function": (rules(NAMED | {"kind": "module_type", "selector": "os.system"}), ["'os.system'"]),
     "a type without a name": (rules(NAMED | {"kind": "module_type", "selector": None}), ["None"]),
     "an empty pattern": (rules(NAMED | {"selector": ""}), ["set_module_name", "''"]),
-    "an unknown kind": (rules(NAMED | {"kind": "layer"}), ["'layer'", "global, module_type"]),
-    "an unknown field": (rules(NAMED | {"bits": 8}), ["'bits'", "kind, selector, config"]),
-    "a config of no kind": (rules(NAMED | {"config": {"bits": 8}}), ["'bits'", "no kind", "LinearConfig"]),
-    "a config of several kinds": (rules(NAMED | {"config": {"output": "always"}}), ["'output'", "several kinds"]),
+    "an unknown kind": (rules(NAMED | {"kind": "layer"}), ["'global', 'module_type'", "got 'layer'"]),
+    "an unknown field": (rules(NAMED | {"bits": 8}), ["'kind', 'selector', 'config', got 'bits'"]),
+    "a config of no kind": (rules(NAMED | {"config": {"bits": 8}}), ["one of LinearConfig", "got 'bits'"]),
+    "a config of several kinds": (
+        rules(NAMED | {"config": {"output": "always"}}),
+        ["one of LinearConfig", "got 'output'"],
+    ),
     "a config that is no mapping": (rules(NAMED | {"config": "int8"}), ["'int8'", "to_dict"]),
     "a rule that is no mapping": (rules("fc1"), ["'fc1'", "to_dict"]),  # type: ignore[arg-type]
     "another quantizer": ({"quantizer": "Other", "rules": []}, ["'Other'", "QFrameworkQuantizer"]),
@@ -98,6 +101,6 @@ def test_refused(description, words) -> None:
 def test_reading_imports_nothing(tmp_path, monkeypatch) -> None:
     (tmp_path / "unseen_module.py").write_text("class Layer: pass")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UnsupportedError, match="not imported"):
+    with pytest.raises(UnsupportedError, match=r"whose module is imported, got 'unseen_module.Layer'"):
         QFrameworkQuantizer.from_dict(rules(NAMED | {"kind": "module_type", "selector": "unseen_module.Layer"}))
     assert "unseen_module" not in sys.modules

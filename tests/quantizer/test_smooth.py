@@ -1,4 +1,4 @@
-"""Smoothing: its formula and search against NumPy, what it gains, and that the function stays the same."""
+"""smooth.py and channel_statistics.py: formula and search against NumPy, and that the function stays the same."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_vit_is_smoothed_everywhere_and_the_same_every_time() -> None:
 
 
 class UnevenValues(nn.Module):
-    """Attention whose values have a few large channels, of which the projection makes little."""
+    """Attention whose values have a few large channels, with small weights in the projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,15 +217,15 @@ def test_statistics_see_all_data_and_sample_evenly() -> None:
 def test_statistics_errors() -> None:
     graph = exported(NormLinear(), data()[0])
     norm = next(node for node in graph.graph.nodes if "layer_norm" in node.name)
-    with pytest.raises(CalibrationError, match="no batch"):
+    with pytest.raises(CalibrationError, match="must have at least one batch"):
         channel_statistics(graph, [], [norm], 8)
-    with pytest.raises(CalibrationError, match=r"batch 0: input 'x' has shape \(7, 5\)"):
+    with pytest.raises(CalibrationError, match=r"batch 0: input 'x' must have shape .*, got \(7, 5\)"):
         channel_statistics(graph, [torch.zeros(7, 5)], [norm], 8)
     dynamic = exported(NormLinear(), data()[0], dynamic_batch=True)
     nodes = [node for node in dynamic.graph.nodes if "layer_norm" in node.name]
-    with pytest.raises(CalibrationError, match="layer_norm: the data holds no value of it"):
+    with pytest.raises(CalibrationError, match="layer_norm: the data must have values"):
         channel_statistics(dynamic, [torch.zeros(0, 7, CHANNELS)], nodes, 8)
     with torch.no_grad():
         graph.get_parameter("norm.weight")[0] = torch.nan
-    with pytest.raises(CalibrationError, match="layer_norm: an activation holds NaN"):
+    with pytest.raises(CalibrationError, match="layer_norm: the activation must be finite"):
         channel_statistics(graph, data(), [norm], 8)

@@ -1,4 +1,4 @@
-"""Two ranges for GELU: the same function, against a NumPy twin of PTQ4ViT, and what the backend makes of it."""
+"""Two ranges for GELU: the same function, against a NumPy version of PTQ4ViT, and what the backend computes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_function_stays_the_same(approximate):
     torch.testing.assert_close(graph(torch.cat([x, x])), model(torch.cat([x, x])), rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_its_numpy_twin():
+def test_it_matches_numpy():
     model, x = outlying(), torch.randn(64, 16)
     quantizer = QFrameworkQuantizer().set_module_name("fc2", static_int8())
     hidden = model.act(model.fc1(x)).detach().numpy()
@@ -71,8 +71,8 @@ def test_it_is_its_numpy_twin():
     assert (np.abs(got - expected) < 1e-5 * np.abs(expected).max()).mean() > 0.97
 
 
-def test_what_it_gains():
-    """With positive outliers the negative values, all above -0.17, vanish in one range and survive in two."""
+def test_it_reduces_the_error():
+    """With positive outliers the negative values, all above -0.17, become zero in one range but not in two."""
     model, data = outlying(), [torch.randn(64, 16) for _ in range(2)]
     quantizer = QFrameworkQuantizer().set_module_name("fc2", static_int8())
     unseen = torch.randn(256, 16)
@@ -110,7 +110,7 @@ def test_the_backend_computes_both_in_int8():
 
 
 class Branches(nn.Module):
-    """Linears behind one GELU, behind ReLU and behind nothing."""
+    """Linears after a GELU, after a ReLU and after neither."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""GPTQ: against a NumPy twin, what it gains, and that convert_pt2e finds exactly the integers it chose."""
+"""GPTQ: against NumPy, the reduction of the error, and that convert_pt2e yields exactly its integers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qframework.quantizer.weight_rounding import DAMPING, gptq, round_weights
 
 
 def gptq_twin(weight, scale, hessian):
-    """Optimal brain surgeon, one column after another, with the inverse of what is left computed anew each time."""
+    """Optimal brain surgeon, column by column, inverting the remaining matrix again each time."""
     order = np.argsort(-np.diag(hessian), kind="stable")
     damped = hessian + DAMPING * np.diag(hessian).mean() * np.eye(len(hessian))
     w, q = weight.astype(np.float64), np.zeros(weight.shape)
@@ -31,7 +31,7 @@ def gptq_twin(weight, scale, hessian):
 
 
 def correlated(samples, channels, seed=0):
-    """Inputs of a rank of about a quarter of their channels, and a little noise."""
+    """Inputs with a rank of about a quarter of their channels, plus a little noise."""
     rank, generator = max(1, channels // 4), torch.Generator().manual_seed(1 + seed)
     mix = torch.randn(rank, channels, generator=torch.Generator().manual_seed(0))  # the same for every seed
     noise = 0.1 * torch.randn(samples, channels, generator=generator)
@@ -39,7 +39,7 @@ def correlated(samples, channels, seed=0):
 
 
 def rounded(model, data, config=None, **options):
-    """Prepared, calibrated and rounded."""
+    """A model prepared, calibrated and rounded."""
     quantizer = QFrameworkQuantizer().set_global(config or dynamic_int8())
     prepared = prepare_pt2e(exported(model, data[0]), quantizer)
     calibrate(prepared, data)
@@ -64,7 +64,7 @@ def output_error(weight, other, x):
 
 @pytest.mark.parametrize("channels", [1, 7, 48, 300])  # within a block of columns, and three of them
 @pytest.mark.parametrize("granularity", ["per_channel", "per_tensor"])
-def test_gptq_is_its_numpy_twin(channels, granularity):
+def test_gptq_matches_numpy(channels, granularity):
     torch.manual_seed(0)
     weight, x = torch.randn(5, channels), correlated(64, channels).double()
     scale = weight_scale(weight, granularity).reshape(-1, 1)
@@ -107,7 +107,7 @@ def test_convert_finds_the_integers_on_the_observers_grid(scale):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_what_it_gains(dtype):
+def test_it_reduces_the_error(dtype):
     """With inputs of a quarter of the rank, the error of the output is less than half, on data never seen as well."""
     torch.manual_seed(0)
     model, data = nn.Linear(64, 32).to(dtype), [correlated(256, 64).to(dtype) for _ in range(2)]
@@ -228,12 +228,12 @@ def test_float16_below_its_normal_range_keeps_rows_it_cannot_write():
 
 def test_errors():
     model, x = Mlp(), torch.randn(4, 8)
-    with pytest.raises(UnsupportedError, match="method='adaround' is unknown; accepted: gptq"):
+    with pytest.raises(UnsupportedError, match="method must be 'gptq', got 'adaround'"):
         rounded(model, [x], method="adaround")
     with pytest.raises(CalibrationError, match=r"batches must be .*, got -1"):
         rounded(model, [x], batches=-1)
     prepared = prepare_pt2e(exported(model, x), QFrameworkQuantizer().set_global(dynamic_int8()))
     with pytest.raises(CalibrationError, match="round_weights: data must hold at least one batch"):
         round_weights(prepared, [])
-    with pytest.raises(CalibrationError, match="layer 'fc1': its inputs, or their squares, hold NaN or infinity"):
+    with pytest.raises(CalibrationError, match="layer 'fc1': the inputs and their squares must be finite"):
         round_weights(prepared, [x * 1e30])

@@ -1,4 +1,4 @@
-"""A small residual network in the INT8 data flow, of Functions that follow the pattern of block_tensor.py."""
+"""A small residual network in the INT8 data flow, with Functions that follow the pattern of block_tensor.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qframework.training.function import Int8Function
 
 @torch._dynamo.allow_in_graph
 class Linear(Int8Function):
-    """Blocks in and out, computed in float between them."""
+    """A Function from blocks to blocks that computes in float."""
 
     @staticmethod
     def forward(ctx, x, weight, block_size):
@@ -43,7 +43,7 @@ class BlockLinear(nn.Linear):
 
 
 class Block(nn.Module):
-    """``x + down(gelu(up(x)))``, where the gradients of ``x`` meet."""
+    """``x + down(gelu(up(x)))``, where two gradients of ``x`` are added."""
 
     def __init__(self, width: int, block_size: CanonicalSize = 32) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Block(nn.Module):
 
 
 class Residual(nn.Module):
-    """Float in and out, blocks between; ``recompute`` is None or checkpoint's ``use_reentrant``."""
+    """From floats to floats, with blocks in between; ``recompute`` is None or checkpoint's ``use_reentrant``."""
 
     def __init__(self, width: int = 40, depth: int = 2, block_size: CanonicalSize = 32) -> None:
         super().__init__()

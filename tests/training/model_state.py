@@ -1,4 +1,4 @@
-"""All that a model consists of, as identities: equal before and after what must change nothing."""
+"""Identities of everything a model consists of, to check that it did not change."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def everything(model: nn.Module) -> dict[str, Any]:
-    """For each name of each module: the object, its class, its attributes, parameters, buffers, children and hooks."""
+    """For each name of each module: the object, its class, attributes, parameters, buffers, children and hooks."""
     return {
         name: (id(module), type(module), {key: _identity(value) for key, value in module.__dict__.items()})
         for name, module in model.named_modules(remove_duplicate=False)

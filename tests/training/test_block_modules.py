@@ -1,4 +1,4 @@
-"""Normalizations, activations, gated MLPs and dropout as modules: against the float modules, and in a model."""
+"""norm.py, activation.py and dropout.py: the INT8 modules against the float modules, and in a model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def float_values(x: BlockTensor) -> torch.Tensor:
 
 
 def assert_rounded(got, exact):
-    """A BlockTensor of ``exact``: half a step of its own away at most."""
+    """Check that ``got`` is a BlockTensor within half of its own step of ``exact``."""
     assert isinstance(got, BlockTensor)
     allowed = STEP * spread_scale(got.scale, got.shape, got.block_size).double()
     assert ((float_values(got) - exact).abs() <= allowed).all()
@@ -62,7 +62,7 @@ def assert_rounded(got, exact):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", MODULES)
 def test_forward_and_backward(name, block_size):
-    """Against the float module in float64 on the dequantized operands; the gradient of blocks is blocks."""
+    """Compare with the float module in float64 on the dequantized operands; gradients of blocks must be blocks."""
     reference, module = MODULES[name](block_size)
     reference = copy.deepcopy(reference).double()
     x = quantize_blocks(torch.randn(3, 50, C), block_size).detach().requires_grad_()
@@ -80,7 +80,7 @@ def test_forward_and_backward(name, block_size):
 
 @pytest.mark.parametrize("name", MODULES)
 def test_float_in(name):
-    """A float input is quantized, its gradient is float."""
+    """A float input is quantized, and its gradient is float."""
     _, module = MODULES[name]()
     x = torch.randn(50, C, dtype=torch.bfloat16, requires_grad=True)
     y = module(x)
@@ -96,7 +96,7 @@ def test_float_in(name):
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("make", [layer_norm, rms_norm])
 def test_a_norm_takes_the_statistics_of_the_addition(make, block_size):
-    """And gives what it gives without them, to a rounding."""
+    """Its results with statistics equal those without, up to rounding."""
     _, module = make(block_size)
     a, b = (quantize_blocks(torch.randn(40, C), block_size) for _ in range(2))
     z, scale, statistics = torch.ops.qframework.block_add(a.q, a.scale, b.q, b.scale, block_size, True)
@@ -132,7 +132,7 @@ def test_a_llama_norm_keeps_its_epsilon():
 
 
 class GatedMLP(nn.Module):
-    """What Int8GatedMLP stands for, in float."""
+    """The float module that Int8GatedMLP replaces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class GatedMLP(nn.Module):
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 def test_gated_mlp(block_size):
-    """Near the float one: what 8 bits cost in five products; the same parameters' names."""
+    """Close to the float module within the error of 8 bits in five products, with the same names of parameters."""
     reference = GatedMLP()
     linears = (Int8Linear.from_float(each, block_size) for each in reference.children())
     module = Int8GatedMLP(*linears, "silu", block_size)
@@ -193,7 +193,7 @@ def test_dropout_repeats_with_the_generator_and_in_the_backward_pass():
 
 
 class Block(nn.Module):
-    """A residual block of all of them."""
+    """A residual block of all these modules."""
 
     def __init__(self, block_size=32) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Block(nn.Module):
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 def test_a_block_stays_in_int8_and_checkpointing_repeats_it(block_size):
-    """The mask too: the generator is put back before the block is computed again."""
+    """Also the mask: checkpointing restores the generator before it computes the block again."""
     model, x = Block(block_size), torch.randn(3, 20, C)
     fallbacks.clear()
 
@@ -229,7 +229,7 @@ def test_a_block_stays_in_int8_and_checkpointing_repeats_it(block_size):
 
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
-def test_a_block_compiles_whole(fresh_dynamo, block_size):
+def test_a_block_compiles_without_graph_breaks(fresh_dynamo, block_size):
     model, x = Block(block_size).eval(), torch.randn(3, 20, C)
     expected = loss_and_gradients(model, model, x)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -237,7 +237,7 @@ def test_a_block_compiles_whole(fresh_dynamo, block_size):
         assert torch.equal(one, other)
 
 
-def test_what_is_saved_costs_a_byte_a_value():
+def test_saved_tensors_take_one_byte_per_value():
     saved = []
     module = nn.Sequential(Int8LayerNorm(128), Int8Activation("gelu"), Int8Dropout(0.1))
     x = quantize_blocks(torch.randn(512, 128)).detach().requires_grad_()
@@ -254,19 +254,21 @@ def test_what_is_saved_costs_a_byte_a_value():
 
 
 def test_bad_input():
-    with pytest.raises(UnsupportedError, match=r"Int8LayerNorm: normalized_shape is \(3, 4\); accepted: one dimension"):
+    with pytest.raises(
+        UnsupportedError, match=r"Int8LayerNorm: normalized_shape must have one dimension, the last, got \(3, 4\)"
+    ):
         Int8LayerNorm((3, 4))
-    with pytest.raises(UnsupportedError, match="Int8RMSNorm: block_size=16 is unsupported; accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match=r"Int8RMSNorm: block_size must be one of 32, 64, 128, .*, got 16"):
         Int8RMSNorm(4, block_size=16)
-    with pytest.raises(UnsupportedError, match="Int8Activation: kind='mish' is unknown"):
+    with pytest.raises(UnsupportedError, match=r"Int8Activation: kind must be one of 'gelu', .*, got 'mish'"):
         Int8Activation("mish")
     with pytest.raises(ValueError, match="dropout probability"):
         Int8Dropout(2.0)
-    with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
+    with pytest.raises(QFrameworkError, match="must be in blocks of 32, got blocks of 64"):
         Int8Activation("gelu")(quantize_blocks(torch.randn(4, 64), 64))
     modules = (layer_norm, rms_norm, *(lambda size, kind=kind: MODULES[kind](size) for kind in ("gelu", "dropout")))
     for make in modules:
         assert "block_size=(1, 128)" in repr(make([1, 128])[1])
         assert make([32, 32])[1].block_size == 32
-    with pytest.raises(QFrameworkError, match=r"weight has shape \(70,\); accepted: \(64,\)"):
+    with pytest.raises(QFrameworkError, match=r"weight must have shape \(64,\), got \(70,\)"):
         Int8LayerNorm(C)(torch.randn(4, 64))

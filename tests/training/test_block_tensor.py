@@ -1,4 +1,4 @@
-"""BlockTensor: what autograd, ATen operators, checkpointing, serialization and DDP make of it."""
+"""block_tensor.py and block_dispatch.py: autograd, ATen operators, checkpointing, serialization and DDP."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def blocks(
 
 
 def float_values(x: BlockTensor) -> torch.Tensor:
-    """Its values in float32, without its own code."""
+    """The float32 values of a BlockTensor, computed without the package."""
     return dequantize_blocks_ref(x.q, x.scale, x.block_size)
 
 
 def assert_rounded(got: torch.Tensor, exact: torch.Tensor) -> None:
-    """``got`` is a BlockTensor of ``exact``: half a step of its own away at most."""
+    """Check that ``got`` is a BlockTensor within half of its own step of ``exact``."""
     assert isinstance(got, BlockTensor)
     assert got.shape == exact.shape
     allowed = HALF_STEP * spread_scale(got.scale, got.shape, got.block_size)
@@ -56,7 +56,7 @@ def assert_all_equal(got: list[torch.Tensor], expected: list[torch.Tensor]) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_outside_it_is_a_float_tensor(dtype):
+def test_it_has_the_shape_and_dtype_of_a_float_tensor(dtype):
     x = torch.randn(3, 50, 70).to(dtype)
     blocks = quantize_blocks(x, 64)
     assert (blocks.shape, blocks.dtype, blocks.device, blocks.stride()) == (x.shape, dtype, x.device, x.stride())
@@ -72,8 +72,8 @@ def test_outside_it_is_a_float_tensor(dtype):
 @pytest.mark.parametrize(
     ("given", "kept"), [((32, 32), 32), ([64, 64], 64), ([1, 128], (1, 128)), ((32, 128), (32, 128))]
 )
-def test_a_block_size_has_one_form(given, kept):
-    """However it is written, so that tensors of equal blocks meet."""
+def test_block_sizes_are_canonical(given, kept):
+    """Block sizes have one form, so that tensors of equal blocks match."""
     x = torch.randn(5, 130)
     made = quantize_blocks(x, given)
     parts = made.q, made.scale, given, torch.float32
@@ -103,7 +103,7 @@ def test_gradients_pass_straight_through():
     assert torch.equal(x.grad, float_values(expected)), "the gradient is quantized where blocks were dequantized"
 
 
-def test_a_gradient_is_what_its_tensor_is():
+def test_gradients_have_the_format_of_their_tensor():
     x, y = torch.randn(4, 40), blocks(4, 40)
     assert as_grad_of(x, x) is x
     assert as_grad_of(y, y) is y
@@ -164,7 +164,7 @@ def test_sums_and_products_stay_in_blocks(block_size):
     assert not fallbacks
 
 
-def test_sums_know_their_rows_where_a_normalization_may_follow():
+def test_sums_carry_row_statistics_if_gradients_are_enabled():
     x, y = blocks(3, 40, 70), blocks(3, 40, 70)
     total = x + y
     assert total.statistics is not None
@@ -241,7 +241,7 @@ def test_everything_else_computes_in_float_and_is_counted(caplog):
     ) == 1
 
 
-def test_what_no_sum_of_blocks_is_becomes_float():
+def test_unsupported_sums_fall_back_to_float():
     x, y = blocks(64, 64), blocks(64, 64)
     for other in (blocks(64, 64, block_size=64), blocks(64, 64, block_size=(1, 128)), blocks(1, 64)):
         assert torch.equal(x + other, x.dequantize() + other.dequantize())
@@ -250,8 +250,8 @@ def test_what_no_sum_of_blocks_is_becomes_float():
     assert fallbacks == {"aten::add.Tensor": 4, "aten::sub.Tensor": 1}
 
 
-def test_two_dtypes_meet_as_floats_do():
-    """Under autocast the residual stream is FP32 outside, its branches are BF16."""
+def test_dtypes_promote_as_for_floats():
+    """Under autocast the residual stream stands for FP32, its branches for BF16."""
     x, y = blocks(4, 40).requires_grad_(), blocks(4, 40, dtype=torch.bfloat16).requires_grad_()
     for z, exact in ((y + x, float_values(x) + float_values(y)), (y * x, float_values(x) * float_values(y))):
         assert z.dtype == torch.float32
@@ -291,9 +291,9 @@ def test_writing_in_place():
     rows = float_values(x).mean(1)
     torch.testing.assert_close(x.statistics[:, 0], rows)
     assert x.mul_(2).statistics is None, "those of what it was"
-    with pytest.raises(UnsupportedError, match="writes to a list of BlockTensors"):
+    with pytest.raises(UnsupportedError, match="must not write to a list of BlockTensors"):
         torch._foreach_add_([x], 1.0)
-    with pytest.raises(UnsupportedError, match="changes the shape of a BlockTensor in place"):
+    with pytest.raises(UnsupportedError, match="a BlockTensor must keep its shape"):
         x.unsqueeze_(0)
 
 
@@ -324,7 +324,7 @@ def test_checkpointing_changes_nothing(reentrant, device):
     assert not fallbacks
 
 
-def test_checkpointing_sees_a_seed_twice(device):
+def test_checkpointing_repeats_the_seed(device):
     x = torch.randn(64, 64, device=device, requires_grad=True)
     seeds = []
 
@@ -400,20 +400,20 @@ def test_copied_pickled_and_saved(block_size):
 
 def test_bad_input():
     x = blocks(4, 40)
-    with pytest.raises(UnsupportedError, match="block_size=33 is unsupported; accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, 64, 128, .*, got 33"):
         quantize_blocks(torch.randn(4, 40), 33)
     for size in ((128, 1), (1, 64), [32], (1, 2, 3), "32", None):
-        with pytest.raises(UnsupportedError, match=r"block_size=.* is unsupported; accepted: .*, \(1, 128\)$"):
+        with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, .*, \(1, 128\), got"):
             BlockTensor(x.q, x.scale, size, torch.float32)
     with pytest.raises(UnsupportedError, match=r"quantize_blocks: x has dtype torch.int32; accepted: float32"):
         quantize_blocks(torch.ones(4, 40, dtype=torch.int32))
-    with pytest.raises(QFrameworkError, match="a tensor in blocks of 32 reached a layer with blocks of 64"):
+    with pytest.raises(QFrameworkError, match="must be in blocks of 64, got blocks of 32"):
         as_blocks(x, 64)
-    with pytest.raises(QFrameworkError, match=r"in blocks of 32 reached a layer with blocks of \(1, 128\)"):
+    with pytest.raises(QFrameworkError, match=r"must be in blocks of \(1, 128\), got blocks of 32"):
         as_blocks(x, [1, 128])
     with pytest.raises(
-        QFrameworkError, match=r"q's scale has shape \(1, 2\); q \(4, 40\) in blocks of 64 needs \(1, 1\)"
+        QFrameworkError, match=r"q's scale must have shape \(1, 1\) for q \(4, 40\) in blocks of 64, got \(1, 2\)"
     ):
         BlockTensor(x.q, x.scale, 64, torch.float32)
-    with pytest.raises(UnsupportedError, match=r"the outside has dtype torch.float64; accepted: float32"):
+    with pytest.raises(UnsupportedError, match=r"the tensor has dtype torch.float64; accepted: float32"):
         BlockTensor(x.q, x.scale, 32, torch.float64)

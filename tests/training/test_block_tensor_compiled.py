@@ -1,4 +1,4 @@
-"""The pattern of training's Functions under torch.compile: whole graphs, the same numbers, INT8 kept for backward."""
+"""BlockTensor under torch.compile: whole graphs, the same values, INT8 saved for the backward pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
 
 def assert_close(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
-    """Equal up to the order in which floats are summed, which flips no INT8 value of these."""
+    """Equal up to the order of float sums, which changes no INT8 value here."""
     for one, other in zip(got, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
 
@@ -40,7 +40,7 @@ def test_any_batch_and_length(block_size):
 
 
 def test_float_operators_inside():
-    """A stranger's model: what has no INT8 implementation computes in float, in one graph all the same."""
+    """In third-party models operators without an INT8 implementation compute in float, in the same graph."""
 
     class Strange(nn.Module):
         def __init__(self) -> None:
@@ -88,7 +88,7 @@ def test_writing_in_place():
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 def test_graphs_pass_blocks_to_each_other(block_size):
-    """Each block compiled alone: blocks and their gradients cross from graph to graph."""
+    """With each block compiled separately, blocks and their gradients pass from graph to graph."""
     model, x = Residual(block_size=block_size), torch.randn(2, 5, 40)
     expected = loss_and_gradients(model, model, x)
     for block in model.blocks:
@@ -96,8 +96,8 @@ def test_graphs_pass_blocks_to_each_other(block_size):
     assert_close(loss_and_gradients(model, model, x), expected)
 
 
-def test_what_a_graph_saves_is_int8():
-    """Nothing float of an activation's size crosses from the forward to the backward graph."""
+def test_graphs_save_int8():
+    """No float tensor of an activation's size passes from the forward to the backward graph."""
     from functorch.compile import aot_module_simplified, make_boxed_func
 
     saved = []
@@ -122,7 +122,7 @@ def test_what_a_graph_saves_is_int8():
     assert sum(value.dtype == torch.int8 for value in saved) >= 3 * 3
 
 
-def test_stochastic_rounding_draws_anew(device):
+def test_stochastic_rounding_draws_a_new_seed_in_each_call(device):
     def rounded(x):
         return quantize_blocks(x, 32, new_seed(x.device)).dequantize()
 
@@ -155,8 +155,8 @@ def test_blocks_are_an_input_and_a_result(block_size):
 
 
 @pytest.mark.parametrize("given", [(1, 128), 64])
-def test_a_gradient_in_other_blocks_is_quantized_anew(given):
-    """A compiled backward pass expects those of its forward pass."""
+def test_a_gradient_in_other_blocks_is_quantized_again(given):
+    """A compiled backward pass expects gradients in the blocks of its forward pass."""
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def double(x):

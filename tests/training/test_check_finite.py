@@ -1,4 +1,4 @@
-"""NaN and infinity are reported with the layer's name, forward and backward; nothing is added where that is off."""
+"""NaN and infinity are reported with the layer's name, forward and backward; without the option nothing is added."""
 
 from __future__ import annotations
 
@@ -22,17 +22,19 @@ CASES += [("gpt2", layer, (1, 128)) for layer in LAYERS["gpt2"]]
 
 @pytest.mark.parametrize(("name", "layer", "block_size"), CASES)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_the_layer_in_which_it_appears_is_named(name: str, layer: str, block_size: CanonicalSize, value: float) -> None:
+def test_the_error_names_the_first_layer_with_nan_or_infinity(
+    name: str, layer: str, block_size: CanonicalSize, value: float
+) -> None:
     model, x = convert_to_int8_training(MODELS[name](), block_size, check_finite=True), inputs(name)
     loss_of(model, x).backward()
     with torch.no_grad():
         model.get_submodule(layer).weight.view(-1)[3] = value
-    with pytest.raises(NonFiniteError, match=rf"^{layer}: output, .* accepted: finite values"):
+    with pytest.raises(NonFiniteError, match=rf"^{layer}: output.* must be finite, got"):
         logits_of(model, x)
 
 
 class SpoilGradient(torch.autograd.Function):
-    """Nothing forward; on the way back one value becomes infinite."""
+    """The identity, whose backward pass makes one value infinite."""
 
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -45,24 +47,24 @@ class SpoilGradient(torch.autograd.Function):
         return grad
 
 
-def test_the_layer_whose_gradient_it_is_is_named() -> None:
-    """Attention's queries, keys and values are float: what is behind them spoils the gradient of what qkv gave."""
+def test_the_error_names_the_layer_of_a_gradient() -> None:
+    """Queries, keys and values are float, so the gradient of the output of qkv is wrong first."""
     model, x = convert_to_int8_training(vit(), check_finite=True), inputs("vit")
     model.blocks[0].attn.qkv.register_forward_hook(lambda module, args, out: SpoilGradient.apply(out))
     loss = loss_of(model, x)
-    with pytest.raises(NonFiniteError, match=r"^blocks\.0\.attn\.qkv: gradient of its output, .*1 infinite"):
+    with pytest.raises(NonFiniteError, match=r"^blocks\.0\.attn\.qkv: gradient of its output.*1 infinite"):
         loss.backward()
 
 
-def test_what_attention_makes_is_its_outputs_input() -> None:
+def test_nan_in_attention_is_reported_at_the_output_projection() -> None:
     model, x = convert_to_int8_training(vit(), check_finite=True), inputs("vit")
     spoil = lambda module, args: (args[0] + torch.nan,)  # noqa: E731
     model.blocks[1].attn.proj.register_forward_pre_hook(spoil, prepend=True)
-    with pytest.raises(NonFiniteError, match=r"^blocks\.1\.attn\.proj: input, values"):
+    with pytest.raises(NonFiniteError, match=r"^blocks\.1\.attn\.proj: input must be finite"):
         logits_of(model, x)
 
 
-def test_checks_change_no_result() -> None:
+def test_checks_do_not_change_results() -> None:
     x = inputs("vit")
     plain = convert_to_int8_training(vit())
     wanted = loss_of(plain, x)
@@ -83,7 +85,7 @@ def hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def test_nothing_is_left_where_it_is_off() -> None:
+def test_without_checks_nothing_is_added() -> None:
     model = vit()
     assert hooks(model) == 0
     convert_to_int8_training(model)
@@ -112,5 +114,5 @@ def test_the_operator() -> None:
     assert y.data_ptr() != x.data_ptr()
     torch.library.opcheck(torch.ops.qframework.check_finite, (x, "x"))
     x[0, 0], x[1, 1], x[2, 2] = torch.nan, torch.inf, -torch.inf
-    with pytest.raises(NonFiniteError, match=r"^x: 1 NaN and 2 infinite of 15"):
+    with pytest.raises(NonFiniteError, match=r"^x must be finite, got 1 NaN and 2 infinite of 15"):
         torch.ops.qframework.check_finite(x, "x")

@@ -1,4 +1,4 @@
-"""INT8 linears: forward and backward against FP64 products of the quantized operands, and against float layers."""
+"""linear.py and linear_baselines.py: against FP64 products of the quantized operands, and against float layers."""
 
 from __future__ import annotations
 
@@ -56,19 +56,19 @@ def blocks_of(x, block_size):
 
 
 def transposed_blocks_of(x, block_size):
-    """The same of its transpose, in blocks of ``operand_size``; floats are quantized once, blocks that change again."""
+    """Like ``blocks_of`` for the transpose, in blocks of ``operand_size``; blocks are quantized again."""
     if isinstance(x, BlockTensor):
         return torch.ops.qframework.block_transpose(x.q, x.scale, block_size)
     return torch.ops.qframework.block_quantize_both(x.detach(), block_size)[2:]
 
 
 def in_blocks(x, block_size):
-    """What ``x`` is once quantized, in FP64."""
+    """``x`` after quantization, in FP64."""
     return dequantize_blocks_ref(*blocks_of(x, block_size), block_size).double()
 
 
 def transposed_in_blocks(x, block_size):
-    """What the transpose of ``x``, seen as rows, is once quantized, in FP64."""
+    """The transpose of ``x``, as rows, after quantization, in FP64."""
     return dequantize_blocks_ref(*transposed_blocks_of(x, block_size), operand_size(block_size)).double()
 
 
@@ -77,7 +77,7 @@ def rows(x):
 
 
 def product(a, b):
-    """``a @ b.T`` in FP64, and the largest error of float32 sums of it in any order."""
+    """``a @ b.T`` in FP64, and the largest error of float32 sums in any order."""
     return a @ b.t(), (a.shape[1] + 4) * UNIT * (a.abs() @ b.abs().t())
 
 
@@ -89,7 +89,7 @@ def assert_within(got, exact, error, unit=UNIT):
 
 
 def three_products(x, weight, grad):
-    """Y, dX and dW of operands in FP64 as ``(exact, error)``; ``weight`` is (N, K)."""
+    """Y, dX and dW of FP64 operands as ``(exact, error)``; ``weight`` is (N, K)."""
     x, grad = rows(x), rows(grad)
     return product(x, weight), product(grad, weight.t()), product(grad.t(), x.t())
 
@@ -109,7 +109,7 @@ def three_products_of_blocks(x, weight, grad, block_size, conv1d):
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("shape", "n"), SHAPES)
 @pytest.mark.parametrize(("conv1d", "bias"), [(False, False), (False, True), (True, True)])
-def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
+def test_from_floats_to_floats(device, block_size, shape, n, conv1d, bias):
     given = float_layer(conv1d, shape[-1], n, bias, device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size, "float")
     x, grad = operands(shape, n, device)
@@ -128,8 +128,8 @@ def test_floats_in_and_out(device, block_size, shape, n, conv1d, bias):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("conv1d", [False, True])
-def test_blocks_in_and_out(device, block_size, conv1d):
-    """Results and gradients are half a step of their own blocks away from the FP64 products."""
+def test_from_blocks_to_blocks(device, block_size, conv1d):
+    """Results and gradients are within half a step of their own blocks of the FP64 products."""
     shape, n = (2, 37, 70), 50
     given = float_layer(conv1d, shape[-1], n, device=device)
     layer = (Int8Conv1D if conv1d else Int8Linear).from_float(given, block_size)
@@ -160,7 +160,7 @@ def assert_half_a_step(got, exact, error):
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_how_far_it_is_from_the_float_layer(block_size):
+def test_the_error_against_the_float_layer(block_size):
     """Half a step of either operand, times the other: what the format costs, and no more."""
     given = nn.Linear(70, 50)
     x, _ = operands((2, 37, 70), 50)
@@ -175,13 +175,13 @@ def test_how_far_it_is_from_the_float_layer(block_size):
 
 
 def rounding(blocks, shape, block_size):
-    """Of every value of what was rounded to these blocks, the largest error and the mean of its square."""
+    """For all values rounded to these blocks: the largest error and the mean squared error."""
     step = spread_scale(blocks[1], shape, block_size).double()
     return step / 2, step.square() / 12
 
 
 def rounding_of_transpose(t, block_size):
-    """The same of the transpose of ``t (R, C)``, which is rounded once more if blocks are not square."""
+    """The same for the transpose of ``t (R, C)``, which is rounded twice if blocks are not square."""
     last = rounding(transposed_blocks_of(t, block_size), (t.shape[1], t.shape[0]), operand_size(block_size))
     if not isinstance(t, BlockTensor):
         return last
@@ -191,8 +191,8 @@ def rounding_of_transpose(t, block_size):
 
 @pytest.mark.parametrize("in_blocks", [False, True])
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_how_far_gradients_are_from_those_of_floats(block_size, in_blocks):
-    """No further than the errors of both operands explain; in the mean as far, for roundings are independent."""
+def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
+    """At most what the errors of both operands explain, and on average as much, since roundings are independent."""
     m, k, n = 150, 140, 130
     layer = Int8Linear.from_float(nn.Linear(k, n), block_size, "block" if in_blocks else "float")
     x, grad, weight = torch.randn(m, k, requires_grad=True), torch.randn(m, n), layer.weight.detach()
@@ -214,7 +214,7 @@ def test_how_far_gradients_are_from_those_of_floats(block_size, in_blocks):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines(device, name):
-    """Three products with one scale a tensor; or two with one a row, and dW of floats."""
+    """Three products with one scale per tensor, or two with one per row and a float dW."""
     per_token, conv1d = name.startswith("per_token"), name.endswith("conv1d")
     given = float_layer(conv1d, 70, 50, device=device)
     x, grad = operands((2, 37, 70), 50, device)
@@ -249,7 +249,7 @@ LAYERS = {
 
 
 def run(layer, x):
-    """Result, gradient of the input and of the parameters, as floats."""
+    """Result, gradient of the input and gradients of the parameters, as floats."""
     x = x.detach().requires_grad_()
     layer.zero_grad()
     y = layer(x)
@@ -259,7 +259,7 @@ def run(layer, x):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_compiles_whole(fresh_dynamo, device, name):
+def test_compiles_without_graph_breaks(fresh_dynamo, device, name):
     layer = LAYERS[name](nn.Linear(40, 33, device=device))
     x = torch.randn(3, 20, 40, device=device)
     for got, expected in zip(run(torch.compile(layer, fullgraph=True), x), run(layer, x), strict=True):
@@ -314,7 +314,7 @@ def test_autocast_decides_the_dtype(name):
 
 
 def saved(layer, x):
-    """What the forward pass keeps for the backward pass."""
+    """The tensors that the forward pass saves for the backward pass."""
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         layer(x)
@@ -341,7 +341,7 @@ def test_saves_only_what_a_gradient_needs():
     assert x.grad is not None
 
 
-def test_a_weight_is_quantized_anew_before_each_product():
+def test_weights_are_quantized_again_before_each_product():
     layer = Int8Linear(8, 4, bias=False, output="float")
     x = torch.randn(4, 8)
     before = layer(x)
@@ -370,22 +370,24 @@ def test_conv1d_takes_the_state_dict_of_transformers():
 
 
 def test_errors():
-    accepted = r"accepted: 32, 64, 128, \(32, 128\), \(1, 128\)$"
-    with pytest.raises(UnsupportedError, match=f"Int8Linear: block_size=48 is unsupported; {accepted}"):
+    sizes = r"32, 64, 128, \(32, 128\), \(1, 128\)"
+    with pytest.raises(UnsupportedError, match=f"Int8Linear: block_size must be one of {sizes}, got 48"):
         Int8Linear(4, 4, block_size=48)
-    with pytest.raises(UnsupportedError, match=rf"Int8Linear: block_size=\(128, 1\) is unsupported; {accepted}"):
+    with pytest.raises(UnsupportedError, match=rf"Int8Linear: block_size must be one of {sizes}, got \(128, 1\)"):
         Int8Linear(4, 4, block_size=(128, 1))
-    with pytest.raises(UnsupportedError, match="Int8Conv1D: output='int8' is unknown; accepted: block, float"):
+    with pytest.raises(UnsupportedError, match="Int8Conv1D: output must be 'block' or 'float', got 'int8'"):
         Int8Conv1D(4, 4, output="int8")
-    with pytest.raises(QFrameworkError, match="blocks of 64 reached a layer with blocks of 32"):
+    with pytest.raises(QFrameworkError, match="must be in blocks of 32, got blocks of 64"):
         Int8Linear(4, 4)(quantize_blocks(torch.randn(2, 4), 64))
-    with pytest.raises(QFrameworkError, match=r"blocks of \(32, 128\) reached a layer with blocks of \(1, 128\)"):
+    with pytest.raises(QFrameworkError, match=r"must be in blocks of \(1, 128\), got blocks of \(32, 128\)"):
         Int8Linear(4, 4, block_size=[1, 128])(quantize_blocks(torch.randn(2, 4), (32, 128)))
-    with pytest.raises(QFrameworkError, match=r"a \(2, 5\) and b \(4, 4\) do not fit"):
+    with pytest.raises(
+        QFrameworkError, match=r"a and b must have shapes \(..., K\) and \(N, K\), got \(2, 5\) and \(4, 4\)"
+    ):
         Int8Linear(4, 4)(torch.randn(2, 5))
 
 
-def test_says_what_it_is():
+def test_repr():
     assert "block_size=64, output='float'" in repr(Int8Linear(4, 5, block_size=64, output="float"))
     assert "block_size=(1, 128)" in repr(Int8Linear(4, 5, block_size=[1, 128]))
     assert "nf=5, nx=4, block_size=32" in repr(Int8Conv1D(5, 4, block_size=(32, 32)))

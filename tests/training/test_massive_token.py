@@ -1,4 +1,4 @@
-"""A massive first token, as language models have: it spoils the tokens that share scales with it, and no others."""
+"""A massive first token, as in language models, affects only the tokens that share scales with it."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def residual() -> Tensor:
 
 
 def others(block_size: CanonicalSize) -> tuple[slice, slice]:
-    """Tokens of a sequence that have scales in common with the first, and all behind them."""
+    """Tokens of a sequence that share scales with the first one, and all later tokens."""
     rows = block_shape(block_size)[0]
     return slice(1, rows), slice(rows, TOKENS)
 
 
 def error(got: Tensor, exact: Tensor, tokens: slice) -> float:
-    """Of these tokens, as a share of their norm."""
+    """The relative error of these tokens."""
     exact = exact.detach().double()[:, tokens]
     return float((got.detach().double()[:, tokens] - exact).norm() / exact.norm())
 
 
 @each_size
 def test_the_residual_stream(block_size: CanonicalSize) -> None:
-    """Beside a massive token all that is below half of its step becomes zero; behind it nothing is noticed."""
+    """In blocks with a massive token values below half of its step become zero; other blocks do not change."""
     x = residual()
     got = quantize_blocks(x, block_size).dequantize()
     near, behind = others(block_size)
@@ -52,7 +52,7 @@ def test_the_residual_stream(block_size: CanonicalSize) -> None:
 
 
 @each_size
-def test_a_normalization_and_a_linear_behind_it(block_size: CanonicalSize) -> None:
+def test_a_normalization_followed_by_a_linear(block_size: CanonicalSize) -> None:
     """Results, gradients of tokens and of the weight; each has at most six roundings behind it, which are independent.
 
     What is beside a massive token is no longer itself once it is normalized, and the weight's gradient knows it.

@@ -29,7 +29,7 @@ def real(x: BlockTensor) -> Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("block_size", [32, 128, (1, 128)])
 def test_layer_scale(shape: tuple[int, ...], block_size: CanonicalSize) -> None:
-    """Output and gradient within half a step of their own scales, the parameter's gradient exact but for FP32 sums."""
+    """Output and gradient are within half of their own steps; the parameter's gradient is exact up to FP32 sums."""
     module = Int8LayerScale(nn.Parameter(torch.randn(shape[-1])), block_size)
     x = quantize_blocks(torch.randn(shape), block_size).detach().requires_grad_()
     y, grad = module(x), quantize_blocks(torch.randn(shape), block_size)
@@ -92,7 +92,7 @@ def test_floats_are_quantized_and_their_gradients_float() -> None:
 
 
 def test_other_block_sizes_are_refused() -> None:
-    with pytest.raises(UnsupportedError, match="accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match="block_size must be one of 32, 64, 128"):
         Int8DropPath(0.5, block_size=16)
-    with pytest.raises(UnsupportedError, match="accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match="block_size must be one of 32, 64, 128"):
         Int8LayerScale(nn.Parameter(torch.ones(4)), 16)

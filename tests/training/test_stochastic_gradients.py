@@ -1,4 +1,4 @@
-"""Stochastic rounding of gradients: right on average where rounding to nearest leaves zeros, repeated by its seed."""
+"""Stochastic rounding of gradients is right on average where rounding to nearest gives zeros, and reproducible."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def layer(conv1d: bool = False, stochastic: bool = True) -> nn.Module:
 
 
 def gradient() -> Tensor:
-    """Its first row is large; the others are small beside it and share its block."""
+    """The first row is large; the others are small and share its block."""
     grad = torch.full((ROWS, OUT), SMALL)
     grad[0] = 1.0
     return grad
 
 
 def gradients(made: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the input and the weight, in FP64."""
+    """Gradients of the input and the weight, in FP64."""
     x = x.detach().requires_grad_()
     made.zero_grad()
     made(x).backward(grad)
@@ -45,7 +45,7 @@ def gradients(made: nn.Module, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]
 
 @pytest.mark.parametrize("conv1d", [False, True])
 def test_small_rows_are_right_on_average(conv1d: bool) -> None:
-    """The mean over seeds is six of its deviations from the float gradient at most; to nearest there is nothing."""
+    """The mean over seeds is within six deviations of the float gradient; rounding to nearest gives zeros."""
     x, grad = torch.rand(ROWS, COLUMNS) + 0.5, gradient()
     made = layer(conv1d)
     found = []
@@ -74,7 +74,7 @@ def test_small_rows_are_right_on_average(conv1d: bool) -> None:
     assert (exact_w > 6 * deviation * in_blocks(x).norm(dim=0)).all()
 
 
-def test_off_nothing_is_drawn_and_in_eval_neither() -> None:
+def test_no_seed_is_drawn_when_off_or_in_eval_mode() -> None:
     for made in (layer(stochastic=False), layer().eval()):
         x = torch.rand(ROWS, COLUMNS)
         before = torch.get_rng_state()
@@ -95,7 +95,7 @@ def test_a_seed_repeats_it() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_draws_the_same(reentrant: bool) -> None:
-    """Also for what draws behind it: dropout must not notice."""
+    """Dropout after the layer gets the same random numbers."""
     made, drop, x = layer(), nn.Dropout(0.5), torch.rand(ROWS, COLUMNS)
 
     def both(x: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ def test_checkpointing_draws_the_same(reentrant: bool) -> None:
         assert torch.equal(got, expected)
 
 
-def test_compiles_whole_and_draws_anew(fresh_dynamo) -> None:
+def test_compiles_without_graph_breaks_and_draws_new_seeds(fresh_dynamo) -> None:
     made, x = layer(), torch.rand(ROWS, COLUMNS)
     compiled = torch.compile(made, fullgraph=True)
 
@@ -148,7 +148,7 @@ LATE = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_rounds_where_floats_enter(name: str) -> None:
-    """Behind the last block, and what attention gives to queries, keys and values; without the option nowhere."""
+    """After the last block, and at queries, keys and values; nowhere without the option."""
     options = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if name == "gpt2" else {}
     model = convert_to_int8_training(MODELS[name](**options), stochastic_gradients=True)
     first, second, again = (loss_gradients(model, name, seed) for seed in (1, 2, 1))
@@ -159,8 +159,8 @@ def test_a_model_rounds_where_floats_enter(name: str) -> None:
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_a_model_compiles_whole(fresh_dynamo) -> None:
-    """The seeds are others than in eager mode, where the draws are as many as the layers."""
+def test_a_model_compiles_without_graph_breaks(fresh_dynamo) -> None:
+    """Seeds differ from those of eager mode, which draws one per layer."""
     model = convert_to_int8_training(vit(), stochastic_gradients=True)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     first, second, again = (list(loss_gradients(compiled, "vit", seed).values()) for seed in (1, 2, 1))
@@ -168,8 +168,8 @@ def test_a_model_compiles_whole(fresh_dynamo) -> None:
     assert not all(map(torch.equal, first, second))
 
 
-def test_what_leaves_the_blocks_is_right_on_average() -> None:
-    """The gradient of the class token alone: the patches' rows are small beside it."""
+def test_gradients_after_the_last_block_are_right_on_average() -> None:
+    """The gradient of the class token only, next to which those of patches are small."""
     values = BlockTensor(torch.ones(ROWS, OUT, dtype=torch.int8), torch.ones(1, 2), 32, torch.float32)
     total = torch.zeros(ROWS, OUT, dtype=torch.float64)
     for seed in range(SEEDS):
@@ -185,6 +185,8 @@ def test_what_leaves_the_blocks_is_right_on_average() -> None:
     assert (inner.grad.dequantize()[1:] == 0).all()
 
 
-def test_other_modes_refuse() -> None:
-    with pytest.raises(UnsupportedError, match="stochastic_gradients=True with mode='per_token'; accepted: per_block"):
+def test_other_modes_are_refused() -> None:
+    with pytest.raises(
+        UnsupportedError, match="mode must be 'per_block' for stochastic_gradients=True, got 'per_token'"
+    ):
         convert_to_int8_training(vit(), mode="per_token", stochastic_gradients=True)

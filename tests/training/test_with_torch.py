@@ -1,4 +1,4 @@
-"""Converted models under torch.compile, checkpointing, accumulation, autocast, DDP and FSDP2."""
+"""compilation.py, and converted models under torch.compile, checkpointing, accumulation, autocast, DDP and FSDP2."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def distance(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
-    """Of all gradients as one vector, relative."""
+    """The relative error of all gradients as one vector."""
     difference = sum(float((first[name] - second[name]).square().sum()) for name in first)
     return (difference / sum(float(grad.square().sum()) for grad in second.values())) ** 0.5
 
 
 @each_case
 def test_compiled_without_graph_breaks(name: str, block_size: CanonicalSize, fresh_dynamo: None) -> None:
-    """Float sums in another order may move a value by a rounding step of INT8, a hundredth of the block's largest."""
+    """Another order of float sums may change a value by an INT8 step, 1 / 127 of the block's largest value."""
     model, x = convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name)
     loss = loss_of(model, x)
     loss.backward()
@@ -89,7 +89,7 @@ def test_inductor_knows_the_operators_of_pytorch_before_2_15(monkeypatch: pytest
 
 
 def checkpointed(name: str, model: nn.Module) -> None:
-    """Switch on the model's own checkpointing."""
+    """Enable the model's own checkpointing."""
     if name == "vit":
         model.set_grad_checkpointing()
     else:
@@ -122,7 +122,7 @@ def test_checkpointing_gives_the_same_gradients(name: str, block_size: Canonical
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoints_around_any_part(reentrant: bool) -> None:
-    """A block tensor goes in and comes out."""
+    """With BlockTensors as input and output."""
     model, x = convert_to_int8_training(MODELS["vit"]()).train(), inputs("vit")
     loss_of(model, x).backward()
     wanted = gradients(model)
@@ -135,7 +135,7 @@ def test_checkpoints_around_any_part(reentrant: bool) -> None:
 
 @each_case
 def test_accumulated_gradients_are_the_sum(name: str, block_size: CanonicalSize) -> None:
-    """Of micro-batches each quantized alone: bit for bit what adding their gradients gives."""
+    """The sum of the gradients of separately quantized micro-batches, bit for bit."""
     model = convert_to_int8_training(MODELS[name](), block_size).eval()
     parts = inputs(name, batch=4).split(2)
     separate = []
@@ -151,7 +151,7 @@ def test_accumulated_gradients_are_the_sum(name: str, block_size: CanonicalSize)
 
 @each_case
 def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
-    """Attention sees the dtypes that it does in the float model, the loss differs by BF16's rounding."""
+    """Attention gets the same dtypes as in the float model; the loss differs by BF16's rounding."""
     model, x = MODELS[name]().eval(), inputs(name)
     seen: list[torch.dtype] = []
     attention = torch.nn.functional.scaled_dot_product_attention
@@ -172,7 +172,7 @@ def test_autocast_everywhere_else(name: str, block_size: CanonicalSize) -> None:
     assert fallbacks == {}
 
 
-def test_an_optimizer_made_before_goes_on() -> None:
+def test_an_existing_optimizer_keeps_working() -> None:
     model, x = MODELS["gpt2"](), inputs("gpt2")
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     convert_to_int8_training(model)
@@ -227,7 +227,7 @@ distributed.destroy_process_group()
 
 
 def steps(model: nn.Module, x: Tensor) -> list[float]:
-    """Losses of a few steps."""
+    """The losses of a few steps."""
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     losses = []
     for _ in range(4):
@@ -241,15 +241,15 @@ def steps(model: nn.Module, x: Tensor) -> list[float]:
 
 @pytest.fixture
 def one_process() -> Iterator[None]:
-    """In which Dynamo may cut graphs, until a model is converted."""
+    """A process in which Dynamo may split graphs until a model is converted."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     with torch._dynamo.config.patch(optimize_ddp=True):
         yield
     distributed.destroy_process_group()
 
 
-def test_only_blocks_keep_dynamo_from_cutting_graphs() -> None:
-    """Other modes pass floats between linears."""
+def test_only_mode_per_block_disables_the_ddp_optimizer() -> None:
+    """The other modes pass floats between linears."""
     with torch._dynamo.config.patch(optimize_ddp=True):
         convert_to_int8_training(MODELS["vit"](), mode="per_token")
         assert torch._dynamo.config.optimize_ddp is True
@@ -296,7 +296,7 @@ def test_compiled_and_distributed(
     fresh_dynamo: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With many buckets: Dynamo would cut the graph where one is full, and hand on the insides of a BlockTensor."""
+    """With many buckets Dynamo would split the graph at full ones and pass on the insides of a BlockTensor."""
     monkeypatch.setattr(distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 2000)
     model, x = convert_to_int8_training(MODELS[name](), block_size).eval(), inputs(name)
     loss = loss_of(model, x)
@@ -312,7 +312,7 @@ def test_compiled_and_distributed(
 
 
 @pytest.mark.slow
-def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
     """Half the rows are other blocks: losses differ by what quantization does to a mean over 8 examples, about 1
     percent as the losses of INT8 and of float do. DDP and FSDP2 compute the same but for the order of sums."""
     script, output = tmp_path / "script.py", tmp_path / "losses.json"

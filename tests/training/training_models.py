@@ -1,4 +1,4 @@
-"""Tiny transformers of the kinds that convert_to_int8_training takes, and what they are fed."""
+"""Tiny transformers of the kinds that convert_to_int8_training supports, and their inputs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MODELS: dict[str, Callable[..., nn.Module]] = {"vit": vit, "gpt2": gpt2, "llama"
 
 
 def inputs(name: str, batch: int = 2) -> Tensor:
-    """Images or tokens."""
+    """Images or tokens for a model."""
     generator = torch.Generator().manual_seed(1)
     if name == "vit":
         return torch.randn(batch, 1, 16, 16, generator=generator)
@@ -52,7 +52,7 @@ def inputs(name: str, batch: int = 2) -> Tensor:
 
 
 def logits_of(model: nn.Module, x: Tensor) -> Tensor:
-    """The result as one tensor."""
+    """A model's result as one tensor."""
     out = model(x)
     return out if isinstance(out, Tensor) else out.logits
 

@@ -8,15 +8,15 @@ with f one of ``gelu, gelu_tanh, silu, relu``. Where Phi is the normal distribut
 
     gelu'(x) = Phi(x) + x phi(x)        silu'(x) = s + x s (1 - s), s = 1 / (1 + exp(-x))
 
-Layout: ``x (..., C)`` int8 in blocks of B x B, as in format.py. A value is read once and written
-once: 2 bytes for the forward pass, 3 for the backward pass. Reference: ``block_activation_ref``,
-``block_activation_backward_ref``.
+Layout: ``x (..., C)`` int8 in blocks of B x B, as in format.py. Memory traffic per value is 2 bytes in the forward
+pass and 3 in the backward pass. References: ``block_activation_ref``, ``block_activation_backward_ref``.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from math import e, log2, pi, sqrt
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
 from qframework.kernels.blocks.arithmetic import reciprocal, saturated_product, tanh
-from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, quantize_blocks_ref
+from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref
 from qframework.kernels.blocks.primitives import (
     load_blocks,
     quantize_scaled_tile,
@@ -35,10 +35,14 @@ from qframework.kernels.blocks.primitives import (
 from qframework.kernels.blocks.tiles import (
     FEW_VALUES,
     Blocks,
-    ask_for_tile,
     check_alike,
+    dequantized,
     empty_blocks,
     launch_by_tiles,
+    prefetch_tile,
+    rows_and_columns,
+    tensors_of,
+    tile_of,
     tile_origin,
 )
 from qframework.kernels.runtime.operator import declare
@@ -47,15 +51,15 @@ from qframework.kernels.runtime.triton import tl, triton
 
 KINDS = ("gelu", "gelu_tanh", "silu", "relu")
 
-# erf(x / sqrt(2)) is about tanh(a x + b x^3 + c x^5), to within 4e-5; beyond x^2 = 32 both are 1. A minimax fit.
+# A minimax fit: erf(x / sqrt(2)) is tanh(a x + b x^3 + c x^5) to within 4e-5. Beyond x^2 = 32 both are 1.
 _A, _B, _C = 0.797717507, 0.0367987671, -0.000315922155
-# Kernels have it of x / sqrt(32), whose square saturates at 1.
+# Kernels evaluate it for x / sqrt(32), whose square saturates at 1.
 _ROOT = 32**0.5
 _INVERSE_ROOT, _HALF_ROOT = tl.constexpr(1 / _ROOT), tl.constexpr(_ROOT / 2)
 _ROOT_A, _ROOT_B, _ROOT_C = (tl.constexpr(each) for each in (_A * _ROOT, _B * _ROOT**3, _C * _ROOT**5))
 _FALL = tl.constexpr(-16 * log2(e))  # exp(-x^2 / 2) as a power of two
-_DENSITY = tl.constexpr(log2(2 * _ROOT / sqrt(2 * pi)))  # 2 x phi(x) at its middle, a factor x / sqrt(32) apart
-_TANH_A, _TANH_B = tl.constexpr(0.79788456080286536), tl.constexpr(0.035677408136300125)  # those of gelu_tanh
+_DENSITY = tl.constexpr(log2(2 * _ROOT / sqrt(2 * pi)))  # of 2 x phi(x), without its factors x / sqrt(32) and exp()
+_TANH_A, _TANH_B = tl.constexpr(0.79788456080286536), tl.constexpr(0.035677408136300125)  # coefficients of gelu_tanh
 
 
 class BlockActivationArguments(NamedTuple):
@@ -67,13 +71,12 @@ class BlockActivationArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """y in blocks before it is computed."""
+        """Allocate y in blocks."""
         return empty_blocks(self.x, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
-        check_kind("block_activation", self.kind)
-        check_alike("block_activation", self.block_size, x=(self.x, self.x_scale))
+        """Raise QFrameworkError for an unknown kind and for invalid operands."""
+        check_activation("block_activation", self)
 
 
 class BlockActivationBackwardArguments(NamedTuple):
@@ -87,20 +90,24 @@ class BlockActivationBackwardArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """dx in blocks before it is computed."""
+        """Allocate dx in blocks."""
         return empty_blocks(self.x, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
-        operands = {"dy": (self.dy, self.dy_scale), "x": (self.x, self.x_scale)}
-        check_kind("block_activation_backward", self.kind)
-        check_alike("block_activation_backward", self.block_size, **operands)
+        """Raise QFrameworkError for an unknown kind and for invalid operands."""
+        check_activation("block_activation_backward", self)
+
+
+def check_activation(operator: str, arguments: Any) -> None:
+    """Check the kind and the operands of an activation or of its gradient."""
+    check_kind(operator, arguments.kind)
+    check_alike(operator, arguments)
 
 
 def check_kind(operator: str, kind: str) -> None:
     """Raise UnsupportedError unless ``kind`` is one of KINDS."""
     if kind not in KINDS:
-        raise UnsupportedError(f"{operator}: kind={kind!r} is unknown; accepted: {', '.join(KINDS)}")
+        raise UnsupportedError(f"{operator}: kind must be one of {', '.join(map(repr, KINDS))}, got {kind!r}")
 
 
 def activation_ref(x: Tensor, kind: str) -> Tensor:
@@ -121,24 +128,23 @@ def activation_backward_ref(dy: Tensor, x: Tensor, kind: str) -> Tensor:
 
 def block_activation_ref(args: BlockActivationArguments) -> Blocks:
     """Reference of ``qframework::block_activation``."""
-    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    (x,) = dequantized(args)
     return quantize_blocks_ref(activation_ref(x, args.kind), args.block_size)
 
 
 def block_activation_backward_ref(args: BlockActivationBackwardArguments) -> Blocks:
     """Reference of ``qframework::block_activation_backward``."""
-    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size)
-    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
+    dy, x = dequantized(args)
     return quantize_blocks_ref(activation_backward_ref(dy, x, args.kind), args.block_size)
 
 
 @triton.jit
 def activation(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """f(q * scale) of whole steps ``q`` (M, N) fp32 as ``(value, factor of each block)``, their product.
+    """Compute f(q * scale) for whole steps ``q`` (M, N) fp32 as a pair ``(value, factor per block)`` to be multiplied.
 
-    With h = x / 2, gelu and silu are ``h + h tanh(u)``, u odd in x: a multiple of x and its tanh suffice, and the rest
-    is the factor. What ``tanh`` is off by comes to at most 2^-12 |x|, 3 percent of a step where a block's largest
-    value is positive.
+    With h = x / 2, gelu and silu are ``h + h tanh(u)`` for a u that is odd in x. The value is computed from a multiple
+    of x; the remaining constant is the factor. The error of ``tanh`` amounts to at most 2^-12 |x|, which is 3 percent
+    of a step where a block's largest value is positive.
     """
     if KIND == "relu":
         value = tl.maximum(q, 0.0)
@@ -155,17 +161,17 @@ def activation(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _of_erf(x, square):
-    """``u`` of gelu, ``tanh(u) = 2 Phi - 1``, from x / sqrt(32) and its square, at most 1."""
+    """``u`` of gelu, with ``tanh(u) = 2 Phi - 1``, from x / sqrt(32) and its square, which is at most 1."""
     return x * (_ROOT_A + square * (_ROOT_B + square * _ROOT_C))
 
 
 @triton.jit
 def _of_sigmoid(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """``u`` of silu and of gelu_tanh, ``tanh(u) = 2 s - 1``, with powers of the scale in numbers of the block."""
+    """``u`` of silu and of gelu_tanh, with ``tanh(u) = 2 s - 1``; powers of the scale are computed once per block."""
     if KIND == "silu":
         u = times_blocks(q, 0.5 * scale, BLOCK)
     else:
-        scale = tl.minimum(scale, 64.0)  # one step is then as far from zero as infinity is, and powers are finite
+        scale = tl.minimum(scale, 64.0)  # tanh saturates at one step of 64 already, and powers of 64 are finite
         a, b = spread_blocks(scale * _TANH_A, BLOCK), spread_blocks(scale * _TANH_B * scale * scale, BLOCK)
         u = q * (a + q * q * b)
     return u
@@ -173,12 +179,12 @@ def _of_sigmoid(q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def gradient(g, q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """``g f'(q * scale)`` of whole steps ``q`` (M, N) fp32 as ``(value, factor of each block)``, their product.
+    """``g f'(q * scale)`` for whole steps ``q`` (M, N) fp32 as a pair ``(value, factor per block)`` to be multiplied.
 
-    gelu: ``2 (Phi + x phi) = 1 + tanh(u) + 2 x phi``, off by what ``tanh`` is, 2^-12 of g: 3 percent of a step. That
-    of tanh's own derivative would be off by x times as much, so the others are made of exponentials.
+    gelu uses ``2 (Phi + x phi) = 1 + tanh(u) + 2 x phi``, whose error is that of ``tanh``: 2^-12 of g, 3 percent of a
+    step. A derivative of tanh would have x times that error, so the other kinds use exponentials.
     """
-    factor = 1.0 + (scale - scale)  # NaN where no scale is finite
+    factor = 1.0 + (scale - scale)  # NaN where the scale is not finite
     if KIND == "relu":
         value = tl.where(q <= 0.0, 0.0, g)
     elif KIND == "gelu":
@@ -194,7 +200,7 @@ def gradient(g, q, scale, KIND: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sigmoid_slope(x, KIND: tl.constexpr):
-    """f'(x) of ``f = x s``, s = sigmoid(v), to within 1e-6: ``s + s (1 - s) x v'``."""
+    """f'(x) for ``f = x s`` with s = sigmoid(v): ``s + s (1 - s) x v'``, to within 1e-6."""
     if KIND == "silu":
         v = x
         rise = x
@@ -226,7 +232,7 @@ def _block_activation_kernel(
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     q, scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    ask_for_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = activation(q, scale, KIND, BLOCK)
     y, y_scale = quantize_scaled_tile(value, factor, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
@@ -253,25 +259,23 @@ def _block_activation_backward_kernel(
     """dx = dy * f'(x). A program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
-    # In this order: eight bytes of registers fewer.
+    # Loading x first saves two registers.
     x, x_scale = load_blocks(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    ask_for_tile(dy_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
-    ask_for_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(dy_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = gradient(dy, x, x_scale, KIND, BLOCK)
     dx, dx_scale = quantize_scaled_tile(value, factor * dy_scale, BLOCK)
     store_tile(dx_ptr, dx_scale_ptr, dx, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def block_activation_triton(args: BlockActivationArguments) -> Blocks:
-    """``block_activation`` on a GPU."""
-    result: Blocks = launch_by_tiles(_block_activation_kernel, args, FEW_VALUES)
-    return result
-
-
-def block_activation_backward_triton(args: BlockActivationBackwardArguments) -> Blocks:
-    """``block_activation_backward`` on a GPU."""
-    result: Blocks = launch_by_tiles(_block_activation_backward_kernel, args, FEW_VALUES)
+def activation_triton(kernel: Any, args: Any, values: int = FEW_VALUES) -> Any:
+    """An activation, or the gradient of one, on a GPU: its result in blocks. ``values``: per thread."""
+    result = args.empty_result()
+    operands = tensors_of(args)
+    sizes = rows_and_columns(operands[0])
+    if operands[0].numel() > 0:
+        launch_by_tiles(kernel, operands, result, tile_of(*sizes, args.block_size, values), KIND=args.kind)
     return result
 
 
@@ -279,7 +283,7 @@ BLOCK_ACTIVATION = declare(
     "block_activation(Tensor x, Tensor x_scale, str kind, int[2] block_size) -> (Tensor, Tensor)",
     BlockActivationArguments,
     cpu=block_activation_ref,
-    cuda=block_activation_triton,
+    cuda=partial(activation_triton, _block_activation_kernel),
     fake=BlockActivationArguments.empty_result,
 )
 BLOCK_ACTIVATION_BACKWARD = declare(
@@ -287,7 +291,7 @@ BLOCK_ACTIVATION_BACKWARD = declare(
     " -> (Tensor, Tensor)",
     BlockActivationBackwardArguments,
     cpu=block_activation_backward_ref,
-    cuda=block_activation_backward_triton,
+    cuda=partial(activation_triton, _block_activation_backward_kernel),
     fake=BlockActivationBackwardArguments.empty_result,
 )
 
@@ -302,11 +306,11 @@ def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSiz
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
-        The same format: int8 like ``x``, contiguous, and its scale. Off by half a step of its block and, on a GPU,
-        2^-12 of ``x``: 3 percent of a step at most where no value of ``x`` is larger than those of the result.
+        ``y`` int8 like ``x``, contiguous, and its scale like ``x_scale``. The error is at most half a step of its block
+        and, on a GPU, another 2^-12 of ``x``: 3 percent of a step where no value of ``x`` exceeds the results.
 
     Raises:
-        UnsupportedError: kind, block size, dtype, or a GPU below sm_80.
+        UnsupportedError: an unknown kind or block size, a dtype, or a GPU below sm_80.
         QFrameworkError: a scale of another shape or on another device.
     """
     return torch.ops.qframework.block_activation(x, x_scale, kind, block_size)
@@ -315,5 +319,5 @@ def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSiz
 def block_activation_backward(
     dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = 32
 ) -> Blocks:
-    """``dy * f'(x)`` from blocks to blocks; ``dy`` and its scale like ``x`` and its own. See ``block_activation``."""
+    """``dy * f'(x)`` from blocks to blocks. ``dy`` has the shape and format of ``x``, see ``block_activation``."""
     return torch.ops.qframework.block_activation_backward(dy, dy_scale, x, x_scale, kind, block_size)

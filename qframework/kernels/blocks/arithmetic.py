@@ -1,6 +1,6 @@
 """PTX instructions for block kernels that the compiler does not generate by itself.
 
-Triton functions of values and of scales, in PTX; in the interpreter what that stands for.
+Triton functions in PTX, with an equivalent in Triton for the interpreter.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SUMS_OF_FOUR = tl.constexpr(
     "{ dp4a.s32.s32 $0, $8, 0x01010101, 0; dp4a.s32.s32 $4, $8, $8, 0;"
     " mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; mov.b32 $5, 0; mov.b32 $6, 0; mov.b32 $7, 0; }"
 )
-# A difference's top bit says whether the 15 bits below were at least the threshold; PRMT makes a byte of ones of it.
+# The top bit of a difference says whether the 15 bits below were at least the threshold; PRMT spreads it over a byte.
 _KEPT_OF_FOUR = tl.constexpr(
     "{ .reg .b32 first, second; or.b32 first, $2, 0x80008000; or.b32 second, $3, 0x80008000;"
     " sub.u32 first, first, $4; sub.u32 second, second, $4;"
@@ -27,10 +27,10 @@ _KEPT_OF_FOUR = tl.constexpr(
 
 @triton.jit
 def int8_to_float(q):
-    """int8 to fp32, exactly, on the units that multiply and add: those that convert take four times as long.
+    """int8 to fp32, exactly, on the FMA units: conversion instructions take four times as long.
 
-    A byte becomes the lowest of a float's mantissa, and an addition takes the rest away. PTX inserts it in one
-    instruction, which no compiler finds by itself.
+    PRMT inserts a byte as the lowest one of a float's mantissa in one instruction, which compilers do not generate, and
+    a subtraction removes the offset.
     """
     if _INTERPRETED:
         value = q.to(tl.float32)
@@ -44,10 +44,10 @@ def int8_to_float(q):
 
 @triton.jit
 def sums_of_four(q, FOURS: tl.constexpr):
-    """Two int32 tiles like an int8 tile, whose sums along the rows are those of its values and of their squares.
+    """Two int32 tiles shaped as an int8 tile, whose row sums are those of its values and of their squares.
 
-    FOURS: whether the values of a thread are neighbours in a row, four at least. An instruction then adds
-    four of them into the first, the others are constant zeros; of other layouts it would add up different rows.
+    FOURS: whether a thread holds at least four neighbours of a row. One instruction then adds four values into the
+    first one's place and leaves zeros for the others. In other layouts it would add values of different rows.
     """
     if _INTERPRETED or not FOURS:
         value = q.to(tl.int32)
@@ -66,9 +66,9 @@ def sums_of_four(q, FOURS: tl.constexpr):
 
 @triton.jit
 def kept_steps(q, bits, threshold):
-    """An int8 tile where the low 15 bits of ``bits``, uint16 like it, are at least ``threshold``, and 0 elsewhere.
+    """An int8 tile where the low 15 bits of ``bits``, uint16 of its shape, are at least ``threshold``; 0 elsewhere.
 
-    ``threshold`` is a scalar, 0 to 2**15. Six instructions for four values, none of which becomes a number.
+    ``threshold`` is a scalar from 0 to 2**15. Takes six instructions for four values, without unpacking them.
     """
     if _INTERPRETED:
         kept = tl.where((bits & 0x7FFF).to(tl.int32) >= threshold, q, 0)
@@ -82,7 +82,7 @@ def kept_steps(q, bits, threshold):
 
 @triton.jit
 def prefetch(pointers):
-    """Ask L2 for the 32 bytes around each of them."""
+    """Prefetch the 32 bytes around each pointer into L2."""
     if _INTERPRETED:
         pass
     else:
@@ -93,7 +93,7 @@ def prefetch(pointers):
 
 @triton.jit
 def reciprocal(x):
-    """``1 / x`` to within 2^-22 of itself, neither extreme: one instruction, as division is not."""
+    """``1 / x`` with a relative error of 2^-22, in one instruction, for an x that is neither tiny nor huge."""
     if _INTERPRETED:
         r = 1.0 / x
     else:
@@ -103,7 +103,7 @@ def reciprocal(x):
 
 @triton.jit
 def saturated_product(x, y):
-    """``x * y`` between 0 and 1, NaN as 0: one instruction."""
+    """``x * y`` clamped to [0, 1], with NaN as 0, in one instruction."""
     if _INTERPRETED:
         z = tl.minimum(tl.maximum(x * y, 0.0), 1.0)
     else:
@@ -115,7 +115,7 @@ def saturated_product(x, y):
 
 @triton.jit
 def tanh(x):
-    """One instruction, off by at most 2^-11 of itself."""
+    """tanh in one instruction, with a relative error of at most 2^-11."""
     if _INTERPRETED:
         t = 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
     else:
@@ -125,11 +125,11 @@ def tanh(x):
 
 @triton.jit
 def over_127(x):
-    """``x / 127`` as a division rounds it, bit for bit where x is normal; infinity becomes NaN.
+    """``x / 127``, bit for bit as a division rounds it where x is normal; infinity becomes NaN.
 
-    A product and what it leaves over, both fused; a division takes three times as many instructions, and a branch.
+    A product and a fused correction: a division takes three times as many instructions and a branch.
     """
-    if _INTERPRETED:  # which fuses nothing
+    if _INTERPRETED:  # the interpreter has no fused operations
         y = tl.math.div_rn(x, 127.0)
     else:
         y = x * (1.0 / 127.0)
@@ -139,7 +139,7 @@ def over_127(x):
 
 @triton.jit
 def inverse(scale):
-    """``1 / scale``, to half a unit of its last place and hardly more, as a division is; infinity becomes NaN."""
+    """``1 / scale`` to little more than half a unit in the last place; infinity becomes NaN."""
     if _INTERPRETED:
         y = tl.math.div_rn(1.0, scale)
     else:

@@ -4,11 +4,11 @@ Formula (Jetfire, appendix A), in float32 between the formats::
 
     y = Q(m x / (1 - p))        dx = Q(m dy / (1 - p)), the same operator with the same seed
 
-The mask m depends on the seed, the row and the column, and on nothing else: not on the block size, the tile or the
-device; CPU and GPU make the same one bit for bit. Eight columns share one call of Philox4x32-7, counter ``(column //
-8, row, 0, 0)`` and key ``seed``: 16 bits of its 128 for each, the low half of a word first. A value is dropped where
-the low 15 of them are below ``round(32768 p)``: p is met to within 2^-16, and the factor is that of the p which is met,
-so that the mean stays exact. Layout: blocks as in qframework/kernels/blocks/format.py; 2 bytes of traffic a value.
+The mask m depends only on the seed, the row and the column, not on the block size, the tile or the device: CPU and GPU
+compute the same mask bit for bit. Eight columns share one call of Philox4x32-7 with key ``seed`` and counter
+``(column // 8, row, 0, 0)``; each gets 16 of its 128 bits, the low half of a word first. A value is dropped where the
+low 15 of these bits are below ``round(32768 p)``. The effective p differs from p by at most 2^-16; the factor is that
+of the effective p, so the mean stays exact. Layout: blocks as in format.py. Memory traffic per value is 2 bytes.
 Reference: ``block_dropout_ref``.
 """
 
@@ -25,7 +25,6 @@ from qframework.kernels.blocks.format import (
     PHILOX_ROUNDS,
     BlockSize,
     block_shape,
-    dequantize_blocks_ref,
     quantize_blocks_ref,
     row_count,
 )
@@ -36,19 +35,20 @@ from qframework.kernels.blocks.tiles import (
     Blocks,
     check_alike,
     check_seed,
-    contiguous,
+    dequantized,
     empty_blocks,
+    launch_by_tiles,
     rows_and_columns,
+    tensors_of,
     tile_of,
     tile_origin,
-    tiles_of,
 )
-from qframework.kernels.runtime.launch import cdiv, launch
+from qframework.kernels.runtime.launch import cdiv
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
-_LEVELS = 32768  # of 15 random bits
+_LEVELS = 32768  # values of 15 random bits
 _SHARED = 8  # columns that share a call of Philox
 _WORD = 0xFFFFFFFF
 
@@ -63,15 +63,15 @@ class BlockDropoutArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """y in blocks before it is computed."""
+        """Allocate y in blocks."""
         return empty_blocks(self.x, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit, a seed that is not one int64, and p outside [0, 1]."""
-        check_alike("block_dropout", self.block_size, x=(self.x, self.x_scale))
+        """Raise QFrameworkError for invalid operands, a seed that is not one int64, and p outside [0, 1]."""
+        check_alike("block_dropout", self)
         check_seed("block_dropout", self.seed, self.x)
         if not 0.0 <= self.p <= 1.0:
-            raise QFrameworkError(f"block_dropout: p is {self.p}; accepted: 0 to 1")
+            raise QFrameworkError(f"block_dropout: p must be between 0 and 1, got {self.p}")
 
 
 def threshold_of(p: float) -> int:
@@ -80,16 +80,16 @@ def threshold_of(p: float) -> int:
 
 
 def factor_of(p: float) -> float:
-    """What values that stay are multiplied with: 1 / (1 - p) for the p that 15 bits can meet; 0 where none stays."""
+    """The factor of values that are kept: 1 / (1 - p) for the effective p; 0 if all are dropped."""
     kept = _LEVELS - threshold_of(p)
     return _LEVELS / kept if kept else 0.0
 
 
 def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Philox4x32-7 of counters ``(c0, c1, 0, 0)``, whole int64 below 2^32, which broadcast: four words like that.
+    """Four words of Philox4x32-7 for counters ``(c0, c1, 0, 0)``, int64 tensors below 2^32 that broadcast.
 
-    Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). Products of 64 bits may wrap: as bits they are
-    right, and only bits are read.
+    Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). The 64-bit products may overflow, which leaves
+    their bits correct; only the bits are used.
     """
     key0, key1 = int(seed) & _WORD, (int(seed) >> 32) & _WORD
     c0, c1 = torch.broadcast_tensors(c0, c1)
@@ -103,7 +103,7 @@ def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:
-    """Which values of a tensor of ``shape`` stay: bool of that shape, on the seed's device."""
+    """Which values of a tensor of ``shape`` are kept: bool of that shape, on the seed's device."""
     rows, columns = row_count(shape), shape[-1]
     groups = torch.arange(cdiv(columns, _SHARED), device=seed.device)
     words = philox_ref(seed, groups[None, :], torch.arange(rows, device=seed.device)[:, None])
@@ -114,8 +114,8 @@ def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -
 def block_dropout_ref(args: BlockDropoutArguments) -> Blocks:
     """Reference of ``qframework::block_dropout``."""
     kept = keep_mask_ref(args.seed, args.x.shape, args.p)
-    value = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
-    # What is not finite shows, dropped or not.
+    (value,) = dequantized(args)
+    # NaN and infinity stay visible even where they are dropped.
     return quantize_blocks_ref(torch.where(kept, value * factor_of(args.p), value * 0.0), args.block_size)
 
 
@@ -147,7 +147,7 @@ def _block_dropout_kernel(
 
 
 def values_in_a_thread(block_size: BlockSize) -> int:
-    """As many as let two programs of a block of 128 x 128 run at a time."""
+    """Few for blocks of 128 rows, so that a multiprocessor runs two programs at a time."""
     return FEW_VALUES if block_shape(block_size)[0] == 128 else VALUES_PER_THREAD
 
 
@@ -156,11 +156,9 @@ def block_dropout_triton(args: BlockDropoutArguments) -> Blocks:
     sizes = rows_and_columns(args.x)
     result = args.empty_result()
     if args.x.numel() > 0:
-        args = contiguous(args)
         tile = tile_of(*sizes, args.block_size, values_in_a_thread(args.block_size))
-        launch(_block_dropout_kernel, tiles_of(args.x, tile))(
-            args.x, args.x_scale, args.seed, *result, *sizes, threshold_of(args.p), factor_of(args.p), **tile
-        )
+        numbers = threshold_of(args.p), factor_of(args.p)
+        launch_by_tiles(_block_dropout_kernel, tensors_of(args), result, tile, *numbers, prefetches=False)
     return result
 
 
@@ -174,21 +172,21 @@ BLOCK_DROPOUT = declare(
 
 
 def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize = 32) -> Blocks:
-    """``m x / (1 - p)`` from blocks to blocks, with m from the seed; its gradient is itself with the same seed.
+    """``m x / (1 - p)`` from blocks to blocks, with the mask m from the seed. Its gradient is the same operator.
 
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        p: how likely a value is dropped, in [0, 1]; met to within 2^-16.
-        seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another one.
+        p: the probability of dropping a value, in [0, 1]; the effective one differs by at most 2^-16.
+        seed: one int64 on ``x``'s device; a tensor, so that a captured graph can run again with another seed.
         block_size: 32, 64, 128, (32, 128) or (1, 128); the mask does not depend on it.
 
     Returns:
-        The same format: int8 like ``x``, contiguous, and its scale; off by half a step of its block. A block whose
-        scale is not finite keeps one that is not, whatever is dropped.
+        ``y`` int8 like ``x``, contiguous, and its scale like ``x_scale``, with an error of at most half a step of its
+        block. The scale of a block stays NaN or infinite even if all of its values are dropped.
 
     Raises:
-        UnsupportedError: block size, dtype, or a GPU below sm_80.
-        QFrameworkError: p outside [0, 1], a seed of more than one value or on another device, a scale of another shape.
+        UnsupportedError: a block size, a dtype, or a GPU below sm_80.
+        QFrameworkError: p outside [0, 1]; a seed of more than one value or on another device; a scale of another shape.
     """
     return torch.ops.qframework.block_dropout(x, x_scale, p, seed, block_size)

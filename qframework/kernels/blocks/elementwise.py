@@ -4,18 +4,18 @@ Formula (Jetfire, algorithm 2 and appendix A), in float32 between the formats::
 
     add: z = Q(x + y)        mul: z = Q(x * y)        statistics = mean and variance of the rows of dequantized z
 
-The statistics are those of what is stored, after rounding: a LayerNorm reads exactly that. Layout: blocks as in
-qframework/kernels/blocks/format.py; 3 bytes of traffic a value. Reference: ``block_add_ref``, ``block_mul_ref``.
+The statistics are computed after rounding, from the values that a LayerNorm will read. Layout: blocks as in
+format.py. Memory traffic per value is 3 bytes. References: ``block_add_ref``, ``block_mul_ref``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, quantize_blocks_ref, row_count
+from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref, row_count
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.statistics import (
     empty_partial,
@@ -28,17 +28,16 @@ from qframework.kernels.blocks.statistics import (
 from qframework.kernels.blocks.tiles import (
     FEW_VALUES,
     Blocks,
-    ask_for_tile,
     check_alike,
-    contiguous,
+    dequantized,
     empty_blocks,
-    rows_ahead,
+    launch_by_tiles,
+    prefetch_tile,
     rows_and_columns,
+    tensors_of,
     tile_of,
     tile_origin,
-    tiles_of,
 )
-from qframework.kernels.runtime.launch import launch
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
@@ -57,13 +56,13 @@ class BlockAddArguments(NamedTuple):
     statistics: bool = False
 
     def empty_result(self) -> BlocksAndStatistics:
-        """z in blocks and the statistics of its rows before they are computed."""
+        """Allocate z in blocks and the statistics of its rows."""
         rows = row_count(self.x.shape) if self.statistics else 0
         return *empty_blocks(self.x, self.block_size), self.x.new_empty((rows, 2), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
-        check_alike("block_add", self.block_size, x=(self.x, self.x_scale), y=(self.y, self.y_scale))
+        """Raise QFrameworkError for invalid operands."""
+        check_alike("block_add", self)
 
 
 class BlockMulArguments(NamedTuple):
@@ -76,17 +75,17 @@ class BlockMulArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """z in blocks before it is computed."""
+        """Allocate z in blocks."""
         return empty_blocks(self.x, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
-        check_alike("block_mul", self.block_size, x=(self.x, self.x_scale), y=(self.y, self.y_scale))
+        """Raise QFrameworkError for invalid operands."""
+        check_alike("block_mul", self)
 
 
 def block_add_ref(args: BlockAddArguments) -> BlocksAndStatistics:
     """Reference of ``qframework::block_add``."""
-    x, y = _dequantized(args)
+    x, y = dequantized(args)
     z, z_scale = quantize_blocks_ref(x + y, args.block_size)
     if not args.statistics or z.numel() == 0:
         return z, z_scale, args.empty_result()[2]
@@ -95,13 +94,8 @@ def block_add_ref(args: BlockAddArguments) -> BlocksAndStatistics:
 
 def block_mul_ref(args: BlockMulArguments) -> Blocks:
     """Reference of ``qframework::block_mul``."""
-    x, y = _dequantized(args)
+    x, y = dequantized(args)
     return quantize_blocks_ref(x * y, args.block_size)
-
-
-def _dequantized(args: BlockAddArguments | BlockMulArguments) -> tuple[Tensor, Tensor]:
-    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size)
-    return x, dequantize_blocks_ref(args.y, args.y_scale, args.block_size)
 
 
 @triton.jit
@@ -125,13 +119,13 @@ def _block_elementwise_kernel(
     EVEN: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """z = x + y or x * y. A program computes one tile, and where STATISTICS those of its rows."""
+    """z = x + y or x * y. A program computes one tile and, if STATISTICS, the statistics of its rows."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     x = load_tile(x_ptr, x_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     y = load_tile(y_ptr, y_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    ask_for_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
-    ask_for_tile(y_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(x_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(y_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     z, z_scale = quantize_tile(x * y if PRODUCT else x + y, BLOCK)
     store_tile(z_ptr, z_scale_ptr, z, z_scale, row, column, R, C, BLOCK, EVEN)
     if STATISTICS:
@@ -142,43 +136,36 @@ def _block_elementwise_kernel(
 def block_add_triton(args: BlockAddArguments) -> BlocksAndStatistics:
     """``block_add`` on a GPU."""
     z, z_scale, statistics = args.empty_result()
-    if z.numel() > 0:
-        tile = tile_of(*rows_and_columns(z), args.block_size, FEW_VALUES)
-        partial = empty_partial(z, tile) if args.statistics else None
-        _launch(args, (z, z_scale), tile, partial, PRODUCT=False)
-        if partial is not None:
-            merge_statistics(partial, statistics, z.shape[-1], tile)
+    _launch(args, (z, z_scale), statistics if args.statistics else None, PRODUCT=False)
     return z, z_scale, statistics
 
 
 def block_mul_triton(args: BlockMulArguments) -> Blocks:
     """``block_mul`` on a GPU."""
     result = args.empty_result()
-    if args.x.numel() > 0:
-        tile = tile_of(*rows_and_columns(args.x), args.block_size, FEW_VALUES)
-        _launch(args, result, tile, None, PRODUCT=True)
+    _launch(args, result, None, PRODUCT=True)
     return result
 
 
 def _launch(
-    args: BlockAddArguments | BlockMulArguments,
-    result: Blocks,
-    tile: dict[str, Any],
-    partial: Tensor | None,
-    PRODUCT: bool,
+    args: BlockAddArguments | BlockMulArguments, result: Blocks, statistics: Tensor | None, PRODUCT: bool
 ) -> None:
-    args = contiguous(args)
-    launch(_block_elementwise_kernel, tiles_of(args.x, tile))(
-        *(args.x, args.x_scale, args.y, args.y_scale),
-        *result,
-        result[1] if partial is None else partial,
-        *rows_and_columns(args.x),
-        rows_ahead(args.x, tile),
-        PRODUCT=PRODUCT,
-        STATISTICS=partial is not None,
-        FOURS=partial is not None and in_fours(args.x, args.y),
-        **tile,
+    if args.x.numel() == 0:
+        return
+    tile = tile_of(*rows_and_columns(args.x), args.block_size, FEW_VALUES)
+    partial = None if statistics is None else empty_partial(args.x, tile)
+    operands = tensors_of(args)
+    flags = {
+        "PRODUCT": PRODUCT,
+        "STATISTICS": partial is not None,
+        "FOURS": partial is not None and in_fours(*operands[::2]),
+    }
+    unread = result[1]  # any tensor serves as a pointer that the kernel does not use
+    launch_by_tiles(
+        _block_elementwise_kernel, operands, (*result, unread if partial is None else partial), tile, **flags
     )
+    if statistics is not None and partial is not None:
+        merge_statistics(partial, statistics, args.x.shape[-1], tile)
 
 
 BLOCK_ADD = declare(
@@ -206,22 +193,22 @@ def block_add(
     Args:
         x: ``(..., C)`` int8.
         x_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        y: like ``x``, of the same shape: nothing broadcasts.
+        y: like ``x``, of the same shape; operands do not broadcast.
         y_scale: like ``x_scale``.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
-        statistics: whether to make them.
+        statistics: whether to compute the statistics.
 
     Returns:
-        ``z`` and its scale, in the same format, off by half a step of their block; and ``(R, 2)`` fp32, mean and
-        biased variance of each row of the dequantized ``z``, or ``(0, 2)`` where they are not wanted.
+        ``z`` and its scale in the same format, with an error of at most half a step of its block; and ``(R, 2)`` fp32,
+        mean and biased variance of each row of the dequantized ``z``, or ``(0, 2)`` without ``statistics``.
 
     Raises:
-        UnsupportedError: block size, dtype, or a GPU below sm_80.
-        QFrameworkError: shapes or devices that differ, a scale of another shape.
+        UnsupportedError: a block size, a dtype, or a GPU below sm_80.
+        QFrameworkError: shapes or devices that differ, or a scale of another shape.
     """
     return torch.ops.qframework.block_add(x, x_scale, y, y_scale, block_size, statistics)
 
 
 def block_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = 32) -> Blocks:
-    """``x * y`` in blocks; arguments, result and errors as of ``block_add``. Its gradients are products again."""
+    """``x * y`` in blocks. Arguments, result and errors are those of ``block_add``."""
     return torch.ops.qframework.block_mul(x, x_scale, y, y_scale, block_size)

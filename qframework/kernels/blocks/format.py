@@ -1,21 +1,21 @@
 """The block format of INT8 training: definition in plain torch, and checks.
 
-A float tensor ``x (..., C)`` is seen as R = prod(leading) rows of C columns, cut into blocks of B x B values with one
-scale each (Jetfire, eq. 1), or of rows x columns. ``block_size`` is B or such a pair; where a formula says B, here and
-in other files, it means a block's rows along R and its columns along C. Within a block the numerics are those of
-qframework/numerics.py::
+A float tensor ``x (..., C)`` is treated as R = prod(leading) rows of C columns and divided into blocks of B x B values,
+or of (rows, columns), with one scale each (Jetfire, eq. 1). ``block_size`` is B or that pair. Where a formula says B,
+here and in other files, it means a block's rows along R and its columns along C. Within a block the numerics are those
+of qframework/numerics.py::
 
     q      int8, like x, contiguous
     scale  fp32, (ceil(R / B), ceil(C / B)):  scale[i, j] = max|block i, j| / 127        (at least MIN_SCALE)
     x      is about  q * scale of its block
 
-A product sums up whole blocks in INT8, so the longer their rows, the faster; the fewer rows they have, the fewer tokens
-share a scale, and one with outliers spoils no other. Blocks of (1, 128) are both. Transposed, they are quantized anew,
-see ``operand_size``; square blocks keep their values, as in the paper.
+A matrix product sums over a block's columns in INT8, so wide blocks are fast. With few rows in a block, few tokens
+share a scale, so a token with outliers costs few others accuracy. Blocks of (1, 128) have both advantages, but their
+transpose must be quantized again, see ``operand_size``; square blocks keep their values, as in the paper.
 
-Blocks at the ends may be cut off; what is missing counts as zeros and is never stored. NaN and infinity pass through:
-their block gets a NaN or infinite scale. Stochastic rounding adds uniform noise of one step and rounds down, so that
-the mean of many roundings is x; for the same seed it gives the same result on the same device.
+Blocks at the edges may be incomplete: missing values count as zeros and are never stored. A block with NaN or infinity
+gets a NaN or infinite scale. Stochastic rounding adds uniform noise of one step and rounds down, so that the mean of
+many roundings is x; the same seed gives the same result on the same device.
 
 Triton functions on such tiles are in primitives.py.
 """
@@ -36,16 +36,19 @@ from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.launch import cdiv
 
 BlockSize = int | Sequence[int]  # B, or rows and columns
-CanonicalSize = int | tuple[int, int]  # of canonical_size: equal where blocks are
+CanonicalSize = int | tuple[int, int]  # what canonical_size returns
 BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
-PHILOX_ROUNDS = 7  # the fewest that pass every test of Salmon et al. (2011); more cost more than the traffic of INT8
+PHILOX_ROUNDS = (
+    7  # the fewest that pass all tests of Salmon et al. (2011); more would take longer than the INT8 traffic
+)
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:
-    """``canonical_size`` of it. Raises UnsupportedError unless it is one of BLOCK_SIZES."""
+    """Return ``canonical_size`` of a block size. Raises UnsupportedError unless it is one of BLOCK_SIZES."""
     if (size := canonical_size(block_size)) not in BLOCK_SIZES:
-        accepted = ", ".join(map(str, BLOCK_SIZES))
-        raise UnsupportedError(f"{operator}: block_size={size!r} is unsupported; accepted: {accepted}")
+        raise UnsupportedError(
+            f"{operator}: block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size!r}"
+        )
     return size
 
 
@@ -58,28 +61,28 @@ def block_shape(block_size: BlockSize) -> tuple[int, int]:
 
 
 def canonical_size(block_size: BlockSize) -> CanonicalSize:
-    """The one way to write a block size: a number where blocks are square, else a tuple."""
+    """The canonical form of a block size: a number if blocks are square, otherwise a tuple."""
     if not isinstance(block_size, list | tuple) or len(block_size) != 2:
-        return block_size  # type: ignore[return-value]  # a number, or refused
+        return block_size  # type: ignore[return-value]  # a number, or something that check_block_size rejects
     rows, columns = block_size
     return rows if rows == columns else (rows, columns)
 
 
 class BlockSizeTextError(argparse.ArgumentTypeError, QFrameworkError):
-    """A block size on a command line that is none; argparse prints its message as it is."""
+    """An invalid block size on a command line; argparse prints its message unchanged."""
 
 
 def parse_block_size(text: str) -> CanonicalSize:
-    """The block size that a command line names as ``block_size_name`` does: a number, or ROWSxCOLUMNS.
+    """The block size of a name such as ``"32"`` or ``"1x128"`` (ROWSxCOLUMNS), for command lines.
 
     Raises:
-        BlockSizeTextError: a ``ValueError`` that says what is accepted.
+        BlockSizeTextError: ``text`` names no supported block size.
     """
     sizes = {block_size_name(size): size for size in BLOCK_SIZES}
     sizes |= {"x".join(map(str, block_shape(size))): size for size in BLOCK_SIZES}  # 32x32 as well
     if text not in sizes:
-        accepted = ", ".join(map(block_size_name, BLOCK_SIZES))
-        raise BlockSizeTextError(f"{text!r} is no block size; accepted: {accepted}")
+        names = ", ".join(map(block_size_name, BLOCK_SIZES))
+        raise BlockSizeTextError(f"block size must be one of {names}, got {text!r}")
     return sizes[text]
 
 
@@ -96,17 +99,17 @@ def is_square(block_size: BlockSize) -> bool:
 
 
 def operand_size(block_size: BlockSize) -> CanonicalSize:
-    """Block size of what a product of tensors in ``block_size`` takes besides them: weights and transposed tensors.
+    """Block size of weights and transposed tensors, the other operand in a product with a tensor in ``block_size``.
 
-    Along the dimension that is summed up, blocks must be as long in both operands. Square ones are, transposed or not;
-    of others, a transposed tensor is quantized anew, with as few rows in a block as do not take more memory.
+    Both operands need blocks of the same length along the inner dimension. Square blocks have it, transposed or not.
+    With others, transposed tensors are quantized again, in blocks of 32 rows, whose scales take little memory.
     """
     rows, columns = block_shape(block_size)
     return rows if rows == columns else (32, columns)
 
 
 def row_count(shape: torch.Size | tuple[int, ...]) -> int:
-    """R: how many rows of ``shape[-1]`` values a tensor of this shape has."""
+    """R, the number of rows of ``shape[-1]`` values in a tensor of this shape."""
     return math.prod(shape[:-1])
 
 
@@ -117,23 +120,23 @@ def scale_shape(shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> t
 
 
 def check_blocks(operator: str, argument: str, q: Tensor, scale: Tensor, block_size: BlockSize) -> None:
-    """Check one operand in the block format: dtypes, the scale's shape for that of ``q``, one device."""
+    """Check an operand in the block format: block size, dtypes, device, and the scale's shape."""
     check_block_size(operator, block_size)
     check_dtype(operator, argument, q, (torch.int8,))
     check_dtype(operator, f"{argument}'s scale", scale, (torch.float32,))
     check_same_device(operator, q, **{f"{argument}'s scale": scale})
     if q.ndim == 0:
-        raise UnsupportedError(f"{operator}: {argument} has shape (); accepted: one dimension or more")
+        raise UnsupportedError(f"{operator}: {argument} must have at least one dimension, got shape ()")
     expected = scale_shape(q.shape, block_size)
     if tuple(scale.shape) != expected:
         raise QFrameworkError(
-            f"{operator}: {argument}'s scale has shape {tuple(scale.shape)}; {argument} {tuple(q.shape)} in blocks of "
-            f"{canonical_size(block_size)} needs {expected}"
+            f"{operator}: {argument}'s scale must have shape {expected} for {argument} {tuple(q.shape)} in blocks of "
+            f"{canonical_size(block_size)}, got {tuple(scale.shape)}"
         )
 
 
 def block_scale(x: Tensor, block_size: BlockSize) -> Tensor:
-    """Scale of every block of ``x (..., C)``: fp32, ``(ceil(R / B), ceil(C / B))``."""
+    """Scale of each block of ``x (..., C)``: fp32, ``(ceil(R / B), ceil(C / B))``."""
     rows, columns = row_count(x.shape), x.shape[-1]
     height, width = block_shape(block_size)
     m, n = scale_shape(x.shape, block_size)
@@ -142,7 +145,7 @@ def block_scale(x: Tensor, block_size: BlockSize) -> Tensor:
 
 
 def spread_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block_size: BlockSize) -> Tensor:
-    """The scale of every value of a tensor of ``shape``: fp32 of that shape."""
+    """The scale of each value of a tensor of ``shape``: fp32 of that shape."""
     m, n = scale.shape
     height, width = block_shape(block_size)
     spread = scale[:, None, :, None].expand(m, height, n, width).reshape(m * height, n * width)
@@ -150,9 +153,9 @@ def spread_scale(scale: Tensor, shape: torch.Size | tuple[int, ...], block_size:
 
 
 def quantize_blocks_ref(x: Tensor, block_size: BlockSize, noise: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """``x (..., C)`` float to the block format ``(q, scale)``.
+    """Quantize a float ``x (..., C)`` to the block format ``(q, scale)``.
 
-    ``noise``, like ``x`` and uniform in [0, 1), rounds stochastically: ``floor(x / scale + noise)``.
+    With ``noise`` of the shape of ``x``, uniform in [0, 1), it rounds stochastically: ``floor(x / scale + noise)``.
     """
     scale = block_scale(x, block_size)
     spread = spread_scale(scale, x.shape, block_size)
@@ -165,5 +168,5 @@ def quantize_blocks_ref(x: Tensor, block_size: BlockSize, noise: Tensor | None =
 def dequantize_blocks_ref(
     q: Tensor, scale: Tensor, block_size: BlockSize, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``(q, scale)`` to a float tensor like ``q``: the product in fp32, rounded once to ``dtype``."""
+    """Dequantize ``(q, scale)`` to a float tensor shaped as ``q``: the fp32 product, rounded once to ``dtype``."""
     return numerics.dequantize(q, spread_scale(scale, q.shape, block_size), dtype).contiguous()

@@ -4,13 +4,14 @@ Formula, in float32 between the formats::
 
     y = Q(f(gate) * up)        dgate = Q(dy * up * f'(gate))        dup = Q(dy * f(gate))
 
-with f of ``block_activation``. One pass each: 3 bytes of traffic a value forward, 5 backward.
+with f as in ``block_activation``. Memory traffic per value is 3 bytes forward and 5 backward.
 Jetfire has no gated activation; this is its algorithm 2 with two operands.
-Reference: ``block_gated_activation_ref``, ``block_gated_activation_backward_ref``.
+References: ``block_gated_activation_ref``, ``block_gated_activation_backward_ref``.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,19 +21,19 @@ from qframework.kernels.blocks.activation import (
     activation,
     activation_backward_ref,
     activation_ref,
-    check_kind,
+    activation_triton,
+    check_activation,
     gradient,
 )
-from qframework.kernels.blocks.format import BlockSize, block_shape, dequantize_blocks_ref, quantize_blocks_ref
+from qframework.kernels.blocks.format import BlockSize, block_shape, quantize_blocks_ref
 from qframework.kernels.blocks.primitives import load_blocks, quantize_scaled_tile, store_tile
 from qframework.kernels.blocks.tiles import (
     FEW_VALUES,
     VALUES_PER_THREAD,
     Blocks,
-    ask_for_tile,
-    check_alike,
+    dequantized,
     empty_blocks,
-    launch_by_tiles,
+    prefetch_tile,
     tile_origin,
 )
 from qframework.kernels.runtime.operator import declare
@@ -53,14 +54,12 @@ class BlockGatedActivationArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """y in blocks before it is computed."""
+        """Allocate y in blocks."""
         return empty_blocks(self.gate, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
-        operands = {"gate": (self.gate, self.gate_scale), "up": (self.up, self.up_scale)}
-        check_kind("block_gated_activation", self.kind)
-        check_alike("block_gated_activation", self.block_size, **operands)
+        """Raise QFrameworkError for an unknown kind and for invalid operands."""
+        check_activation("block_gated_activation", self)
 
 
 class BlockGatedActivationBackwardArguments(NamedTuple):
@@ -76,32 +75,23 @@ class BlockGatedActivationBackwardArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> TwoBlocks:
-        """dgate and dup in blocks before they are computed."""
+        """Allocate dgate and dup in blocks."""
         return *empty_blocks(self.gate, self.block_size), *empty_blocks(self.up, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for an unknown kind and for operands that do not fit."""
-        operands = {
-            "dy": (self.dy, self.dy_scale),
-            "gate": (self.gate, self.gate_scale),
-            "up": (self.up, self.up_scale),
-        }
-        check_kind("block_gated_activation_backward", self.kind)
-        check_alike("block_gated_activation_backward", self.block_size, **operands)
+        """Raise QFrameworkError for an unknown kind and for invalid operands."""
+        check_activation("block_gated_activation_backward", self)
 
 
 def block_gated_activation_ref(args: BlockGatedActivationArguments) -> Blocks:
     """Reference of ``qframework::block_gated_activation``."""
-    gate = dequantize_blocks_ref(args.gate, args.gate_scale, args.block_size)
-    up = dequantize_blocks_ref(args.up, args.up_scale, args.block_size)
+    gate, up = dequantized(args)
     return quantize_blocks_ref(activation_ref(gate, args.kind) * up, args.block_size)
 
 
 def block_gated_activation_backward_ref(args: BlockGatedActivationBackwardArguments) -> TwoBlocks:
     """Reference of ``qframework::block_gated_activation_backward``."""
-    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size)
-    gate = dequantize_blocks_ref(args.gate, args.gate_scale, args.block_size)
-    up = dequantize_blocks_ref(args.up, args.up_scale, args.block_size)
+    dy, gate, up = dequantized(args)
     dgate = quantize_blocks_ref(activation_backward_ref(dy * up, gate, args.kind), args.block_size)
     return *dgate, *quantize_blocks_ref(dy * activation_ref(gate, args.kind), args.block_size)
 
@@ -129,8 +119,8 @@ def _block_gated_activation_kernel(
     row, column = tile_origin(TILE_M, TILE_N)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     up, up_scale = load_blocks(up_ptr, up_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    ask_for_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
-    ask_for_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = activation(gate, gate_scale, KIND, BLOCK)
     y, y_scale = quantize_scaled_tile(value * up, factor * up_scale, BLOCK)
     store_tile(y_ptr, y_scale_ptr, y, y_scale, row, column, R, C, BLOCK, EVEN)
@@ -160,16 +150,16 @@ def _block_gated_activation_backward_kernel(
 ):
     """dgate = dy * up * f'(gate) and dup = dy * f(gate). A program computes one tile of each.
 
-    One after the other: the second reads its operands from the cache again, and each waits for its scales in as few
-    registers as a kernel of its own.
+    The second result loads its operands from the cache again, so that neither needs more registers than a kernel of
+    its own would.
     """
     wait_for_previous_kernel(OVERLAP)
     row, column = tile_origin(TILE_M, TILE_N)
     dy, dy_scale = load_blocks(dy_ptr, dy_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     gate, gate_scale = load_blocks(gate_ptr, gate_scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
-    ask_for_tile(dy_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
-    ask_for_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
-    ask_for_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(dy_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(gate_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
+    prefetch_tile(up_ptr, row + ahead, column, R, C, BLOCK, TILE_M, TILE_N)
     value, factor = activation(gate, gate_scale, KIND, BLOCK)
     dup, dup_scale = quantize_scaled_tile(dy * value, dy_scale * factor, BLOCK)
     store_tile(dup_ptr, dup_scale_ptr, dup, dup_scale, row, column, R, C, BLOCK, EVEN)
@@ -182,19 +172,14 @@ def _block_gated_activation_backward_kernel(
 
 
 def backward_values(block_size: BlockSize) -> int:
-    """Values in a thread of the backward pass: its rows share a scale, unless each has one and more save nothing."""
+    """Values per thread in the backward pass: many, unless each row has a scale of its own, where more save nothing."""
     return FEW_VALUES if block_shape(block_size)[0] == 1 else VALUES_PER_THREAD
-
-
-def block_gated_activation_triton(args: BlockGatedActivationArguments) -> Blocks:
-    """``block_gated_activation`` on a GPU."""
-    result: Blocks = launch_by_tiles(_block_gated_activation_kernel, args, FEW_VALUES)
-    return result
 
 
 def block_gated_activation_backward_triton(args: BlockGatedActivationBackwardArguments) -> TwoBlocks:
     """``block_gated_activation_backward`` on a GPU."""
-    result: TwoBlocks = launch_by_tiles(_block_gated_activation_backward_kernel, args, backward_values(args.block_size))
+    values = backward_values(args.block_size)
+    result: TwoBlocks = activation_triton(_block_gated_activation_backward_kernel, args, values)
     return result
 
 
@@ -203,7 +188,7 @@ BLOCK_GATED_ACTIVATION = declare(
     " -> (Tensor, Tensor)",
     BlockGatedActivationArguments,
     cpu=block_gated_activation_ref,
-    cuda=block_gated_activation_triton,
+    cuda=partial(activation_triton, _block_gated_activation_kernel),
     fake=BlockGatedActivationArguments.empty_result,
 )
 BLOCK_GATED_ACTIVATION_BACKWARD = declare(
@@ -226,16 +211,16 @@ def block_gated_activation(
         gate_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
         up: like ``gate``.
         up_scale: like ``gate_scale``.
-        kind: f, one of those of ``block_activation``.
+        kind: the function f, as in ``block_activation``.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
-        The same format: int8 like ``gate``, contiguous, and its scale. Off by half a step of its block and, on a GPU,
-        2^-12 of ``gate * up``, which may be a step where that is far larger than all results of the block.
+        ``y`` int8 like ``gate``, contiguous, and its scale like ``gate_scale``. The error is at most half a step of its
+        block and, on a GPU, another 2^-12 of ``gate * up``, which is large where that far exceeds the block's results.
 
     Raises:
-        UnsupportedError: kind, block size, dtype, or a GPU below sm_80.
-        QFrameworkError: shapes or devices that differ, a scale of another shape.
+        UnsupportedError: an unknown kind or block size, a dtype, or a GPU below sm_80.
+        QFrameworkError: shapes or devices that differ, or a scale of another shape.
     """
     return torch.ops.qframework.block_gated_activation(gate, gate_scale, up, up_scale, kind, block_size)
 

@@ -2,14 +2,13 @@
 
 Formula, with ``n = (x - mean) * rstd`` (RMSNorm: ``x * rstd``) and ``g = dy * weight``, in float32::
 
-    dx = Q(rstd * (g - sum(g) / C - n * sum(g n) / C)), sums over the row (RMSNorm: without the first)
+    dx = Q(rstd * (g - sum(g) / C - n * sum(g n) / C)), sums over the row (RMSNorm: without the first sum)
     dweight = sum(dy * n), dbias = sum(dy), sums over all rows
 
-dx needs two sums over whole rows before any of it can be written, and a tile of B rows of both operands is more than a
-multiprocessor holds. So one pass reads dy and x and makes all four sums of every tile, a small kernel adds them up in a
-fixed order, and a second pass writes dx: 5 bytes of traffic a value, less what stays in the L2 cache. Nothing is
-atomic: results repeat bit for bit. Layout: blocks as in qframework/kernels/blocks/format.py. Reference:
-``block_layer_norm_backward_ref``, ``block_rms_norm_backward_ref``.
+dx needs two sums over whole rows, and B whole rows of both operands do not fit on a multiprocessor. A first pass
+therefore reads dy and x and computes all four sums of each tile, a small kernel adds them in a fixed order, and a
+second pass writes dx. Memory traffic per value is 5 bytes, less what stays in L2. No atomics, so results repeat bit for
+bit. Layout: blocks as in format.py. Reference: ``block_norm_backward_ref``.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref, quantize_blocks_ref, row_count
+from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref, row_count
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.sum_rows import add_up, store_sums, stretch_origin, stretches
 from qframework.kernels.blocks.tiles import (
     check_alike,
     check_vector,
     contiguous,
+    dequantized,
     empty_blocks,
     fold_rows,
     inside_tile,
@@ -56,12 +56,12 @@ class BlockLayerNormBackwardArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> LayerNormGradients:
-        """dx in blocks, dweight and dbias before they are computed."""
+        """Allocate dx in blocks, dweight and dbias."""
         dweight, dbias = (self.x.new_empty((self.x.shape[-1],), dtype=torch.float32) for _ in range(2))
         return *empty_blocks(self.x, self.block_size), dweight, dbias
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
+        """Raise QFrameworkError for invalid operands."""
         _check("block_layer_norm_backward", self)
         check_vector("block_layer_norm_backward", "mean", self.mean, row_count(self.x.shape), self.x)
 
@@ -78,12 +78,12 @@ class BlockRMSNormBackwardArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> RMSNormGradients:
-        """dx in blocks and dweight before they are computed."""
+        """Allocate dx in blocks and dweight."""
         dweight = self.x.new_empty((self.x.shape[-1],), dtype=torch.float32)
         return *empty_blocks(self.x, self.block_size), dweight
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
+        """Raise QFrameworkError for invalid operands."""
         _check("block_rms_norm_backward", self)
 
 
@@ -91,36 +91,22 @@ BackwardArguments = BlockLayerNormBackwardArguments | BlockRMSNormBackwardArgume
 
 
 def _check(operator: str, args: BackwardArguments) -> None:
-    check_alike(operator, args.block_size, dy=(args.dy, args.dy_scale), x=(args.x, args.x_scale))
+    check_alike(operator, args)
     check_vector(operator, "weight", args.weight, args.x.shape[-1], args.x)
     check_vector(operator, "rstd", args.rstd, row_count(args.x.shape), args.x)
 
 
-def block_layer_norm_backward_ref(args: BlockLayerNormBackwardArguments) -> LayerNormGradients:
-    """Reference of ``qframework::block_layer_norm_backward``."""
-    rstd = args.rstd[:, None]
-    dy, x, g = _rows_ref(args)
-    normal = (x - args.mean[:, None]) * rstd
-    dx = g - g.mean(-1, keepdim=True) - normal * (g * normal).mean(-1, keepdim=True)
+def block_norm_backward_ref(args: BackwardArguments) -> tuple[Tensor, ...]:
+    """Reference of ``qframework::block_layer_norm_backward`` and ``qframework::block_rms_norm_backward``."""
+    rstd, columns = args.rstd[:, None], args.x.shape[-1]
+    dy, x = (each.reshape(-1, columns) for each in dequantized(args))
+    g = dy if args.weight is None else dy * args.weight.float()
+    normal = (x - args.mean[:, None] if isinstance(args, BlockLayerNormBackwardArguments) else x) * rstd
+    dx = g - g.mean(-1, keepdim=True) if isinstance(args, BlockLayerNormBackwardArguments) else g
+    dx = dx - normal * (g * normal).mean(-1, keepdim=True)
     dx, dx_scale = quantize_blocks_ref(dx * rstd, args.block_size)
-    return dx.view(args.x.shape), dx_scale, (dy * normal).sum(0), dy.sum(0)
-
-
-def block_rms_norm_backward_ref(args: BlockRMSNormBackwardArguments) -> RMSNormGradients:
-    """Reference of ``qframework::block_rms_norm_backward``."""
-    rstd = args.rstd[:, None]
-    dy, x, g = _rows_ref(args)
-    normal = x * rstd
-    dx = g - normal * (g * normal).mean(-1, keepdim=True)
-    dx, dx_scale = quantize_blocks_ref(dx * rstd, args.block_size)
-    return dx.view(args.x.shape), dx_scale, (dy * normal).sum(0)
-
-
-def _rows_ref(args: BackwardArguments) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x and ``g = dy * weight`` in float, as rows."""
-    dy = dequantize_blocks_ref(args.dy, args.dy_scale, args.block_size).reshape(-1, args.dy.shape[-1])
-    x = dequantize_blocks_ref(args.x, args.x_scale, args.block_size).reshape(dy.shape)
-    return dy, x, dy if args.weight is None else dy * args.weight.float()
+    gradients = dx.view(args.x.shape), dx_scale, (dy * normal).sum(0)
+    return (*gradients, dy.sum(0)) if isinstance(args, BlockLayerNormBackwardArguments) else gradients
 
 
 @triton.jit
@@ -135,7 +121,7 @@ def _normalized(x, mean_ptr, rstd_ptr, row, R, RMS: tl.constexpr):
 
 @triton.jit
 def _load_weight(weight_ptr, column, C, TILE_N: tl.constexpr, HAS_WEIGHT: tl.constexpr):
-    """Weights of the columns of a tile, (1, TILE_N) fp32; ones where there are none."""
+    """Weights of the columns of a tile, (1, TILE_N) fp32; ones without HAS_WEIGHT."""
     c = column + tl.arange(0, TILE_N)
     if HAS_WEIGHT:
         weight = tl.load(weight_ptr + c, mask=c < C, other=0.0).to(tl.float32)
@@ -195,10 +181,10 @@ def _norm_sums_kernel(
 
 @triton.jit
 def _last_read_first(R, C, STRETCH: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Row and column where this program's tile begins: all stretches from their ends.
+    """First row and column of this program's tile; the order goes from the end of each stretch to its beginning.
 
-    ``_norm_sums_kernel`` walks down all of them at once, so the L2 cache holds their last rows. Where the tensor cuts
-    the last stretch off, some tiles lie outside and are empty.
+    ``_norm_sums_kernel`` moves down all stretches at the same time, so L2 holds their last rows. Where the last stretch
+    extends beyond the tensor, some tiles lie outside and are empty.
     """
     LENGTH: tl.constexpr = STRETCH // TILE_M
     across, count = tl.cdiv(C, TILE_N), tl.cdiv(R, STRETCH)
@@ -247,27 +233,17 @@ def _norm_backward_kernel(
     store_tile(dx_ptr, dx_scale_ptr, q, dx_scale, row, column, R, C, BLOCK, EVEN)
 
 
-def block_layer_norm_backward_triton(args: BlockLayerNormBackwardArguments) -> LayerNormGradients:
-    """``block_layer_norm_backward`` on a GPU."""
-    dx, dx_scale, dweight, dbias = _backward(args, args.mean, RMS=False)
-    return dx, dx_scale, dweight, dbias
-
-
-def block_rms_norm_backward_triton(args: BlockRMSNormBackwardArguments) -> RMSNormGradients:
-    """``block_rms_norm_backward`` on a GPU."""
-    dx, dx_scale, dweight = _backward(args, args.rstd, RMS=True)
-    return dx, dx_scale, dweight
-
-
-def _backward(args: BackwardArguments, mean: Tensor, RMS: bool) -> tuple[Tensor, ...]:
-    """dx in blocks; dweight, and dbias unless RMS."""
+def block_norm_backward_triton(args: BackwardArguments) -> tuple[Tensor, ...]:
+    """``block_layer_norm_backward`` and ``block_rms_norm_backward`` on a GPU."""
     rows, columns = rows_and_columns(args.x)
+    RMS = isinstance(args, BlockRMSNormBackwardArguments)
     dx = empty_blocks(args.x, args.block_size)
     if args.x.numel() == 0:
         return *dx, *(args.x.new_zeros(columns, dtype=torch.float32) for _ in range(1 if RMS else 2))
     args = contiguous(args)
-    unread = args.rstd  # what the flags leave unread is any tensor
-    vectors = (unread if args.weight is None else args.weight, mean.contiguous(), args.rstd)
+    unread = args.rstd  # any tensor serves as a pointer that the kernels do not use
+    mean = args.mean if isinstance(args, BlockLayerNormBackwardArguments) else unread
+    vectors = (unread if args.weight is None else args.weight, mean, args.rstd)
     operands = (args.dy, args.dy_scale, args.x, args.x_scale, *vectors)
     flags = {"RMS": RMS, "HAS_WEIGHT": args.weight is not None}
     tile = rows_of_tile(columns, args.block_size)
@@ -281,7 +257,7 @@ def _backward(args: BackwardArguments, mean: Tensor, RMS: bool) -> tuple[Tensor,
     row_sums, *column_sums = add_up(per_row, dweight) if RMS else add_up(per_row, dweight, dbias)
     tile = tile_of(rows, columns, args.block_size)
     length = max(length, tile["TILE_M"])
-    tile["EVEN"] = tile["EVEN"] and rows % length == 0  # else tiles of the last stretch lie outside
+    tile["EVEN"] = tile["EVEN"] and rows % length == 0  # otherwise tiles of the last stretch lie outside
     grid = (cdiv(rows, length) * (length // tile["TILE_M"]) * cdiv(columns, tile["TILE_N"]),)
     launch(_norm_backward_kernel, grid)(*operands, row_sums, *dx, rows, columns, **flags, STRETCH=length, **tile)
     return *dx, *column_sums
@@ -291,16 +267,16 @@ BLOCK_LAYER_NORM_BACKWARD = declare(
     "block_layer_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor mean, "
     "Tensor rstd, int[2] block_size) -> (Tensor, Tensor, Tensor, Tensor)",
     BlockLayerNormBackwardArguments,
-    cpu=block_layer_norm_backward_ref,
-    cuda=block_layer_norm_backward_triton,
+    cpu=block_norm_backward_ref,
+    cuda=block_norm_backward_triton,
     fake=BlockLayerNormBackwardArguments.empty_result,
 )
 BLOCK_RMS_NORM_BACKWARD = declare(
     "block_rms_norm_backward(Tensor dy, Tensor dy_scale, Tensor x, Tensor x_scale, Tensor? weight, Tensor rstd, "
     "int[2] block_size) -> (Tensor, Tensor, Tensor)",
     BlockRMSNormBackwardArguments,
-    cpu=block_rms_norm_backward_ref,
-    cuda=block_rms_norm_backward_triton,
+    cpu=block_norm_backward_ref,
+    cuda=block_norm_backward_triton,
     fake=BlockRMSNormBackwardArguments.empty_result,
 )
 
@@ -320,20 +296,20 @@ def block_layer_norm_backward(
     Args:
         dy: ``(..., C)`` int8, the gradient of ``y``.
         dy_scale: ``(ceil(R / B), ceil(C / B))`` fp32.
-        x: what the forward pass normalized, like ``dy``.
+        x: the input of the forward pass, like ``dy``.
         x_scale: like ``dy_scale``.
         weight: ``(C,)`` float, or None.
-        mean: ``(R,)`` fp32, as the forward pass gave it.
-        rstd: likewise.
+        mean: ``(R,)`` fp32, from the forward pass.
+        rstd: ``(R,)`` fp32, from the forward pass.
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
-        dx and its scale in the same format, off by half a step of their block; dweight and dbias, ``(C,)`` fp32,
-        always summed in the same order.
+        dx and its scale in the same format, with an error of at most half a step of its block; dweight and dbias,
+        ``(C,)`` fp32, always summed in the same order.
 
     Raises:
-        UnsupportedError: block size, dtype, or a GPU below sm_80.
-        QFrameworkError: shapes or devices that do not fit.
+        UnsupportedError: a block size, a dtype, or a GPU below sm_80.
+        QFrameworkError: shapes or devices that do not match.
     """
     return torch.ops.qframework.block_layer_norm_backward(dy, dy_scale, x, x_scale, weight, mean, rstd, block_size)
 

@@ -1,7 +1,7 @@
 """Triton functions on tiles of tensors in blocks: load and dequantize, quantize and store, random numbers.
 
-Tiles are fp32 values of ``(TILE_M, TILE_N)``, both multiples of B, that begin at a multiple of B. ``load_tile``
-dequantizes one, ``quantize_tile`` and ``store_tile`` are its way back; everything between them is fp32 in registers.
+A tile is fp32 ``(TILE_M, TILE_N)``, both multiples of B, and begins at a multiple of B. ``load_tile`` loads and
+dequantizes it, ``quantize_tile`` and ``store_tile`` write it back; everything in between is fp32 in registers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
-_PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it leaves the rounded integer lowest
+_PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it rounds into the low bits
 _INTERPRETED = tl.constexpr(INTERPRET)
 _ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
@@ -25,33 +25,33 @@ def _larger(a, b):
 
 @triton.jit
 def block_amax(x, BLOCK: tl.constexpr):
-    """Largest magnitude of every block of an fp32 tile (M, N), (M / BLOCK[0], N / BLOCK[1]); NaN is the largest."""
+    """Largest magnitude of each block of an fp32 tile (M, N): (M / BLOCK[0], N / BLOCK[1]). NaN counts as largest."""
     blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
-    if _INTERPRETED:  # as integers, which are ordered the same way: its own maximum loses NaN, and any other is slow
+    if _INTERPRETED:  # as integers, which have the same order: the interpreter's maximum drops NaN, tl.reduce is slow
         magnitude = blocks.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(tl.max(magnitude, 3), 1).to(tl.float32, bitcast=True)
-    else:  # one instruction a value, magnitude and NaN included
+    else:  # one instruction per value, including magnitude and NaN
         amax = tl.reduce(tl.reduce(tl.abs(blocks), 3, _larger), 1, _larger)
     return amax
 
 
 @triton.jit
 def tile_scale(x, BLOCK: tl.constexpr):
-    """Scale of every block of an fp32 tile; a comparison, because Triton's maximum drops NaN."""
+    """Scale of each block of an fp32 tile. Compares instead of taking Triton's maximum, which drops NaN."""
     scale = over_127(block_amax(x, BLOCK))
     return tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
 
 
 @triton.jit
 def times_blocks(x, factor, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N) times the factor (M / BLOCK[0], N / BLOCK[1]) of each of its blocks."""
+    """An fp32 tile (M, N) times one factor per block, (M / BLOCK[0], N / BLOCK[1])."""
     blocks = tl.reshape(x, (x.shape[0] // BLOCK[0], BLOCK[0], x.shape[1] // BLOCK[1], BLOCK[1]))
     return tl.reshape(blocks * factor[:, None, :, None], (x.shape[0], x.shape[1]))
 
 
 @triton.jit
 def spread_blocks(factor, BLOCK: tl.constexpr):
-    """Numbers of blocks (M / BLOCK[0], N / BLOCK[1]), once for each of their values: (M, N)."""
+    """One number per block, (M / BLOCK[0], N / BLOCK[1]), repeated for each of the block's values: (M, N)."""
     M: tl.constexpr = factor.shape[0]
     N: tl.constexpr = factor.shape[1]
     blocks = tl.broadcast_to(factor[:, None, :, None], (M, BLOCK[0], N, BLOCK[1]))
@@ -60,15 +60,15 @@ def spread_blocks(factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def pushed_to_int8(pushed):
-    """Rounded steps + 1.5 * 2**23 as int8: the lowest byte."""
+    """Convert ``rounded steps + 1.5 * 2**23`` to int8: the lowest byte."""
     return pushed.to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @triton.jit
 def quantize_tile(x, BLOCK: tl.constexpr):
-    """An fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK[0], N / BLOCK[1])).
+    """Quantize an fp32 tile (M, N), zero outside the tensor, to (int8 tile, scale (M / BLOCK[0], N / BLOCK[1])).
 
-    Rounded as ``round_to_int8`` does, without its clamp: no value of a block is beyond 127 of its own scale.
+    Rounds as ``round_to_int8`` does, without its clamp: no value exceeds 127 times the scale of its block.
     """
     scale = tile_scale(x, BLOCK)
     return pushed_to_int8(times_blocks(x, inverse(scale), BLOCK) + _PUSH), scale
@@ -76,7 +76,7 @@ def quantize_tile(x, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize_scaled_tile(x, factor, BLOCK: tl.constexpr):
-    """``quantize_tile`` of x times the factor, at least 0, of each of its blocks, which no value is multiplied by."""
+    """``quantize_tile`` of x times a nonnegative factor per block, without multiplying the values by the factor."""
     scale = block_amax(x, BLOCK) * factor * (1.0 / 127.0)
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
     return pushed_to_int8(times_blocks(x, factor * inverse(scale), BLOCK) + _PUSH), scale
@@ -84,7 +84,7 @@ def quantize_scaled_tile(x, factor, BLOCK: tl.constexpr):
 
 @triton.jit
 def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
-    """Like ``quantize_tile``, rounding x / scale + noise down; ``noise`` (M, N) is uniform in (0, 1)."""
+    """Like ``quantize_tile``, but rounds x / scale + noise down; ``noise`` (M, N) is uniform in (0, 1)."""
     scale = tile_scale(x, BLOCK)
     steps = tl.math.floor(times_blocks(x, inverse(scale), BLOCK) + noise)
     return round_to_int8(steps), scale
@@ -92,9 +92,9 @@ def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
 
 @triton.jit
 def _philox(seed, c0, c1):
-    """Four words of Philox4x32-7, counter ``(c0, c1, 0, 0)``, key ``seed``: ``philox_ref``.
+    """Four words of Philox4x32-7 with counter ``(c0, c1, 0, 0)`` and key ``seed``, as ``philox_ref``.
 
-    Triton's own takes two instructions for each product of 64 bits, one of them slow.
+    Triton's Philox takes two instructions for each 64-bit product, one of them slow.
     """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c2 = c0 * 0
@@ -109,27 +109,27 @@ def _philox(seed, c0, c1):
 
 @triton.jit
 def tile_bits(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """16 random bits for each value of a tile, uint16 (TILE_M, TILE_N), whose ``column`` is a multiple of 16.
+    """16 random bits for each value of a tile, uint16 (TILE_M, TILE_N); ``column`` must be a multiple of 16.
 
-    Philox of the seed and each value's row and column, nothing else. Eight columns share a call, counter ``(column //
-    8, row, 0, 0)``: of its four words in their order the low half, then the high one. A thread makes two calls: it has
-    the 16 neighbours that it loads of an int8 tile.
+    They depend only on the seed and on each value's row and column. Eight columns share a call of Philox with counter
+    ``(column // 8, row, 0, 0)`` and take, of each of its four words, the low half and then the high half. A thread
+    makes two calls, for the 16 neighbours that it loads from an int8 tile.
     """
     eighths = (column // 8 + 2 * tl.arange(0, TILE_N // 16)).to(tl.uint32)[None, :]
     rows = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
     eighths, rows = tl.broadcast(eighths, rows)
     a, b, c, d = _philox(seed, eighths, rows)
     e, f, g, h = _philox(seed, eighths + 1, rows)
-    # The last dimension that join adds runs fastest.
+    # The dimension that the last join adds is the innermost one.
     words = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
     return tl.reshape(tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16)), (TILE_M, TILE_N))
 
 
 @triton.jit
 def tile_noise(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Uniform values in (0, 1), (TILE_M, TILE_N), of ``tile_bits``: the middles of 2**16 equal steps.
+    """Uniform values in (0, 1), (TILE_M, TILE_N), from ``tile_bits``: the centers of 2**16 equal steps.
 
-    Their mean is exactly a half.
+    Their mean is exactly 1/2.
     """
     return tile_bits(seed, row, column, TILE_M, TILE_N).to(tl.int32).to(tl.float32) * 2.0**-16 + 2.0**-17
 
@@ -153,7 +153,7 @@ def load_scales(
 
 @triton.jit
 def _scales_of_tile(row, column, R, C, M: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the scales (M, N) of the blocks from ``row`` and ``column`` on lie, and which of them exist."""
+    """Offsets of the scales (M, N) of the blocks that begin at ``row`` and ``column``, and which of them exist."""
     m = row // BLOCK[0] + tl.arange(0, M)
     n = column // BLOCK[1] + tl.arange(0, N)
     across = tl.cdiv(C, BLOCK[1])
@@ -162,7 +162,7 @@ def _scales_of_tile(row, column, R, C, M: tl.constexpr, N: tl.constexpr, BLOCK: 
 
 @triton.jit
 def _values_of_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Where the values of a tile lie, and which of them exist."""
+    """Offsets of the values of a tile, and which of them exist."""
     r = row + tl.arange(0, TILE_M)
     c = column + tl.arange(0, TILE_N)
     return r.to(tl.int64)[:, None] * C + c[None, :], (r < R)[:, None] & (c < C)[None, :]
@@ -188,9 +188,9 @@ def load_tile(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """The dequantized tile, fp32, that begins at ``row``, ``column`` of a tensor (R, C) in blocks; 0 outside.
+    """The dequantized fp32 tile that begins at ``row``, ``column`` of a tensor (R, C) in blocks; 0 outside.
 
-    EVEN: R and C are multiples of the tile, so nothing is outside.
+    EVEN: R and C are multiples of the tile's size, so nothing is outside.
     """
     q, scale = load_blocks(q_ptr, scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     return times_blocks(q, scale, BLOCK)
@@ -209,7 +209,7 @@ def load_blocks(
     BLOCK: tl.constexpr,
     EVEN: tl.constexpr = False,
 ):
-    """``load_tile`` before its product: whole steps (TILE_M, TILE_N) fp32, and the scales of their blocks."""
+    """The two factors of ``load_tile``: whole steps (TILE_M, TILE_N) fp32, and the scales of their blocks."""
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, EVEN)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK, EVEN)
     return int8_to_float(q), scale
@@ -217,7 +217,7 @@ def load_blocks(
 
 @triton.jit
 def store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK: tl.constexpr, EVEN: tl.constexpr = False):
-    """Store a quantized tile and its scales where ``load_tile`` reads them."""
+    """Store a quantized tile and its scales in the layout that ``load_tile`` reads."""
     where, inside = _values_of_tile(row, column, R, C, q.shape[0], q.shape[1])
     which, exist = _scales_of_tile(row, column, R, C, scale.shape[0], scale.shape[1], BLOCK)
     if EVEN:

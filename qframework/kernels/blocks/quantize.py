@@ -4,17 +4,18 @@ Formula (Jetfire eq. 1, range [-127, 127]), for every block of B x B values of `
 
     scale = max|block| / 127        q = clamp(round_half_even(block * (1 / scale)), -127, 127)
 
-or, with a seed, ``q = clamp(floor(block * (1 / scale) + u), -127, 127)`` with u uniform in [0, 1): unbiased.
-``block_quantize_both`` gives the blocks and their transpose in one pass over ``x``, for a gradient that enters two
-products: both need their operands with the inner dimension innermost. Square blocks are transposed with their scales,
-and no value changes; of others the transpose is cut into blocks of ``operand_size`` and quantized anew: by
-``block_quantize_both`` from ``x``, by ``block_transpose`` from what the blocks stand for.
+or, with a seed, ``q = clamp(floor(block * (1 / scale) + u), -127, 127)`` with u uniform in [0, 1), which is unbiased.
+``block_quantize_both`` computes the blocks and their transpose in one pass over ``x``, for a gradient that enters two
+products, which both need operands with the inner dimension innermost. The transpose of square blocks has the same
+values and the transposed scales. Other blocks are quantized again, in blocks of ``operand_size``:
+``block_quantize_both`` quantizes the transpose of ``x``, ``block_transpose`` that of the dequantized blocks.
 
-Layout: ``x (..., C)``, R = prod(leading) rows; the rest is format.py. Reference: ``block_*_ref``.
+Layout: ``x (..., C)``, R = prod(leading) rows; blocks as in format.py. References: ``block_*_ref``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -60,12 +61,12 @@ class BlockQuantizeArguments(NamedTuple):
     block_size: BlockSize
     seed: Tensor | None = None
 
-    def empty_result(self) -> Blocks:
-        """q and its scale before they are computed."""
+    def empty_result(self) -> tuple[Tensor, ...]:
+        """Allocate q and its scale."""
         return empty_blocks(self.x, self.block_size)
 
     def check(self, operator: str = "block_quantize") -> None:
-        """Raise QFrameworkError for another block size or dtype, and for a seed that is not one int64."""
+        """Raise QFrameworkError for an unsupported block size or dtype, and for a seed that is not one int64."""
         check_block_size(operator, self.block_size)
         check_float_input(operator, self.x)
         if self.seed is not None:
@@ -75,12 +76,12 @@ class BlockQuantizeArguments(NamedTuple):
 class BlockQuantizeBothArguments(BlockQuantizeArguments):
     """The arguments of ``qframework::block_quantize_both``."""
 
-    def empty_both(self) -> BothBlocks:
-        """Both pairs before they are computed."""
-        return *self.empty_result(), *_empty_transpose(self.x, self.block_size)
+    def empty_result(self) -> tuple[Tensor, ...]:
+        """Allocate q, its scale, and both of the transpose."""
+        return *super().empty_result(), *_empty_transpose(self.x, self.block_size)
 
     def check(self, operator: str = "block_quantize_both") -> None:
-        """As of ``block_quantize``."""
+        """Raise as ``block_quantize`` does."""
         super().check(operator)
 
 
@@ -93,11 +94,11 @@ class BlockDequantizeArguments(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def empty_result(self) -> Tensor:
-        """x before it is computed."""
+        """Allocate x."""
         return self.q.new_empty(self.q.shape, dtype=self.dtype)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit, and for a dtype that is not float."""
+        """Raise QFrameworkError for invalid operands, and for a dtype that is not float."""
         check_blocks("block_dequantize", "q", self.q, self.scale, self.block_size)
         result = torch.empty(0, dtype=self.dtype, device="meta")
         check_dtype("block_dequantize", "the result", result, FLOAT_DTYPES)
@@ -111,11 +112,11 @@ class BlockTransposeArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Blocks:
-        """The transpose before it is computed."""
+        """Allocate the transpose."""
         return _empty_transpose(self.q, self.block_size)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
+        """Raise QFrameworkError for invalid operands."""
         check_blocks("block_transpose", "q", self.q, self.scale, self.block_size)
 
 
@@ -124,7 +125,7 @@ def _empty_transpose(x: Tensor, block_size: BlockSize) -> Blocks:
 
 
 def block_quantize_ref(args: BlockQuantizeArguments) -> Blocks:
-    """Reference of ``qframework::block_quantize``; a seed starts a torch generator on ``x``'s device."""
+    """Reference of ``qframework::block_quantize``; a seed seeds a torch generator on ``x``'s device."""
     return quantize_blocks_ref(args.x, args.block_size, _noise_ref(args))
 
 
@@ -141,13 +142,13 @@ def block_dequantize_ref(args: BlockDequantizeArguments) -> Tensor:
 
 
 def block_transpose_ref(args: BlockTransposeArguments) -> Blocks:
-    """Reference of ``qframework::block_transpose``: scales are transposed with square blocks."""
+    """Reference of ``qframework::block_transpose``."""
     shape = row_count(args.q.shape), args.q.shape[-1]
     if not is_square(args.block_size):
         rows = dequantize_blocks_ref(args.q, args.scale, args.block_size).reshape(shape)
         return quantize_blocks_ref(rows.t(), operand_size(args.block_size))
     q, scale = args.q.reshape(shape).t(), args.scale.t()
-    # Always a copy: contiguous() of a single row or column would be the operand itself.
+    # A copy, because contiguous() of a single row or column returns the operand itself.
     return q.clone(memory_format=torch.contiguous_format), scale.clone(memory_format=torch.contiguous_format)
 
 
@@ -181,7 +182,7 @@ def _block_quantize_kernel(
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Blocks, and where BOTH also their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    """Blocks and, if BOTH, their transpose. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     r = row + tl.arange(0, TILE_M)
@@ -193,7 +194,7 @@ def _block_quantize_kernel(
     store_tile(q_ptr, scale_ptr, q, scale, row, column, R, C, BLOCK)
     if BOTH:
         if BLOCK[0] != BLOCK[1]:
-            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before the tile is: threads hold neighbours in a row
+            TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
             q, scale = _quantize(x, noise, STOCHASTIC, TURNED)
         store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
@@ -219,7 +220,7 @@ def _block_dequantize_kernel(
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """x = q * scale, rounded once. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    """x = q * scale, rounded once. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     x = load_tile(q_ptr, scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
@@ -243,13 +244,13 @@ def _block_transpose_kernel(
     TILE_N: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Values and scales transposed. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)), a tile a program."""
+    """Transposed values and scales. Grid (cdiv(R, TILE_M), cdiv(C, TILE_N)); a program computes one tile."""
     wait_for_previous_kernel(OVERLAP)
     row, column = tl.program_id(0) * TILE_M, tl.program_id(1) * TILE_N
     q = load_steps(q_ptr, row, column, R, C, TILE_M, TILE_N, False)
     scale = load_scales(scale_ptr, row, column, R, C, TILE_M, TILE_N, BLOCK)
     if BLOCK[0] != BLOCK[1]:
-        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before the tile is: threads hold neighbours in a row
+        TURNED: tl.constexpr = (BLOCK_T[1], BLOCK_T[0])  # before transposing: threads hold neighbours of a row
         q, scale = quantize_tile(times_blocks(int8_to_float(q), scale, BLOCK), TURNED)
     store_tile(qt_ptr, scale_t_ptr, tl.trans(q), tl.trans(scale), column, row, C, R, BLOCK_T)
 
@@ -257,9 +258,9 @@ def _block_transpose_kernel(
 def tile_of(
     shape: tuple[int, int], block_size: BlockSize, transposed: bool = False
 ) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Grid and constants for a tensor of R rows and C columns: 64 bytes or more of every row, 64 values a thread.
+    """Grid and constants for a tensor of R rows and C columns: at least 64 bytes per row and 64 values per thread.
 
-    ``transposed``: for a kernel that writes the transpose, of which a tile must hold whole blocks as well.
+    ``transposed``: for a kernel that writes the transpose, whose tiles must hold whole blocks of it too.
     """
     rows, columns = shape
     block = block_shape(block_size)
@@ -272,59 +273,49 @@ def tile_of(
     return (cdiv(rows, tile_m), cdiv(columns, tile_n)), constants
 
 
-def block_quantize_triton(args: BlockQuantizeArguments) -> Blocks:
-    """``block_quantize`` on a GPU."""
-    result = args.empty_result()
-    _launch_quantize(args, result, None)
-    return result
-
-
-def block_quantize_both_triton(args: BlockQuantizeBothArguments) -> BothBlocks:
-    """``block_quantize_both`` on a GPU."""
-    q, scale, qt, scale_t = results = args.empty_both()
-    _launch_quantize(args, (q, scale), (qt, scale_t))
-    return results
-
-
-def _launch_quantize(args: BlockQuantizeArguments, blocks: Blocks, transposed: Blocks | None) -> None:
+def block_quantize_triton(args: BlockQuantizeArguments) -> tuple[Tensor, ...]:
+    """``block_quantize`` and ``block_quantize_both`` on a GPU."""
     sizes = rows_and_columns(args.x)
+    results, both = args.empty_result(), isinstance(args, BlockQuantizeBothArguments)
     if args.x.numel() == 0:
-        return
+        return results
     rows = rows_of(args.x)
-    grid, constants = tile_of(sizes, args.block_size, transposed=transposed is not None)
+    grid, constants = tile_of(sizes, args.block_size, transposed=both)
     constants.setdefault("BLOCK_T", constants["BLOCK"])
     if args.seed is not None:
-        constants["num_warps"] *= 2  # noise takes registers of its own
-    flags = {"STOCHASTIC": args.seed is not None, "BOTH": transposed is not None}
-    # A pointer that the flags leave unread is any tensor.
-    launch(_block_quantize_kernel, grid)(
-        *(rows, rows if args.seed is None else args.seed, *blocks, *(transposed or blocks)),
-        *(*sizes, rows.stride(0)),
-        **flags,
-        **constants,
-    )
+        constants["num_warps"] *= 2  # the noise needs registers
+    # Any tensor serves as a pointer that the kernel does not use.
+    operands = (rows, rows if args.seed is None else args.seed, *results, *(() if both else results))
+    flags = {"STOCHASTIC": args.seed is not None, "BOTH": both}
+    launch(_block_quantize_kernel, grid)(*operands, *sizes, rows.stride(0), **flags, **constants)
+    return results
 
 
 def block_dequantize_triton(args: BlockDequantizeArguments) -> Tensor:
     """``block_dequantize`` on a GPU."""
-    sizes = rows_and_columns(args.q)
     x = args.empty_result()
-    if x.numel() > 0:
-        args = contiguous(args)
-        grid, constants = tile_of(sizes, args.block_size)
-        launch(_block_dequantize_kernel, grid)(args.q, args.scale, x, *sizes, **constants)
+    _launch(_block_dequantize_kernel, args, [x])
     return x
 
 
 def block_transpose_triton(args: BlockTransposeArguments) -> Blocks:
     """``block_transpose`` on a GPU."""
-    sizes = rows_and_columns(args.q)
     result = args.empty_result()
+    _launch(_block_transpose_kernel, args, result, transposed=True)
+    return result
+
+
+def _launch(
+    kernel: Any,
+    args: BlockDequantizeArguments | BlockTransposeArguments,
+    results: Sequence[Tensor],
+    transposed: bool = False,
+) -> None:
+    sizes = rows_and_columns(args.q)
     if args.q.numel() > 0:
         args = contiguous(args)
-        grid, constants = tile_of(sizes, args.block_size, transposed=True)
-        launch(_block_transpose_kernel, grid)(args.q, args.scale, *result, *sizes, **constants)
-    return result
+        grid, constants = tile_of(sizes, args.block_size, transposed)
+        launch(kernel, grid)(args.q, args.scale, *results, *sizes, **constants)
 
 
 BLOCK_QUANTIZE = declare(
@@ -338,8 +329,8 @@ BLOCK_QUANTIZE_BOTH = declare(
     "block_quantize_both(Tensor x, int[2] block_size, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor)",
     BlockQuantizeBothArguments,
     cpu=block_quantize_both_ref,
-    cuda=block_quantize_both_triton,
-    fake=BlockQuantizeBothArguments.empty_both,
+    cuda=block_quantize_triton,
+    fake=BlockQuantizeBothArguments.empty_result,
 )
 BLOCK_DEQUANTIZE = declare(
     "block_dequantize(Tensor q, Tensor scale, int[2] block_size, ScalarType dtype=float) -> Tensor",
@@ -361,16 +352,15 @@ def block_quantize(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = 
     """Quantize to INT8 with one scale for every block of values (Jetfire eq. 1).
 
     Args:
-        x: ``(..., C)`` fp32, fp16 or bf16, any strides, seen as R = prod(leading) rows.
-        block_size: 32, 64 or 128 for square blocks, as in the paper; (32, 128) or (1, 128): rows and columns.
-        seed: None rounds half to even; a tensor of one int64 on ``x``'s device rounds stochastically, which is
-            unbiased. A tensor, so that a captured graph can be run again with another seed.
+        x: ``(..., C)`` fp32, fp16 or bf16, any strides, treated as R = prod(leading) rows.
+        block_size: 32, 64 or 128 for square blocks, as in the paper; (32, 128) or (1, 128) for (rows, columns).
+        seed: None rounds half to even. One int64 on ``x``'s device rounds stochastically, which is unbiased; it is a
+            tensor so that a captured graph can run again with another seed.
 
     Returns:
-        int8 like ``x``, contiguous, and the fp32 scale ``(ceil(R / B), ceil(C / B))``, where B is first the rows of a
-        block and then its columns. A block of zeros gets a tiny
-        positive scale; one with NaN or infinity a scale that dequantizes to NaN. Half a step is the largest error, one
-        step with a seed.
+        ``q`` int8 like ``x``, contiguous, and the fp32 scale ``(ceil(R / B), ceil(C / B))``, where B is first the rows
+        of a block and then its columns. A block of zeros gets a tiny positive scale, a block with NaN or infinity one
+        that dequantizes to NaN. The error is at most half a step, or one step with a seed.
 
     Raises:
         UnsupportedError: a block size, a dtype, a tensor without dimensions, or a GPU below sm_80.
@@ -380,9 +370,9 @@ def block_quantize(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = 
 
 
 def block_quantize_both(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> BothBlocks:
-    """``block_quantize`` of ``x`` and of its transpose, ``(q, scale, q^T, scale^T)``; reads ``x`` once.
+    """``block_quantize`` of ``x`` and of its transpose in one pass: ``(q, scale, q^T, scale^T)``.
 
-    Of square blocks the second pair is the first one transposed; blocks of (32, 128) or (1, 128) are (32, 128) in it.
+    With square blocks the second pair is the transpose of the first; with others it is in blocks of (32, 128).
     """
     return torch.ops.qframework.block_quantize_both(x, block_size, seed)
 
@@ -390,13 +380,13 @@ def block_quantize_both(x: Tensor, block_size: BlockSize = 32, seed: Tensor | No
 def block_dequantize(
     q: Tensor, scale: Tensor, block_size: BlockSize = 32, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """``q * scale`` of each block in float32, rounded once to ``dtype`` (fp32, fp16, bf16); like ``q``, contiguous."""
+    """``q * scale`` of each block in float32, rounded once to ``dtype`` (fp32, fp16 or bf16); contiguous like ``q``."""
     return torch.ops.qframework.block_dequantize(q, scale, block_size, dtype)
 
 
 def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = 32) -> Blocks:
-    """``q (..., C)`` and its scale to ``(C, R)`` int8, contiguous, and the transpose's scale.
+    """The transpose ``(C, R)`` int8, contiguous, of ``q (..., C)``, and its scale.
 
-    Square blocks keep their values; others are quantized anew, in blocks of (32, 128), off by half a step of those.
+    Square blocks keep their values. Others are quantized again, in blocks of (32, 128), with an error of half a step.
     """
     return torch.ops.qframework.block_transpose(q, scale, block_size)

@@ -1,16 +1,16 @@
 """Mean and variance of rows in INT8 blocks, for LayerNorm and RMSNorm.
 
-Formula, per row of C values, merged from tiles of the row as Chan, Golub and LeVeque do, so that nothing cancels::
+Formula, per row of C values, merged from tiles of the row (Chan, Golub and LeVeque), which avoids cancellation::
 
     statistics[r] = (mean, sum((x - mean)^2) / C)
-    within a block  n sum(q^2) - sum(q)^2 is a whole number below 2^31, computed exactly
-    of tiles p      mean = sum(n_p mean_p) / C,  M2 = sum(M2_p + n_p (mean_p - mean)^2)
+    within a block  n sum(q^2) - sum(q)^2 is an integer below 2^31, computed exactly
+    over tiles p    mean = sum(n_p mean_p) / C,  M2 = sum(M2_p + n_p (mean_p - mean)^2)
 
-Jetfire (appendix A) hands the statistics of every tile from the Add to the LayerNorm after it; here they are merged
-once, in a small second kernel, so that every tile of the LayerNorm reads two numbers a row. Where no Add made them, a
-program reads whole rows, and nothing is left to merge. Sums of bytes and of their squares are integers, added four at
-a time. Fixed order, no atomics: results repeat bit for bit. Layout: blocks as in qframework/kernels/blocks/format.py,
-``statistics (R, 2)`` fp32. Internal: no operator of its own. Reference: ``row_statistics_ref``.
+In Jetfire (appendix A) the LayerNorm reads the statistics of every tile from the Add before it. Here a small second
+kernel merges them once, so that the LayerNorm reads two numbers per row. Without an Add, a program reads whole rows and
+needs no merge. Sums of bytes and of their squares are integers, added four at a time, in a fixed order without atomics:
+results repeat bit for bit. Layout: blocks as in format.py, ``statistics (R, 2)`` fp32. Internal: not an operator.
+Reference: ``row_statistics_ref``.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
-MERGED_ROWS, MERGED_TILES = 32, 32  # of one program of the second kernel: what it reads at a time
-ROW_VALUES = 16384  # of a program that reads whole rows: 8 warps
+MERGED_ROWS, MERGED_TILES = 32, 32  # what a program of the second kernel reads at a time
+ROW_VALUES = 16384  # what a program that reads whole rows reads at a time, with 8 warps
 
 
 def row_statistics_ref(x: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def row_statistics_ref(x: Tensor) -> Tensor:
 
 @triton.jit
 def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr, FOURS: tl.constexpr):
-    """Mean, and sum of squared distances from it, of each row of an int8 tile (M, N), 0 outside.
+    """Mean, and sum of squared distances from it, of each row of an int8 tile (M, N) that is 0 outside the tensor.
 
-    ``scale`` is that of the tile's blocks, M a multiple or a divisor of theirs; the tile begins at ``column``, which is
-    inside the tensor. EVEN: so is all of it. FOURS: see ``in_fours``.
+    ``scale`` holds the scales of the tile's blocks; M is a multiple or a divisor of a block's rows. The tile begins at
+    ``column``, which is inside the tensor. EVEN: all of the tile is inside. FOURS: see ``in_fours``.
     """
     M: tl.constexpr = q.shape[0]
     N: tl.constexpr = q.shape[1]
@@ -56,7 +56,7 @@ def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr
         count = tl.full((1, 1, N // WIDTH), WIDTH, tl.int32)
     else:
         count = tl.minimum(tl.maximum(C - column - tl.arange(0, N // WIDTH) * WIDTH, 0), WIDTH)[None, None, :]
-    apart = (count * squares - whole * whole).to(tl.float32)  # count times what it should be
+    apart = (count * squares - whole * whole).to(tl.float32)  # count times the wanted sum
     count = count.to(tl.float32)
     share = 1.0 / tl.maximum(count, 1.0)
     scale = scale[:, None, :]
@@ -70,7 +70,7 @@ def tile_statistics(q, scale, column, C, BLOCK: tl.constexpr, EVEN: tl.constexpr
 
 @triton.jit
 def store_partial(partial_ptr, mean, apart, row, column, R, C, TILE_N: tl.constexpr):
-    """Keep what ``tile_statistics`` found, in ``partial (2, P, R)`` fp32 with P = ceil(C / TILE_N)."""
+    """Store the result of ``tile_statistics`` in ``partial (2, P, R)`` fp32 with P = ceil(C / TILE_N)."""
     r = row + tl.arange(0, mean.shape[0])
     where = (column // TILE_N).to(tl.int64) * R + r
     tl.store(partial_ptr + where, mean, mask=r < R)
@@ -91,7 +91,7 @@ def _block_statistics_kernel(
     FOURS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Statistics of TILE_M whole rows a program, of a tensor that no Add made them for. Grid (cdiv(R, TILE_M),)."""
+    """Statistics of rows, without an Add before. Grid (cdiv(R, TILE_M),); a program reads TILE_M whole rows."""
     wait_for_previous_kernel(OVERLAP)
     row = tl.program_id(0) * TILE_M
     SCALES_M: tl.constexpr = TILE_M if BLOCK[0] == 1 else BLOCK[0]
@@ -122,7 +122,7 @@ def _merge_statistics_kernel(
     TILES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Statistics of ROWS whole rows a program. Grid (cdiv(R, ROWS),)."""
+    """Statistics of rows from those of their tiles. Grid (cdiv(R, ROWS),); a program merges ROWS rows."""
     wait_for_previous_kernel(OVERLAP)
     P = tl.cdiv(C, TILE_N)
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -146,7 +146,7 @@ def _merge_statistics_kernel(
 
 @triton.jit
 def _partial(partial_ptr, r, first, R, C, TILE_N: tl.constexpr, TILES: tl.constexpr):
-    """One number of rows ``r`` for TILES tiles (TILES, rows), and how many columns those have, (TILES, 1)."""
+    """One statistic of rows ``r`` in TILES tiles, (TILES, rows), and the number of columns of each tile, (TILES, 1)."""
     p = first + tl.arange(0, TILES)
     count = tl.minimum(tl.maximum(C - p * TILE_N, 0), TILE_N)
     inside = (count > 0)[:, None] & (r < R)[None, :]
@@ -155,13 +155,13 @@ def _partial(partial_ptr, r, first, R, C, TILE_N: tl.constexpr, TILES: tl.conste
 
 
 def empty_partial(like: Tensor, tile: dict[str, Any]) -> Tensor:
-    """Room for the statistics of every tile of ``like (..., C)``."""
+    """Allocate the statistics of every tile of ``like (..., C)``."""
     rows, columns = rows_and_columns(like)
     return like.new_empty((2, cdiv(columns, tile["TILE_N"]), rows), dtype=torch.float32)
 
 
 def merge_statistics(partial: Tensor, statistics: Tensor, columns: int, tile: dict[str, Any]) -> None:
-    """``partial (2, P, R)`` of tiles into the ``statistics (R, 2)`` of rows of so many columns."""
+    """Merge ``partial (2, P, R)`` of tiles into the ``statistics (R, 2)`` of rows with this many columns."""
     rows = partial.shape[2]
     launch(_merge_statistics_kernel, (cdiv(rows, MERGED_ROWS),))(
         partial, statistics, rows, columns, TILE_N=tile["TILE_N"], ROWS=MERGED_ROWS, TILES=MERGED_TILES, num_warps=4
@@ -169,15 +169,15 @@ def merge_statistics(partial: Tensor, statistics: Tensor, columns: int, tile: di
 
 
 def in_fours(*operands: Tensor) -> bool:
-    """Whether Triton loads these int8 tensors 16 neighbours of a row at a time, as ``sums_of_four`` needs.
+    """Whether Triton loads 16 neighbours of a row of these int8 tensors at a time, as ``sums_of_four`` requires.
 
-    It does where it knows that every row begins at a multiple of 16, and else one by one: in a thread lie other rows.
+    It does if every row begins at a multiple of 16 bytes. Otherwise a thread holds values of different rows.
     """
     return all(x.data_ptr() % 16 == 0 and x.shape[-1] % 16 == 0 for x in operands)
 
 
 def whole_rows(rows: int, columns: int, block_size: BlockSize) -> dict[str, Any]:
-    """Constants of a kernel that reads whole rows: few of them at a time, or parts of very long ones in turn."""
+    """Constants of a kernel that reads whole rows: a few rows at a time, or very long rows part by part."""
     block = block_shape(block_size)
     width = max(block[1], min(ROW_VALUES, power_of_2(columns)))
     height = min(ROW_VALUES // width, max(block[0], 32))
@@ -187,7 +187,7 @@ def whole_rows(rows: int, columns: int, block_size: BlockSize) -> dict[str, Any]
 
 
 def row_statistics_triton(x: Tensor, x_scale: Tensor, block_size: BlockSize) -> Tensor:
-    """Statistics ``(R, 2)`` of a tensor in blocks, which must have columns."""
+    """Statistics ``(R, 2)`` of a tensor in blocks with at least one column."""
     rows, columns = rows_and_columns(x)
     statistics = x.new_empty((rows, 2), dtype=torch.float32)
     if rows > 0:

@@ -1,8 +1,8 @@
 """Sums over the rows of INT8 blocks: the gradient of a bias.
 
-Formula: ``sum[c]`` over the rows r of ``q[r, c] * scale`` of its block, in float32. A program adds a stretch of rows
-for the columns of one tile; a second kernel adds the stretches in their order. No atomics: results repeat bit for bit.
-Layout: blocks as in qframework/kernels/blocks/format.py; 1 byte of traffic a value. Reference: ``block_sum_rows_ref``.
+Formula: ``sum[c]`` is the sum over all rows r of ``q[r, c] * scale`` of its block, in float32. A program sums a stretch
+of rows for the columns of one tile; a second kernel adds the stretches in order, without atomics, so results repeat bit
+for bit. Layout: blocks as in format.py. Memory traffic per value is 1 byte. Reference: ``block_sum_rows_ref``.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, dequantize_blocks_ref
+from qframework.kernels.blocks.format import BlockSize
 from qframework.kernels.blocks.tiles import (
     check_alike,
     contiguous,
+    dequantized,
     fold_rows,
     load_rows,
     rows_and_columns,
@@ -26,9 +27,9 @@ from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
-PROGRAMS = 4096  # of one warp each, enough to fill a chip: stretches of rows are made shorter until there are as many
-LONGEST, SHORTEST = 256, 32  # rows of one program: its sums are few beside them
-_SUMMED = 64  # numbers that a program of the second kernel adds at a time, and how many sums it makes
+PROGRAMS = 4096  # enough programs of one warp to fill a chip: stretches of rows get shorter until there are as many
+LONGEST, SHORTEST = 256, 32  # rows of one program
+_SUMMED = 64  # how many numbers a program of the second kernel adds at a time, and how many sums it computes
 
 
 class BlockSumRowsArguments(NamedTuple):
@@ -39,17 +40,17 @@ class BlockSumRowsArguments(NamedTuple):
     block_size: BlockSize
 
     def empty_result(self) -> Tensor:
-        """The sums before they are computed."""
+        """Allocate the sums."""
         return self.x.new_empty((self.x.shape[-1],), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise QFrameworkError for operands that do not fit."""
-        check_alike("block_sum_rows", self.block_size, x=(self.x, self.x_scale))
+        """Raise QFrameworkError for invalid operands."""
+        check_alike("block_sum_rows", self)
 
 
 def block_sum_rows_ref(args: BlockSumRowsArguments) -> Tensor:
     """Reference of ``qframework::block_sum_rows``."""
-    return dequantize_blocks_ref(args.x, args.x_scale, args.block_size).reshape(-1, args.x.shape[-1]).sum(0)
+    return dequantized(args)[0].reshape(-1, args.x.shape[-1]).sum(0)
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def stretch_origin(C, STRETCH: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def store_sums(partial_ptr, total, stretch, column, C):
-    """Add up a tile (M, N) over its rows and keep it as stretch ``stretch`` of ``partial (S, C)``."""
+    """Sum a tile (M, N) over its rows and store it as row ``stretch`` of ``partial (S, C)``."""
     c = column + tl.arange(0, total.shape[1])
     tl.store(partial_ptr + stretch.to(tl.int64) * C + c, tl.sum(total, 0), mask=c < C)
 
@@ -132,7 +133,7 @@ def _add_up(ptr, sum_ptr, pid, N, L, SUMMED: tl.constexpr):
 def add_up(*matrices: Tensor) -> list[Tensor]:
     """Sums over the first dimension of one to three fp32 matrices, in one launch and always in the same order.
 
-    Of three, the last two have one shape.
+    The second and the third matrix must have the same shape.
     """
     sums = [matrix.new_empty(matrix.shape[1]) for matrix in matrices]
     a, *others = matrices
@@ -145,7 +146,7 @@ def add_up(*matrices: Tensor) -> list[Tensor]:
 
 
 def stretches(rows: int, columns: int, tile: dict[str, Any]) -> tuple[int, int]:
-    """How many rows a program walks down, and into how many stretches that cuts the rows."""
+    """How many rows one program sums, and how many such stretches the rows consist of."""
     across = cdiv(columns, tile["TILE_N"])
     length = LONGEST
     while length > SHORTEST and cdiv(rows, length) * across < PROGRAMS:
@@ -178,7 +179,7 @@ BLOCK_SUM_ROWS = declare(
 
 
 def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = 32) -> Tensor:
-    """Sum over all rows of a tensor in blocks: what the gradient of a bias is.
+    """Sum over all rows of a tensor in blocks, as for the gradient of a bias.
 
     Args:
         x: ``(..., C)`` int8.
@@ -186,10 +187,10 @@ def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = 32) -> Te
         block_size: 32, 64, 128, (32, 128) or (1, 128).
 
     Returns:
-        ``(C,)`` fp32, added in float32 and always in the same order.
+        ``(C,)`` fp32, summed in float32 and always in the same order.
 
     Raises:
-        UnsupportedError: block size, dtype, or a GPU below sm_80.
+        UnsupportedError: a block size, a dtype, or a GPU below sm_80.
         QFrameworkError: a scale of another shape or on another device.
     """
     return torch.ops.qframework.block_sum_rows(x, x_scale, block_size)

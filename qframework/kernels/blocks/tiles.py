@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -9,7 +10,14 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.arithmetic import int8_to_float, prefetch
-from qframework.kernels.blocks.format import BlockSize, block_shape, check_blocks, row_count, scale_shape
+from qframework.kernels.blocks.format import (
+    BlockSize,
+    block_shape,
+    check_blocks,
+    dequantize_blocks_ref,
+    row_count,
+    scale_shape,
+)
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -18,21 +26,32 @@ from qframework.numerics import FLOAT_DTYPES
 
 A = TypeVar("A", bound=NamedTuple)
 Blocks = tuple[Tensor, Tensor]
-TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # of a program, by its rows
-ROW_COLUMNS = 256  # of a program that walks down the rows: whole lines of 128 bytes
-GRID_LIMIT = 65535  # of the second and third dimension
-SECTOR = tl.constexpr(32)  # bytes that memory is read by
-VALUES_PER_THREAD = 64  # fewer would spend more on scales than on values
-FEW_VALUES = 32  # for kernels whose registers would keep other programs from the multiprocessor
-RUNNING_VALUES = 32768  # of all programs that a multiprocessor runs at a time: 32 warps of few, 16 of many in a thread
-REGISTERS = 64  # of a thread with few values, at most: those of 32 warps
+TILE_COLUMNS = {32: 256, 64: 128, 128: 128}  # columns of a tile, by its rows
+ROW_COLUMNS = 256  # columns of a tile that moves down the rows: whole cache lines of 128 bytes
+GRID_LIMIT = 65535  # size of a grid's second and third dimension
+SECTOR = tl.constexpr(32)  # bytes of a memory transaction
+VALUES_PER_THREAD = 64  # with fewer, loading scales would cost more than loading values
+FEW_VALUES = 32  # per thread, for kernels that need many registers: more programs then fit on a multiprocessor
+RUNNING_VALUES = 32768  # values in flight on a multiprocessor: 32 warps of FEW_VALUES or 16 of VALUES_PER_THREAD
+REGISTERS = 64  # limit per thread with FEW_VALUES, so that 32 warps fit
 
 
-def check_alike(operator: str, block_size: BlockSize, **operands: tuple[Tensor, Tensor]) -> None:
-    """Check operands in the block format, ``name=(q, scale)``, of one shape and device."""
+def operands_of(arguments: Any) -> dict[str, Blocks]:
+    """An operator's operands in blocks, ``(q, scale)`` by name: every argument ``x`` with an ``x_scale``."""
+    names = [name for name in arguments._fields if f"{name}_scale" in arguments._fields]
+    return {name: (getattr(arguments, name), getattr(arguments, f"{name}_scale")) for name in names}
+
+
+def dequantized(arguments: Any) -> list[Tensor]:
+    """An operator's operands in float32, for references."""
+    return [dequantize_blocks_ref(*blocks, arguments.block_size) for blocks in operands_of(arguments).values()]
+
+
+def check_alike(operator: str, arguments: Any) -> None:
+    """Check that all of an operator's operands in blocks are valid and have the same shape and device."""
     first: tuple[str, Tensor] | None = None
-    for name, (q, scale) in operands.items():
-        check_blocks(operator, name, q, scale, block_size)
+    for name, (q, scale) in operands_of(arguments).items():
+        check_blocks(operator, name, q, scale, arguments.block_size)
         if first is None:
             first = name, q
             continue
@@ -44,21 +63,21 @@ def check_alike(operator: str, block_size: BlockSize, **operands: tuple[Tensor, 
 
 
 def check_vector(operator: str, argument: str, vector: Tensor | None, length: int, like: Tensor) -> None:
-    """Check a float vector, one value for each of ``length`` columns or rows, on the device of ``like``."""
+    """Check that a float vector is None or has ``length`` values on the device of ``like``."""
     if vector is None:
         return
     check_dtype(operator, argument, vector, FLOAT_DTYPES)
     check_same_device(operator, like, **{argument: vector})
     if tuple(vector.shape) != (length,):
-        raise QFrameworkError(f"{operator}: {argument} has shape {tuple(vector.shape)}; accepted: ({length},)")
+        raise QFrameworkError(f"{operator}: {argument} must have shape ({length},), got {tuple(vector.shape)}")
 
 
 def check_seed(operator: str, seed: Tensor, like: Tensor) -> None:
-    """Check a seed of random numbers: one int64 on the device of ``like``."""
+    """Check a seed for random numbers: one int64 on the device of ``like``."""
     check_dtype(operator, "seed", seed, (torch.int64,))
     check_same_device(operator, like, seed=seed)
     if seed.numel() != 1:
-        raise QFrameworkError(f"{operator}: seed has shape {tuple(seed.shape)}; accepted: one value")
+        raise QFrameworkError(f"{operator}: seed must have one value, got shape {tuple(seed.shape)}")
 
 
 def contiguous(arguments: A) -> A:
@@ -66,33 +85,48 @@ def contiguous(arguments: A) -> A:
     return arguments._make(x.contiguous() if isinstance(x, Tensor) else x for x in arguments)
 
 
-def launch_by_tiles(kernel: Any, arguments: Any, values: int) -> Any:
-    """Launch an activation's kernel, a program for each tile, and return its result in blocks.
+def tensors_of(arguments: Any) -> list[Tensor]:
+    """The tensors among an operator's arguments, contiguous."""
+    return [each.contiguous() for each in arguments if isinstance(each, Tensor)]
 
-    ``arguments``: the operator's, whose tensors, all of one shape, are the kernel's first parameters in the same order.
-    ``values``: in a thread.
+
+def launch_by_tiles(
+    kernel: Any,
+    operands: Sequence[Any],
+    results: Sequence[Tensor],
+    tile: dict[str, Any],
+    *numbers: float,
+    prefetches: bool = True,
+    **flags: Any,
+) -> None:
+    """Launch one program for each tile of a tensor that is not empty.
+
+    Args:
+        kernel: takes operands, results, R, C, the distance to prefetch if it prefetches, numbers, flags and the tile.
+        operands: contiguous tensors; the first one is cut into tiles.
+        results: tensors that the kernel writes.
+        tile: from ``tile_of``.
+        *numbers: further scalars.
+        prefetches: whether the kernel prefetches a tile, see ``rows_ahead``.
+        **flags: the kernel's compile-time constants besides the tile.
     """
-    result = arguments.empty_result()
-    operands = [each for each in contiguous(arguments) if isinstance(each, Tensor)]
-    sizes = rows_and_columns(operands[0])
-    if operands[0].numel() > 0:
-        tile = tile_of(*sizes, arguments.block_size, values)
-        ahead = rows_ahead(operands[0], tile)
-        launch(kernel, tiles_of(operands[0], tile))(*operands, *result, *sizes, ahead, KIND=arguments.kind, **tile)
-    return result
+    like = operands[0]
+    ahead = (rows_ahead(like, tile),) if prefetches else ()
+    sizes = row_count(like.shape), like.shape[-1]
+    launch(kernel, tiles_of(like, tile))(*operands, *results, *sizes, *ahead, *numbers, **flags, **tile)
 
 
 def empty_blocks(like: Tensor, block_size: BlockSize, shape: tuple[int, ...] | None = None) -> Blocks:
-    """Room for a result in the block format, of the shape of ``like`` or another one."""
+    """Allocate a result in the block format, of the shape of ``like`` or of ``shape``."""
     shape = tuple(like.shape) if shape is None else shape
     scale = like.new_empty(scale_shape(shape, block_size), dtype=torch.float32)
     return like.new_empty(shape, dtype=torch.int8), scale
 
 
 def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES_PER_THREAD) -> dict[str, Any]:
-    """Constants of a kernel: one row of blocks high, or 32 rows of values; ``values`` in a thread.
+    """Constants of a kernel whose tile has one row of blocks, or 32 rows if blocks have fewer; ``values`` per thread.
 
-    EVEN: the tensor is cut into whole tiles, so that nothing needs a mask.
+    EVEN: the tensor consists of whole tiles, so the kernel needs no mask.
     """
     block = block_shape(block_size)
     height = max(block[0], 32)
@@ -106,9 +140,10 @@ def tile_of(rows: int, columns: int, block_size: BlockSize, values: int = VALUES
 
 
 def rows_ahead(like: Tensor, tile: dict[str, Any]) -> int:
-    """How many rows further down the tile begins that a program asks L2 for: ``ask_for_tile``.
+    """Rows between a program's own tile and the tile that it prefetches into L2 with ``prefetch_tile``.
 
-    It is that of the program that will follow on the same multiprocessor: as many on as run at a time.
+    The prefetched tile belongs to the next program on the same multiprocessor, which is as many tiles away as the chip
+    runs at a time.
     """
     if like.device.type != "cuda":
         return tile["TILE_M"]
@@ -117,10 +152,10 @@ def rows_ahead(like: Tensor, tile: dict[str, Any]) -> int:
 
 
 def rows_of_tile(columns: int, block_size: BlockSize) -> dict[str, Any]:
-    """Constants of a kernel that walks down the rows with ``load_rows``, four at a time: a warp by itself.
+    """Constants of a kernel of one warp that moves down the rows with ``load_rows``, four rows at a time.
 
-    LANES: how many of the rows lie in different threads, 16 bytes in each; ``fold_rows`` adds up the others. STAGES: 1
-    where a step's values are asked for when it begins, more where earlier.
+    LANES is the number of these rows that different threads hold, with 16 bytes of a row in each thread; ``fold_rows``
+    sums the others. STAGES is the number of pipeline stages of the loop.
     """
     block = block_shape(block_size)
     width = max(block[1], min(ROW_COLUMNS, power_of_2(columns)))
@@ -135,9 +170,9 @@ def rows_of_tile(columns: int, block_size: BlockSize) -> dict[str, Any]:
 
 
 def tiles_of(like: Tensor, tile: dict[str, Any]) -> tuple[int, int, int]:
-    """The grid of a kernel that asks ``tile_origin`` where its tile begins: across, and down in two dimensions.
+    """The grid of a kernel that calls ``tile_origin``: tiles across, then rows of tiles in two dimensions.
 
-    No kernel has to divide; with more rows of tiles than a dimension holds, some programs find nothing to do.
+    Kernels need no division. With more than GRID_LIMIT rows of tiles, some programs lie outside the tensor.
     """
     down = cdiv(row_count(like.shape), tile["TILE_M"])
     layers = cdiv(down, GRID_LIMIT)
@@ -145,16 +180,16 @@ def tiles_of(like: Tensor, tile: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def rows_and_columns(like: Tensor) -> tuple[int, int]:
-    """R and C of a tensor ``(..., C)``; checks the device, as every launcher must."""
+    """R and C of a tensor ``(..., C)``. Checks the device, as every launcher must."""
     check_device(like.device)
     return row_count(like.shape), like.shape[-1]
 
 
 @triton.jit
 def tile_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.constexpr = False):
-    """Row and column where this program's tile begins. Along the rows first: neighbours share pages of memory.
+    """First row and column of this program's tile. Consecutive programs are neighbours in a row and share memory pages.
 
-    LAST_FIRST: from the last tile to the first, for a kernel behind one that ended there: the L2 cache still holds it.
+    LAST_FIRST: go from the last tile to the first, for a kernel whose predecessor ended there: L2 still holds it.
     """
     across, down = tl.program_id(0), tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
     if LAST_FIRST:
@@ -164,11 +199,11 @@ def tile_origin(TILE_M: tl.constexpr, TILE_N: tl.constexpr, LAST_FIRST: tl.const
 
 
 @triton.jit
-def ask_for_tile(q_ptr, row, column, R, C, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
-    """Have L2 fetch an int8 tile, an instruction for 32 values; rows and columns outside become the nearest ones.
+def prefetch_tile(q_ptr, row, column, R, C, BLOCK: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
+    """Prefetch an int8 tile into L2, one instruction per 32 values; rows and columns outside are clamped.
 
-    Where rows share a scale: a program's warps then wait for one another, and so for memory at the same time. Where
-    they do not, it gains nothing.
+    Only where rows share a scale: there all warps of a program wait for memory at the same time. Elsewhere a prefetch
+    gains nothing.
     """
     if BLOCK[0] > 1:
         r = tl.minimum(tl.maximum(row + tl.arange(0, TILE_M), 0), R - 1)
@@ -184,7 +219,7 @@ def inside_tile(row, column, R, C, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
 
 @triton.jit
 def load_rows(q_ptr, scale_ptr, row, column, R, C, ROWS: tl.constexpr, TILE_N: tl.constexpr, BLOCK: tl.constexpr):
-    """``load_tile`` of a few rows, no more than a block has or of one row each, for kernels that quantize none."""
+    """``load_tile`` of a few rows, for kernels that do not quantize: at most a block's rows, or blocks of one row."""
     r = row + tl.arange(0, ROWS)
     c = column + tl.arange(0, TILE_N)
     inside = (r < R)[:, None] & (c < C)[None, :]
@@ -200,5 +235,5 @@ def load_rows(q_ptr, scale_ptr, row, column, R, C, ROWS: tl.constexpr, TILE_N: t
 
 @triton.jit
 def fold_rows(x, LANES: tl.constexpr):
-    """Sums over rows that are a multiple of LANES apart, (LANES, N) of a tile (M, N): all of them in one thread."""
+    """Sum the rows of a tile (M, N) that are a multiple of LANES apart, which one thread holds, to (LANES, N)."""
     return tl.sum(tl.reshape(x, (x.shape[0] // LANES, LANES, x.shape[1])), 0)

@@ -1,4 +1,4 @@
-"""Activations and gated activations from blocks to blocks, on every implementation, against float64 autograd."""
+"""activation.py and gated_activation.py on every implementation, against float64 autograd."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def operators(implementation):
 
 
 def tanh_off(kind, x):
-    """What the tanh that makes f(x) = x / 2 (1 + tanh) may be off by."""
+    """The allowed error of tanh in f(x) = x / 2 (1 + tanh)."""
     hardware = TANH_OFF if torch.cuda.is_available() and kind != "relu" else 0.0
     return FITTED.get(kind, 0.0) + hardware * (x.detach().abs() <= 16)
 
@@ -84,7 +84,7 @@ def test_forward_and_backward(operators, place, kind, block_size):
     ("shape", "size"), [*[(shape, 32) for shape in SHAPES], *[(shape, (1, 128)) for shape in SHAPES if shape[0] != 3]]
 )
 def test_shapes(operators, place, shape, size):
-    """(3, 50, 130), the slowest, comes with every kind in other tests."""
+    """Other tests run (3, 50, 130), the slowest, with every kind."""
     forward, backward, gated_forward, gated_backward = operators
     x, dy = operand(shape, size, place), operand(shape, size, place, seed=1)
     exact, gradient = values(*x, size), values(*dy, size)
@@ -114,8 +114,8 @@ def test_gated(operators, place, kind, block_size):
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
-def test_far_from_zero(operators, place, kind):
-    """Values of which a polynomial or an exponential alone would make something else; each has its own scale."""
+def test_activations_of_large_inputs(operators, place, kind):
+    """Values for which a polynomial or an exponential alone is wrong; each has its own scale."""
     far = torch.tensor([-1e4, -300.0, -60.0, -16.0, -8.0, -5.5, 5.5, 8.0, 16.0, 60.0, 300.0, 1e4], device=place)
     size = (1, 128)
     x, dy = block_quantize(far[:, None], size), block_quantize(torch.ones_like(far)[:, None], size)
@@ -175,11 +175,15 @@ def test_opcheck(device):
 
 def test_bad_input():
     x, y = operand((40, 70), 32, "cpu"), operand((41, 70), 32, "cpu")
-    with pytest.raises(UnsupportedError, match="block_activation: kind='tanh' is unknown; accepted: gelu, gelu_tanh"):
+    with pytest.raises(
+        UnsupportedError, match=r"block_activation: kind must be one of 'gelu', 'gelu_tanh', .*, got 'tanh'"
+    ):
         block_activation(*x, "tanh", 32)
-    with pytest.raises(UnsupportedError, match="block_size=48 is unsupported; accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, 64, 128, .*, got 48"):
         block_activation(*x, "gelu", 48)
-    with pytest.raises(QFrameworkError, match=r"x's scale has shape \(2, 3\); x \(40, 70\) in blocks of 64 needs"):
+    with pytest.raises(
+        QFrameworkError, match=r"x's scale must have shape \(1, 2\) for x \(40, 70\) in blocks of 64, got \(2, 3\)"
+    ):
         block_activation(*x, "gelu", 64)
     with pytest.raises(
         QFrameworkError, match=r"block_activation_backward: x must have the shape of dy, \(40, 70\), got \(41, 70\)"

@@ -1,4 +1,4 @@
-"""Quotients of scales without a division are those of a division."""
+"""Quotients of scales computed without a division are those of a division."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _quotients_kernel(x_ptr, over_ptr, inverse_ptr, SIZE: tl.constexpr):
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("exponent", [-53, 0, 120])
-def test_quotients_of_scales(exponent):
+def test_quotients_are_those_of_a_division(exponent):
     """By 127 bit for bit; a reciprocal one unit of the last place off at most, and hardly ever.
 
     Every mantissa on a GPU, every 512th in the interpreter.

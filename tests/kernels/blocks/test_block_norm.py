@@ -1,4 +1,4 @@
-"""LayerNorm and RMSNorm from blocks to blocks, on every implementation, against float64 autograd."""
+"""norm.py and norm_backward.py on every implementation, against float64 autograd."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def vectors(columns, place, dtype=torch.float32):
 
 
 def normalized(x, is_rms):
-    """n, rstd, and what float32 may be off in n, of float64 rows."""
+    """n, rstd and the allowed float32 error of n, for float64 rows."""
     mean = torch.zeros(x.shape[0], 1, dtype=torch.float64) if is_rms else x.mean(1, keepdim=True)
     rstd = ((x - mean).square().mean(1, keepdim=True) + EPS).rsqrt()
     n = (x - mean) * rstd
@@ -68,7 +68,7 @@ def normalized(x, is_rms):
 
 
 def assert_gradients(got, exact, x, dy, weight, is_rms, shape, block_size):
-    """dx within a step and what three float32 terms may be off; parameters' sums within their roundings."""
+    """dx is within a step plus the error of three float32 terms, gradients of parameters within their roundings."""
     n, rstd, n_off = normalized(x, is_rms)
     g = dy * weight
     terms = g.abs() + g.abs().mean(1, keepdim=True) + n.abs() * (g * n).abs().mean(1, keepdim=True)
@@ -142,7 +142,7 @@ def test_without_parameters(layer_norm, rms_norm, place):
 
 @pytest.mark.parametrize("is_rms", [False, True])
 def test_gradients_without_parameters(layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, place, is_rms):
-    """Not those of a weight of ones bit for bit: a product less, a compiler rounds once where it rounded twice."""
+    """Not bit for bit those with a weight of ones: without the product, the compiler may fuse two roundings."""
     shape = (40, 70)
     x, dy = operand(shape, 32, place), operand(shape, 32, place, seed=1)
     if is_rms:
@@ -158,7 +158,7 @@ def test_gradients_without_parameters(layer_norm, layer_norm_backward, rms_norm,
 
 
 def test_statistics_are_used(layer_norm, rms_norm, place):
-    """Those given, whatever they say: here of other rows. Empty ones are as none."""
+    """Given statistics are used even if wrong, here those of other rows. Empty statistics count as None."""
     x = operand((40, 70), 32, place)
     statistics = torch.stack((torch.full((40,), 0.5), torch.full((40,), 4.0)), 1).to(place)
     y, y_scale, mean, rstd = layer_norm(*x, None, None, 0.0, 32, statistics)
@@ -186,7 +186,7 @@ def test_rows_of_equal_values(layer_norm, layer_norm_backward, place):
 @pytest.mark.parametrize("size", [32, (1, 128)])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_nan_and_infinity_are_not_hidden(layer_norm, layer_norm_backward, place, bad, size):
-    """A row with one is not a number; its neighbours of other blocks keep their values."""
+    """The whole row becomes NaN; rows of other blocks keep their values."""
     good = torch.randn(40, 70, device=place)
     x = good.clone()
     x[2, 3] = bad
@@ -206,8 +206,8 @@ def test_results_repeat(layer_norm_backward, place):
 
 
 @pytest.mark.parametrize("block_size", [32, 128, (1, 128)])
-def test_long_stretches_of_rows(layer_norm_backward, place, monkeypatch, block_size):
-    """As large tensors have them; the last one is cut off. A row's sums, and so dx, do not depend on them."""
+def test_long_stretches_of_rows_give_the_same_gradients(layer_norm_backward, place, monkeypatch, block_size):
+    """As for large tensors, with an incomplete last stretch. Sums of rows, and so dx, do not depend on stretches."""
     shape = (300, 40)
     x, dy = operand(shape, block_size, place), operand(shape, block_size, place, seed=1)
     mean, rstd = torch.full((300,), 0.1, device=place), torch.full((300,), 0.7, device=place)
@@ -223,8 +223,8 @@ def test_long_stretches_of_rows(layer_norm_backward, place, monkeypatch, block_s
 
 @pytest.mark.parametrize(("rows", "even"), [(512, True), (480, False)])
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
-def test_tiles_outside_are_masked(monkeypatch, block_size, rows, even):
-    """Stretches of 256 rows: whole tiles of the last one lie behind a tensor of whole tiles."""
+def test_tiles_outside_the_tensor_are_masked(monkeypatch, block_size, rows, even):
+    """With stretches of 256 rows, whole tiles of the last stretch lie outside a tensor of whole tiles."""
     launched = []
     monkeypatch.setattr(backward_module, "launch", lambda *_: lambda *_, **constants: launched.append(constants))
     monkeypatch.setattr(backward_module, "add_up", lambda *matrices: matrices)
@@ -258,7 +258,7 @@ def test_opcheck(device):
     torch.library.opcheck(ops.block_rms_norm_backward.default, (*dy, *x, None, rstd, 32))
 
 
-def test_gradients_are_refused_where_there_are_none():
+def test_parameters_that_require_a_gradient_are_refused():
     x, weight, bias = operand((40, 70), 32, "cpu"), torch.ones(70), torch.zeros(70, requires_grad=True)
     with pytest.raises(QFrameworkError, match=r"bias requires a gradient.*training\.norm\.Int8LayerNorm, which has"):
         block_layer_norm(*x, weight, bias, EPS, 32)
@@ -270,13 +270,15 @@ def test_gradients_are_refused_where_there_are_none():
 
 def test_bad_input():
     x = operand((40, 70), 32, "cpu")
-    with pytest.raises(QFrameworkError, match=r"block_layer_norm: weight has shape \(7,\); accepted: \(70,\)"):
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm: weight must have shape \(70,\), got \(7,\)"):
         block_layer_norm(*x, torch.ones(7), None, EPS, 32)
     with pytest.raises(UnsupportedError, match=r"block_rms_norm: weight has dtype torch.int64; accepted: float32"):
         block_rms_norm(*x, torch.ones(70, dtype=torch.int64), EPS, 32)
-    with pytest.raises(QFrameworkError, match=r"statistics has shape \(40, 3\); accepted: none, or mean and variance"):
+    with pytest.raises(
+        QFrameworkError, match=r"statistics must be None or empty, or have shape \(40, 2\), got \(40, 3\)"
+    ):
         block_layer_norm(*x, None, None, EPS, 32, torch.zeros(40, 3))
-    with pytest.raises(QFrameworkError, match=r"block_layer_norm_backward: mean has shape \(1,\); accepted: \(40,\)"):
+    with pytest.raises(QFrameworkError, match=r"block_layer_norm_backward: mean must have shape \(40,\), got \(1,\)"):
         block_layer_norm_backward(*x, *x, None, torch.zeros(1), torch.ones(40), 32)
-    with pytest.raises(UnsupportedError, match="block_size=100 is unsupported"):
+    with pytest.raises(UnsupportedError, match=r"block_size must be one of .*, got 100"):
         block_rms_norm_backward(*x, *x, None, torch.ones(40), 100)

@@ -1,4 +1,4 @@
-"""The block format on every implementation, against an FP64 oracle that walks over the blocks one by one."""
+"""quantize.py and format.py on every implementation, against an FP64 oracle that goes from block to block."""
 
 from __future__ import annotations
 
@@ -142,8 +142,8 @@ TURNED = (32, 128)  # blocks of what is transposed, where they are not square
 
 @pytest.mark.parametrize("block_size", OBLONGS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_oblong_blocks_are_quantized_anew(quantize, transpose, quantize_both, place, shape, block_size):
-    """By transpose from what the blocks stand for, by quantize_both from the floats themselves."""
+def test_transposed_oblong_blocks_are_quantized_again(quantize, transpose, quantize_both, place, shape, block_size):
+    """block_transpose quantizes the dequantized blocks, block_quantize_both the floats."""
     x = sample(place, shape)
     q, scale = quantize(x, block_size)
     stored = values(q, scale, block_size).reshape(-1, shape[-1]).t()
@@ -155,7 +155,7 @@ def test_oblong_blocks_are_quantized_anew(quantize, transpose, quantize_both, pl
 
 
 @pytest.mark.parametrize("block_size", OBLONGS)
-def test_oblong_blocks_are_transposed_with_a_seed(quantize, quantize_both, place, block_size):
+def test_transposed_oblong_blocks_use_the_same_noise(quantize, quantize_both, place, block_size):
     """Each value rounded up or down, in either direction, and by one draw of noise: no bias that both share remains."""
     shape, seed = (150, 200), torch.tensor([5], device=place)
     x = sample(place, shape)
@@ -178,7 +178,7 @@ def test_oblong_blocks_are_transposed_with_a_seed(quantize, quantize_both, place
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("block_size", OBLONGS)
 def test_nan_and_infinity_in_a_transpose(dequantize, transpose, quantize_both, place, block_size, bad):
-    """They spoil a block of the transpose; of block_transpose, as much as they had spoiled before."""
+    """They reach one block of the transpose, or with block_transpose every block that they had reached before."""
     shape = (150, 140)
     x = torch.ones(shape, device=place)
     x[40, 33] = bad
@@ -248,7 +248,7 @@ def seeded(place, value: int):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 def test_stochastic_rounding_is_unbiased(quantize, dequantize, quantize_both, place, block_size):
-    """Means of many values of one fraction: off by at most six of their standard deviations."""
+    """The mean of many values with the same fraction is within six standard deviations."""
     n = 130
     fractions = torch.linspace(0.05, 0.95, n, device=place)
     x = (fractions + torch.arange(n, device=place) % 100 - 50).expand(n, n).contiguous()
@@ -265,8 +265,8 @@ def test_stochastic_rounding_is_unbiased(quantize, dequantize, quantize_both, pl
     assert torch.equal(quantize_both(x, block_size, seeded(place, 3))[0], q)
 
 
-def test_no_noise_comes_twice(quantize, place):
-    """Every quarter has noise of its own, whatever tiles it lies in."""
+def test_all_parts_of_a_tensor_have_different_noise(quantize, place):
+    """Each quarter has different noise, independent of tiles."""
     x = torch.rand(128, 128, device=place).repeat(2, 2)
     q, _ = quantize(x, 64, seeded(place, 3))
     quarters = [q[i : i + 128, j : j + 128] for i in (0, 128) for j in (0, 128)]
@@ -284,7 +284,7 @@ def test_stochastic_rounding_follows_its_seed(quantize, place):
     assert (first.int() - other.int()).abs().max() == 1
 
 
-def test_stochastic_rounding_keeps_what_is_representable(quantize, place):
+def test_stochastic_rounding_keeps_representable_values(quantize, place):
     q = torch.randint(-127, 128, (64, 64), dtype=torch.int8, device=place)
     q[::32, ::32] = 127
     again, scale = quantize(q.float() * 0.25, 32, seeded(place, 1))
@@ -332,7 +332,7 @@ def activations_with_outlier_channels(seed: int, rows=512, columns=768):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_outlier_channels_cost_their_block_only(seed):
+def test_outlier_channels_affect_only_their_blocks(seed):
     """Jetfire, section 7.3: per-block error far below per-token, and within reach of per-channel.
 
     A token's step is set by its largest outlier, about 50 times a usual value; of 24 blocks across, at most 6 hold one.
@@ -386,7 +386,7 @@ def test_dynamic_shapes_trace():
 def test_bad_input():
     x = torch.randn(2, 3, 40)
     q, scale = block_quantize(x)
-    with pytest.raises(UnsupportedError, match="block_quantize: block_size=48 is unsupported; accepted: 32, 64, 128"):
+    with pytest.raises(UnsupportedError, match=r"block_quantize: block_size must be one of 32, 64, 128, .*, got 48"):
         block_quantize(x, 48)
     with pytest.raises(UnsupportedError, match=r"block_quantize_both: x has dtype torch.float64; accepted: float32"):
         block_quantize_both(x.double())
@@ -394,7 +394,7 @@ def test_bad_input():
         block_quantize(torch.tensor(1.0))
     with pytest.raises(UnsupportedError, match=r"seed has dtype torch.float32; accepted: int64"):
         block_quantize(x, 32, torch.ones(1))
-    with pytest.raises(QFrameworkError, match=r"seed has shape \(2,\); accepted: one value"):
+    with pytest.raises(QFrameworkError, match=r"seed must have one value, got shape \(2,\)"):
         block_quantize(x, 32, torch.zeros(2, dtype=torch.int64))
     with pytest.raises(UnsupportedError, match=r"block_dequantize: q has dtype torch.float32; accepted: int8"):
         block_dequantize(x, scale)
@@ -403,7 +403,7 @@ def test_bad_input():
     ):
         block_dequantize(q, scale, 32, torch.int32)
     with pytest.raises(
-        QFrameworkError, match=r"q's scale has shape \(1, 2\); q \(2, 3, 40\) in blocks of 64 needs \(1, 1\)"
+        QFrameworkError, match=r"q's scale must have shape \(1, 1\) for q \(2, 3, 40\) in blocks of 64, got \(1, 2\)"
     ):
         block_transpose(q, scale, 64)
 
@@ -425,17 +425,17 @@ def test_block_sizes_on_command_lines(text, size, name):
 
 
 def test_a_block_size_given_as_a_list_has_its_canonical_name():
-    """What an operator's implementation gets."""
+    """Implementations of operators get lists from the dispatcher."""
     assert block_size_name([32, 32]) == "32"
     assert block_size_name([1, 128]) == "1x128"
 
 
 @pytest.mark.parametrize("text", ["48", "128x1", "1 x 128", "x", "", "-32"])
-def test_what_is_no_block_size_on_a_command_line(text, capsys):
-    with pytest.raises(ValueError, match="is no block size; accepted: 32, 64, 128, 32x128, 1x128"):
+def test_invalid_block_sizes_on_command_lines(text, capsys):
+    with pytest.raises(ValueError, match="block size must be one of 32, 64, 128, 32x128, 1x128, got"):
         parse_block_size(text)
     parser = argparse.ArgumentParser()
     parser.add_argument("--block-size", type=parse_block_size)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--block-size={text}"])
-    assert f"{text!r} is no block size; accepted: 32, 64, 128, 32x128, 1x128" in capsys.readouterr().err
+    assert f"block size must be one of 32, 64, 128, 32x128, 1x128, got {text!r}" in capsys.readouterr().err

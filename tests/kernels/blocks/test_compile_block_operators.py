@@ -1,4 +1,4 @@
-"""The kernels between blocks compile for every supported chip without a GPU and keep their registers."""
+"""The kernels between blocks compile for every supported chip without a GPU, within their registers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ SMALL = ("gelu", "gelu_tanh", "silu", "gelu_backward", "silu_backward", "swiglu"
 
 
 def types_of(kernel, constants) -> dict[str, str]:
-    """What each argument that is no constant is, by its name."""
+    """The Triton type of each argument that is not a constant, by its name."""
     types = {}
     for name in kernel.arg_names:
         if name.endswith("_ptr"):
@@ -109,7 +109,7 @@ def test_every_block_size(name, block_size, tmp_path):
 @pytest.mark.parametrize("columns", [COLUMNS, COLUMNS + 16])
 @pytest.mark.parametrize("name", ["gelu", "swiglu_backward", "layer_norm", "layer_norm_sums"])
 def test_values_are_read_sixteen_at_a_time(name, columns, block_size, tmp_path):
-    """Whole vectors of 16 bytes: a mask or a layout that cuts them would cost several times the instructions."""
+    """Loads are vectors of 16 bytes; a mask or layout that splits them would need several times the instructions."""
     ptx = check("sm_90", name, block_size, tmp_path, columns).asm["ptx"]
     assert "ld.global.v4.b32" in ptx
     assert "ld.global.b8" not in ptx
@@ -118,8 +118,8 @@ def test_values_are_read_sixteen_at_a_time(name, columns, block_size, tmp_path):
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize(("name", "operands"), [("gelu", 1), ("gelu_backward", 2), ("add", 2), ("layer_norm", 1)])
-def test_the_next_tile_is_asked_for_where_rows_share_a_scale(name, operands, block_size, tmp_path):
-    """32 bytes an instruction; a thread has as many sectors of each operand as it has 32 values."""
+def test_the_next_tile_is_prefetched_if_rows_share_a_scale(name, operands, block_size, tmp_path):
+    """An instruction prefetches a sector of 32 bytes, so there is one per operand and 32 values of a thread."""
     ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
     values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
     shared = block_shape(block_size)[0] > 1
@@ -129,14 +129,14 @@ def test_the_next_tile_is_asked_for_where_rows_share_a_scale(name, operands, blo
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("name", ["gelu_backward", "layer_norm"])
 def test_registers_are_limited_where_many_values_share_a_scale(name, block_size, tmp_path):
-    """Elsewhere a limit is a licence: where 40 registers do, the compiler takes all it may."""
+    """Elsewhere a limit is harmful: the compiler uses all registers up to it where 40 suffice."""
     ptx = check("sm_90", name, block_size, tmp_path).asm["ptx"]
     assert (".maxnreg 64" in ptx) == (name in SMALL and block_shape(block_size)[0] > 1)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_random_bits_are_made_in_the_threads_that_need_them(block_size, tmp_path):
-    """Shared memory holds scales alone, 4 bytes for a row and block at most: no conversion of a tile of bits."""
+def test_random_bits_are_computed_in_the_threads_that_use_them(block_size, tmp_path):
+    """Shared memory holds only scales, at most 4 bytes per row and block: a tile of bits needs no layout conversion."""
     rows, columns = block_shape(block_size)
     compiled = check("sm_90", "dropout", block_size, tmp_path)
     assert compiled.metadata.shared <= 4 * max(rows, 32) * 256 // columns
@@ -145,8 +145,8 @@ def test_random_bits_are_made_in_the_threads_that_need_them(block_size, tmp_path
 @pytest.mark.parametrize(
     ("columns", "block_size", "tiles"), [(8192, 32, 17), (8192, 128, 5), (1024, 32, 132), (50, 32, 2112)]
 )
-def test_the_tile_asked_for_is_that_of_the_program_that_follows(monkeypatch, columns, block_size, tiles):
-    """132 multiprocessors run 32,768 values each, in rows of tiles; the tile of 50 columns is 64 wide."""
+def test_the_prefetched_tile_is_that_of_the_next_program(monkeypatch, columns, block_size, tiles):
+    """132 multiprocessors run 32,768 values each, in rows of tiles; with 50 columns a tile is 64 wide."""
     monkeypatch.setattr(_block_operators, "chip_of", lambda _: ((9, 0), 132))
     like = SimpleNamespace(shape=(1 << 20, columns), device=torch.device("cuda", 0))
     tile = tile_of(*like.shape, block_size, FEW_VALUES)
@@ -155,7 +155,7 @@ def test_the_tile_asked_for_is_that_of_the_program_that_follows(monkeypatch, col
 
 @pytest.mark.parametrize("name", ["gelu", "mul", "dropout", "layer_norm"])
 def test_a_row_of_a_block_lies_in_eight_threads(name, tmp_path):
-    """Three shuffles for the 16 values of it that a thread has, and nothing of it in shared memory."""
+    """A thread holds 16 of its values: three shuffles reduce them, without shared memory."""
     compiled = check("sm_90", name, (1, 128), tmp_path)
     values = FEW_VALUES if name in SMALL else VALUES_PER_THREAD
     assert compiled.asm["ptx"].count("shfl.sync") == 3 * values // 16
@@ -163,13 +163,13 @@ def test_a_row_of_a_block_lies_in_eight_threads(name, tmp_path):
 
 @pytest.mark.parametrize("block_size", [32, (1, 128)])
 @pytest.mark.parametrize("name", ["add", "mul", "dropout", "rms_norm", "layer_norm"])
-def test_scales_take_no_division(name, block_size, tmp_path):
-    """A division has a branch, which keeps every row of a thread in registers until all are divided."""
+def test_scales_need_no_division(name, block_size, tmp_path):
+    """A division has a branch, which would keep all rows of a thread in registers until all are divided."""
     assert "div.rn" not in check("sm_90", name, block_size, tmp_path).asm["ptx"]
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_backward", "swiglu_backward", "dropout"])
-def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
+def test_bytes_are_converted_without_conversion_instructions(name, tmp_path):
     assert not re.findall(r"cvt\.rn\.f32\.s(?:8|16|32)", check("sm_90", name, 32, tmp_path).asm["ptx"])
 
 
@@ -178,7 +178,7 @@ def test_bytes_become_floats_without_the_slow_units(name, tmp_path):
 @pytest.mark.parametrize("columns", [16, 48, 272, COLUMNS])
 @pytest.mark.parametrize("name", ["add", "statistics"])
 def test_sums_of_four_are_of_neighbours(name, columns, block_size, tmp_path):
-    """The instruction adds up what lies side by side in a thread: it must do so in the tensor as well."""
+    """The instruction sums adjacent values of a thread, which must be adjacent in the tensor too."""
     ir = check("sm_90", name, block_size, tmp_path, columns).asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*)$", ir, re.MULTILINE))
     summed = re.findall(r"dp4a.*: tensor<\w+, (#\w+)> ->", ir)
@@ -196,9 +196,9 @@ def test_rows_that_begin_anywhere_are_summed_value_by_value(name, monkeypatch, t
 
 
 @pytest.mark.parametrize(("columns", "fours"), [(300, False), (272, True)])
-def test_launchers_say_whether_fours_are_neighbours(monkeypatch, columns, fours):
+def test_launchers_check_whether_fours_are_neighbours(monkeypatch, columns, fours):
     said = []
-    for module in (statistics, elementwise):
+    for module in (statistics, _block_operators):
         monkeypatch.setattr(module, "launch", lambda *_: lambda *_, **constants: said.append(constants.get("FOURS")))
     x, scale = block_quantize(torch.randn(40, columns), 32)
     statistics.row_statistics_triton(x, scale, 32)
@@ -206,7 +206,7 @@ def test_launchers_say_whether_fours_are_neighbours(monkeypatch, columns, fours)
     assert said == [fours, fours, None]  # the last merges
 
 
-def test_fours_are_where_rows_begin_at_multiples_of_16():
+def test_fours_are_neighbours_if_rows_begin_at_multiples_of_16():
     x = torch.zeros(1 + 8 * 300, dtype=torch.int8)
     assert in_fours(x[:-1].view(-1, 48), x[: 4 * 16].view(4, 16))
     assert not in_fours(x[:-1].view(8, 300))
@@ -215,7 +215,7 @@ def test_fours_are_where_rows_begin_at_multiples_of_16():
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_tanh", "silu"])
 def test_an_activation_is_one_tanh(name, tmp_path):
-    """One instruction of the slow units a value; those left are a reciprocal for each block."""
+    """One instruction of the special function units per value; the only others are one reciprocal per block."""
     ptx = check("sm_90", name, 32, tmp_path).asm["ptx"]
     assert ptx.count("tanh.approx.f32") == FEW_VALUES
     assert "ex2.approx" not in ptx

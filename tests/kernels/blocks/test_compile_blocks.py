@@ -1,4 +1,4 @@
-"""The kernels of the block format compile for every supported chip without a GPU and keep their registers."""
+"""The kernels of the block format compile for every supported chip without a GPU, within their registers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_row_of_a_block_lies_in_eight_threads():
 
 
 @pytest.mark.parametrize("name", ["quantize", "both", "transpose"])
-def test_scales_take_no_division(name):
+def test_scales_need_no_division(name):
     """Quotients by fused operations: a division has a branch, which keeps all rows of a thread in registers."""
     ptx = compiled_for("sm_90", name, (1, 128)).asm["ptx"]
     assert "div." not in ptx

@@ -7,12 +7,12 @@ Formula (Jetfire, section 5.3 and algorithm 1; i, j, k number blocks of B rows, 
 
     out is rounded once to out_dtype, or to int8 blocks with scales of their own
 
-All three products of training are this one: ``Y = block_linear(X, W)``, ``dX = block_linear(dY, W^T)`` and
-``dW = block_linear(dY^T, X^T)``, the transposed operands from ``block_transpose`` or ``block_quantize_both``.
+It computes all three products of training: ``Y = block_linear(X, W)``, ``dX = block_linear(dY, W^T)`` and
+``dW = block_linear(dY^T, X^T)``, with transposed operands from ``block_transpose`` or ``block_quantize_both``.
 
-Layout: ``a (..., K)``, ``b (N, K)``, both with K innermost, since tensor cores read 8-bit operands no other way; scales
-as in blocks/format.py. Reference and CPU implementation: ``block_linear_ref``. CUDA: launch.py chooses between
-triton.py, which takes everything, and hopper.py for Hopper.
+Layout: ``a (..., K)``, ``b (N, K)``, both with K innermost, as tensor cores require for 8-bit operands; scales as in
+blocks/format.py. Reference and CPU implementation: ``block_linear_ref``. On CUDA, launch.py chooses between triton.py,
+which supports every problem, and hopper.py for Hopper.
 """
 
 from __future__ import annotations
@@ -63,30 +63,30 @@ def block_linear(
     block_size: BlockSize = 32,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """``a @ b.T + bias`` of operands in blocks, INT8 within a block and float32 across (Jetfire, algorithm 1).
+    """``a @ b.T + bias`` of operands in blocks: INT8 within a block, float32 across blocks (Jetfire, algorithm 1).
 
     Args:
         a: ``(..., K)`` int8, contiguous.
-        a_scale: ``(ceil(R / B), ceil(K / B))`` fp32 for the R rows of ``a``, dequantizes it.
+        a_scale: ``(ceil(R / B), ceil(K / B))`` fp32 for the R rows of ``a``, dequantizes ``a``.
         b: ``(N, K)`` int8, contiguous.
-        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``; of blocks as ``block_transpose`` makes them.
+        b_scale: ``(ceil(N / B), ceil(K / B))`` fp32, dequantizes ``b``, whose blocks are those of ``block_transpose``.
         bias: ``(N,)`` fp32, fp16 or bf16.
-        block_size: of ``a`` and the result: 32, 64, 128, (32, 128) or (1, 128). K is summed up in INT8 over the columns
-            of a block at a time: the more, the faster.
+        block_size: of ``a`` and the result: 32, 64, 128, (32, 128) or (1, 128). The INT8 sums along K run over the
+            columns of a block; more columns are faster.
         out_dtype: float32, float16, bfloat16, or int8 for a result in blocks.
 
     Returns:
-        ``(..., N)`` of ``out_dtype``, contiguous, and its scale ``(ceil(R / B), ceil(N / B))`` fp32; ``(0, 0)`` where
-        the result is float.
+        ``(..., N)`` of ``out_dtype``, contiguous, and its scale ``(ceil(R / B), ceil(N / B))`` fp32, or ``(0, 0)`` for
+        a float result.
 
-    Numerics: the product of two blocks is exact; those along K are summed in float32, in an order that depends on the
-    device and the shape alone. The result is rounded once. A block of int8 results has the scale of its own largest
-    magnitude, so nothing saturates; on a GPU a value next to a tie may round the other way. NaN and infinity of a scale
-    or the bias reach the results they touch.
+    Numerics: the product of two blocks is exact. Products along K are summed in float32, in an order that depends only
+    on the device and the shapes. The result is rounded once. Each block of an int8 result is scaled by its own largest
+    magnitude, so nothing saturates; on a GPU a value next to a tie may round the other way. NaN and infinity in a scale
+    or in the bias propagate to the results that use them.
 
     Raises:
-        UnsupportedError: a dtype, block size or device no kernel can do.
-        QFrameworkError: shapes or devices that do not fit together; a bias that a gradient is wanted of.
+        UnsupportedError: a dtype, block size or device that no kernel supports.
+        QFrameworkError: shapes or devices that do not match; a bias that requires a gradient.
     """
     refuse_gradients("block_linear", "qframework.training.linear.Int8Linear", bias=bias)
     return torch.ops.qframework.block_linear(a, a_scale, b, b_scale, bias, block_size, out_dtype)

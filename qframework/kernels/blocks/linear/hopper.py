@@ -1,18 +1,18 @@
 """block_linear's kernel for Hopper, in Gluon: one warp loads, warpgroups alternate between MMA and dequantization.
 
-Written in Gluon, as linear/hopper.py, whose ring of stages and barriers it shares. A warpgroup owns 128 rows
-and 128 columns of a tile as float32 sums in registers, and multiplies 64 rows of one inner block at a time into INT32
-registers, which its CUDA cores then scale and add: two instructions an element, a conversion and a multiply-add. While
-they do, the tensor cores belong to the other warpgroup:
+Written in Gluon and with the same ring of stages and barriers as linear/hopper.py. A warpgroup owns 128 rows and 128
+columns of a tile as float32 sums in registers. It multiplies 64 rows of one block along K at a time into INT32
+registers, which its CUDA cores then scale and add: a conversion and a multiply-add per element. Meanwhile the other
+warpgroup uses the tensor cores:
 
     warpgroup 0   multiply upper | dequantize upper | multiply lower | dequantize lower | ...
     warpgroup 1                  | multiply upper   | dequantize ... | multiply lower   | ...
 
-- two consumers: a tile of 256 x 128, whose rows of b both warpgroups read; ``turn`` barriers keep them in step.
-- one consumer: a tile of 128 x 128, two programs on a multiprocessor, which fall into such turns by themselves; one
+- two consumers: a tile of 256 x 128, whose rows of b both warpgroups read; ``turn`` barriers make them alternate.
+- one consumer: a tile of 128 x 128 and two programs per multiprocessor, which come to alternate without barriers; one
   also stores its tile while the other multiplies.
 
-Only where operands can be described to TMA; everything else is triton.py's.
+It needs operands that TMA can read; triton.py computes all other products.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def _place(index, M, N, K, STEPS, BLOCK: gl.constexpr, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr):
-        """Part of K, its first step and the step after its last, first row and column of the ``index``-th tile."""
+        """Part of K, its first step and its end, and first row and column, of the ``index``-th tile."""
         tiles = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128)
         part = index // tiles
         start_m, start_n = place(index % tiles, M, N, BLOCK_M, 128, GROUP_M)
@@ -71,7 +71,7 @@ if HAS_GLUON:
         """The loading warp."""
         M, N, K, STEPS, PARTS = sizes
         slot = 0
-        phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
+        phase = 1  # waiting for phase 1 of a new barrier returns at once: all stages are free
         end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
         for index in range(gl.program_id(0), end, gl.num_programs(0)):
             _, first, last, start_m, start_n = _place(index, M, N, K, STEPS, BLOCK, BLOCK_M, GROUP_M)
@@ -86,7 +86,7 @@ if HAS_GLUON:
     def _spread(
         scale_ptr, start, SIZE, block, across, LENGTH: gl.constexpr, HEIGHT: gl.constexpr, layout: gl.constexpr
     ):
-        """Scales of LENGTH rows, HEIGHT > 1 to a scale: see spread_scales in triton.py."""
+        """Scales of LENGTH rows, HEIGHT > 1 of which share one: see spread_scales in triton.py."""
         row = gl.arange(0, LENGTH, layout=layout)
         first = start // HEIGHT
         last = (SIZE - 1) // HEIGHT
@@ -99,17 +99,17 @@ if HAS_GLUON:
 
     @gluon.jit
     def _scales_of_rows(scale_ptr, start, SIZE, block, across, layout: gl.constexpr):
-        """Scales of two halves of 64 rows that have one each, in the last inner block where ``block`` is past it."""
+        """Scales of two halves of 64 rows with one scale per row; ``block`` is clamped to the last one along K."""
         row = start + gl.arange(0, 64, layout=layout)
         block = gl.minimum(block, across - 1)
-        # Offsets are added up before they become addresses: kept from step to step, those take registers that spill.
+        # Offsets are summed before they become addresses: addresses kept across steps would spill.
         upper = gl.load(scale_ptr + (gl.minimum(row, SIZE - 1) * across + block))
         lower = gl.load(scale_ptr + (gl.minimum(row + 64, SIZE - 1) * across + block))
         return upper, lower
 
     @gluon.jit
     def _multiply(a, b, turn, own_turn, WHO: gl.constexpr, CONSUMERS: gl.constexpr, layout: gl.constexpr):
-        """``a (64, B) @ b (B, 128)`` as INT32. The other warpgroup's turn begins when this product is under way."""
+        """``a (64, B) @ b (B, 128)`` as INT32. The other warpgroup's turn begins once this product is issued."""
         acc = gl.zeros((64, 128), gl.int32, layout)
         if CONSUMERS == 2:
             mbarrier.wait(turn.index(WHO), own_turn)
@@ -137,7 +137,7 @@ if HAS_GLUON:
         CONSUMERS: gl.constexpr,
         TMA_STORE: gl.constexpr,
     ):
-        """A warpgroup that multiplies, 0 or 1: 128 rows as two halves of 64."""
+        """Multiplying warpgroup 0 or 1, which computes 128 rows as two halves of 64."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_ptr, out_scale_ptr = pointers
         out_desc, a_stages, b_stages, out_stages, ready, free, turn = shared
         M, N, K, STEPS, PARTS = sizes
@@ -146,7 +146,7 @@ if HAS_GLUON:
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         FIRST_ROW: gl.constexpr = WHO * 128
         across = gl.cdiv(K, BLOCK[1])
-        own_turn = 1 - WHO  # the phase to wait for: the first warpgroup may begin at once
+        own_turn = 1 - WHO  # the phase to wait for: the first warpgroup begins at once
         slot = 0
         phase = 0
         end = gl.cdiv(M, BLOCK_M) * gl.cdiv(N, 128) * PARTS
@@ -161,10 +161,10 @@ if HAS_GLUON:
                 mbarrier.wait(ready.index(slot), phase)
                 a = a_stages.index(slot)
                 b = b_stages.index(slot).permute((1, 0))
-                # Scales are asked for before the product and used after it: memory answers in the meantime.
+                # Scales are loaded before the product and used after it, so that the load overlaps with it.
                 columns = _spread(b_scale_ptr, start_n, N, step, across, 128, BLOCK_B[0], of_columns)
                 if BLOCK[0] == 1:
-                    # A step ahead: they lie in as many lines as there are rows, more than the L1 cache keeps.
+                    # One step ahead: each row's scale lies in a cache line of its own, too many for the L1 cache.
                     rows, rows_below = ahead
                     ahead = _scales_of_rows(a_scale_ptr, start_m, M, step + 1, across, of_rows)
                 else:
@@ -184,7 +184,7 @@ if HAS_GLUON:
 
             m = start_m + gl.arange(0, 64, layout=of_rows)
             n = start_n + gl.arange(0, 128, layout=of_columns)
-            # Loaded where there is none too, from no column: else ptxas spills registers in the loop over K.
+            # Also loaded without a bias, fully masked: otherwise ptxas spills registers in the loop over K.
             biased = N if HAS_BIAS else 0
             bias = gl.load(bias_ptr + n, mask=n < biased, other=0.0).to(gl.float32)[None, :]
             upper += bias
@@ -208,19 +208,19 @@ if HAS_GLUON:
 
     @gluon.jit
     def _store_half(values, out_desc, stage, start_m, start_n):
-        tma.store_wait(0)  # the half before has left the buffer
+        tma.store_wait(0)  # until the previous half has left the buffer
         stage.store(values)
         fence_async_shared()
         tma_store(out_desc, [start_m, start_n], stage)
 
     @gluon.jit
     def _magnitude(x):
-        """As an integer, which orders floats the same way and loses no NaN."""
+        """The magnitude as an integer, which has the same order as the float and keeps NaN."""
         return x.to(gl.int32, bitcast=True) & 0x7FFFFFFF
 
     @gluon.jit
     def _store_int8(upper, lower, out_scale_ptr, out_desc, stage, start_m, start_n, M, N, BLOCK: gl.constexpr):
-        """Both halves in blocks: one of 128 x 128 for both, or smaller ones within each."""
+        """Store both halves in blocks: one block of 128 x 128 for both, or smaller ones within each."""
         if BLOCK[0] == 128:
             amax = gl.max(gl.max(gl.maximum(_magnitude(upper), _magnitude(lower)), 1), 0)
             scale = gl.div_rn(amax.to(gl.float32, bitcast=True), 127.0)
@@ -254,16 +254,16 @@ if HAS_GLUON:
         a_desc,  # of (M, K) int8
         b_desc,  # of (N, K) int8
         bias_ptr,  # (N,) float
-        out_desc,  # of (M, N) 16 bit or int8; without TMA_STORE something unused
+        out_desc,  # of (M, N) 16 bit or int8; unused without TMA_STORE
         out_ptr,  # (PARTS, M, N) float
-        out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, of an int8 result
+        out_scale_ptr,  # (cdiv(M, BLOCK[0]), cdiv(N, BLOCK[1])) fp32, for an int8 result
         M,
         N,
         K,
-        STEPS,  # inner blocks in a part
+        STEPS,  # blocks along K in a part
         PARTS,  # of K, each with a result of its own
         BLOCK: gl.constexpr,  # of a and the result
-        BLOCK_B: gl.constexpr,  # as many columns
+        BLOCK_B: gl.constexpr,  # with as many columns
         HAS_BIAS: gl.constexpr,
         BLOCK_M: gl.constexpr,
         GROUP_M: gl.constexpr,
@@ -272,7 +272,7 @@ if HAS_GLUON:
         TMA_STORE: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
-        """out = a @ b.T + bias. Any number of programs; each takes every such tile, of every part, of a line."""
+        """out = a @ b.T + bias. Persistent: each of n programs computes every n-th tile of every part."""
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK[1]], a_desc.layout)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, 128, BLOCK[1]], b_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -284,7 +284,7 @@ if HAS_GLUON:
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
             mbarrier.init(free.index(i), count=CONSUMERS)
-        if CONSUMERS == 2:  # begun and unused, they would lie where Triton has the shared memory of reductions
+        if CONSUMERS == 2:  # unused but initialized barriers would overlap Triton's shared memory for reductions
             for i in gl.static_range(2):
                 mbarrier.init(turn.index(i), count=1)
         fence_async_shared()
@@ -308,7 +308,7 @@ if HAS_GLUON:
                     )),
                 ],
                 [4, 1],  # warps of the second and third
-                [240, 24],  # their registers; what is left are the first one's
+                [240, 24],  # their registers; the first one gets the rest
             )  # fmt: skip
         else:
             gl.warp_specialize(

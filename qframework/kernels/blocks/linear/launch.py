@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from qframework.kernels.runtime.triton import TensorDescriptor
 
 
 def block_linear_triton(args: BlockLinearArguments, choice: Choice | None = None) -> tuple[Tensor, Tensor]:
-    """``block_linear`` on a GPU, with ``choice`` of tile and parts of K or what is best for the problem."""
+    """``block_linear`` on a GPU, with ``choice`` of tile and parts of K or the best one for the problem."""
     check_device(args.a.device)
     args = contiguous(args)
     out, out_scale = args.empty_result()
@@ -43,58 +43,50 @@ def _choice(args: BlockLinearArguments) -> Choice:
     return choice_for(args.a.device, m, n, k, canonical_size(args.block_size), tma, args.in_blocks)
 
 
-class _Call(NamedTuple):
-    """A launch."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-    constants: dict[str, Any]
-
-
-def _call(args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, out_scale: Tensor) -> _Call:
-    """The launch that writes ``out``, or where K is cut into parts, the sums of each."""
+def _call(
+    args: BlockLinearArguments, tile: BlockTile, parts: int, out: Tensor, out_scale: Tensor
+) -> tuple[Any, tuple[int, int, int], tuple[Any, ...], dict[str, Any]]:
+    """The launch that writes ``out``, or the sums of each part of K: kernel, grid, arguments and constants."""
     n, k = args.b.shape
     m = args.a.shape[:-1].numel()
     step = block_shape(args.block_size)[1]
     a: Any = args.a
     b: Any = args.b
-    if tile.tma:
-        as_descriptor = describe if tile.consumers else _describe
-        a = as_descriptor(a, (m, k), k, (tile.block_m, step))
-        b = as_descriptor(b, (n, k), k, (tile.block_n, step))
+    if tile.tma and tile.consumers:
+        a = describe(a, (m, k), k, (tile.block_m, step))
+        b = describe(b, (n, k), k, (tile.block_n, step))
+    elif tile.tma:
+        a = TensorDescriptor(a, (m, k), (k, 1), (tile.block_m, step))
+        b = TensorDescriptor(b, (n, k), (k, 1), (tile.block_n, step))
     operands = (args.a_scale, args.b_scale, a, b, args.b_scale if args.bias is None else args.bias)
     sizes = (m, n, k, cdiv(cdiv(k, step), parts))
     has_bias, tiles = args.bias is not None and parts == 1, count_tiles(tile, m, n)
     if not tile.consumers:
         constants = tile_constants(tile, k, args.block_size, has_bias)
         constants |= {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-        return _Call(_block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants)
+        return _block_linear_kernel, (tiles, parts, 1), (*operands, out, out_scale, *sizes), constants
     by_tma = stores_by_tma(out.dtype, n)
     to = describe(out, (m, n), n, (specialized.ROWS, tile.block_n)) if by_tma else b
     constants = specialized_constants(tile, args.block_size, has_bias, by_tma) | specialized_options(tile)
     programs = min(tiles * parts, chip_of(out.device)[1] * tile.programs)
-    return _Call(specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants)
-
-
-def _describe(x: Tensor, shape: tuple[int, int], row: int, block: tuple[int, int]) -> Any:
-    """Triton's tensor descriptor, as ``describe`` makes Gluon's."""
-    return TensorDescriptor(x, shape, (row, 1), block)
+    return specialized.kernel, (programs, 1, 1), (*operands, to, out, out_scale, *sizes, parts), constants
 
 
 def add_parts(sums: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """``sums (parts, ..., N)`` fp32 and the bias, added in an order of their own and rounded once to ``out``."""
+    """Add ``sums (parts, ..., N)`` fp32 and the bias, in a fixed order, and round once to ``out``."""
     y = sums.sum(0)
     out.copy_(y if bias is None else y + bias.float())
 
 
+def _blocks(block_size: BlockSize) -> dict[str, tuple[int, int]]:
+    return {"BLOCK": block_shape(block_size), "BLOCK_B": block_shape(operand_size(block_size))}
+
+
 def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: bool) -> dict[str, Any]:
-    """What the kernel is compiled for, in the order of its arguments."""
-    return {
-        "BLOCK": block_shape(block_size),
-        "BLOCK_B": block_shape(operand_size(block_size)),
+    """The compile-time constants of triton.py's kernel, in the order of its arguments."""
+    return _blocks(block_size) | {
         "HAS_BIAS": has_bias,
-        "EVEN_K": tile.tma or k % block_shape(block_size)[1] == 0,  # descriptors give zeros past the edge
+        "EVEN_K": tile.tma or k % block_shape(block_size)[1] == 0,  # descriptors read zeros past the edge
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "GROUP_M": tile.group_m,
@@ -103,15 +95,13 @@ def tile_constants(tile: BlockTile, k: int, block_size: BlockSize, has_bias: boo
 
 
 def stores_by_tma(dtype: torch.dtype, columns: int) -> bool:
-    """Float32 goes to memory from registers: in shared memory it would take the place of operands."""
+    """Whether the result is stored by TMA. Float32 is stored from registers: shared memory is needed for operands."""
     return dtype != torch.float32 and columns * dtype.itemsize % 16 == 0
 
 
 def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool, tma_store: bool) -> dict[str, Any]:
-    """What the kernel for Hopper is compiled for, in the order of its arguments."""
-    return {
-        "BLOCK": block_shape(block_size),
-        "BLOCK_B": block_shape(operand_size(block_size)),
+    """The compile-time constants of the kernel for Hopper, in the order of its arguments."""
+    return _blocks(block_size) | {
         "HAS_BIAS": has_bias,
         "BLOCK_M": tile.block_m,
         "GROUP_M": tile.group_m,
@@ -122,5 +112,5 @@ def specialized_constants(tile: BlockTile, block_size: BlockSize, has_bias: bool
 
 
 def specialized_options(tile: BlockTile) -> dict[str, int]:
-    """Warps, and registers a thread where two programs share a multiprocessor's."""
+    """The number of warps, and a limit of registers per thread if two programs share a multiprocessor."""
     return {"num_warps": tile.num_warps} | ({"maxnreg": 128} if tile.programs == 2 else {})

@@ -1,6 +1,6 @@
 """Tiles of block_linear: a heuristic per chip, from the block size and the number of tiles.
 
-On Hopper the choice is between kernels, as measured on an H100 (docs/experiments.md).
+On Hopper it also chooses the kernel, as measured on an H100 (docs/experiments.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 
 
 class BlockTile(NamedTuple):
-    """The compile-time choices of a kernel. Its step along K is the block size."""
+    """The compile-time choices of a kernel. The step along K is the number of columns in a block."""
 
     block_m: int
     block_n: int
@@ -29,11 +29,11 @@ class BlockTile(NamedTuple):
 
     @property
     def programs(self) -> int:
-        """How many programs of the specialized kernel a multiprocessor runs at a time."""
+        """How many programs of the kernel for Hopper a multiprocessor runs at a time."""
         return 2 if self.consumers == 1 else 1
 
 
-# Largest first; the last one also serves everything smaller. By columns of a block, the step along K.
+# By the columns of a block; largest tile first. The last one also serves smaller problems.
 _BY_POINTERS = {
     32: [BlockTile(128, 128, 8, 5), BlockTile(64, 128, 8, 5), BlockTile(64, 64, 4, 5)],
     64: [BlockTile(128, 128, 8, 4), BlockTile(64, 128, 8, 4), BlockTile(64, 64, 4, 4)],
@@ -41,10 +41,10 @@ _BY_POINTERS = {
 }
 _BY_TMA = {size: [tile._replace(tma=True) for tile in tiles] for size, tiles in _BY_POINTERS.items()}
 INTERPRETED = {32: BlockTile(32, 64, 4, 1), 64: BlockTile(64, 64, 4, 1), 128: BlockTile(128, 128, 4, 1)}
-# 192 KB and 96 KB of stages: what shared memory holds beside the result, with one program or two on a multiprocessor.
+# 192 KB and 96 KB of stages: what shared memory can hold beside the result for one or two programs per multiprocessor.
 COOPERATIVE = {size: BlockTile(256, 128, 4, 512 // size, tma=True, group_m=4, consumers=2) for size in (32, 64, 128)}
 SINGLE = {size: BlockTile(128, 128, 4, 384 // size, tma=True, group_m=4, consumers=1) for size in (32, 64, 128)}
-_MIN_DEPTH = 1024  # columns that a part of K has at least: less is not worth a pass over the parts
+_MIN_DEPTH = 1024  # the least number of columns in a part of K: smaller parts do not justify a pass over the sums
 
 
 def choose_tile(
@@ -66,8 +66,8 @@ def choose_tile(
         block_size: of ``a`` and the result.
         capability: CUDA's, (9, 0) for Hopper.
         processors: multiprocessors of the chip.
-        tma: whether operands, and a result in blocks, lie in memory as tensor descriptors need it.
-        whole: whether the result is in blocks: a tile must hold whole ones, and K stays in one part.
+        tma: whether operands, and a result in blocks, are laid out as tensor descriptors require.
+        whole: whether the result is in blocks: tiles must then hold whole blocks, and K is not split.
     """
     if tma and capability == (9, 0) and HAS_GLUON:
         tile = specialized_tile(m, n, k, block_shape(block_size)[1], processors, whole)
@@ -78,17 +78,18 @@ def choose_tile(
     if whole:
         tiles = [tile for tile in tiles if tile.block_m >= rows and tile.block_n >= columns]
     elif (rows <= 32 and capability == (9, 0) and not tma) or (rows == 1 and capability[0] in (8, 12)):
-        tiles = tiles[1:]  # there the largest one spills
+        tiles = tiles[1:]  # the largest tile spills there
     chosen = next((t for t in tiles if m > t.block_m // 2 and count_tiles(t, m, n) >= processors), tiles[-1])
     large_memory = capability in ((8, 0), (9, 0), (10, 0), (10, 3))
     return chosen if large_memory else chosen._replace(num_stages=2)
 
 
 def specialized_tile(m: int, n: int, k: int, columns: int, processors: int, whole: bool) -> BlockTile:
-    """For blocks of so many columns.
+    """The tile of the kernel for Hopper, for blocks with this many columns.
 
-    Long ones keep the tensor cores busy, and two warpgroups read less; shorter ones wait, two programs in turn. So it
-    is too where the small tile's programs get a multiprocessor each: the large one leaves half of them idle.
+    Wide blocks keep the tensor cores busy, so one program with two warpgroups is best, since it reads less. With
+    narrower blocks two programs take turns. Small tiles are also better if each gets a multiprocessor of its own: large
+    ones would leave half of the multiprocessors idle.
     """
     single = SINGLE[columns]
     programs = count_tiles(single, m, n) * parts_of(single, m, n, k, processors, whole)
@@ -101,9 +102,9 @@ def count_tiles(tile: BlockTile, m: int, n: int) -> int:
 
 
 def parts_of(tile: BlockTile, m: int, n: int, k: int, processors: int, whole: bool) -> int:
-    """Parts into which K is cut, so that few tiles of a long product still fill the chip.
+    """Number of parts into which K is split, so that products with few tiles and a large K fill the chip.
 
-    Gradients of weights are such: thousands of tokens summed up into a small matrix.
+    An example is the gradient of a weight, a small matrix summed over thousands of tokens.
     """
     if whole:
         return 1

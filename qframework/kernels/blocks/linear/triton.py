@@ -20,9 +20,9 @@ def _block_linear_kernel(
     M,
     N,
     K,
-    DEPTH,  # inner blocks of a part
+    DEPTH,  # blocks along K in a part
     BLOCK: tl.constexpr,  # of a and the result
-    BLOCK_B: tl.constexpr,  # as many columns
+    BLOCK_B: tl.constexpr,  # with as many columns
     HAS_BIAS: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -38,13 +38,13 @@ def _block_linear_kernel(
     across = tl.cdiv(K, BLOCK[1])
     m = start_m + tl.arange(0, BLOCK_M)
     n = start_n + tl.arange(0, BLOCK_N)
-    # Rows past the edge wrap around instead of being masked: their results are never stored.
+    # Rows past the edge wrap around instead of being masked. Their results are not stored.
     k = tl.arange(0, BLOCK[1])
     a_rows = (m % M).to(tl.int64)[:, None] * K + k[None, :]
     b_rows = (n % N).to(tl.int64)[None, :] * K + k[:, None]
     y = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for block in range(part * DEPTH, tl.minimum(part * DEPTH + DEPTH, across)):
-        # Scales are asked for before the product and used after it: memory answers while the tensor cores work.
+        # Scales are loaded before the product and used after it, so that the load overlaps with the tensor cores.
         of_rows = spread_scales(a_scale_ptr, start_m, M, block, across, BLOCK_M, BLOCK[0])
         of_columns = spread_scales(b_scale_ptr, start_n, N, block, across, BLOCK_N, BLOCK_B[0])
         start = block * BLOCK[1]
@@ -70,10 +70,10 @@ def _block_linear_kernel(
 
 @triton.jit
 def spread_scales(scale_ptr, start, SIZE, block, across, LENGTH: tl.constexpr, HEIGHT: tl.constexpr):
-    """Scales of LENGTH rows from ``start`` on, of SIZE, HEIGHT to a scale, in inner block ``block``: fp32 (LENGTH,).
+    """Scales of the LENGTH rows from ``start``, of SIZE rows, in block ``block`` along K: fp32 (LENGTH,).
 
-    Those of several rows are loaded once each, as scalars, and chosen by a comparison that the compiler can decide for
-    columns: there a thread's registers differ by what it knows. A vector of addresses would be a load for every column.
+    HEIGHT rows share a scale. Shared scales are loaded once each, as scalars, and selected by comparisons, which the
+    compiler resolves for columns since a thread's columns are known. A vector of addresses would be a load per column.
     """
     row = tl.arange(0, LENGTH)
     if HEIGHT == 1:

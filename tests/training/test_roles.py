@@ -1,4 +1,4 @@
-"""What looks like a known module and computes something else stays in float, and the report says why."""
+"""Modules that resemble a known module but compute something else stay in float, and the report says why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_conversion_keeps import distance, reasons
+from test_replace import distance, reasons
 from torch import Tensor, nn
 from torch.nn import functional as F
 from training_models import inputs, llama, logits_of, vit
@@ -92,7 +92,7 @@ class Right(Paths):
 
 @pytest.mark.parametrize("kind", [Weakened, PerValue, PerBatch, Right])
 @pytest.mark.parametrize("p", [0.0, 0.5])
-def test_drop_paths_are_told_by_what_they_compute(kind: type[Paths], p: float) -> None:
+def test_drop_paths_are_recognized_by_what_they_compute(kind: type[Paths], p: float) -> None:
     model, random = vit(), torch.get_rng_state()
     model.blocks[0].drop_path1 = type("DropPath", (kind,), {})(p)
     random = torch.get_rng_state()
@@ -139,14 +139,14 @@ def test_the_epsilon_of_a_norm_counts(name: str | None) -> None:
 
 
 class OwnReLU(nn.Module):
-    """A ReLU that writes into its input and has no attribute ``inplace``."""
+    """A ReLU that writes to its input and has no attribute ``inplace``."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.relu_()
 
 
 class Ignoring(nn.Module):
-    """An MLP that does not use what its activation returns."""
+    """An MLP that ignores the result of its activation."""
 
     def __init__(self, act: nn.Module, drop: nn.Module) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ IN_PLACE: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 
 @pytest.mark.parametrize("name", IN_PLACE)
-def test_what_a_module_writes_into_its_input_is_there(name: str) -> None:
+def test_activations_that_write_to_their_input_still_do(name: str) -> None:
     torch.manual_seed(0)
     act, keep_float = IN_PLACE[name]
     mlp = Ignoring(act(), nn.Identity())
@@ -226,7 +226,7 @@ def rebuild(columns: int, features: int, state: Any) -> Reduced:
 
 
 @pytest.mark.parametrize("kind", [Reduced, Called, New])
-def test_copies_of_classes_that_say_how_they_are_rebuilt(kind: type[nn.Linear], tmp_path: Any) -> None:
+def test_classes_with_their_own_reduce_are_copied(kind: type[nn.Linear], tmp_path: Any) -> None:
     model, x = vit().eval(), inputs("vit")
     model.blocks[0].mlp.fc1 = kind(32, 128)
     before = logits_of(model, x)

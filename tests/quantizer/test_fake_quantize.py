@@ -1,4 +1,4 @@
-"""Quantization-aware training: gradients, the same model after convert_pt2e, and what a short fine-tuning recovers."""
+"""Quantization-aware training: gradients, the same model after convert_pt2e, and the effect of a short fine-tuning."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ CONFIGS = {
 
 
 def trainable(model, x, config, **rules):
-    """Exported with its gradients and prepared for training; calibrated with ``x``."""
+    """A model exported with gradients, prepared for training and calibrated with ``x``."""
     quantizer = QFrameworkQuantizer(is_qat=True).set_global(config)
     for name, rule in rules.items():
         quantizer.set_module_name(name, rule)
@@ -55,7 +55,7 @@ def fake_quantize_twin(x, scale):
 
 
 @pytest.mark.parametrize("shape", [(1,), (6, 1), (5, 6, 1)])
-def test_fake_quantize_is_its_numpy_twin(shape):
+def test_fake_quantize_matches_numpy(shape):
     torch.manual_seed(0)
     x = torch.randn(5, 6, 7, requires_grad=True)
     scale = torch.rand(shape) / 100 + 1 / 127  # the largest values are clipped
@@ -76,7 +76,7 @@ def test_fake_quantize_keeps_the_dtype(dtype):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_converted_model_computes_what_was_trained(name):
+def test_the_converted_model_computes_the_same_as_the_trained_one(name):
     images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
     prepared = trainable(tiny_vit(), images, CONFIGS[name], head=None)
     optimizer = torch.optim.SGD(prepared.parameters(), 0.01)
@@ -149,7 +149,7 @@ def test_weights_can_be_rounded_and_biases_corrected_after_training():
 
 
 def digits():
-    """Images ``(N, 64)`` and labels to train with, and the same of images never seen."""
+    """Images ``(N, 64)`` and labels for training, and others for testing."""
     split = load_digits()
     return [
         values.flatten(1) if values.ndim > 1 else values
@@ -159,7 +159,7 @@ def digits():
 
 
 def trained_classifier(x, labels):
-    """An MLP on digits; two channels between its layers are 300 times as large as trained, its function is the same."""
+    """An MLP trained on digits; two channels between its layers are scaled by 300 without changing its function."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.Adam(model.parameters(), 3e-3)
@@ -204,20 +204,20 @@ def test_a_short_fine_tuning_recovers_what_static_lost():
 
 
 def test_errors():
-    with pytest.raises(UnsupportedError, match="is_qat=1; accepted: True, False"):
+    with pytest.raises(UnsupportedError, match="is_qat must be True or False, got 1"):
         QFrameworkQuantizer(is_qat=1)
     quantizer = QFrameworkQuantizer(is_qat=True).set_global(static_int8())
     prepared = prepare_qat_pt2e(exported(Mlp(), torch.randn(4, 8)), quantizer)
-    with pytest.raises(CalibrationError, match="layer 'fc1': its activation held NaN or infinity"):
+    with pytest.raises(CalibrationError, match="layer 'fc1': the activation must be finite during calibration"):
         prepared(torch.full((4, 8), float("nan")))
     prepared = prepare_qat_pt2e(exported(Mlp(), torch.randn(4, 8)), quantizer)
     prepared.apply(disable_observer)
-    with pytest.raises(CalibrationError, match="layer 'fc1': its activation was never observed"):
+    with pytest.raises(CalibrationError, match="layer 'fc1': the activation was never observed"):
         prepared(torch.randn(4, 8))
 
 
 @pytest.mark.parametrize("name", ["static", "dynamic", "mse"])
-def test_it_compiles_whole_once_its_scales_are_fixed(name, fresh_dynamo):
+def test_it_compiles_without_graph_breaks_once_its_scales_are_fixed(name, fresh_dynamo):
     torch.manual_seed(0)
     model, x = Mlp().eval(), torch.randn(4, 8)
     prepared = trainable(model, x, CONFIGS[name])
@@ -233,7 +233,7 @@ def test_it_compiles_whole_once_its_scales_are_fixed(name, fresh_dynamo):
         torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
-def test_a_checkpoint_of_training_goes_on_where_it_was():
+def test_training_resumes_from_a_checkpoint():
     model, x = Mlp().eval(), torch.randn(4, 8)
     first = trainable(model, x, static_int8(observer="moving_average"))
     first.apply(disable_observer)

@@ -1,4 +1,4 @@
-"""Attention in the quantizer: rules, observers, variants, refusals, and the graphs that come out."""
+"""Attention in the quantizer: rules, observers, variants, errors, and the resulting graphs."""
 
 import copy
 import json
@@ -31,8 +31,8 @@ from qframework.quantizer import (
     static_attention,
     static_int8,
 )
-from qframework.quantizer.annotate_attention import annotated_attentions
-from qframework.quantizer.annotate_linear import annotated_linears
+from qframework.quantizer.annotate_attention import AttentionAnnotation
+from qframework.quantizer.annotate_linear import LinearAnnotation, annotated
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 SAGE = torch.ops.qframework.sage_attention.default
@@ -40,7 +40,7 @@ QUANTIZE_CHANNEL = torch.ops.quantized_decomposed.quantize_per_channel.default
 
 
 class SelfAttention(nn.Module):
-    """qkv in one linear, as timm has it."""
+    """One linear computes queries, keys and values, as in timm."""
 
     def __init__(self, dim=16, heads=2, **arguments) -> None:
         super().__init__()
@@ -76,14 +76,14 @@ def nodes_of(model, target):
 
 
 def per_block(config):
-    """Modes of blocks 0 and 1, None for float, from a model annotated by rules that ``config`` set."""
+    """Modes of blocks 0 and 1, None for float, and the number of quantized linears, with the rules of ``config``."""
     model = exported(Net(), torch.randn(2, 5, 16))
     quantizer = config(QFrameworkQuantizer())
     model = quantizer.annotate(quantizer.transform_for_annotation(model))
     quantizer.validate(model)
-    found = {annotation.layer: "static" for _, annotation in annotated_attentions(model)}
+    found = {annotation.layer: "static" for _, annotation in annotated(model, AttentionAnnotation)}
     found |= {list(node.meta["nn_module_stack"].values())[-1][0]: node.args[7] for node in nodes_of(model, SAGE)}
-    return found.get("blocks.0"), found.get("blocks.1"), len(annotated_linears(model))
+    return found.get("blocks.0"), found.get("blocks.1"), len(annotated(model, LinearAnnotation))
 
 
 def is_first(node):
@@ -172,7 +172,7 @@ def test_one_scale_for_each_head(x, observer):
     assert sqnr_db(model(x), converted(x)) > 30
 
 
-def test_output_of_its_own(x):
+def test_attention_with_an_observer_for_its_output(x):
     config = QuantizationConfig(static_int8(), AttentionConfig(output="always"))
     converted = quantized(SelfAttention(), QFrameworkQuantizer().set_global(config), x)
     [attention] = nodes_of(converted, SDPA)
@@ -223,7 +223,7 @@ def test_arguments_pass_through(x, config, arguments):
 
 
 class SpelledOut(SelfAttention):
-    """matmul, softmax, matmul, as timm has it without fused attention."""
+    """matmul, softmax, matmul, as in timm without fused attention."""
 
     def __init__(self, mask=None):
         super().__init__()
@@ -269,11 +269,11 @@ def test_attention_spelled_out_that_no_kernel_computes_is_refused(x):
             q, k, v = self.qkv(x).chunk(3, -1)
             return (q @ k.transpose(-2, -1)).clamp(-1, 1).softmax(-1) @ v
 
-    with pytest.raises(UnsupportedError, match=r"layer '0': attention that no kernel computes: .* clamp"):
+    with pytest.raises(UnsupportedError, match=r"layer '0': no kernel computes this attention: .* clamp"):
         prepare_pt2e(exported(nn.Sequential(Clamped()), x), QFrameworkQuantizer().set_global(static_attention()))
 
 
-def test_dynamic_everything_needs_no_calibration(x):
+def test_dynamic_linears_and_attention_need_no_calibration(x):
     config = QuantizationConfig(dynamic_int8(), dynamic_attention("sage_b"))
     model = Net().eval()
     prepared = prepare_pt2e(exported(model, x, dynamic_batch=True), QFrameworkQuantizer().set_global(config))
@@ -284,7 +284,7 @@ def test_dynamic_everything_needs_no_calibration(x):
 
 
 def test_composes_with_another_quantizer(x):
-    """Linears by one quantizer, attention by another."""
+    """One quantizer for linears, another for attention."""
     linears = QFrameworkQuantizer().set_global(static_int8())
     attention = QFrameworkQuantizer().set_global(static_attention())
     converted = quantized(SelfAttention(), ComposableQuantizer([linears, attention]), x)
@@ -295,7 +295,7 @@ def test_composes_with_another_quantizer(x):
 
 def test_uncalibrated_is_an_error_that_names_the_tensor(x):
     prepared = prepare_pt2e(exported(Net(), x), QFrameworkQuantizer().set_global(static_attention()))
-    with pytest.raises(CalibrationError, match=r"layer 'blocks.0:query': its activation was never observed"):
+    with pytest.raises(CalibrationError, match=r"layer 'blocks.0:query': the activation was never observed"):
         convert_pt2e(prepared)
 
 
@@ -332,19 +332,19 @@ class Outer(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "shape", "dtype", "words"),
     [
-        ({"dropout_p": 0.1}, (2, 2, 5, 8), torch.float32, ["dropout_p=0.1; accepted: 0"]),
-        ({}, (2, 2, 5, 8), torch.float64, ["query of dtype torch.float64", "torch.float32"]),
-        ({}, (5, 8), torch.float32, ["query of shape (5, 8)", "3 to 5 dimensions"]),
-        ({}, (2, 2, 5, 264), torch.float32, ["query has 264 channels a head", "up to 256"]),
+        ({"dropout_p": 0.1}, (2, 2, 5, 8), torch.float32, ["dropout_p must be 0", "got 0.1"]),
+        ({}, (2, 2, 5, 8), torch.float64, ["query must have dtype float32", "got torch.float64"]),
+        ({}, (5, 8), torch.float32, ["query must have 3 to 5 dimensions, got shape (5, 8)"]),
+        ({}, (2, 2, 5, 264), torch.float32, ["query must have at most 256 channels per head, got 264"]),
     ],
     ids=["dropout", "double", "2-D", "wide"],
 )
-def test_what_no_kernel_can_do_is_refused(config, arguments, shape, dtype, words):
+def test_attention_that_no_kernel_supports_is_refused(config, arguments, shape, dtype, words):
     operands = [torch.randn(shape).to(dtype) for _ in range(3)]
     model = torch.export.export(Outer(Call(**arguments)), tuple(operands)).module()
     with pytest.raises(UnsupportedError) as error:
         prepare_pt2e(model, QFrameworkQuantizer().set_global(config))
-    for word in ["layer 'inner'", *words, "set_module_name('inner', None) to leave it in float"]:
+    for word in ["layer 'inner'", *words, "set_module_name('inner', None)"]:
         assert word in str(error.value)
     prepare_pt2e(model, QFrameworkQuantizer().set_global(config).set_module_name("inner", None))
 
@@ -357,7 +357,7 @@ def test_a_model_without_attention_warns(x):
 def test_heads_must_be_known():
     operands = [torch.randn(4, 5, 8) for _ in range(3)]
     model = torch.export.export(Call(), tuple(operands)).module()
-    with pytest.raises(UnsupportedError, match=r"granularity='per_head' with a query of shape \(4, 5, 8\)"):
+    with pytest.raises(UnsupportedError, match=r"query must have shape .* for granularity='per_head', got \(4, 5, 8\)"):
         QFrameworkQuantizer().set_global(static_attention("per_head")).annotate(model)
 
 
@@ -380,7 +380,7 @@ def test_vit(config):
 
 
 def test_float_models_are_unchanged(x):
-    """A quantizer without a word on attention writes the graph it always wrote."""
+    """Without rules for attention the quantizer does not change the graph."""
     model = exported(Net(), x)
     quantizer = QFrameworkQuantizer().set_global(static_int8())
     before = [node.target for node in model.graph.nodes]

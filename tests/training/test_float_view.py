@@ -1,4 +1,4 @@
-"""Views and aliases of a BlockTensor hold its values: what is written to one of them all others show, as in PyTorch."""
+"""Views and aliases of a BlockTensor and the tensor itself hold the same values, as in PyTorch."""
 
 from __future__ import annotations
 
@@ -79,13 +79,13 @@ def blocks_and_floats() -> tuple[Tensor, Tensor]:
 
 
 def step(*tensors: Tensor) -> float:
-    """The largest distance of two neighbors in INT8, of any of ``tensors``."""
+    """The largest distance between adjacent INT8 values in ``tensors``."""
     return max(float(x.detach().abs().max()) for x in tensors) / 127
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("name", [*WRITES, *UNTRACKED])
-def test_a_write_to_a_view_is_one_to_the_tensor(name: str, mode: Callable[[], AbstractContextManager[None]]) -> None:
+def test_a_write_to_a_view_changes_the_tensor(name: str, mode: Callable[[], AbstractContextManager[None]]) -> None:
     with mode():
         x, wanted = blocks_and_floats()
         before = wanted.clone()
@@ -100,7 +100,7 @@ def test_a_write_to_a_view_is_one_to_the_tensor(name: str, mode: Callable[[], Ab
 
 @pytest.mark.parametrize("name", WRITES)
 def test_gradients_through_a_write_to_a_view(name: str) -> None:
-    """Those of PyTorch, up to the steps of a gradient in blocks."""
+    """Gradients equal PyTorch's up to the steps of a gradient in blocks."""
     x = torch.randn(2, 33, 64)
     weight = torch.randn(2, 33, 64)
 
@@ -128,7 +128,7 @@ def test_gradients_through_a_write_to_a_view(name: str) -> None:
         lambda x: x.mul_(2.0).mul_(0.25),
     ],
 )
-def test_a_view_shows_what_is_written_to_its_tensor_later(write: Program, mode: Any) -> None:
+def test_a_write_to_a_tensor_changes_its_views(write: Program, mode: Any) -> None:
     with mode():
         x, floats = blocks_and_floats()
         early, wanted = x[:, :3].transpose(1, 2), floats[:, :3].transpose(1, 2)
@@ -138,8 +138,8 @@ def test_a_view_shows_what_is_written_to_its_tensor_later(write: Program, mode: 
         assert early.equal(x[:, :3].transpose(1, 2))
 
 
-def test_an_alias_keeps_no_statistics_of_what_was_there() -> None:
-    """Those that an addition made belong to the values, not to one of the tensors that show them."""
+def test_a_write_drops_the_statistics_of_aliases() -> None:
+    """Statistics of an addition belong to the values, which all aliases share."""
     torch.manual_seed(0)
     x = quantize_blocks(torch.randn(2, 33, 64))
     for alias in (lambda x: x.detach(), lambda x: x.view(66, 64), lambda x: x):
@@ -187,15 +187,17 @@ def test_a_view_can_be_used_as_any_tensor() -> None:
     assert "FloatView(tensor(" in repr(view)
 
 
-def test_a_graph_that_is_given_a_view(fresh_dynamo: None) -> None:
-    """It reads what is in the blocks now; what it would write to them is refused."""
+def test_a_graph_refuses_to_write_to_a_view_that_is_its_input(fresh_dynamo: None) -> None:
+    """The graph reads the current blocks, but writing to them is refused."""
     x = quantize_blocks(torch.randn(2, 33, 64))
     view = x[:, :3]
     triple = torch.compile(lambda view: view * 3.0, backend="aot_eager")
     triple(view)
     x.mul_(0.5)
     assert torch.equal(triple(view), x[:, :3] * 3.0)
-    with pytest.raises(Exception, match=r"aten::mul_.Tensor writes to a view of a BlockTensor .*in a compiled graph"):
+    with pytest.raises(
+        Exception, match=r"aten::mul_.Tensor: a compiled graph must not write to its input, a view of a BlockTensor"
+    ):
         torch.compile(lambda view: view.mul_(3.0), backend="aot_eager")(view)
 
 
@@ -207,7 +209,7 @@ def set_data_of(x: Tensor) -> None:
 @pytest.mark.parametrize(
     "change", [set_data_of, lambda x: x.set_(torch.ones(x.shape)), lambda x: x.t_(), lambda x: x.unsqueeze_(0)]
 )
-def test_other_memory_or_another_shape_in_place_is_refused(of: Program, change: Program) -> None:
+def test_replacing_memory_or_shape_in_place_is_refused(of: Program, change: Program) -> None:
     x = of(quantize_blocks(torch.randn(33, 64)))
-    with pytest.raises(UnsupportedError, match=r"(Block|FloatView).*(accepted|dequantize\(\) it before)"):
+    with pytest.raises(UnsupportedError, match=r"(Block|FloatView).* must "):
         change(x)

@@ -1,4 +1,4 @@
-"""A conversion that fails changes nothing, and what a model shares it goes on sharing."""
+"""What a conversion decides about shared modules, and that a conversion that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ each_model = pytest.mark.parametrize("name", MODELS)
 
 
 def works_and_is_restored(model: nn.Module, x: Tensor, mode: Any = "per_block") -> nn.Module:
-    """Converted, near the float model (test_convert.py says how near), whole again, and converted once more."""
+    """Check that a converted model is close to the float model, and that it can be restored and converted again."""
     wanted, before, parameters = logits_of(model.eval(), x).detach(), everything(model), list(model.parameters())
     fallbacks.clear()
     convert_to_int8_training(model, mode=mode)
@@ -61,7 +61,7 @@ STEPS = {
 
 
 class Failing:
-    """Calls a function, up to a call that fails after it did its work, or instead of it."""
+    """Calls a function until a chosen call fails, before or after its work."""
 
     def __init__(self, function: Callable[..., Any], at: int | None, late: bool = False) -> None:
         self.function, self.at, self.late, self.calls = function, at, late, 0
@@ -81,7 +81,7 @@ class Failing:
 @each_model
 @pytest.mark.parametrize("step", STEPS)
 def test_a_failure_anywhere_changes_nothing(name: str, step: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call of every step fails in turn, before and after its work."""
+    """Each call of each step fails once, before and after its work."""
     first = {"vit": "blocks.0", "gpt2": "transformer.h.0", "llama": "model.layers.0"}[name]
     kept = {"vit": "norm1", "gpt2": "ln_1", "llama": "input_layernorm"}[name]
     options: dict[str, Any] = {"keep_float": [f"{first}.{kept}"], "check_finite": True, "stochastic_gradients": True}
@@ -110,18 +110,18 @@ def test_a_failure_anywhere_changes_nothing(name: str, step: str, monkeypatch: p
 
 
 class FinalGELU(nn.GELU):
-    """Has no subclasses, which a converted module's class would be."""
+    """A class without subclasses, as the class of a converted module would be."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         raise TypeError("is final")
 
 
-def test_a_class_that_cannot_be_exchanged_is_named() -> None:
+def test_the_error_names_a_class_that_cannot_change() -> None:
     model = vit()
     model.blocks[1].mlp.act = FinalGELU()
     before = everything(model)
     with pytest.raises(
-        UnsupportedError, match=r"blocks\.1\.mlp\.act \(FinalGELU\): its class cannot be exchanged, is final"
+        UnsupportedError, match=r"blocks\.1\.mlp\.act \(FinalGELU\) must have a class that can change: is final"
     ):
         convert_to_int8_training(model)
     assert everything(model) == before
@@ -153,7 +153,7 @@ def with_weight(weight: Tensor) -> nn.Linear:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors", "ignore:Lazy modules", "ignore:Complex modules")
-def test_weights_that_no_int8_layer_takes_are_named(make: Callable[[], nn.Module], reason: str, mode: Any) -> None:
+def test_the_error_names_unsupported_weights(make: Callable[[], nn.Module], reason: str, mode: Any) -> None:
     model = vit()
     model.blocks[1].mlp.fc1 = make()
     before = everything(model)
@@ -170,7 +170,7 @@ def test_a_lazy_linear_is_converted_once_it_has_run() -> None:
     works_and_is_restored(model, inputs("vit"))
 
 
-def test_one_kept_in_float_is_initialized_in_int8_training() -> None:
+def test_a_lazy_linear_kept_in_float_is_initialized_in_training() -> None:
     model = vit()
     model.blocks[1].mlp.fc1 = nn.LazyLinear(128)
     convert_to_int8_training(model, keep_float=["blocks.1.mlp.fc1"])
@@ -182,10 +182,10 @@ def test_nothing_is_converted_twice() -> None:
     model = convert_to_int8_training(vit())
     before = everything(model)
     for other in (model, nn.Sequential(model), model.blocks, model.blocks[1]):
-        with pytest.raises(QFrameworkError, match="is converted already"):
+        with pytest.raises(QFrameworkError, match="converted already"):
             convert_to_int8_training(other)
         if other is not model:
-            with pytest.raises(QFrameworkError, match="is not converted"):
+            with pytest.raises(QFrameworkError, match="model must be converted"):
                 restore_float(other)
         assert everything(model) == before
 
@@ -195,7 +195,7 @@ def test_nothing_is_converted_twice() -> None:
     "around",
     [torch.no_grad, torch.inference_mode, lambda: torch.device("meta"), lambda: torch.autocast("cpu", torch.bfloat16)],
 )
-def test_it_does_not_matter_where_conversion_is_called(around: Callable[[], Any], name: str) -> None:
+def test_conversion_does_not_depend_on_global_settings(around: Callable[[], Any], name: str) -> None:
     model = MODELS[name]()
     wanted = conversion_report(convert_to_int8_training(MODELS[name]()))
     torch.set_default_dtype(torch.bfloat16)
@@ -209,7 +209,7 @@ def test_it_does_not_matter_where_conversion_is_called(around: Callable[[], Any]
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_random_numbers_are_as_they_would_have_been() -> None:
+def test_conversion_does_not_change_random_numbers() -> None:
     model = llama()
     torch.manual_seed(3)
     convert_to_int8_training(model)
@@ -274,7 +274,7 @@ def transposed_weights(model: Any) -> None:
         transposed_weights,
     ],
 )
-def test_what_is_shared_stays_shared(change: Callable[[Any], None], mode: Any) -> None:
+def test_shared_modules_stay_shared(change: Callable[[Any], None], mode: Any) -> None:
     """``works_and_is_restored`` compares each place's object."""
     model = vit()
     change(model)
@@ -284,7 +284,7 @@ def test_what_is_shared_stays_shared(change: Callable[[Any], None], mode: Any) -
     assert not [row for row in conversion_report(model).kept if "attention, which" not in row.reason]
 
 
-def test_a_linear_with_two_roles_gives_what_both_can_take() -> None:
+def test_a_linear_used_inside_and_outside_attention_returns_floats() -> None:
     model = vit()
     model.blocks[1].attn.qkv = model.blocks[0].mlp.fc1 = nn.Linear(32, 96)
     model.blocks[0].mlp.fc2 = nn.Linear(96, 32)
@@ -294,7 +294,7 @@ def test_a_linear_with_two_roles_gives_what_both_can_take() -> None:
 
 
 @pytest.mark.parametrize("mode", ["per_block", "per_token"])
-def test_what_is_also_used_outside_stays_in_float(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_also_used_outside_blocks_stay_in_float(mode: Any, caplog: pytest.LogCaptureFixture) -> None:
     model = vit()
     model.blocks[0].attn.proj = model.fc_norm = nn.Linear(32, 32)
     model.norm = model.blocks[1].norm1
@@ -307,7 +307,7 @@ def test_what_is_also_used_outside_stays_in_float(mode: Any, caplog: pytest.LogC
     )
 
 
-def test_what_a_block_in_float_uses_too_stays_in_float() -> None:
+def test_modules_also_used_in_a_float_block_stay_in_float() -> None:
     model = vit(depth=3)
     model.blocks[2].mlp = model.blocks[1].mlp
     convert_to_int8_training(model, keep_float=["blocks.1"])
@@ -317,7 +317,7 @@ def test_what_a_block_in_float_uses_too_stays_in_float() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_name_of_either_place_keeps_a_module() -> None:
+def test_keep_float_matches_any_name_of_a_module() -> None:
     model = vit()
     model.blocks[1].mlp.fc1 = model.blocks[0].mlp.fc1
     convert_to_int8_training(model, keep_float=["blocks.1.mlp.fc1"])
@@ -362,7 +362,7 @@ def test_tied_weights_stay_tied() -> None:
     assert [id(each) for each in optimizer.param_groups[0]["params"]] == [id(each) for each in model.parameters()]
 
 
-def test_references_held_elsewhere_are_to_the_converted_modules() -> None:
+def test_existing_references_see_the_converted_modules() -> None:
     model = vit()
     held = [module.mlp.fc1 for module in model.blocks]
     convert_to_int8_training(model)
@@ -370,7 +370,7 @@ def test_references_held_elsewhere_are_to_the_converted_modules() -> None:
     assert held[0] is model.blocks[0].mlp.fc1
 
 
-def test_compiled_models_follow_a_conversion_and_the_way_back(fresh_dynamo: None) -> None:
+def test_compiled_models_follow_conversion_and_restoration(fresh_dynamo: None) -> None:
     model, x = vit(depth=1).eval(), inputs("vit")
     wanted = model(x)
     for block in model.blocks:

@@ -1,4 +1,4 @@
-"""What belongs to the user outlives the conversion, or the module stays in float and the report says so."""
+"""A conversion keeps hooks, attributes, classes and computed weights, or reports why a module stays in float."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reasons(model: nn.Module) -> dict[str, str]:
 
 
 def close_in_int8_and_the_same_when_restored(model: nn.Module, x: Tensor, mode: Any = "per_block") -> nn.Module:
-    """As test_convert.py's bound on logits: 12 quantizations in each of 2 blocks, 0.01 of the norm each, twice that."""
+    """The bound of test_convert.py for logits: 12 quantizations in each of 2 blocks, 0.01 of the norm each, doubled."""
     model.eval()
     logits_of(model, x)  # what computes weights in hooks has done so
     wanted, before = logits_of(model, x).detach(), everything(model)
@@ -58,7 +58,7 @@ def close_in_int8_and_the_same_when_restored(model: nn.Module, x: Tensor, mode: 
 
 
 def patch(module: nn.Module, calls: list[str], factor: float = 1.5) -> None:
-    """As accelerate's hooks and some adapters do."""
+    """Replaces ``forward`` on the module, as accelerate's hooks and some adapters do."""
     module._old_forward = module.forward
 
     def new_forward(module: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -100,8 +100,8 @@ def test_a_replaced_forward_in_the_baselines(kind: str, name: str, mode: Any) ->
 
 
 @pytest.mark.parametrize("name", ["layers.0.mlp", "layers.0", "layers.1"])
-def test_a_replaced_forward_of_what_holds_layers_runs_around_int8(name: str) -> None:
-    """A gated MLP is left to it, too."""
+def test_a_replaced_forward_of_a_container_runs_around_int8_layers(name: str) -> None:
+    """Also in a gated MLP."""
     model, x, calls = llama(), inputs("llama"), []
     patch(model.model.get_submodule(name), calls, factor=1.0)
     close_in_int8_and_the_same_when_restored(model, x)
@@ -112,12 +112,12 @@ def test_a_replaced_forward_of_what_holds_layers_runs_around_int8(name: str) -> 
     assert isinstance(model.model.layers[0].mlp.up_proj, Int8Linear)
 
 
-def test_where_nothing_is_left_to_convert_the_conversion_is_refused() -> None:
+def test_a_conversion_without_modules_to_convert_is_refused() -> None:
     model, calls = vit(), []
     for module in model.modules():
         patch(module, calls)
     before = everything(model)
-    with pytest.raises(UnsupportedError, match=r"nothing to convert; blocks\.0\.norm1 \(LayerNorm\) stays in float"):
+    with pytest.raises(UnsupportedError, match=r"got none; blocks\.0\.norm1 \(LayerNorm\) stays in float"):
         convert_to_int8_training(model)
     assert everything(model) == before
 
@@ -155,7 +155,7 @@ def test_hooks_of_every_kind_run_and_conversion_runs_none() -> None:
 
 
 def test_a_hook_on_the_activation_of_a_converted_gated_mlp_runs() -> None:
-    """Which otherwise runs inside one operator with the product behind it."""
+    """Without hooks, one operator computes the activation and the product after it."""
     model, x, seen = convert_to_int8_training(llama()).eval(), inputs("llama"), []
     fused = logits_of(model, x)
     handle = model.model.layers[0].mlp.act_fn.register_forward_hook(lambda *args: seen.append(1))
@@ -169,11 +169,11 @@ def test_a_hook_on_the_activation_of_a_converted_gated_mlp_runs() -> None:
 def test_a_forward_replaced_for_all_linears_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = nn.Linear.forward
     monkeypatch.setattr(nn.Linear, "forward", lambda self, x: 2 * forward(self, x))
-    with pytest.raises(UnsupportedError, match=r"cannot convert blocks\.0\.attn\.qkv \(Linear\)"):
+    with pytest.raises(UnsupportedError, match=r"got blocks\.0\.attn\.qkv \(Linear\)"):
         convert_to_int8_training(vit(), blocks=["blocks.*"])
 
 
-def test_attributes_stay_and_those_of_ours_keep_a_module_in_float() -> None:
+def test_attributes_stay_and_conflicting_names_keep_a_module_in_float() -> None:
     model, x = vit(), inputs("vit")
     tags = {module: object() for module in model.modules()}
     for module, tag in tags.items():
@@ -190,7 +190,7 @@ def test_attributes_stay_and_those_of_ours_keep_a_module_in_float() -> None:
 
 
 class Adapted(nn.Linear):
-    """Computes what nn.Linear does, and has methods of its own."""
+    """Computes the same as nn.Linear, and has other methods."""
 
     special = True
 
@@ -214,7 +214,7 @@ class Lora(nn.Linear):
 
 
 class Wrapped(nn.Module):
-    """Holds the layer that it adapts, frozen."""
+    """Contains the layer that it adapts, frozen."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class Wrapped(nn.Module):
         return self.base_layer(x) + self.up(self.down(x)) * 2.0
 
 
-def test_a_class_of_the_users_is_still_that(tmp_path: Any) -> None:
+def test_converted_modules_are_instances_of_their_own_class(tmp_path: Any) -> None:
     model = vit()
     model.blocks[0].mlp.fc1 = Adapted(32, 128)
     close_in_int8_and_the_same_when_restored(model, inputs("vit"))
@@ -241,11 +241,11 @@ def test_a_class_of_the_users_is_still_that(tmp_path: Any) -> None:
     assert type(restore_float(loaded).blocks[0].mlp.fc1) is Adapted
 
 
-def test_a_linear_that_computes_something_else_is_named() -> None:
+def test_the_error_names_a_linear_that_computes_something_else() -> None:
     model = vit()
     model.blocks[0].mlp.fc1 = Lora(32, 128)
     before = everything(model)
-    with pytest.raises(UnsupportedError, match=r"cannot convert blocks\.0\.mlp\.fc1 \(Lora\);"):
+    with pytest.raises(UnsupportedError, match=r"got blocks\.0\.mlp\.fc1 \(Lora\)\."):
         convert_to_int8_training(model)
     assert everything(model) == before
     convert_to_int8_training(model, mode="per_token")
@@ -256,13 +256,13 @@ def test_a_linear_that_computes_something_else_is_named() -> None:
 
 
 class Wider(nn.LayerNorm):
-    """Another formula under a known base class."""
+    """Another formula in a subclass of a known class."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2 * super().forward(x)
 
 
-def test_a_class_that_was_exchanged_is_what_counts() -> None:
+def test_the_current_class_of_a_module_counts() -> None:
     model = vit()
     model.blocks[0].norm1.__class__ = Wider
     with pytest.raises(UnsupportedError, match=r"blocks\.0\.norm1 \(Wider\)"):
@@ -274,7 +274,7 @@ def test_a_class_that_was_exchanged_is_what_counts() -> None:
 
 @each_mode
 def test_adapters_around_layers(mode: Any) -> None:
-    """The layers in them are converted, frozen ones stay frozen."""
+    """The layers inside adapters are converted, and frozen ones stay frozen."""
     model = vit()
     for block in model.blocks:
         block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)
@@ -403,10 +403,12 @@ def test_a_parametrized_norm_is_named() -> None:
         convert_to_int8_training(model)
 
 
-def test_a_class_changed_after_conversion_is_not_restored_over() -> None:
+def test_a_class_changed_after_conversion_is_not_overwritten() -> None:
     model = convert_to_int8_training(vit())
     parametrizations.weight_norm(model.blocks[0].mlp.fc1)
     before = everything(model)
-    with pytest.raises(QFrameworkError, match=r"restore_float: blocks\.0\.mlp\.fc1 was an Int8Linear"):
+    with pytest.raises(
+        QFrameworkError, match=r"restore_float: blocks\.0\.mlp\.fc1 must have the class of its conversion, Int8Linear"
+    ):
         restore_float(model)
     assert everything(model) == before

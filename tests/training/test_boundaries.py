@@ -1,4 +1,4 @@
-"""What a module that stays in float writes to its arguments reaches the block tensors that they stand for."""
+"""Writes of a module that stays in float to its arguments reach the BlockTensors that they stand for."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ WRITES: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
 
 
 class Writes(nn.Module):
-    """Kept in float by its name."""
+    """A module kept in float by its name."""
 
     def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Reads what it gave to a module again afterwards, and changes what the module returned."""
+    """Reads its argument of a module after the call, and changes the module's result."""
 
     def __init__(self, write: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -125,8 +125,8 @@ def test_compiled(name: str, fresh_dynamo: None) -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_output_is_the_input_where_it_was_the_input() -> None:
-    """What is written to it afterwards is written to both."""
+def test_a_module_that_returns_its_input_still_does() -> None:
+    """Later writes to the result change both."""
     block = Block(lambda x: x)
 
     def forward(x: Tensor) -> Tensor:
@@ -141,8 +141,8 @@ def test_output_is_the_input_where_it_was_the_input() -> None:
 
 
 @torch.no_grad()
-def test_a_block_that_writes_to_its_input_shows_it_to_its_caller() -> None:
-    """As where hidden states are collected before each block."""
+def test_the_caller_sees_writes_of_a_block_to_its_input() -> None:
+    """For example in models that collect hidden states before each block."""
 
     class Residual(Block):
         def forward(self, x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def test_a_block_that_writes_to_its_input_shows_it_to_its_caller() -> None:
     assert distance(got, wanted) < 0.04
 
 
-def test_nothing_is_held_after_a_call_that_failed() -> None:
+def test_a_failed_call_keeps_nothing_alive() -> None:
     def fail(x: Tensor) -> Any:
         raise KeyError
 
