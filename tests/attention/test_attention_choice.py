@@ -165,13 +165,13 @@ def test_gradients_flow(model: Net, x: Tensor) -> None:
 
 
 def test_layers_that_are_not_there(model: Net) -> None:
-    with pytest.raises(QFrameworkError, match=r"Net has no module 'layers.7'; accepted: the model"):
+    with pytest.raises(QFrameworkError, match=r"must have the module 'layers.7', got Net without it"):
         AttentionChoice({"layers.7": "sage_b"}).apply(model)
     assert not model.layers[0]._forward_hooks
 
 
 def test_compiled_models_are_refused(model: Net) -> None:
-    with pytest.raises(QFrameworkError, match="apply: the model is compiled"):
+    with pytest.raises(QFrameworkError, match="apply: model must not be compiled"):
         AttentionChoice(BY_HAND).apply(torch.compile(model, backend="eager"))
 
 
@@ -218,7 +218,7 @@ def test_exported_graphs_are_rewritten_and_put_back(model: Net, x: Tensor) -> No
         assert ran(exported, x) == ["sage_vb", None, "sage2_int4"]
     assert exported.code == before
     assert ran(exported, x) == [None] * 3
-    with pytest.raises(QFrameworkError, match=r"the graph has no attention 'layers.7'; it has 'layers.0'"):
+    with pytest.raises(QFrameworkError, match=r"the graph must have the attention layers 'layers.7', got 'layers.0'"):
         AttentionChoice({"layers.7": "sage_b"}).apply(exported)
 
 
@@ -281,11 +281,11 @@ def test_json(model: Net, x: Tensor, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "choice.json is no attention choice"),
-        ("[]", "choice.json: this is no attention choice: it names no format"),
-        ('{"format": 99, "layers": {}}', "has format 99; this version reads formats up to 1"),
+        ("[]", "choice.json: not an attention choice: it has no format number"),
+        ('{"format": 99, "layers": {}}', "format must be at most 1, got 99"),
         ('{"format": 1}', "KeyError: 'layers'"),
-        ('{"format": 1, "layers": {"a": {"variant": "sage_b", "speed": 1}}}', "unknown entries speed"),
-        ('{"format": 1, "layers": {"a": {}}}', "no attention choice: TypeError"),
+        ('{"format": 1, "layers": {"a": {"variant": "sage_b", "speed": 1}}}', "unknown entries: speed"),
+        ('{"format": 1, "layers": {"a": {}}}', "not an attention choice: TypeError"),
     ],
 )
 def test_files_that_are_something_else(text: str, message: str, tmp_path: Path) -> None:

@@ -147,9 +147,9 @@ FLAGS_FOR_NUMBERS = {
     "observer 'percentile': percentile=True; accepted": lambda: static_int8(observer="percentile", percentile=True),
     "averaging_constant=True; accepted": lambda: static_int8(observer="moving_average", averaging_constant=True),
     "batches=True; accepted: None or a positive number": lambda: calibrate(prepared(), [X], batches=True),
-    "AttentionVariant: qk_bits=True; accepted: 8, 4": lambda: AttentionVariant(qk_bits=True),
-    "AttentionVariant: smooth_q=1; accepted: True, False": lambda: AttentionVariant(smooth_q=1),
-    "AttentionVariant: smooth_v='yes'; accepted: True, False": lambda: AttentionVariant(smooth_v="yes"),
+    "AttentionVariant: qk_bits must be 8 or 4, got True": lambda: AttentionVariant(qk_bits=True),
+    "AttentionVariant: smooth_q must be True or False, got 1": lambda: AttentionVariant(smooth_q=1),
+    "AttentionVariant: smooth_v must be True or False, got 'yes'": lambda: AttentionVariant(smooth_v="yes"),
     "option 'freeze_weights' has value 1; accepted: False, True": lambda: parse_options(None, {"freeze_weights": 1}),
 }
 

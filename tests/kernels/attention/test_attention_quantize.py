@@ -159,13 +159,19 @@ def test_bfloat16_attention_multiplies_in_float16(implementation, place, variant
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: attention_quantize(x[0], None, 1.0, "per_block", "key"), "x has shape"),
-        (lambda x: attention_quantize(x, None, 1.0, "per_row", "key"), "granularity='per_row'"),
-        (lambda x: attention_quantize(x, None, 1.0, "per_block", "value"), "role='value'"),
-        (lambda x: attention_quantize(x, None, 1.0, "per_block", "key", 5), "bits=5; accepted: 8, 4"),
-        (lambda x: attention_quantize(x, torch.zeros(1, 1, 7, 8), 1.0, "per_block", "key"), "mean has shape"),
-        (lambda x: attention_quantize(x.double(), None, 1.0, "per_block", "key"), "x has dtype torch.float64"),
-        (lambda x: value_quantize(x, "int4", 7.0), "kind='int4' is unknown; accepted: int8, fp8"),
+        (lambda x: attention_quantize(x[0], None, 1.0, "per_block", "key"), "x must have shape"),
+        (lambda x: attention_quantize(x, None, 1.0, "per_row", "key"), "got 'per_row' and 'key'"),
+        (lambda x: attention_quantize(x, None, 1.0, "per_block", "value"), "got 'per_block' and 'value'"),
+        (lambda x: attention_quantize(x, None, 1.0, "per_block", "key", 5), "bits must be 8 or 4, got 5"),
+        (
+            lambda x: attention_quantize(x, torch.zeros(1, 1, 7, 8), 1.0, "per_block", "key"),
+            "mean must have shape",
+        ),
+        (
+            lambda x: attention_quantize(x.double(), None, 1.0, "per_block", "key"),
+            "must have dtype .*, got torch.float64",
+        ),
+        (lambda x: value_quantize(x, "int4", 7.0), "kind must be int8 or fp8, got 'int4'"),
     ],
 )
 def test_bad_arguments_are_named(call, message):
@@ -182,15 +188,15 @@ def test_quantized_attention_names_what_does_not_fit():
     (q, q_scale), (k, k_scale) = (attention_quantize(x, None, 1.0, "per_block", role) for role in ("query", "key"))
     v8, v_scale, _ = value_quantize(x, "fp8", 448.0)
     for changes, message in [
-        ({"v": x[:, :, :60].half()}, r"v has shape \(1, 2, 60, 16\) .* accepted: \(B, Hkv, 70, Dv\)"),
-        ({"v": x[:, :1].half()}, "v has shape"),
+        ({"v": x[:, :, :60].half()}, r"v must have shape \(B, Hkv, 70, Dv\) .*, got \(1, 2, 60, 16\)"),
+        ({"v": x[:, :1].half()}, "v must have shape"),
         ({"v": v8[..., :64], "v_scale": v_scale, "variant": "8-per_block-fp8-fp32"}, "128.* from value_quantize"),
-        ({"v": v8, "variant": "8-per_block-fp8-fp32"}, "v_scale is None"),
-        ({"attn_mask": torch.zeros(70, 70)}, "attn_mask has shape"),
-        ({"q_scale": q_scale[..., :0]}, "q_scale has shape"),
-        (wide(q, k), r"q has shape \(1, 2, 70, 272\); accepted: head dimensions up to 256"),
-        (wide(q, k) | {"channels": 16}, "q has shape"),
-        ({"channels": 257}, "accepted: head dimensions up to 256"),
+        ({"v": v8, "variant": "8-per_block-fp8-fp32"}, "v_scale must be value_quantize's scale .*, got None"),
+        ({"attn_mask": torch.zeros(70, 70)}, "attn_mask must have 4 dimensions"),
+        ({"q_scale": q_scale[..., :0]}, "q_scale must have shape"),
+        (wide(q, k), r"q must have a head dimension of at most 256, got shape \(1, 2, 70, 272\)"),
+        (wide(q, k) | {"channels": 16}, "q must have a head dimension of at most 256"),
+        ({"channels": 257}, "q must have a head dimension of at most 256"),
     ]:
         arguments = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": x.half()} | changes
         with pytest.raises(QFrameworkError, match=message):

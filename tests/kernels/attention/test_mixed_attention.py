@@ -145,11 +145,17 @@ def test_three_and_five_dimensions(implementation, place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(1, 2, 4, 8)}, "query has dtype torch.float32; accepted: int8"),
-        ({"query_scale": torch.ones(3, 1, 1)}, r"query_scale has shape \(3, 1, 1\); accepted: .*\(2, 1, 1\)"),
-        ({"value_scale": torch.ones(1, dtype=torch.float64)}, "value_scale has dtype torch.float64"),
-        ({"out_scale": torch.ones(1), "out_dtype": torch.float16}, "out_dtype=torch.float16 with out_scale"),
-        ({"out_dtype": torch.int32}, "out_dtype=torch.int32"),
+        ({"query": torch.zeros(1, 2, 4, 8)}, "query must have dtype int8, got torch.float32"),
+        (
+            {"query_scale": torch.ones(3, 1, 1)},
+            r"query_scale must have shape .* or \(2, 1, 1\), got \(3, 1, 1\)",
+        ),
+        ({"value_scale": torch.ones(1, dtype=torch.float64)}, "value_scale must have dtype float32, got torch.float64"),
+        (
+            {"out_scale": torch.ones(1), "out_dtype": torch.float16},
+            "out_dtype must be torch.int8 or None.*, got torch.float16",
+        ),
+        ({"out_dtype": torch.int32}, "out_dtype must be float32, .*, got torch.int32"),
         ({"key": torch.zeros(1, 2, 4, 6, dtype=torch.int8)}, "head dimension 6"),
         ({"attn_mask": torch.zeros(3, 3)}, "attn_mask has shape"),
     ],

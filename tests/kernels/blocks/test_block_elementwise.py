@@ -252,7 +252,7 @@ def test_bad_input():
         block_dropout(*x, 1.5, seed_on("cpu"), 32)
     with pytest.raises(QFrameworkError, match=r"block_dropout: seed has shape \(2,\); accepted: one value"):
         block_dropout(*x, 0.5, torch.zeros(2, dtype=torch.int64), 32)
-    with pytest.raises(UnsupportedError, match=r"block_dropout: seed has dtype torch.float32; accepted: int64"):
+    with pytest.raises(UnsupportedError, match=r"block_dropout: seed must have dtype int64, got torch.float32"):
         block_dropout(*x, 0.5, torch.zeros(1), 32)
-    with pytest.raises(UnsupportedError, match=r"block_sum_rows: x has dtype torch.float32"):
+    with pytest.raises(UnsupportedError, match=r"block_sum_rows: x must have dtype int8, got torch.float32"):
         block_sum_rows(x[0].float(), x[1], 32)

@@ -79,11 +79,14 @@ def test_cpu_operator():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([], "has 0 tensors; accepted: 1 to 8"),
-        ([torch.zeros(2, 2)] * 9, "has 9 tensors"),
-        ([torch.zeros(2, 2), torch.zeros(4)], r"weights\[1\] has shape \(4,\)"),
-        ([torch.zeros(2, 2).int()], r"weights\[0\] has dtype torch.int32"),
-        ([torch.zeros(2, 2), torch.zeros(2, 2).half()], "must agree"),
+        ([], "weights must have 1 to 8 tensors, got 0"),
+        ([torch.zeros(2, 2)] * 9, "weights must have 1 to 8 tensors, got 9"),
+        ([torch.zeros(2, 2), torch.zeros(4)], r"weights\[1\] must have shape \(N, K\) .*, got \(4,\)"),
+        ([torch.zeros(2, 2).int()], r"weights\[0\] must have dtype .*, got torch.int32"),
+        (
+            [torch.zeros(2, 2), torch.zeros(2, 2).half()],
+            r"weights\[1\] must be torch.float32 on cpu .*, got torch.float16",
+        ),
     ],
 )
 def test_errors(weights, message):
