@@ -84,8 +84,9 @@ WITH_MODULE = {
 def refused(call, *words):
     with pytest.raises(QFrameworkError) as error:
         call()
-    for word in (*words, "accepted: "):
+    for word in words:
         assert word in str(error.value)
+    assert "accepted: " in str(error.value) or " must " in str(error.value)
 
 
 @pytest.mark.parametrize("state", [state for state in MODELS if state != "a prepared model"])
@@ -225,9 +226,9 @@ def test_other_arguments(reader, arguments):
         "calibrate": lambda: calibrate(prepared(), [X], **arguments),
         "calibrate_attention": lambda: calibrate_attention(Mlp(), [X], **arguments),
     }
-    refused(calls[reader], f"{next(iter(arguments))}=")
+    refused(calls[reader], next(iter(arguments)))
 
 
 @pytest.mark.parametrize("variants", [5, [5], [None], "sage_b", [[]]])
 def test_variants_to_measure(variants):
-    refused(lambda: calibrate_attention(Mlp(), [X], variants=variants), "variants=")
+    refused(lambda: calibrate_attention(Mlp(), [X], variants=variants), "variants must be")

@@ -22,6 +22,11 @@ LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.bfloa
 ROWS = {"lowest": None, "-1e38": -1e38, "-1e9": -1e9, "lowest but one -inf": None}  # rows of equal weights
 # P is an exact number where all are equal; V is rounded to its largest magnitude over 127, in E4M3 or in 16 bit.
 ROUNDING = {"int8": 2.0**-7, "fp8": 2.0**-4, "fp16": 2.0**-8, "int8_dequantized": 2.0**-7}
+# Logits in base e and in base 2 differ by four float32 roundings of up to 30, 2**-17; means of values by twice that.
+FLOAT32 = 2.0**-16
+# A P next to a tie may then round to the other side: how far that moves a row, relative to the largest value, and
+# in which share of rows it may happen. P moves by 1/127 in INT8, and by 2**-10 of itself in 16 bit or TF32, as does a sum.
+FLIPS = {"int8": (1 / 127, 1 / 50), "fp8": (2.0**-6, 1 / 50), "fp16": (2.0**-9, 1 / 4)}
 
 
 def operands(dtype: torch.dtype, place: torch.device) -> list[Tensor]:
@@ -90,8 +95,10 @@ def test_a_low_number_hides_as_false_does(implementation, place, variant):
     low = torch.zeros(1, 1, 1, TOKENS, device=place).masked_fill(~padding, LOWEST[torch.float32])
     (out, lse), (expected, sums) = (attend(implementation, q, k, v, mask, variant) for mask in (low, padding))
     torch.testing.assert_close(lse, sums, rtol=2.0**-18, atol=2.0**-18)
-    # A P beside a tie may be rounded to the other side.
-    torch.testing.assert_close(out, expected, rtol=0, atol=2.0**-6 * float(v.abs().max()))
+    rows = ((out - expected).abs().amax(-1) / v.abs().max().cpu()).flatten()
+    size, share = FLIPS[module.resolve(variant).pv]
+    assert rows.max() <= size
+    assert (rows > FLOAT32).float().mean() <= share
 
 
 @pytest.mark.parametrize("variant", ["sage_b", "sage2_int8"])
@@ -108,13 +115,16 @@ def test_padding_that_hides_a_whole_sequence(implementation, place, variant):
 @pytest.mark.parametrize("low", [-65504.0, -1e4])
 @pytest.mark.parametrize("variant", ["sage_b", "sage_vb", "sage2_int8", "sage2pp_int8"])
 def test_a_row_of_one_number_changes_no_weight(implementation, place, variant, low):
-    """Of float16's lowest number, say: logits beside it keep 7 bits behind the point, as in PyTorch."""
+    """For example float16's lowest number, with which logits are rounded to multiples of 2**-8, as in PyTorch."""
+    step = 2.0 ** (math.floor(math.log2(-low)) - 23)  # of float32 numbers of this size
     q, k, v = operands(torch.float32, place)
     mask = torch.full((1, 1, TOKENS, TOKENS), low, device=place)
     (out, lse), (expected, sums) = (attend(implementation, q, k, v, x, variant) for x in (mask, mask * 0))
     spread = float((v - v.mean()).abs().max())
-    assert (out - expected).abs().max() <= (2.0**-7 + ROUNDING[module.resolve(variant).pv]) * spread
-    torch.testing.assert_close(lse, sums + low, rtol=2.0**-22, atol=2.0**-7)
+    # Each logit is off by up to step / 2, and so is their mean: weights are off by at most a factor of 1 + step.
+    assert (out - expected).abs().max() <= (step + ROUNDING[module.resolve(variant).pv]) * spread
+    # Three roundings of up to step / 2: the logits, their log-sum-exp, and the expected sum.
+    torch.testing.assert_close(lse, sums + low, rtol=0, atol=1.5 * step)
 
 
 @pytest.mark.parametrize("height", [1, 7])
