@@ -1,4 +1,4 @@
-"""rope_quantize and rope_mean against NumPy float64, on the CPU and in Triton, and in front of quantized attention."""
+"""rope.py and rotation.py against NumPy in float64, on the CPU and in Triton, and as operands of attention."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check(q, scale, y, error, granularity, role):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("role", ["query", "key"])
-def test_equals_the_oracle(implementation, place, rotation, interleaved, role):
+def test_matches_the_oracle(implementation, place, rotation, interleaved, role):
     x, cos, sin = problem(rotation, device=place)
     rotary_dim = ROTATIONS[rotation][1]
     factor = 0.37 if role == "query" else 1.0
@@ -219,7 +219,7 @@ def test_rotation_of_transformers():
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("name", ["sage_t", "sage_b", "sage_vb", "sage2_int8", "8-per_tensor-fp16-fp32"])
 @pytest.mark.parametrize("smooth_k", [False, True])
-def test_feeds_quantized_attention(implementation, place, interleaved, name, smooth_k):
+def test_results_are_operands_of_quantized_attention(implementation, place, interleaved, name, smooth_k):
     """Fused rotation, then quantized attention, is the rotation in float32 followed by sage_attention."""
     _, cos, sin = problem("flash", 150, device=place)
     query, key, value = torch.randn(3, 1, 2, 150, 64, device=place).unbind()
@@ -300,7 +300,7 @@ def test_errors_name_the_argument(arguments, error, message):
         kernels.rope_quantize(*arguments)
 
 
-def test_a_gradient_is_refused_not_cut():
+def test_backward_raises_an_error():
     x, cos, sin = problem("flash", dtype=torch.float32)
     x = x.detach().requires_grad_()
     for result in (
