@@ -1,7 +1,8 @@
-"""The C++ compiler of Inductor."""
+"""Inductor's C++ compiler, and its cache of what was compiled."""
 
 from __future__ import annotations
 
+import ctypes
 import shutil
 import subprocess
 
@@ -20,3 +21,19 @@ def cpp_compiler() -> str | None:
         return shutil.which(get_cpp_compiler())
     except (InvalidCxxCompiler, subprocess.SubprocessError, OSError):
         return None
+
+
+def load_cpp(source: str) -> ctypes.CDLL:
+    """The library that ``source`` compiles to, from Inductor's cache on disk if it is there.
+
+    Raises RuntimeError (no compiler, an error of the compiler), OSError, or NotImplementedError where Inductor has no
+    such cache.
+    """
+    try:
+        from torch._inductor.codecache import CppCodeCache
+
+        library: ctypes.CDLL = CppCodeCache.load(source)
+    except (ImportError, AttributeError) as error:
+        note_error(error)
+        raise NotImplementedError("this PyTorch has no torch._inductor.codecache.CppCodeCache.load") from error
+    return library

@@ -216,6 +216,11 @@ _ROWS = (
     Name("torch._library.utils.get_layout_constraint_tag", _INT8_OPERATORS, until="2.15"),
     Name("torch._inductor.cpp_builder.get_cpp_compiler", _NO_CPP, "none is shown"),
     Name("torch._inductor.exc.InvalidCxxCompiler", _NO_CPP, "none is shown"),
+    Name(
+        "torch._inductor.codecache.CppCodeCache.load",
+        "the product for processors without VNNI cannot be compiled",
+        "the float product of the same integers computes",
+    ),
     # BlockTensor's own methods, which AOTAutograd calls by name
     Name("__coerce_tangent_metadata__", _SUBCLASS, source="torch._functorch._aot_autograd.collect_metadata_analysis"),
     Name("__coerce_same_metadata_as_tangent__", _SUBCLASS, source="torch._functorch._aot_autograd.runtime_wrappers"),

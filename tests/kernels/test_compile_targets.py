@@ -21,6 +21,7 @@ from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_
 from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
+from qframework.kernels.runtime.launch import OPTIONS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -69,7 +70,7 @@ def compile_for(chip, kernel, types, constants, multiples=("K", "C"), **options)
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned if name in types},
     )
-    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options | OPTIONS)
     check_waits_first(chip, compiled)
     assert not overwritten_barriers(compiled.asm.get("ptx", ""))
     return compiled

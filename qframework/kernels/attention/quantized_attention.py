@@ -41,9 +41,17 @@ from qframework.kernels.attention.operands import (
 from qframework.kernels.attention.quantize_v import padded_tokens
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.tiles import attention_tile
-from qframework.kernels.attention.triton import _quantized_attention_kernel
+from qframework.kernels.attention.triton import (
+    Heads,
+    Layout,
+    Mask,
+    PositionFactors,
+    Product,
+    RowBias,
+    Scales,
+    _quantized_attention_kernel,
+)
 from qframework.kernels.attention.variants import (
-    QUERY_BLOCK,
     AttentionVariant,
     check_fp16_ranges,
     fp8_ranges,
@@ -54,7 +62,7 @@ from qframework.kernels.runtime.checks import check_dtype, check_same_device, ch
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare
-from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
+from qframework.numerics import FLOAT_DTYPES
 
 
 def quantized_attention_triton(
@@ -100,78 +108,50 @@ def quantized_attention_triton(
     accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
     if accumulate_fp16 and mode == "fp8":
         check_fp16_ranges(tile.block_n, *fp8_ranges("fp16"))
-    mask = bias.mask
-    rel_h, rel_w = (last_contiguous(x) if x is not None else None for x in (bias.rel_h, bias.rel_w))
-    some = qk.q  # placeholder for absent tensors, which the kernel does not read
+    v_scale, mean = values.scale, values.mean
+    layout = Layout(
+        d=stored,
+        dv=channels,
+        group=heads // k_shape.heads,
+        block_d=max(power_of_2(stored), 32),
+        block_dv=max(power_of_2(channels), 32),
+        int4=variant.qk_bits == 4,
+        marked=qk.marked and not quantize_q,
+        mask="none" if bias.mask is None else "bool" if bias.mask.dtype == torch.bool else "float",
+        whole_rows=whole_rows,
+        v_scale_per_channel=v_scale is not None and v_scale.shape[-1] == channels,
+        out_scale_per_head=out_scale is not None and out_scale.numel() > 1,
+    )
+    product = Product(
+        mode=mode,
+        accumulate_fp16=accumulate_fp16,
+        round_fp8=mode == "fp8" and values.v.dtype == torch.float16,
+        p_shift=math.log2(p_range(variant)),
+    )
+    q_count = qk.q_scale.shape[2] if qk.q_scale is not None else 1
     launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(
-        qk.q,
-        qk.k,
-        values.v,
-        qk.q_scale if qk.q_scale is not None else some,
-        qk.k_scale,
-        values.scale if values.scale is not None else some,
-        values.mean if values.mean is not None else some,
-        qk.row_bias if qk.row_bias is not None else some,
-        some if mask is None else mask.view(torch.uint8) if mask.dtype == torch.bool else mask,
-        rel_h if rel_h is not None else some,
-        rel_w if rel_w is not None else some,
-        out_scale if out_scale is not None else some,
-        out,
-        sums if sums is not None else some,
-        q_starts if q_starts is not None else some,
-        k_starts if k_starts is not None else some,
+        Heads(qk.q, *q_shape.strides(qk.q)),
+        Heads(qk.k, *k_shape.strides(qk.k)),
+        Heads(values.v, *v_strides),
+        Heads(out, *q_shape._replace(channels=channels).strides(out)),
+        Scales(qk.q_scale, q_count, qk.k_scale, qk.k_scale.shape[2], v_scale, mean, out_scale),
+        None if qk.row_bias is None else RowBias(qk.row_bias, qk.row_bias.shape[2]),
+        _mask(bias),
+        _relative_positions(bias),
+        sums,
+        None if lengths is None else (q_starts, k_starts),
         logit_scale,
         heads,
         tokens,
         k_shape.tokens,
         q_shape.total,
         k_shape.total,
-        rel_w.shape[-1] if rel_w is not None else 1,
-        mask.shape[0] if mask is not None else 1,
-        qk.q_scale.shape[2] if qk.q_scale is not None else 1,
-        qk.k_scale.shape[2],
-        qk.row_bias.shape[2] if qk.row_bias is not None else 1,
-        *q_shape.strides(qk.q),
-        *k_shape.strides(qk.k),
-        *v_strides,
-        *_broadcast_strides(mask, 4),
-        *_broadcast_strides(rel_h, 3),
-        *_broadcast_strides(rel_w, 3),
-        *q_shape._replace(channels=channels).strides(out),
-        D=stored,
-        DV=channels,
-        GROUP=heads // k_shape.heads,
-        P_SHIFT=math.log2(p_range(variant)),
-        MODE=mode,
-        ACCUMULATE_FP16=accumulate_fp16,
-        ROUND_FP8=mode == "fp8" and values.v.dtype == torch.float16,
-        INT4=variant.qk_bits == 4,
-        QUANTIZE_Q=quantize_q,
-        MARKED_Q=qk.marked and not quantize_q,
-        MIN_SCALE=MIN_SCALE,
-        Q_SPAN=q_groups.span,
-        Q_GROUPS=q_groups.groups,
-        Q_MODULO=q_groups.modulo,
-        Q_DIVISOR=q_groups.divisor,
-        K_SPAN=k_groups.span,
-        K_GROUPS=k_groups.groups,
-        K_MODULO=k_groups.modulo,
-        K_DIVISOR=k_groups.divisor,
-        V_SCALE="none" if values.scale is None else "head" if values.scale.shape[-1] == 1 < channels else "channel",
-        SMOOTH_V=values.mean is not None,
-        ROW_BIAS=qk.row_bias is not None,
-        MASK="none" if mask is None else "bool" if mask.dtype == torch.bool else "float",
-        RELATIVE=rel_h is not None,
-        WHOLE_ROWS=whole_rows,
+        LAYOUT=layout,
+        PRODUCT=product,
+        Q_GROUPS=q_groups,
+        K_GROUPS=k_groups,
         CAUSAL=bias.causal,
-        OUT_SCALE="none" if out_scale is None else "tensor" if out_scale.numel() == 1 else "head",
-        LSE=lse,
-        VARLEN=lengths is not None,
-        QUERY_BLOCK=QUERY_BLOCK,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=max(power_of_2(stored), 32),
-        BLOCK_DV=max(power_of_2(channels), 32),
+        TILE=tile,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -183,10 +163,24 @@ def _mode(variant: AttentionVariant, v: Tensor) -> str:
     return "fp32" if variant.pv == "fp16" and v.dtype == torch.float32 else variant.pv
 
 
-def _broadcast_strides(x: Tensor | None, count: int) -> tuple[int, ...]:
-    """The first ``count`` strides, 0 where a dimension of 1 broadcasts; ones where there is no tensor."""
-    if x is None:
-        return (1,) * count
+def _mask(bias: Bias) -> Mask | None:
+    if bias.mask is None:
+        return None
+    data = bias.mask.view(torch.uint8) if bias.mask.dtype == torch.bool else bias.mask
+    return Mask(data, bias.mask.shape[0], *_broadcast_strides(bias.mask, 4))
+
+
+def _relative_positions(bias: Bias) -> PositionFactors | None:
+    if bias.rel_h is None or bias.rel_w is None:
+        return None
+    height, width = last_contiguous(bias.rel_h), last_contiguous(bias.rel_w)
+    return PositionFactors(
+        Heads(height, *_broadcast_strides(height, 3)), Heads(width, *_broadcast_strides(width, 3)), width.shape[-1]
+    )
+
+
+def _broadcast_strides(x: Tensor, count: int) -> tuple[int, ...]:
+    """The first ``count`` strides, 0 where a dimension of 1 broadcasts."""
     return tuple(0 if size == 1 else stride for size, stride in zip(x.shape[:count], x.stride()[:count], strict=True))
 
 

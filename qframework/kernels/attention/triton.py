@@ -5,14 +5,28 @@ Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+from torch import Tensor
+
 from qframework.kernels.attention.operands import sequence_of
 from qframework.kernels.attention.quantize_qk import finite_rows, group_scale, row_amax, to_integers
 from qframework.kernels.attention.quantize_v import round_to_e4m3
+from qframework.kernels.attention.variants import QUERY_BLOCK
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_half_even, round_to_int8
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
+from qframework.numerics import MIN_SCALE
 
 INTERPRETED = tl.constexpr(INTERPRET)
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
+ROWS_OF_BIAS = tl.constexpr(QUERY_BLOCK)
+
+
+@triton.jit
+def _scale_of_token(n, GROUPS: tl.constexpr):
+    """``TokenGroups.index``, inside a kernel."""
+    return (n // GROUPS.span) * GROUPS.groups + (n % GROUPS.modulo) // GROUPS.divisor
 
 
 @triton.jit
@@ -64,128 +78,154 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
     return out
 
 
+class Heads(NamedTuple):
+    """A tensor of heads ``(B, H, N, channels)`` with strides in elements; channels are contiguous.
+
+    Packed sequences are ``(total, H, channels)`` with a batch stride of 0. V that is stored along the tokens,
+    ``(B, Hkv, Dv, P)``, has the stride of a channel as ``token``.
+    """
+
+    data: Tensor
+    batch: int
+    head: int
+    token: int
+
+
+class Mask(NamedTuple):
+    """A mask ``(batches, H, N, Nk)``, uint8 or float; batch b uses ``b % batches``. Strides of 0 broadcast."""
+
+    data: Tensor
+    batches: int
+    batch: int
+    head: int
+    query: int
+    key: int
+
+
+class PositionFactors(NamedTuple):
+    """SAM's bias ``height[n // columns] + width[n % columns]`` of key n."""
+
+    height: Heads  # (B, H, N, rows)
+    width: Heads  # (B, H, N, columns)
+    columns: int
+
+
+class RowBias(NamedTuple):
+    """Smooth Q's logits ``(B, H, blocks, Nk)`` fp32, a row for each block of queries."""
+
+    data: Tensor
+    blocks: int
+
+
+class Scales(NamedTuple):
+    """Scales and the mean of V, all fp32; None where there is none."""
+
+    q: Tensor | None  # (B, H, q_groups); None: q is float, and a program quantizes its own tile of it
+    q_groups: int
+    k: Tensor  # (B, Hkv, k_groups)
+    k_groups: int
+    v: Tensor | None  # (B, Hkv, Dv), or (B, Hkv, 1)
+    v_mean: Tensor | None  # (B, Hkv, Dv)
+    out: Tensor | None  # (1,), or (H,)
+
+
+class Layout(NamedTuple):
+    """Compile-time sizes and formats of the operands."""
+
+    d: int  # stored channels of Q and K
+    dv: int
+    group: int  # query heads of one key head
+    block_d: int
+    block_dv: int
+    int4: bool
+    marked: bool  # a row of Q that starts with -128 (INT4: -8) held NaN
+    mask: str  # "none", "bool", "float"
+    whole_rows: bool  # a block of keys is one row of the image that relative positions describe
+    v_scale_per_channel: bool
+    out_scale_per_head: bool
+
+
+class Product(NamedTuple):
+    """How P V is computed, at compile time."""
+
+    mode: str  # "fp16", "fp32", "int8", "fp8", "int8_dequantized"
+    accumulate_fp16: bool
+    round_fp8: bool  # P's FP8 values are multiplied in another dtype
+    p_shift: float  # log2(P_range)
+
+
 @triton.jit(do_not_specialize=["N", "NK", "Q_TOTAL", "K_TOTAL"])  # any length runs the same code
 def _quantized_attention_kernel(
-    q_ptr,  # (B, H, N, D) int8, or float for QUANTIZE_Q
-    k_ptr,  # (B, Hkv, Nk, D) int8
-    v_ptr,  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) for 8-bit products
-    q_scale_ptr,  # (B, H, Gq) fp32
-    k_scale_ptr,  # (B, Hkv, Gk) fp32
-    v_scale_ptr,  # (B, Hkv, Dv) or (B, Hkv, 1) fp32
-    v_mean_ptr,  # (B, Hkv, Dv) fp32
-    row_bias_ptr,  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32
-    mask_ptr,  # (MASKS, H, N, Nk), batch b uses b % MASKS, strides of 0 broadcast
-    rel_h_ptr,  # (B, H, N, Kh)
-    rel_w_ptr,  # (B, H, N, Kw)
-    out_scale_ptr,  # (1,) or (H,) fp32
-    out_ptr,  # (B, H, N, Dv)
-    lse_ptr,  # (B, H, N) fp32
-    q_starts_ptr,  # (B + 1,) int32, for VARLEN
-    k_starts_ptr,
+    q,  # Heads, int8, or float where scales.q is None
+    k,  # Heads, int8
+    v,  # Heads
+    out,  # Heads
+    scales,
+    row_bias,  # RowBias or None
+    mask,  # Mask or None
+    relative,  # PositionFactors or None
+    lse_ptr,  # (B, H, N) fp32 or None
+    starts,  # of packed queries and of packed keys, (B + 1,) int32 each, or None
     logit_scale,
     H,
     N,
     NK,
     Q_TOTAL,
     K_TOTAL,
-    KW,
-    MASKS,
-    GQ,
-    GK,
-    ROW_BLOCKS,
-    stride_qb,
-    stride_qh,
-    stride_qn,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_mb,
-    stride_mh,
-    stride_mm,
-    stride_mn,
-    stride_hb,
-    stride_hh,
-    stride_hn,
-    stride_wb,
-    stride_wh,
-    stride_wn,
-    stride_ob,
-    stride_oh,
-    stride_on,
-    D: tl.constexpr,  # stored channels of Q and K
-    DV: tl.constexpr,
-    GROUP: tl.constexpr,  # query heads of one key head
-    P_SHIFT: tl.constexpr,  # log2(P_range)
-    MODE: tl.constexpr,  # "fp16", "fp32", "int8", "fp8", "int8_dequantized"
-    ACCUMULATE_FP16: tl.constexpr,
-    ROUND_FP8: tl.constexpr,
-    INT4: tl.constexpr,
-    QUANTIZE_Q: tl.constexpr,  # whole groups of queries lie in one tile
-    MARKED_Q: tl.constexpr,  # a row of -128 (INT4: -8) held NaN
-    MIN_SCALE: tl.constexpr,
-    Q_SPAN: tl.constexpr,
-    Q_GROUPS: tl.constexpr,
-    Q_MODULO: tl.constexpr,
-    Q_DIVISOR: tl.constexpr,
-    K_SPAN: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    Q_GROUPS: tl.constexpr,  # TokenGroups; for float queries whole groups lie in one tile
     K_GROUPS: tl.constexpr,
-    K_MODULO: tl.constexpr,
-    K_DIVISOR: tl.constexpr,
-    V_SCALE: tl.constexpr,  # "none", "head", "channel"
-    SMOOTH_V: tl.constexpr,
-    ROW_BIAS: tl.constexpr,
-    MASK: tl.constexpr,  # "none", "bool", "float"
-    RELATIVE: tl.constexpr,
-    WHOLE_ROWS: tl.constexpr,  # a block of keys is one row of the image: KW == BLOCK_N
     CAUSAL: tl.constexpr,
-    OUT_SCALE: tl.constexpr,  # "none", "tensor", "head"
-    LSE: tl.constexpr,
-    VARLEN: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
+    TILE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (cdiv(N, BLOCK_M) * H * B,); a program computes BLOCK_M rows of one head, all keys."""
+    """Grid (cdiv(N, block_m) * H * B,); a program computes block_m rows of one head, all keys."""
     wait_for_previous_kernel(OVERLAP)
     LOG2E: tl.constexpr = 1.4426950408889634
+    BLOCK_M: tl.constexpr = TILE.block_m
+    BLOCK_N: tl.constexpr = TILE.block_n
+    D: tl.constexpr = LAYOUT.d
+    DV: tl.constexpr = LAYOUT.dv
+    BLOCK_D: tl.constexpr = LAYOUT.block_d
+    BLOCK_DV: tl.constexpr = LAYOUT.block_dv
+    INT4: tl.constexpr = LAYOUT.int4
+    MODE: tl.constexpr = PRODUCT.mode
+    P_SHIFT: tl.constexpr = PRODUCT.p_shift
     # Logits are in base 2. A float mask may hold the lowest float32, which has no multiple: there they are natural.
-    NATURAL: tl.constexpr = MASK == "float"
+    NATURAL: tl.constexpr = LAYOUT.mask == "float"
     NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
-    K_TOKEN_SCALE: tl.constexpr = K_GROUPS > 1 or K_SPAN < BLOCK_N
-    MAY_BE_EMPTY: tl.constexpr = MASK != "none" or VARLEN  # rows without any key
+    K_TOKEN_SCALE: tl.constexpr = K_GROUPS.groups > 1 or K_GROUPS.span < BLOCK_N
+    WHOLE_ROWS: tl.constexpr = LAYOUT.whole_rows
+    VARLEN: tl.constexpr = starts is not None
+    MAY_BE_EMPTY: tl.constexpr = LAYOUT.mask != "none" or VARLEN  # rows without any key
     tiles = tl.cdiv(N, BLOCK_M)
     pid = tl.program_id(0).to(tl.int64)
     tile, h, b = (pid % tiles).to(tl.int32), (pid // tiles) % H, pid // (tiles * H)
     if CAUSAL:
         tile = tiles - 1 - tile  # the longest rows first
-    kv = h // GROUP
-    heads_kv = H // GROUP
-    q_base = q_ptr + b * stride_qb + h * stride_qh
-    k_base = k_ptr + b * stride_kb + kv * stride_kh
-    v_base = v_ptr + b * stride_vb + kv * stride_vh
-    out_base = out_ptr + b * stride_ob + h * stride_oh
+    kv = h // LAYOUT.group
+    heads_kv = H // LAYOUT.group
+    q_base = q.data + b * q.batch + h * q.head
+    k_base = k.data + b * k.batch + kv * k.head
+    v_base = v.data + b * v.batch + kv * v.head
+    out_base = out.data + b * out.batch + h * out.head
     queries, keys = N, NK
     if VARLEN:
-        q_start, queries = sequence_of(q_starts_ptr, b, Q_TOTAL, N)
-        k_start, keys = sequence_of(k_starts_ptr, b, K_TOTAL, NK)
-        q_base = q_ptr + q_start * stride_qn + h * stride_qh
-        k_base = k_ptr + k_start * stride_kn + kv * stride_kh
-        out_base = out_ptr + q_start * stride_on + h * stride_oh
+        q_start, queries = sequence_of(starts[0], b, Q_TOTAL, N)
+        k_start, keys = sequence_of(starts[1], b, K_TOTAL, NK)
+        q_base = q.data + q_start * q.token + h * q.head
+        k_base = k.data + k_start * k.token + kv * k.head
+        out_base = out.data + q_start * out.token + h * out.head
         if not TRANSPOSED:
-            v_base = v_ptr + k_start * stride_vn + kv * stride_vh
+            v_base = v.data + k_start * v.token + kv * v.head
         if b == tl.num_programs(0) // (tiles * H) - 1:  # what lies behind the last sequence belongs to none
             for first in range(q_start + queries + tile * BLOCK_M, Q_TOTAL, tiles * BLOCK_M):
                 n = first + tl.arange(0, BLOCK_M)
                 d = tl.arange(0, BLOCK_DV)
                 spare = (n < Q_TOTAL)[:, None] & (d < DV)[None, :]
-                tl.store(out_ptr + h * stride_oh + n[:, None] * stride_on + d[None, :], 0.0, mask=spare)
+                tl.store(out.data + h * out.head + n[:, None] * out.token + d[None, :], 0.0, mask=spare)
         if tile * BLOCK_M >= queries:
             return
 
@@ -194,34 +234,38 @@ def _quantized_attention_kernel(
     dv = tl.arange(0, BLOCK_DV)
     rows = m < queries
     row = tl.minimum(m, queries - 1)  # rows past the end repeat the last one and are not stored
-    q_packed = tl.load(q_base + row[:, None] * stride_qn + d[None, :], mask=(d < D)[None, :], other=0)
-    q, q_high = q_packed, q_packed
+    q_packed = tl.load(q_base + row[:, None] * q.token + d[None, :], mask=(d < D)[None, :], other=0)
+    q_tile, q_high = q_packed, q_packed
     if INT4:
-        q, q_high = (q_packed << 4) >> 4, q_packed >> 4
-    if QUANTIZE_Q:
+        q_tile, q_high = (q_packed << 4) >> 4, q_packed >> 4
+    if scales.q is None:
         q_float = tl.where(rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0)  # repeated rows have no say
         amax = row_amax(q_float)
-        _, q_scale = group_scale(finite_rows(amax), 127, MIN_SCALE, Q_SPAN, Q_GROUPS, Q_MODULO, Q_DIVISOR, BLOCK_M)
-        q = to_integers(q_float, tl.math.div_rn(1.0, q_scale)[:, None], 127)
+        _, q_scale = group_scale(
+            finite_rows(amax), 127, LEAST_SCALE, Q_GROUPS.span, Q_GROUPS.groups, Q_GROUPS.modulo, Q_GROUPS.divisor,
+            BLOCK_M,
+        )  # fmt: skip
+        q_tile = to_integers(q_float, tl.math.div_rn(1.0, q_scale)[:, None], 127)
         q_scale = tl.where(amax < float("inf"), q_scale, float("nan"))
     else:
-        q_group = (row // Q_SPAN) * Q_GROUPS + (row % Q_MODULO) // Q_DIVISOR
-        q_scale = tl.load(q_scale_ptr + (b * H + h) * GQ + q_group) * logit_scale
-        if MARKED_Q:
-            first = tl.load(q_base + row * stride_qn)
+        q_scale = tl.load(scales.q + (b * H + h) * scales.q_groups + _scale_of_token(row, Q_GROUPS)) * logit_scale
+        if LAYOUT.marked:
+            first = tl.load(q_base + row * q.token)
             q_scale = tl.where((((first << 4) >> 4) == -8) if INT4 else (first == -128), float("nan"), q_scale)
     if NATURAL:
         q_scale = q_scale * (1 / LOG2E)
-    k_scale_base = k_scale_ptr + (b * heads_kv + kv) * GK
-    if ROW_BIAS:
-        row_bias_base = row_bias_ptr + ((b * H + h) * ROW_BLOCKS + (tile * BLOCK_M) // QUERY_BLOCK) * NK
-    if MASK != "none":
-        mask_base = mask_ptr + (b % MASKS) * stride_mb + h * stride_mh + row.to(tl.int64)[:, None] * stride_mm
-    if RELATIVE:
-        rel_h_base = rel_h_ptr + b * stride_hb + h * stride_hh + row[:, None] * stride_hn
-        rel_w_base = rel_w_ptr + b * stride_wb + h * stride_wh + row[:, None] * stride_wn
+    k_scale_base = scales.k + (b * heads_kv + kv) * scales.k_groups
+    if row_bias is not None:
+        row_bias_base = row_bias.data + ((b * H + h) * row_bias.blocks + (tile * BLOCK_M) // ROWS_OF_BIAS) * NK
+    if mask is not None:
+        mask_base = mask.data + (b % mask.batches) * mask.batch + h * mask.head + row.to(tl.int64)[:, None] * mask.query
+    if relative is not None:
+        height_base = relative.height.data + b * relative.height.batch + h * relative.height.head
+        height_base += row[:, None] * relative.height.token
+        width_base = relative.width.data + b * relative.width.batch + h * relative.width.head
+        width_base += row[:, None] * relative.width.token
         if WHOLE_ROWS:
-            row_width = tl.load(rel_w_base + tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
+            row_width = tl.load(width_base + tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
 
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -232,28 +276,33 @@ def _quantized_attention_kernel(
     for start in range(0, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         if K_TOKEN_SCALE:
-            k_scale_ptrs = k_scale_base + (n // K_SPAN) * K_GROUPS + (n % K_MODULO) // K_DIVISOR
+            k_scale_ptrs = (
+                k_scale_base + (n // K_GROUPS.span) * K_GROUPS.groups + (n % K_GROUPS.modulo) // K_GROUPS.divisor
+            )
         else:
-            k_scale_ptrs = k_scale_base + start // K_SPAN
+            k_scale_ptrs = k_scale_base + start // K_GROUPS.span
         inside = n < keys
-        k_ptrs, k_mask = k_base + n[None, :] * stride_kn + d[:, None], (d < D)[:, None] & inside[None, :]
-        s = _scores(q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
-        if ROW_BIAS:
-            row_bias = tl.load(row_bias_base + n, mask=inside, other=0.0)
+        k_ptrs, k_mask = k_base + n[None, :] * k.token + d[:, None], (d < D)[:, None] & inside[None, :]
+        s = _scores(q_tile, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
+        if row_bias is not None:
+            bias = tl.load(row_bias_base + n, mask=inside, other=0.0)
             if NATURAL:
-                row_bias = row_bias * (1 / LOG2E)
-            s += row_bias[None, :]
-        if MASK == "float":
-            bias = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0.0)
-            s += bias.to(tl.float32)
-        elif MASK == "bool":
-            keep = tl.load(mask_base + n[None, :] * stride_mn, mask=inside[None, :], other=0)
+                bias = bias * (1 / LOG2E)
+            s += bias[None, :]
+        if LAYOUT.mask == "float":
+            s += tl.load(mask_base + n[None, :] * mask.key, mask=inside[None, :], other=0.0).to(tl.float32)
+        elif LAYOUT.mask == "bool":
+            keep = tl.load(mask_base + n[None, :] * mask.key, mask=inside[None, :], other=0)
             s = tl.where(keep != 0, s, float("-inf"))
-        if RELATIVE and WHOLE_ROWS:
-            s += (tl.load(rel_h_base + start // BLOCK_N).to(tl.float32) + row_width) * NATURAL_UNIT
-        elif RELATIVE:
-            height = tl.load(rel_h_base + (n // KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
-            width = tl.load(rel_w_base + (n % KW)[None, :], mask=inside[None, :], other=0.0).to(tl.float32)
+        if relative is not None and WHOLE_ROWS:
+            s += (tl.load(height_base + start // BLOCK_N).to(tl.float32) + row_width) * NATURAL_UNIT
+        elif relative is not None:
+            height = tl.load(height_base + (n // relative.columns)[None, :], mask=inside[None, :], other=0.0).to(
+                tl.float32
+            )
+            width = tl.load(width_base + (n % relative.columns)[None, :], mask=inside[None, :], other=0.0).to(
+                tl.float32
+            )
             s += (height + width) * NATURAL_UNIT
         if CAUSAL:
             s = tl.where((n[None, :] <= m[:, None]) & inside[None, :], s, float("-inf"))
@@ -275,35 +324,36 @@ def _quantized_attention_kernel(
             p = tl.exp2(s - shift[:, None])
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
-        if TRANSPOSED:  # stride_vn is the padded number of keys
-            v_ptrs = v_base + dv[None, :] * stride_vn + n[:, None]
-            v = tl.load(v_ptrs, mask=(dv < DV)[None, :] & (n < stride_vn)[:, None], other=0.0)
+        if TRANSPOSED:  # the stride of a channel is the padded number of keys
+            v_ptrs = v_base + dv[None, :] * v.token + n[:, None]
+            v_tile = tl.load(v_ptrs, mask=(dv < DV)[None, :] & (n < v.token)[:, None], other=0.0)
         else:
-            v_ptrs = v_base + n[:, None] * stride_vn + dv[None, :]
-            v = tl.load(v_ptrs, mask=(dv < DV)[None, :] & inside[:, None], other=0.0)
+            v_ptrs = v_base + n[:, None] * v.token + dv[None, :]
+            v_tile = tl.load(v_ptrs, mask=(dv < DV)[None, :] & inside[:, None], other=0.0)
         if MODE == "int8_dequantized":
-            v = v.to(tl.float16)  # exact; the scale follows at the end
-        acc += _weighted_values(p, v, MODE, ACCUMULATE_FP16, ROUND_FP8)
+            v_tile = v_tile.to(tl.float16)  # exact; the scale follows at the end
+        acc += _weighted_values(p, v_tile, MODE, PRODUCT.accumulate_fp16, PRODUCT.round_fp8)
         top = new_top
 
     safe_total = total
     if MAY_BE_EMPTY:
         safe_total = tl.where(total == 0.0, 1.0, total)
-    out = acc / safe_total[:, None]
+    result = acc / safe_total[:, None]
     head_kv = b * heads_kv + kv
-    if V_SCALE == "channel":
-        out = out * tl.load(v_scale_ptr + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
-    elif V_SCALE == "head":
-        out = out * tl.load(v_scale_ptr + head_kv)
-    if SMOOTH_V:
-        v_mean = tl.load(v_mean_ptr + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
-        out = tl.where((total == 0.0)[:, None], 0.0, out + v_mean)
-    if OUT_SCALE != "none":
-        out_scale = tl.load(out_scale_ptr + (h if OUT_SCALE == "head" else 0))
-        out = round_to_int8(out * tl.math.div_rn(1.0, out_scale))
-    out_ptrs = out_base + m.to(tl.int64)[:, None] * stride_on + dv[None, :]
-    tl.store(out_ptrs, out.to(out_ptr.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
-    if LSE:
+    if scales.v is not None:
+        if LAYOUT.v_scale_per_channel:
+            result = result * tl.load(scales.v + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
+        else:
+            result = result * tl.load(scales.v + head_kv)
+    if scales.v_mean is not None:
+        v_mean = tl.load(scales.v_mean + head_kv * DV + dv, mask=dv < DV, other=0.0)[None, :]
+        result = tl.where((total == 0.0)[:, None], 0.0, result + v_mean)
+    if scales.out is not None:
+        out_scale = tl.load(scales.out + (h if LAYOUT.out_scale_per_head else 0))
+        result = round_to_int8(result * tl.math.div_rn(1.0, out_scale))
+    out_ptrs = out_base + m.to(tl.int64)[:, None] * out.token + dv[None, :]
+    tl.store(out_ptrs, result.to(out.data.dtype.element_ty), mask=rows[:, None] & (dv < DV)[None, :])
+    if lse_ptr is not None:
         if NATURAL:
             lse = top + (tl.log2(safe_total) - P_SHIFT) / LOG2E
         else:

@@ -1,9 +1,10 @@
 """int8_linear on the CPU: the fastest INT8 product that is exact on this machine, and an epilogue in torch.
 
-``int_mm``: ``torch._int_mm``, oneDNN's INT8 product.
-``float32``: the float product of the same integers, for processors without INT8 instructions (VNNI), where ``int_mm``
-may saturate at INT16 and takes 24 times as long. Sums over 1024 inner columns are exact in float32 and are then added
-as INT32. Each call converts the weight: a cached float copy would take four times its memory.
+``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for processors with INT8 instructions (VNNI, AMX).
+``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
+saturates at INT16 or takes 24 times as long. With AVX2 it is 1.6 to 1.8 times as fast as the float product.
+``float32``: the float product of the same integers, for all others. Sums over 1024 inner columns are exact in float32 and
+are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
 
 In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
 epilogue. No converted or packed weight is cached, so none can be stale: oneDNN's packed weights gain nothing over
@@ -24,6 +25,7 @@ from torch import Tensor
 from qframework import numerics
 from qframework.compat.operators import int_mm
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
+from qframework.kernels.linear.multiply_add import multiply_add
 from qframework.kernels.linear.reference import epilogue_ref, int8_linear_ref
 from qframework.kernels.runtime.checks import check_positive_scale, rows_of
 from qframework.kernels.runtime.operator import declare
@@ -39,22 +41,25 @@ class CpuChoice(NamedTuple):
 
 
 def cpu_implementation() -> str:
-    """``"int_mm"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
+    """``"int_mm"``, ``"multiply_add"`` or ``"float32"``: the one that computes ``int8_linear`` on this machine."""
     return cpu_choice().name
 
 
 @functools.cache
 def cpu_choice() -> CpuChoice:
-    """PyTorch's INT8 product where it is exact and faster than the float one on this machine; tried once per process.
+    """The first product that is exact and faster than the float one on this machine; tried once per process.
 
-    It takes a quarter of the float product's time with INT8 instructions and 24 times as much without them, so noise
+    ``int_mm`` takes a quarter of the float product's time with INT8 instructions and 24 times as much without, so noise
     does not change the choice.
     """
-    reason = _reason_against(_int_mm)
-    if reason is None:
-        return CpuChoice("int_mm", {})
-    logger.info("qframework: the CPU's INT8 product is not used: %s", reason)
-    return CpuChoice("float32", {"int_mm": reason})
+    rejected: dict[str, str] = {}
+    for name, product in _PRODUCTS.items():
+        reason = _reason_against(product)
+        if reason is None:
+            return CpuChoice(name, rejected)
+        logger.info("qframework: the CPU's INT8 product %s is not used: %s", name, reason)
+        rejected[name] = reason
+    return CpuChoice("float32", rejected)
 
 
 def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
@@ -65,7 +70,7 @@ def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
     try:
         if not torch.equal(product(a, b).double(), a.double() @ b.double().t()):
             return "it is not exact on this processor"
-    except (RuntimeError, AttributeError, NotImplementedError) as error:
+    except (RuntimeError, AttributeError, NotImplementedError, OSError) as error:
         return f"it is not available: {error}"
     ratio = _relative_time(product, a, b)
     return None if ratio < 1 else f"it takes {ratio:.1f} times as long as the float product"
@@ -122,7 +127,7 @@ INT8_PRODUCT = declare(
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """The exact product, int32, or float32 where that holds every sum."""
-    return _int_mm(a, b) if cpu_implementation() == "int_mm" else _float_product(a, b)
+    return _PRODUCTS.get(cpu_implementation(), _float_product)(a, b)
 
 
 def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
@@ -167,6 +172,10 @@ def _activate_in_place(y: Tensor, activation: str) -> Tensor:
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
     return int_mm(a, b.t())
+
+
+# In the order in which they are tried.
+_PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"int_mm": _int_mm, "multiply_add": multiply_add}
 
 
 # 128 * 128 * 1024 is 2**24, up to which float32 holds every integer, so sums are exact in any order. They stay exact

@@ -12,6 +12,9 @@ from qframework.compat.triton import argument_names, compile_ahead, finished, la
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
+# Sums of products round once. Triton 3.10 rounds the product as well unless it is told.
+OPTIONS = {"enable_fp_fusion": True}
+
 
 def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """``kernel[grid]``, compiled as ``launch`` has it compiled, and not run; tensors on "meta" will do.
@@ -22,7 +25,7 @@ def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
     def compile(*arguments: Any, **constants: Any) -> Any:
         more, options = overlap(kernel)
-        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options})
+        return compile_ahead(kernel, grid, arguments, {**constants, **more, **options, **OPTIONS})
 
     return compile
 
@@ -53,7 +56,10 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
     def start(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Callable[..., None], tuple[Any, ...]]:
         """Launch; what would launch it again, called with ``arguments`` and the others that are returned."""
-        first = getattr(arguments[0], "base", arguments[0])  # of a tensor descriptor
+        first = arguments[0]
+        while isinstance(first, tuple):
+            first = first[0]
+        first = getattr(first, "base", first)  # of a tensor descriptor
         if not (isinstance(first, torch.Tensor) and first.is_cuda):  # interpreted
             kernel[grid](*arguments, **constants)
             return functools.partial(kernel[grid], **constants), ()
@@ -62,9 +68,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
         found = _compiled.get(key)
         if found is None:
             more, options = overlap(kernel)
-            compiled = kernel[grid](*arguments, **constants, **more, **options)
+            compiled = kernel[grid](*arguments, **constants, **more, **options, **OPTIONS)
             if compiled is None:  # the interpreter compiles nothing
-                return functools.partial(kernel[grid], **constants, **more, **options), ()
+                return functools.partial(kernel[grid], **constants, **more, **options, **OPTIONS), ()
             values = constants | more
             found = finished(compiled), tuple(values[name] for name in argument_names(kernel)[len(arguments) :])
             _compiled[key] = found
@@ -87,4 +93,6 @@ def specialization(argument: Any) -> Any:
         return type(argument), argument.base.dtype, *kind
     if type(argument) is int:
         return argument == 1, argument % 16 == 0, -(2**31) <= argument < 2**31
+    if isinstance(argument, tuple):
+        return tuple(map(specialization, argument))
     return type(argument), argument if isinstance(argument, bool) else None

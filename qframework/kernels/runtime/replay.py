@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -56,6 +56,13 @@ class _Descriptor(NamedTuple):
 
     make: Callable[[Tensor], Any]
     at: int
+
+
+class _Group(NamedTuple):
+    """Stands for a tuple of a kernel's arguments: its type, and what stands for its members."""
+
+    kind: type[tuple[Any, ...]]
+    members: list[Any]
 
 
 class _Step(NamedTuple):
@@ -158,8 +165,7 @@ class Recording(TorchDispatchMode):
 
     def _launch(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         given = [self._argument(x) for x in arguments]
-        needs = frozenset(x.at for x in given if isinstance(x, _Place | _Descriptor))
-        self._steps.append(_Step(_launching(run, given), needs, frozenset(), True))
+        self._steps.append(_Step(_launching(run, given), frozenset(_read(given)), frozenset(), True))
 
     def _argument(self, x: Any) -> Any:
         """A kernel's argument; of a view that begins where its tensor does, the tensor: kernels take addresses."""
@@ -167,6 +173,9 @@ class Recording(TorchDispatchMode):
             index = self._place(x).at
             root = self._roots[index]
             return _Place(root if self._tensors[root].data_ptr() == x.data_ptr() else index)
+        if isinstance(x, tuple):
+            members = [self._argument(member) for member in x]
+            return _Group(type(x), members) if list(_read(members)) else x
         return _Descriptor(descriptor_maker(x), self._argument(x.base).at) if is_descriptor(x) else x
 
     def _add(self, x: Tensor, root: int | None = None) -> int:
@@ -256,27 +265,57 @@ def _operation(
     return lambda template: run
 
 
+def _read(arguments: list[Any]) -> Iterator[int]:
+    """The places of the tensors that a kernel gets."""
+    for x in arguments:
+        if isinstance(x, _Group):
+            yield from _read(x.members)
+        elif isinstance(x, _Place | _Descriptor):
+            yield x.at
+
+
 def _launching(launch: Callable[..., None], arguments: list[Any]) -> Callable[[State], Callable[[State], None]]:
     def build(template: State) -> Callable[[State], None]:
-        places, descriptors = [], []
-        for x in arguments:
+        made: list[tuple[int, Callable[[State], Any]]] = []  # what each launch makes anew, and where it goes
+
+        def place_of(x: Any) -> int:
             if isinstance(x, _Place):
-                places.append(x.at)
-                continue
-            places.append(len(template))
-            template.append(None if isinstance(x, _Descriptor) else x)
+                return x.at
+            make: Callable[[State], Any] | None = None
             if isinstance(x, _Descriptor):
-                descriptors.append((places[-1], x))
-        pick = operator.itemgetter(*places) if len(places) > 1 else lambda state: [state[i] for i in places]
+                make = functools.partial(_make_descriptor, x)
+            elif isinstance(x, _Group):
+                make = functools.partial(_make_group, x.kind, _picker([place_of(member) for member in x.members]))
+            at = len(template)
+            template.append(x if make is None else None)
+            if make is not None:
+                made.append((at, make))
+            return at
+
+        pick = _picker([place_of(x) for x in arguments])
 
         def run(state: State) -> None:
-            for place, descriptor in descriptors:
-                state[place] = descriptor.make(state[descriptor.at])
+            for place, make in made:
+                state[place] = make(state)
             launch(*pick(state))
 
         return run
 
     return build
+
+
+def _make_descriptor(descriptor: _Descriptor, state: State) -> Any:
+    return descriptor.make(state[descriptor.at])
+
+
+def _make_group(kind: type[tuple[Any, ...]], pick: Callable[[State], Iterable[Any]], state: State) -> tuple[Any, ...]:
+    return tuple.__new__(kind, pick(state))  # also of a NamedTuple, past its slower constructor
+
+
+def _picker(places: list[int]) -> Callable[[State], Iterable[Any]]:
+    if len(places) > 1:
+        return operator.itemgetter(*places)
+    return lambda state: [state[i] for i in places]
 
 
 def _picked(result: Any) -> Callable[[State], Any]:

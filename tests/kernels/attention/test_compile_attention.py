@@ -25,6 +25,7 @@ from qframework.kernels.attention.mixed import MIXED_ATTENTION
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
 from qframework.kernels.attention.tiles import choose_attention_tile
 from qframework.kernels.attention.variants import VARIANTS, resolve
+from qframework.kernels.runtime.launch import OPTIONS as LAUNCH_OPTIONS
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
@@ -118,20 +119,26 @@ def compile_launch(chip: str, launch: Launch):
     """Compile as Triton would specialize the launch: integers of 1 constant, those that 16 divides aligned."""
     kernel, constants, signature, aligned = launch.kernel, {}, {}, []
     arguments = launch.arguments | {"OVERLAP": chip in OVERLAPPING}
+
+    def specialize(path: tuple[int, ...], value: Any, constant: bool = False) -> Any:
+        """The type of the argument at ``path``; of a tuple, the types of what it holds."""
+        if constant or value is None or (isinstance(value, int) and value == 1):
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            types = [specialize((*path, i), x) for i, x in enumerate(value)]
+            return type(value)(*types) if hasattr(value, "_fields") else tuple(types)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            aligned.append(path)
+        if isinstance(value, torch.Tensor):
+            return POINTERS[value.dtype]
+        return "fp32" if isinstance(value, float) else "i32"
+
     for position, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-        value = arguments[name]
-        if parameter.is_constexpr or (isinstance(value, int) and value == 1):
-            signature[name], constants[(position,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = POINTERS[value.dtype]
-            aligned.append(position)
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if isinstance(value, int) and value % 16 == 0:
-                aligned.append(position)
-    attributes = {(position,): [["tt.divisibility", 16]] for position in aligned}
+        signature[name] = specialize((position,), arguments[name], parameter.is_constexpr)
+    attributes = {path: [["tt.divisibility", 16]] for path in aligned}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
-    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options)
+    compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options | LAUNCH_OPTIONS)
     check_waits_first(chip, compiled)
     if sums_blocks_apart(launch):
         check_sums_start_at_zero(compiled)
@@ -140,8 +147,10 @@ def compile_launch(chip: str, launch: Launch):
 
 def sums_blocks_apart(launch: Launch) -> bool:
     """Whether the sum over a block of keys must not start from the sum over those before: it has too few bits."""
-    fp8 = launch.arguments.get("MODE") == "fp8" and launch.arguments["v_ptr"].dtype == torch.float8_e4m3fn
-    return fp8 or launch.arguments.get("ACCUMULATE_FP16", False)
+    if "PRODUCT" not in launch.arguments:
+        return False
+    product, v = launch.arguments["PRODUCT"], launch.arguments["v"].data
+    return product.accumulate_fp16 or (product.mode == "fp8" and v.dtype == torch.float8_e4m3fn)
 
 
 def starts_of_products(ttgir: str) -> list[str]:
@@ -295,4 +304,4 @@ def test_a_kernel_sees_what_the_chip_stores(launches):
     """The recorder's premise: FP8 values where the chip multiplies them, their numbers in float16 where it does not."""
     for chip, dtype in (("sm_90", torch.float8_e4m3fn), ("sm_80", torch.float16)):
         recorded = launches(chip, float_call("sage2_int8"))
-        assert recorded["_quantized_attention_kernel"][0].arguments["v_ptr"].dtype == dtype
+        assert recorded["_quantized_attention_kernel"][0].arguments["v"].data.dtype == dtype

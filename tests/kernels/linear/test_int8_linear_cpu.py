@@ -1,4 +1,4 @@
-"""cpu.py: both CPU implementations of int8_linear are right, and the first that is exact and fast is chosen."""
+"""cpu.py: each CPU implementation of int8_linear is right, and the first that is exact and fast is chosen."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from qframework.kernels.linear.arguments import ACTIVATIONS
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(params=["int_mm", "float32"])
+@pytest.fixture(params=["int_mm", "multiply_add", "float32"])
 def forced(request, monkeypatch):
     """Force one implementation."""
-    rejected = int8_linear_cpu.cpu_choice().rejected.get(request.param, "")
+    product = int8_linear_cpu._PRODUCTS.get(request.param)
+    rejected = (int8_linear_cpu._reason_against(product) if product is not None else None) or ""
     if "exact" in rejected or "available" in rejected:
         pytest.skip(f"{request.param}: {rejected}")
     monkeypatch.setattr(int8_linear_cpu, "cpu_implementation", lambda: request.param)
@@ -72,10 +73,10 @@ def test_the_longest_sum_is_exact(forced, value):
 
 @pytest.fixture
 def choose(monkeypatch):
-    """The choice when PyTorch's product is replaced by another."""
+    """The choice between another product, in place of PyTorch's, and the float one."""
 
     def choose(int_mm):
-        monkeypatch.setattr(int8_linear_cpu, "_int_mm", int_mm)
+        monkeypatch.setattr(int8_linear_cpu, "_PRODUCTS", {"int_mm": int_mm})
         return int8_linear_cpu.cpu_choice.__wrapped__()
 
     return choose

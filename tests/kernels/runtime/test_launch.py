@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 
 from qframework import kernels
 from qframework.kernels.runtime import launch as _launch
-from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.launch import launch, warm_up
 from qframework.kernels.runtime.operator import on_its_device
 from qframework.kernels.runtime.replay import replayed
 
@@ -76,6 +77,14 @@ def on_cuda(monkeypatch):
     monkeypatch.setattr(_launch, "_compiled", {})
 
 
+class Group(NamedTuple):
+    """A tuple of arguments, as kernels take them."""
+
+    data: torch.Tensor | None
+    stride: int
+    more: tuple[float, torch.Tensor | None] = (1.0, None)
+
+
 def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
     kernel, x, y = Recording(), torch.zeros(8), torch.ones(8)
     launch(kernel, (4,))(x, 32, FLAG=True, BLOCK=64, num_warps=4)
@@ -83,6 +92,17 @@ def test_equal_calls_go_past_triton_with_their_own_values(on_cuda):
     assert len(kernel.through) == 1
     ((grid, (tensor, *rest)),) = kernel.past
     assert (grid, tensor is y, rest) == ((5, 2, 1), True, [48, 64, True])
+
+
+def test_products_are_fused_with_sums_whatever_the_default_of_triton_is(on_cuda):
+    """The kernels compiled ahead get the same options in the same order: Triton tells kernels apart by them."""
+    kernel = Recording()
+    kernel.warmup = lambda *arguments, grid, **constants: constants
+    launch(kernel, (4,))(torch.zeros(8), 32, FLAG=True, BLOCK=64, num_warps=4)
+    ahead = warm_up(kernel, (4,))(torch.zeros(8), 32, FLAG=True, BLOCK=64, num_warps=4)
+    ((_, _, launched),) = kernel.through
+    assert launched["enable_fp_fusion"] is True
+    assert list(ahead.items()) == list(launched.items())
 
 
 def test_replays_go_past_triton(on_cuda):
@@ -114,8 +134,9 @@ def test_replays_go_past_triton(on_cuda):
         ((Descriptor(torch.zeros(8), [4, 8]), 32), {}),
         ((torch.zeros(8), 32), {"BLOCK": 128}),
         ((torch.zeros(8), 32), {"num_warps": 8}),
+        ((Group(torch.zeros(8), 16), 32), {}),
     ],
-    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "descriptor", "constant", "option"],
+    ids=["unaligned", "dtype", "odd", "one", "64 bit", "float", "descriptor", "constant", "option", "group"],
 )
 def test_what_triton_specializes_on_goes_through_it(on_cuda, arguments, constants):
     kernel = Recording()
@@ -132,6 +153,33 @@ def test_descriptors_are_told_apart_by_what_is_compiled_in(on_cuda):
         launch(kernel, (4,))(Descriptor(x, block), 32, BLOCK=64, FLAG=True)
     assert len(kernel.through) == 3
     assert [arguments[0].base.shape for _, arguments in kernel.past] == [(16,)]
+
+
+def test_groups_are_told_apart_by_what_is_compiled_in(on_cuda):
+    kernel, x, y = Recording(), torch.zeros(8), torch.ones(16)
+    usual = Group(x, 16)
+    same = [Group(y, 32), Group(x, 48, (2.0, None))]
+    others = [
+        Group(None, 16),
+        Group(x.half(), 16),
+        Group(torch.zeros(9)[1:], 16),
+        Group(x, 17),
+        Group(x, 1),
+        Group(x, 2**40),
+        Group(x, 16, (1.0, y)),
+        Group(x, 16, (1.0, y.half())),
+    ]
+    for group in (usual, *same, *others):
+        launch(kernel, (4,))(x, group, BLOCK=64, FLAG=True)
+    assert [arguments[1] for _, arguments, _ in kernel.through] == [usual, *others]
+    assert [arguments[1] for _, arguments in kernel.past] == same
+
+
+def test_a_kernel_whose_first_argument_is_a_group_goes_past_triton(on_cuda):
+    kernel = Recording()
+    for x in (torch.zeros(8), torch.ones(8)):
+        launch(kernel, (4,))(Group(x, 16), 32, BLOCK=64, FLAG=True)
+    assert len(kernel.through) == len(kernel.past) == 1
 
 
 def test_interpreted_kernels_are_called_as_they_are():

@@ -14,7 +14,7 @@ from torch.testing import assert_close
 from qframework import kernels
 from qframework.kernels.runtime import launch as _launch
 from qframework.kernels.runtime import overlap as _overlap
-from qframework.kernels.runtime.launch import launch
+from qframework.kernels.runtime.launch import OPTIONS, launch
 
 CAN, CANNOT = ("cuda", 90), ("cuda", 89)
 
@@ -53,7 +53,7 @@ def chip(monkeypatch):
 def test_constants_and_options_of_first_and_repeated_launches(chip, target):
     chip(target)
     can = target[0] == "cuda" and target[1] >= 90
-    options = {"launch_pdl": True} if can else {}
+    options = OPTIONS | ({"launch_pdl": True} if can else {})
     kernel, x = Kernel("x", "n", "BLOCK", "OVERLAP"), torch.zeros(8)
     for _ in range(2):
         launch(kernel, (1,))(x, 16, BLOCK=64, num_warps=4)
@@ -65,7 +65,7 @@ def test_a_kernel_without_the_parameter_is_launched_normally(chip):
     chip(CAN)
     kernel = Kernel("x", "BLOCK")
     launch(kernel, (1,))(torch.zeros(8), BLOCK=64)
-    assert [named for _, named in kernel.through] == [{"BLOCK": 64}]
+    assert [named for _, named in kernel.through] == [{"BLOCK": 64} | OPTIONS]
 
 
 def functions() -> dict[str, ast.FunctionDef]:

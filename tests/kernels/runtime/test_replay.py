@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -68,6 +69,52 @@ def test_the_third_call_of_a_kind_is_a_replay(counted, kernel):
     assert [float(result[0]) for result in results] == [2, 3, 4, 5, 6]
     assert len({result.data_ptr() for result in results}) == 5
     assert (counted.runs, kernel.launches) == (2, 5)
+
+
+class Operands(NamedTuple):
+    """A group of a kernel's arguments with a group in it."""
+
+    x: Tensor
+    scale: int
+    result: tuple[Tensor | None, Tensor, int]
+
+
+class AddScaled(AddTo):
+    """A kernel ``out = x * scale + n`` whose arguments come in groups."""
+
+    arg_names = ("operands", "sizes")
+
+    def __getitem__(self, grid):
+        def run(operands, sizes, **constants):
+            assert type(operands) is Operands
+            assert type(sizes) is tuple
+            self.launches += 1
+            none, out, n = operands.result
+            assert none is None
+            out.copy_(operands.x.view(out.shape) * operands.scale + n * sizes[0])
+
+        return run
+
+
+def test_groups_of_arguments_get_the_tensors_of_the_call():
+    kernel = AddScaled()
+
+    def implementation(x, n):
+        out = torch.empty(x.shape)
+        launch(kernel, (1,))(Operands(x[None], 10, (None, out, n)), (1, 2))
+        return out
+
+    run = replayed(implementation)
+    tensors = [torch.full((4,), float(i)) for i in range(5)]
+    kept = weakref.ref(tensors[1])
+    results = [run(x, 3) for x in tensors]
+    assert all(callable(x) for x in run.replays.values())
+    assert [float(result[0]) for result in results] == [3, 13, 23, 33, 43]
+    assert len({result.data_ptr() for result in results}) == 5
+    assert kernel.launches == 5
+    del tensors
+    gc.collect()
+    assert kept() is None
 
 
 def kinds():
