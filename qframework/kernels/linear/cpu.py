@@ -3,7 +3,7 @@
 ``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for processors with INT8 instructions (VNNI, AMX).
 ``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
 saturates at INT16 or takes 24 times as long. With AVX2 it is 1.6 to 1.8 times as fast as the float product.
-``float32``: the float product of the same integers, for all others. Sums over 1024 inner columns are exact in float32 and
+``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
 are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
 
 In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
