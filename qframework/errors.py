@@ -1,7 +1,16 @@
 """The errors qframework raises on purpose.
 
-Every message names the layer or argument, the value seen and what would be accepted.
+A message reads ``{operator or layer}: {argument} must {be|have ...}, got {value seen}``, followed by what to do where
+that helps.
 """
+
+from collections.abc import Iterable
+
+
+def either(values: Iterable[object]) -> str:
+    """``"a, b or c"``, for messages."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 class QFrameworkError(ValueError):
@@ -17,8 +26,8 @@ class CalibrationError(QFrameworkError):
 
 
 class FileFormatError(QFrameworkError):
-    """A file is damaged, foreign, or written by an incompatible version."""
+    """A file is damaged, of another format, or written by an incompatible version."""
 
 
 class NonFiniteError(QFrameworkError):
-    """Training met NaN or infinity in a layer that is watched."""
+    """Training produced NaN or infinity in a monitored layer."""

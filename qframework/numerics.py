@@ -5,32 +5,31 @@ Symmetric INT8 only. A real value is ``x = q * scale`` with ``q`` in ``[-127, 12
     scale = max|x| / 127                              (a group of zeros gets MIN_SCALE)
     q     = clamp(round_half_even(x * (1 / scale)), -127, 127)
 
-The reciprocal is rounded to float32 once and then multiplied, as PyTorch's own ``quantized_decomposed`` operators do:
-at most one quantization step away from an exact division, and only next to a tie. These functions give the same bits
-on every device; a GPU's epilogue may take a reciprocal that is off in its last bit.
-NaN and infinity are not hidden: a group that holds one gets a NaN or infinite scale and dequantizes to NaN.
+Values are multiplied by the reciprocal rounded to float32, as in PyTorch's ``quantized_decomposed`` operators. Next to
+a tie the result may be one step away from that of an exact division. These functions give the same bits on every
+device; the epilogue of a GPU kernel may use a reciprocal that is off in its last bit.
+A group that holds NaN or infinity gets a NaN or infinite scale and dequantizes to NaN.
 
 **Scales broadcast against the tensor they quantize.** ``()`` or ``(1,)`` is per tensor. Per token, the last dimension
-is 1: ``(*x.shape[:-1], 1)`` for dynamic scales, ``(N, 1)`` or ``(H, W, 1)`` for static scales of an ``(B, N, C)`` or
-``(B, H, W, C)`` activation, one for each position. A linear weight ``(N, K)`` has ``(1,)`` or, per channel, ``(N,)``.
+is 1: ``(*x.shape[:-1], 1)`` for dynamic scales, and for static scales, one for each position, ``(N, 1)`` or
+``(H, W, 1)`` for a ``(B, N, C)`` or ``(B, H, W, C)`` activation. A linear weight ``(N, K)`` has ``(1,)`` or, per
+channel, ``(N,)``.
 
-Follows QAttn eq. 1-3 with the range narrowed to [-127, 127] so that it is symmetric.
+Follows QAttn eq. 1-3, with the range narrowed to the symmetric [-127, 127].
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from qframework.errors import UnsupportedError
-
 QMIN, QMAX = -127, 127
-# Below the scale of every normal activation, yet 1 / scale and scale * scale stay within float32.
+# Far below the scale of any normal activation, but 1 / scale and scale * scale still fit float32.
 MIN_SCALE = 2.0**-60
-# An INT32 sum of this many INT8 products cannot overflow: 128 * 128 * 131071 is below 2**31. (Our values stop at -127,
-# but weights of another quantizer may hold -128.)
+# The INT32 sum of this many products cannot overflow: 128 * 128 * 131071 < 2**31. Weights of other quantizers may hold
+# -128.
 MAX_INT8_PRODUCTS = 131_071
 # A group whose largest magnitude is below this gets MIN_SCALE.
 MIN_AMAX = MIN_SCALE * QMAX
@@ -41,31 +40,24 @@ FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def product_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which to multiply float32 operands so that the product has float32 accuracy.
+    """The dtype in which a matmul of float32 operands has float32 accuracy.
 
-    float64 where PyTorch is allowed to round them to TF32 or bfloat16 (``torch.set_float32_matmul_precision``).
+    float64 where ``torch.set_float32_matmul_precision`` allows PyTorch to round the operands to TF32 or bfloat16.
     """
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     return torch.float32 if backend.fp32_precision in ("ieee", "none") else torch.float64
 
 
 def exact_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b`` of float32 tensors in float32 accuracy, even where PyTorch is allowed TF32 or bfloat16."""
+    """``a @ b`` of float32 tensors at float32 accuracy, whatever ``torch.set_float32_matmul_precision`` allows."""
     dtype = product_dtype(a.device)
     return (a.to(dtype) @ b.to(dtype)).float()
-
-
-def check_activation_granularity(granularity: str) -> None:
-    """Raise UnsupportedError unless ``granularity`` is one of ActivationGranularity."""
-    if granularity not in get_args(ActivationGranularity):
-        known = " or ".join(get_args(ActivationGranularity))
-        raise UnsupportedError(f"granularity must be {known}, got {granularity!r}")
 
 
 def scale_from_amax(amax: Tensor) -> Tensor:
     """Scale of a symmetric INT8 group from its largest magnitude (any shape) as float32; NaN and inf pass through."""
     amax = amax.float()
-    # divided by a tensor: for a number, CUDA multiplies by its rounded reciprocal
+    # dividing by a Python number, CUDA would multiply by its rounded reciprocal
     return (amax / amax.new_full((), QMAX)).clamp(min=MIN_SCALE)
 
 
@@ -79,7 +71,7 @@ def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:
 
 
 def rounded_steps(x: Tensor, scale: Tensor) -> Tensor:
-    """``x / scale`` rounded half to even, as float32 and not yet saturated; ``scale`` broadcasts against ``x``."""
+    """``round(x / scale)`` in float32, before saturation; ``x`` is any float dtype and ``scale`` broadcasts."""
     return torch.round(x.float() * (1.0 / scale))
 
 
@@ -89,7 +81,7 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def quantize_in_place(x: Tensor, scale: Tensor) -> Tensor:
-    """``quantize`` of a float32 ``x``, which it overwrites: a third of the time where ``x`` is large."""
+    """``quantize`` that overwrites its float32 ``x``; takes a third of the time where ``x`` is large."""
     return x.mul_(1.0 / scale).round_().clamp_(QMIN, QMAX).to(torch.int8)
 
 

@@ -241,7 +241,7 @@ BAD_INPUT = {
     "observer of a dynamic scale": (("quantize", "digits", "--dynamic", "--observer", "mse"), "needs --static"),
     "unknown attention": (
         ("quantize", "digits", "--attention", "sage9"),
-        "variant='sage9' is unknown; accepted: auto, sage_t",
+        "variant must be auto, sage_t",
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),

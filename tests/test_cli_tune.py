@@ -124,7 +124,7 @@ def test_a_malformed_config_is_refused() -> None:
     ("arguments", "message"),
     [
         (("sensitivity", "digits", "--linear", "int4"), "a linear cannot be 'int4'"),
-        (("tune", "digits", "--variants", "sage9"), "variant='sage9' is unknown"),
+        (("tune", "digits", "--variants", "sage9"), "variant must be auto, sage_t"),
         (
             ("tune", "digits", "--observer", "max"),
             "observer must be one of 'minmax'",

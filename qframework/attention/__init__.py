@@ -1,15 +1,15 @@
-"""Quantized attention for users: functions, a scope that needs no change of the model, and model libraries.
+"""Quantized attention for users: functions, a scope for unchanged models, and support for model libraries.
 
-- :func:`sage_attention`, :func:`sage_attention_varlen`: instead of ``F.scaled_dot_product_attention``.
-- :class:`use_sage_attention`: every ``F.scaled_dot_product_attention`` inside the scope.
-- :func:`calibrate_attention`: the fastest variant that is accurate enough, for each layer of a model, as an
+- :func:`sage_attention`, :func:`sage_attention_varlen`: replace ``F.scaled_dot_product_attention``.
+- :class:`use_sage_attention`: quantizes every ``F.scaled_dot_product_attention`` inside the scope.
+- :func:`calibrate_attention`: chooses the fastest variant that is accurate enough for each layer of a model, as an
   :class:`AttentionChoice`.
-- :data:`fallbacks`: why and how often the scope left a call to PyTorch.
-- :mod:`qframework.attention.transformers`: ``attn_implementation="qframework"``. Where transformers has been imported
-  before this package, that is registered here; otherwise call its ``register()``.
+- :data:`fallbacks`: why and how often the scope fell back to PyTorch.
+- :mod:`qframework.attention.transformers`: ``attn_implementation="qframework"``. This package registers it where
+  transformers was imported before; otherwise call its ``register()``.
 
-diffusers keeps its attention backends in a private registry over a closed enumeration, which cannot be extended without
-patching it. Its default backend calls ``F.scaled_dot_product_attention``, so :class:`use_sage_attention` serves it.
+diffusers keeps its attention backends in a private registry that cannot be extended without patching it. Its default
+backend calls ``F.scaled_dot_product_attention``, so :class:`use_sage_attention` works with it.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Adaptive quantization: measure every variant in every attention layer and keep the fastest that is accurate enough.
 
-Paper: SageAttention section 4.5, which takes vB or vT where their cosine similarity with float attention exceeds 99.8
-percent, and extends it to SageAttention2 and 2++ and to layers in which nothing passes: those stay in float.
+SageAttention section 4.5 chooses vB or vT where their cosine similarity with float attention exceeds 99.8 percent. Here
+SageAttention2 and 2++ are candidates as well, and layers in which no variant passes stay in float.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
 
 
 def speed_order(device: torch.device | str) -> tuple[str, ...]:
-    """The variants worth trying on a device, fastest first.
+    """The variants to try on a device, fastest first.
 
-    The paper's vB > vT > B > T everywhere. Chips with FP8 get SageAttention2 before it; where FP16 accumulation doubles
-    the rate of FP8 (compute capability 8.9 and 12), SageAttention2++ comes first and leaves SageAttention2 half of
-    INT8's rate for PV. On Hopper and data-center Blackwell the narrower accumulator gains nothing and is not tried.
-    INT4 is not either: Triton multiplies it as INT8. Pass ``variants`` to try others or another order.
+    The paper's order is vB, vT, B, T. On chips with FP8 SageAttention2 comes first. Where FP16 accumulation doubles the
+    rate of FP8 (compute capability 8.9 and 12), SageAttention2++ comes first, and SageAttention2, whose P V runs at
+    half the rate of INT8, after the INT8 variants. On Hopper and data-center Blackwell SageAttention2++ gains nothing
+    and is left out, as is INT4, which Triton multiplies as INT8. Pass ``variants`` to try others or another order.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -73,32 +73,33 @@ def calibrate_attention(
     """Choose a variant for each attention layer of a float model (SageAttention section 4.5).
 
     ``data`` runs through the model in eval mode, without gradients, with its own attention. Each call of
-    ``F.scaled_dot_product_attention`` is repeated with every variant on the same query, key, value and mask, and the
-    outputs are compared with what the model got. A layer takes the first variant, in order of speed, that passes in all
-    of its calls, or ``"off"``. The model is left as it was; equal data give equal choices.
+    ``F.scaled_dot_product_attention`` is repeated with every variant on the same inputs, to compare the outputs. A
+    layer takes the first variant, in order of speed, that passes in all of its calls, or ``"off"``. The model does not
+    change. The result is deterministic.
 
     Args:
         model: any module whose attention is ``F.scaled_dot_product_attention`` (timm, ``nn.MultiheadAttention`` without
             weights, transformers with ``attn_implementation="sdpa"``) or a graph of ``torch.export``.
-        data: batches: a tensor; a tuple or list, of which the model gets as many leading items as its forward requires
-            (at least one), so that ``(images, labels)`` works; or a mapping of keyword arguments.
-        threshold: a variant passes with a cosine similarity above it; 0.998 is the paper's.
+        data: an iterable of batches. A batch is a tensor, a mapping of keyword arguments, or a tuple or list, of which
+            the model gets as many leading items as its forward requires (at least one), so that ``(images, labels)``
+            works.
+        threshold: cosine similarity that a variant must exceed to pass; the paper's is 0.998.
         variants: names, specs or variants, fastest first; default: :func:`speed_order` of the device.
-        max_relative_l1: also required to pass: relative L1 at most this.
-        max_rmse: also required to pass: RMSE at most this.
-        batches: stop after this many; default: all of ``data``.
-        device: where to run; the model is moved there. Default: where the model is.
+        max_relative_l1: largest relative L1 error with which a variant passes.
+        max_rmse: largest RMSE with which a variant passes.
+        batches: maximum number of batches; default: all of ``data``.
+        device: where to run; the model is moved there. Default: the model's device.
         forward: called as ``forward(model, batch)``, with the batch on the device, instead of the rules above, e.g. to
             run ``model.generate``.
-        progress: show a progress bar while standard error is a terminal.
-        verbose: print the table of the result.
+        progress: show a progress bar if standard error is a terminal.
+        verbose: print a table of the result.
 
     Returns:
-        The choice, with every measurement: each number is the worst over all calls of the layer.
+        The choice, with all measurements; each number is the worst over all calls of the layer.
 
     Raises:
-        CalibrationError: no data, no attention, a criterion or variants that make no sense, a batch that does not fit
-            the model, or NaN or infinity in a batch or in an attention layer, which is named.
+        CalibrationError: no data, no attention, invalid criteria or variants, a batch that does not match the model, or
+            NaN or infinity in a batch or in an attention layer.
         UnsupportedError: an unknown variant.
     """
     criteria = _criteria(threshold, max_relative_l1, max_rmse)
@@ -106,9 +107,11 @@ def calibrate_attention(
     check_batches(data, "calibrate_attention")
     check_number_of_batches(batches)
     if forward is not None and not callable(forward):
-        raise CalibrationError(f"calibrate_attention: forward={forward!r}; accepted: None or a function")
+        raise CalibrationError(f"calibrate_attention: forward must be None or a function, got {forward!r}")
     if is_compiled(model):
-        raise CalibrationError("calibrate_attention: the model is compiled; accepted: what was given to torch.compile")
+        raise CalibrationError(
+            "calibrate_attention: model must not be compiled, got a compiled one. Pass the original model"
+        )
     target = checked_device(device, "calibrate_attention: device") if device is not None else _device_of(model)
     if device is not None:
         model.to(target)
@@ -146,7 +149,7 @@ def _choose(recorder: Recorder, criteria: Mapping[str, float], paths: Mapping[st
 
 
 def _paths(model: nn.Module) -> dict[str, list[str]]:
-    """All paths of each module by its first: graphs name a shared module after the path it was called by."""
+    """All paths of each module, by its first path; graphs name a shared module after the path of the call."""
     paths: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(id(module), []).append(path)
@@ -155,13 +158,15 @@ def _paths(model: nn.Module) -> dict[str, list[str]]:
 
 def _criteria(threshold: float, max_relative_l1: float | None, max_rmse: float | None) -> dict[str, float]:
     if not 0.0 < threshold < 1.0:
-        raise CalibrationError(f"threshold={threshold}; accepted: a cosine similarity between 0 and 1, e.g. 0.998")
+        raise CalibrationError(
+            f"calibrate_attention: threshold must be a cosine similarity between 0 and 1, got {threshold}"
+        )
     criteria = {"threshold": float(threshold)}
     for name, bound in (("max_relative_l1", max_relative_l1), ("max_rmse", max_rmse)):
         if bound is None:
             continue
         if not (bound > 0.0 and math.isfinite(bound)):
-            raise CalibrationError(f"{name}={bound}; accepted: None or a positive number")
+            raise CalibrationError(f"calibrate_attention: {name} must be None or a positive number, got {bound}")
         criteria[name] = float(bound)
     return criteria
 
@@ -172,16 +177,16 @@ def _checked_variants(
     if variants is None:
         return speed_order(device or "cpu")
     if isinstance(variants, str) or not isinstance(variants, Sequence) or not variants:
-        raise CalibrationError(f"variants={variants!r}; accepted: None or a list of names, fastest first")
+        raise CalibrationError(f"calibrate_attention: variants must be None or a list of names, got {variants!r}")
     unknown = [each for each in variants if not isinstance(each, str | AttentionVariant)]
     if unknown:
         raise CalibrationError(
-            f"variants={variants!r}; accepted: names or AttentionVariants, not {described(unknown[0])}"
+            f"calibrate_attention: variants must be names or AttentionVariants, got {described(unknown[0])}"
         )
     names = tuple(variant if isinstance(variant, str) else variant.spec for variant in variants)
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise CalibrationError(f"variants names {', '.join(map(repr, twice))} twice")
+        raise CalibrationError(f"calibrate_attention: variants must be different, got {', '.join(twice)} twice")
     for name in names:
         resolve(name)
     return names
@@ -191,14 +196,14 @@ def _check_finite_inputs(batch: Any, index: int) -> None:
     for leaf in pytree.tree_leaves(batch):
         # -inf may stand in an additive attention mask
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and not bool((leaf < math.inf).all()):
-            raise CalibrationError(f"batch {index}: an input holds NaN or infinity; finite values are accepted")
+            raise CalibrationError(f"batch {index}: inputs must be finite, got NaN or infinity")
 
 
 def _check_seen(model: nn.Module, recorder: Recorder) -> None:
     if not recorder.layers:
         raise CalibrationError(
-            f"calibrate_attention: {type(model).__name__} never called F.scaled_dot_product_attention; accepted: a "
-            "model that does. timm: fused attention must be on; transformers: attn_implementation='sdpa'; "
+            f"calibrate_attention: model must call F.scaled_dot_product_attention, got {type(model).__name__}, which "
+            "never does. timm: turn fused attention on; transformers: attn_implementation='sdpa'; "
             "nn.MultiheadAttention: need_weights=False"
         )
 
@@ -210,7 +215,7 @@ def _with_batch(error: CalibrationError, index: int) -> str:
 
 @contextlib.contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and back. Exported graphs have no mode."""
+    """Switch every module to eval mode and back; exported graphs have no mode."""
     training = [] if isinstance(model, GraphModule) else [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -235,7 +240,7 @@ def _move(batch: Any, device: torch.device | None) -> Any:
 
 @contextlib.contextmanager
 def _bar(data: Iterable[Any], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each batch; a transient bar on standard error, or nothing."""
+    """A transient progress bar on standard error, if wanted; yields a function to call after each batch."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda: None
         return

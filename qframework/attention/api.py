@@ -7,7 +7,7 @@ from typing import Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
@@ -66,39 +66,39 @@ def sage_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(query @ key.T * scale + attn_mask) @ value`` with quantized products.
 
-    The parameters of ``F.scaled_dot_product_attention`` in its order, then ours by keyword.
+    The parameters of ``F.scaled_dot_product_attention`` in its order, then additional ones by keyword.
 
     Args:
-        query: ``(..., Hq, Nq, D)``, 3-D ``(B, Nq, D)`` to 5-D, or with heads and tokens exchanged under ``"NHD"``;
+        query: ``(..., Hq, Nq, D)``, 3-D ``(B, Nq, D)`` to 5-D, or with heads and tokens exchanged for ``"NHD"``;
             fp16, bf16 or fp32, any strides, D from 1 to 256.
         key: ``(..., Hkv, Nk, D)``, dtype and device of ``query``. Leading dimensions broadcast.
         value: ``(..., Hkv, Nk, Dv)``, likewise.
-        attn_mask: bool (True takes part) or float (added to the logits), broadcastable to ``(..., Hq, Nq, Nk)`` in
-            either layout. A row of False or -inf gives zeros; one of the lowest float gives the mean of the values, as
-            in PyTorch.
-        dropout_p: 0 only.
-        is_causal: query i sees keys 0..i, whatever the lengths (aligned top left, as in PyTorch).
+        attn_mask: bool (True attends) or float (added to the logits), broadcastable to ``(..., Hq, Nq, Nk)`` in either
+            layout. A row of False or -inf gives zeros; one of the lowest float gives the mean of the values, as in
+            PyTorch.
+        dropout_p: must be 0.
+        is_causal: query i attends to keys 0..i, for any lengths (aligned top left, as in PyTorch).
         scale: of the logits; ``1 / sqrt(D)`` when None.
         enable_gqa: allow Hkv < Hq where Hkv divides Hq.
         tensor_layout: ``"HND"`` is ``(..., heads, tokens, channels)``, ``"NHD"`` is ``(..., tokens, heads, channels)``.
         variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS`` or an ``AttentionVariant``.
-        smooth_k: subtract the mean over tokens from ``key``; exact in the softmax, and kinder to INT8.
+        smooth_k: subtract the mean over tokens from ``key``, which cancels in the softmax and reduces INT8 errors.
         return_lse: also return the logarithm of the sum of exponentials.
         sm_scale: another name of ``scale``.
 
     Returns:
-        ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, natural
-        logarithm of the exact logits' sum of exponentials.
+        ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
+        natural logarithm of the sum of exponentials of the logits before smoothing.
 
-    Numerics: those of the variant. Gradients are those of exact attention, recomputed through PyTorch's. Under
-    ``torch.autocast`` query, key and value are cast first, as PyTorch's are; a mask keeps its dtype.
+    Numerics depend on the variant. Gradients are those of exact attention, recomputed with PyTorch's. Under
+    ``torch.autocast`` query, key and value are cast as PyTorch casts them; a mask keeps its dtype.
 
     Raises:
-        UnsupportedError: dropout, a dtype, device, head dimension, layout or variant that no kernel can do; transforms
-            of ``torch.func`` and forward-mode derivatives.
-        QFrameworkError: shapes, dtypes or devices that do not fit together.
+        UnsupportedError: dropout; an unsupported dtype, device, head dimension, layout or variant; transforms of
+            ``torch.func`` and forward-mode derivatives.
+        QFrameworkError: shapes, dtypes or devices that do not match.
 
-    Papers: SageAttention, SageAttention2, SageAttention2++, QAttn; which one is the variant's.
+    Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn.
     """
     _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
@@ -123,7 +123,7 @@ def attend(
     smooth_k: bool,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The operator, with PyTorch's habits around it: autocast, and leading dimensions that broadcast."""
+    """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
@@ -150,18 +150,18 @@ def sage_attention_varlen(
     smooth_k: bool = True,
     sm_scale: float | None = None,
 ) -> Tensor:
-    """Attention of B sequences packed end to end, each to itself alone.
+    """Attention of B packed sequences, each of which attends to itself only.
 
     Args:
         query: ``(total_q, Hq, D)`` fp16, bf16 or fp32.
         key: ``(total_k, Hkv, D)``, dtype and device of ``query``; Hkv divides Hq.
         value: ``(total_k, Hkv, Dv)``, likewise.
-        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then where each sequence of queries ends. Tokens behind
-            the last one get zeros.
+        cu_seqlens_q: ``(B + 1,)`` int32 on the same device: 0, then the end of each sequence of queries. Results of
+            tokens after the last sequence are zero.
         cu_seqlens_k: ``(B + 1,)`` int32, likewise for keys and values.
-        max_seqlen_q: the longest sequence of queries.
-        max_seqlen_k: the longest sequence of keys.
-        is_causal: query i of a sequence sees keys 0..i of the same sequence.
+        max_seqlen_q: length of the longest sequence of queries.
+        max_seqlen_k: length of the longest sequence of keys.
+        is_causal: query i of a sequence attends to keys 0..i of the same sequence.
         scale: of the logits; ``1 / sqrt(D)`` when None.
         variant: as for :func:`sage_attention`.
         smooth_k: subtract each sequence's mean over tokens from ``key``.
@@ -171,11 +171,11 @@ def sage_attention_varlen(
         ``(total_q, Hq, Dv)`` in ``query``'s dtype. Gradients are those of exact attention.
 
     Raises:
-        UnsupportedError: a dtype, device, head dimension or variant that no kernel can do.
-        QFrameworkError: shapes, dtypes or devices that do not fit together; offsets that do not rise from 0 to the
-            number of tokens at most, or by more than ``max_seqlen``. On a GPU, where reading them would cost a
-            synchronization, offsets are checked if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
-            qframework is imported; else the kernels cut off what lies outside of the tensors.
+        UnsupportedError: an unsupported dtype, device, head dimension or variant.
+        QFrameworkError: shapes, dtypes or devices that do not match; offsets that do not start at 0, decrease, exceed
+            the number of tokens or are further apart than ``max_seqlen``. On a GPU, where reading offsets would cost a
+            synchronization, they are checked only if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
+            qframework is imported; otherwise the kernels clamp them to the tensors.
     """
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
     _refuse_transforms("sage_attention_varlen", query, key, value)
@@ -189,7 +189,7 @@ def sage_attention_varlen(
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise UnsupportedError(
-            f"sage_attention: dropout_p={dropout_p}; accepted: 0.0. Call F.scaled_dot_product_attention, or let "
+            f"sage_attention: dropout_p must be 0.0, got {dropout_p}. Call F.scaled_dot_product_attention, or let "
             "use_sage_attention fall back to it"
         )
 
@@ -198,7 +198,7 @@ def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:
     transform = transform_in_force(*tensors)
     if transform is not None:
         raise UnsupportedError(
-            f"{function}: {transform}; accepted: plain calls and reverse-mode gradients. Call "
+            f"{function}: the call must be a plain one or under reverse-mode autograd, got {transform}. Call "
             "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
         )
 
@@ -206,25 +206,25 @@ def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:
 def _check_layout(tensor_layout: str) -> None:
     """Raise UnsupportedError unless ``tensor_layout`` is one of TensorLayout."""
     if tensor_layout not in get_args(TensorLayout):
-        accepted = ", ".join(get_args(TensorLayout))
-        raise UnsupportedError(f"sage_attention: tensor_layout={tensor_layout!r} is unknown; accepted: {accepted}")
+        accepted = either(get_args(TensorLayout))
+        raise UnsupportedError(f"sage_attention: tensor_layout must be {accepted}, got {tensor_layout!r}")
 
 
 def _one_scale(function: str, scale: float | None, sm_scale: float | None) -> float | None:
     if scale is not None and sm_scale is not None:
-        raise QFrameworkError(f"{function}: scale={scale} and sm_scale={sm_scale} are the same thing; give one")
+        raise QFrameworkError(f"{function}: scale or its alias sm_scale must be None, got {scale} and {sm_scale}")
     return scale if sm_scale is None else sm_scale
 
 
 def _exchange(name: str, x: Tensor) -> Tensor:
     """Heads and tokens exchanged."""
     if x.ndim < 3:
-        raise QFrameworkError(f"sage_attention: {name} has shape {tuple(x.shape)}; accepted: 3 dimensions or more")
+        raise QFrameworkError(f"sage_attention: {name} must have at least 3 dimensions, got shape {tuple(x.shape)}")
     return x.transpose(-3, -2)
 
 
 def spec_of(variant: str | AttentionVariant) -> str:
-    """A variant as the string that operators take. Raises UnsupportedError for what is neither a name nor a variant."""
+    """A variant as the string that operators take. Raises UnsupportedError unless it is a string or a variant."""
     return variant if isinstance(variant, str) else resolve(variant).spec
 
 
@@ -249,15 +249,15 @@ def _broadcast_leading(
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """Expand the dimensions before heads and tokens; True when a batch of one was added (3-D tensors of heads)."""
     ndims = (query.ndim, key.ndim, value.ndim)
-    if max(ndims) == 3 and enable_gqa:  # dimension 0 counts heads, which groups need to know
+    if max(ndims) == 3 and enable_gqa:  # dimension 0 is that of the heads, which may be grouped
         return query.unsqueeze(0), key.unsqueeze(0), value.unsqueeze(0), True
-    own = 3 if enable_gqa else 2  # grouped heads differ rightly
+    own = 3 if enable_gqa else 2  # numbers of grouped heads may differ
     if min(ndims) < 2 or query.shape[:-own] == key.shape[:-own] == value.shape[:-own]:
         return query, key, value, False
     query, key, value = (x[(None,) * (max(ndims) - x.ndim)] for x in (query, key, value))
     try:
         leading = torch.broadcast_shapes(query.shape[:-own], key.shape[:-own], value.shape[:-own])
     except RuntimeError:
-        return query, key, value, False  # the operator's error says more
+        return query, key, value, False  # the operator raises a clearer error
     query, key, value = (x.expand(*leading, *x.shape[-own:]) for x in (query, key, value))
     return query, key, value, False

@@ -1,6 +1,6 @@
-"""Which variant each attention layer of a model uses, and what was measured to choose it: kept, shown, applied.
+"""AttentionChoice: the variant of each attention layer of a model, with the measurements behind it.
 
-A choice is a mapping from layer names to variant names; ``"off"`` leaves a layer to PyTorch. A layer is named after the
+A choice is a mapping from layer names to variant names; ``"off"`` keeps PyTorch's attention. A layer is named after the
 innermost module that calls ``F.scaled_dot_product_attention``; a second call in one forward of that module is
 ``name#1``, and a call outside of any submodule is :data:`ROOT`.
 """
@@ -31,17 +31,17 @@ FORMAT = 1
 
 
 class AttentionChoice(Mapping[str, str]):
-    """A variant for each attention layer, in the order of the model; made by ``calibrate_attention`` or by hand.
+    """A variant for each attention layer, in the order of the model; created by ``calibrate_attention`` or by hand.
 
-    It is a mapping from layer to variant and can be given to the backend as it is::
+    It is a mapping from layer to variant, which the backend takes as an option::
 
         torch.compile(model, backend="qframework", options={"attention": choice})
 
-    ``choice.apply(model)`` makes the model itself use it, compiled or not. ``str()`` gives a table.
+    ``choice.apply(model)`` makes the model itself use it, compiled or not. ``str(choice)`` is a table.
 
     Args:
-        layers: by name, a :class:`LayerChoice` or just the name of a variant.
-        criteria: what a variant had to pass, for the record.
+        layers: a :class:`LayerChoice` or just the name of a variant, by layer name.
+        criteria: the thresholds of the calibration, for the record.
 
     Raises:
         UnsupportedError: an unknown variant.
@@ -65,23 +65,23 @@ class AttentionChoice(Mapping[str, str]):
     def __repr__(self) -> str:
         return f"AttentionChoice({dict(self)})"
 
-    # What a module does -----------------------------------------------------------------------------------------------
+    # Applying ---------------------------------------------------------------------------------------------------------
 
     def apply(self, model: nn.Module) -> AppliedChoice:
-        """Make ``model`` use the choice until the result's ``remove()``, or to the end of a ``with`` block.
+        """Make ``model`` use the choice until ``remove()`` of the result is called or its ``with`` block ends.
 
-        A module gets two forward hooks around each attention layer: parameters, ``state_dict`` and other models are
-        untouched, any device and thread is served, and ``torch.compile`` and ``torch.export`` see the operators. In a
-        graph of ``torch.export`` the attention nodes are replaced instead, so that ``qframework.save`` keeps them.
-        Apply before compiling: a function that is compiled already does not notice hooks that come or go.
+        Each attention layer gets two forward hooks: parameters, ``state_dict`` and other models are untouched, it works
+        on any device and thread, and ``torch.compile`` and ``torch.export`` trace the operators. In a graph of
+        ``torch.export`` the attention nodes are replaced instead, so that ``qframework.save`` keeps them.
+        Apply before compiling: a compiled function ignores hooks that are added or removed later.
 
         Raises:
             QFrameworkError: the model is compiled, or lacks a layer of the choice.
         """
         if is_compiled(model):
             raise QFrameworkError(
-                "AttentionChoice.apply: the model is compiled; accepted: the model that was given to torch.compile, "
-                "which is compiled afterwards"
+                "AttentionChoice.apply: model must not be compiled yet, got a compiled one. Apply the choice to the "
+                "original model, then compile it"
             )
         if isinstance(model, GraphModule):
             return AppliedChoice(rewrite_graph(model, self))
@@ -91,8 +91,8 @@ class AttentionChoice(Mapping[str, str]):
             path, index = split_name(name)
             if path not in modules:
                 raise QFrameworkError(
-                    f"AttentionChoice.apply: {type(model).__name__} has no module {path!r}; accepted: the model that "
-                    "the choice was made for"
+                    f"AttentionChoice.apply: model must have the module {path!r}, got {type(model).__name__} without "
+                    "it. Apply the choice to the model it was made for"
                 )
             by_module.setdefault(modules[path], {})[index] = variant
         handles = [handle for module, variants in by_module.items() for handle in LayerScope(variants).attach(module)]
@@ -101,7 +101,7 @@ class AttentionChoice(Mapping[str, str]):
     # Files ------------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as JSON-able values, e.g. for ``qframework.save(..., config={"attention": choice.to_dict()})``."""
+        """The choice as JSON values, e.g. for ``qframework.save(..., config={"attention": choice.to_dict()})``."""
         layers = {name: asdict(layer) for name, layer in self.layers.items()}
         return {"format": FORMAT, "criteria": self.criteria, "layers": layers}
 
@@ -110,14 +110,14 @@ class AttentionChoice(Mapping[str, str]):
         """The inverse of :meth:`to_dict`.
 
         Raises:
-            FileFormatError: values that it did not write, or a newer format.
+            FileFormatError: not the values of a choice, or a newer format.
             UnsupportedError: a variant that this version does not know.
         """
         _check_format(values)
         try:
             layers = {name: _layer_from(layer) for name, layer in values["layers"].items()}
         except (KeyError, TypeError, AttributeError) as error:
-            raise FileFormatError(f"this is no attention choice: {type(error).__name__}: {error}") from error
+            raise FileFormatError(f"not an attention choice: {type(error).__name__}: {error}") from error
         return cls(layers, values.get("criteria"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -126,10 +126,10 @@ class AttentionChoice(Mapping[str, str]):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> AttentionChoice:
-        """Read what :meth:`save` wrote.
+        """Read a file of :meth:`save`.
 
         Raises:
-            FileFormatError: not such a file, or one of a newer format.
+            FileFormatError: not a file of :meth:`save`, or one of a newer format.
             FileNotFoundError: there is no such file.
         """
         values = read_json(path, "attention choice")
@@ -150,13 +150,13 @@ class AttentionChoice(Mapping[str, str]):
 
 
 class AppliedChoice:
-    """A choice in force; ``remove()`` ends it, and so does leaving a ``with`` block."""
+    """An applied choice, until ``remove()`` or the end of a ``with`` block."""
 
     def __init__(self, handles: list[Any]) -> None:
         self._handles = handles
 
     def remove(self) -> None:
-        """Give the model back its own attention. Harmless when repeated."""
+        """Restore the model's own attention. Further calls are no-ops."""
         while self._handles:
             self._handles.pop().remove()
 
@@ -171,17 +171,16 @@ class AppliedChoice:
 
 def _check_format(values: Any) -> None:
     if not isinstance(values, Mapping) or not isinstance(values.get("format"), int):
-        raise FileFormatError("this is no attention choice: it names no format; accepted: what AttentionChoice wrote")
+        raise FileFormatError("not an attention choice: it has no format number")
     if values["format"] > FORMAT:
         raise FileFormatError(
-            f"this attention choice has format {values['format']}; this version reads formats up to {FORMAT}: upgrade "
-            "qframework"
+            f"attention choice: format must be at most {FORMAT}, got {values['format']}. Upgrade qframework"
         )
 
 
 def _layer_from(values: Mapping[str, Any]) -> LayerChoice:
     unknown = set(values) - {field.name for field in fields(LayerChoice)}
     if unknown:
-        raise FileFormatError(f"a layer has the unknown entries {', '.join(sorted(unknown))}")
+        raise FileFormatError(f"not an attention choice: a layer has unknown entries: {', '.join(sorted(unknown))}")
     measurements = {name: Measurement(**measured) for name, measured in values.get("measurements", {}).items()}
     return LayerChoice(**{**values, "query": tuple(values.get("query", ())), "measurements": measurements})

@@ -1,4 +1,4 @@
-"""Tables of an attention choice."""
+"""An attention choice as rich tables."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _cosine(layer: LayerChoice, variant: str) -> str:
 
 
 def _percent(cosine: float) -> str:
-    """Cut off rather than rounded: what is below the threshold must not look as if it had reached it."""
+    """In percent, rounded down, so that a value below the threshold does not appear to reach it."""
     return f"{math.floor(cosine * 1e5) / 1e3:.3f}"
 
 

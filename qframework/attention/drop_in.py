@@ -1,7 +1,7 @@
-"""Quantized attention inside models that call ``F.scaled_dot_product_attention``, without touching them.
+"""Quantized attention in unchanged models that call ``F.scaled_dot_product_attention``.
 
-The scope is a ``torch.overrides.TorchFunctionMode``: PyTorch itself hands it every call made inside it, on its thread
-alone, and takes it away at the end. Nothing is replaced, so nothing can be left behind. torch.compile traces it too.
+The scope is a ``torch.overrides.TorchFunctionMode``: PyTorch passes it every call inside the scope on its thread. No
+function is patched, so nothing has to be restored. torch.compile traces it too.
 """
 
 from __future__ import annotations
@@ -16,42 +16,42 @@ from torch.overrides import TorchFunctionMode
 
 from qframework.attention.api import attend, autocast, spec_of
 from qframework.attention.handover import to_run_inside
+from qframework.attention.layer_choice import OFF
 from qframework.compat.dispatch import FakeTensor
 from qframework.errors import UnsupportedError
 from qframework.fallbacks import Fallbacks
+from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES
 
 fallbacks = Fallbacks()
-"""How often :class:`use_sage_attention` left a call to PyTorch, by reason. A compiled call counts once, when traced."""
+"""How often :class:`use_sage_attention` fell back to PyTorch, by reason. A compiled call counts once, when traced."""
 
-_MAX_HEAD_DIM = 256
-_OFF = "off"
 _EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)
 
 
 class use_sage_attention(TorchFunctionMode):
-    """Every ``F.scaled_dot_product_attention`` inside the scope runs quantized::
+    """A scope in which every ``F.scaled_dot_product_attention`` runs quantized::
 
         with use_sage_attention():
             model(x)
 
     That includes ``nn.MultiheadAttention`` (``need_weights=False``), transformers' ``"sdpa"``, diffusers' native
-    backend and exported graphs. Scopes nest and the innermost counts; ``variant="off"`` inside another scope is
-    PyTorch's own attention. A scope holds for the thread that entered it.
+    backend and exported graphs. Scopes nest, and the innermost applies; ``variant="off"`` inside another scope restores
+    PyTorch's attention. A scope applies to the thread that entered it.
 
-    It may stand outside a compiled function, which is then compiled anew for it, or inside. When compiling,
-    ``nn.TransformerEncoderLayer`` under ``torch.no_grad()`` stays on PyTorch's fused layer, which no scope sees, unless
-    ``torch.backends.mha.set_fastpath_enabled(False)``.
+    A scope around a compiled function makes it recompile; a compiled function may also contain the scope. When
+    compiling, ``nn.TransformerEncoderLayer`` under ``torch.no_grad()`` uses PyTorch's fused layer, which the scope
+    cannot intercept, unless ``torch.backends.mha.set_fastpath_enabled(False)``.
 
-    With activation checkpointing the backward pass runs the forward again and belongs inside the scope as well, or the
-    scope inside the checkpointed function. TorchScript functions are not seen.
+    With activation checkpointing the backward pass runs the forward again: put the backward pass inside the scope, or
+    the scope inside the checkpointed function. Calls in TorchScript functions are not intercepted.
 
-    What a variant cannot do goes to PyTorch: dropout, float64, tensor subclasses, head dimensions above 256, transforms
-    of ``torch.func``, forward-mode derivatives, devices other than CPU and CUDA. Each reason is logged once and counted
-    in :data:`fallbacks`.
+    Calls that a variant does not support fall back to PyTorch: dropout, float64, tensor subclasses, head dimensions
+    above 256, transforms of ``torch.func``, forward-mode derivatives, devices other than CPU and CUDA. Each reason is
+    logged once and counted in :data:`fallbacks`.
 
     Args:
         variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS``, an ``AttentionVariant``, or
@@ -77,7 +77,7 @@ class use_sage_attention(TorchFunctionMode):
                 return inside(*args, **kwargs)
         if func is F.scaled_dot_product_attention or func is _EXPORTED_SDPA:
             return self._attention(func, types, args, kwargs)
-        if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
+        if func is Tensor.unflatten:  # Dynamo of torch 2.11 cannot trace its super() under a function mode
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
@@ -87,8 +87,8 @@ class use_sage_attention(TorchFunctionMode):
         subclass = _first_subclass(types)
         if subclass is not None:
             note_fallback(f"tensor subclass {subclass}")
-            return func(*args, **kwargs)  # which hands it to the subclass
-        if self.variant == _OFF:
+            return func(*args, **kwargs)  # dispatches to the subclass
+        if self.variant == OFF:
             return _pytorch(func, args, kwargs)
         return attention_or_fallback(self.variant, self.smooth_k, func, *args, **kwargs)
 
@@ -107,7 +107,7 @@ def attention_or_fallback(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Quantized attention, or ``func`` (PyTorch's) where the variant cannot do it; counted and logged then."""
+    """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call."""
     reason = why_not(query, key, value, attn_mask, dropout_p, is_causal)
     if reason is None:
         try:
@@ -120,19 +120,19 @@ def attention_or_fallback(
 
 
 def checked_spec(variant: str | AttentionVariant) -> str:
-    """A variant as a string, once it is known to exist; ``"auto"`` and ``"off"`` stay. Raises UnsupportedError."""
+    """The spec of a variant; ``"auto"`` and ``"off"`` pass through. Raises UnsupportedError for an unknown one."""
     return _checked(spec_of(variant))
 
 
 @torch.compiler.assume_constant_result
 def _checked(spec: str) -> str:
-    return spec if spec in ("auto", _OFF) else resolve(spec).spec
+    return spec if spec in ("auto", OFF) else resolve(spec).spec
 
 
 def why_not(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool
 ) -> str | None:
-    """Why no variant can do this call, in words that do not depend on sizes; None where they can."""
+    """Why no variant supports this call, without sizes, so that equal reasons count together; None if supported."""
     if dropout_p > 0.0:
         return "dropout"
     transform = transform_in_force(query, key, value, attn_mask)
@@ -149,20 +149,20 @@ def why_not(
         return f"dtype {dtype}"
     if not 3 <= max(query.ndim, key.ndim, value.ndim) <= 5 or min(query.ndim, key.ndim, value.ndim) < 2:
         return "tensors of fewer than 3 or more than 5 dimensions"
-    if max(query.shape[-1], value.shape[-1]) > _MAX_HEAD_DIM or min(query.shape[-1], value.shape[-1]) < 1:
-        return f"a head dimension outside 1 to {_MAX_HEAD_DIM}"
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_DIM or min(query.shape[-1], value.shape[-1]) < 1:
+        return f"a head dimension outside 1 to {MAX_HEAD_DIM}"
     return None
 
 
-# Dynamo runs this while tracing instead of tracing it: neither logging nor a counter belongs into a graph.
+# Dynamo calls this while tracing instead of tracing into it: the graph must contain neither logging nor counting.
 @torch.compiler.assume_constant_result
 def note_fallback(reason: str) -> None:
-    """Count a call left to PyTorch and log the first of its kind."""
-    fallbacks.note(reason, f"use_sage_attention: {reason}; PyTorch's attention runs instead")
+    """Count a fallback and log the first for each reason."""
+    fallbacks.note(reason, f"use_sage_attention: {reason}; falling back to PyTorch's attention")
 
 
 def _pytorch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """PyTorch's own result. An enclosing scope must not see this call: the innermost has decided."""
+    """PyTorch's own attention, hidden from enclosing scopes: the innermost scope applies."""
     with torch.DisableTorchFunction():
         return func(*args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""PyTorch functions that a torch function mode intercepts as a whole.
+"""PyTorch functions that run attention inside, but that a torch function mode intercepts as a whole.
 
-Attention is inside of ``nn.MultiheadAttention``, and of a backward pass where activation checkpointing runs the forward
-again.
+They are the function behind ``nn.MultiheadAttention``, and backward passes, where activation checkpointing runs the
+forward again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ multi_head_attention_forward, _tensor_backward, _backward, _grad = (
 
 
 def to_run_inside(func: Callable[..., Any]) -> Callable[..., Any] | None:
-    """The copy of ``func`` that a scope must run inside itself; None for functions that hide nothing."""
+    """The copy of ``func`` that a scope must run with itself active; None for all other functions."""
     if func is F.multi_head_attention_forward:
         return multi_head_attention_forward
     if func is Tensor.backward:

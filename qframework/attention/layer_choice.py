@@ -1,4 +1,4 @@
-"""The variant of one attention layer, and what was measured to choose it."""
+"""The variant of one attention layer, and the measurements behind it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ OFF = "off"
 
 @dataclass(frozen=True)
 class Measurement:
-    """How far one variant is from float attention in one layer, each number the worst over all calls.
+    """Error of one variant against float attention in one layer; each number is the worst over all calls.
 
     Args:
-        cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))`` of the outputs of one call, O being float attention's.
+        cosine: ``sum(O O') / sqrt(sum(O^2) sum(O'^2))``, where O is the output of float attention and O' the variant's.
         relative_l1: ``sum|O - O'| / sum|O|``.
         rmse: ``sqrt(mean((O - O')^2))``.
-        error: why the variant cannot be used in this layer; then the numbers mean nothing.
+        error: why the variant cannot be used in this layer; if not empty, the numbers are meaningless.
     """
 
     cosine: float = 1.0
@@ -26,7 +26,7 @@ class Measurement:
     error: str = ""
 
     def worse(self, other: Measurement) -> Measurement:
-        """The worse of both in every number."""
+        """The worse of both for every number."""
         return Measurement(
             min(self.cosine, other.cosine),
             max(self.relative_l1, other.relative_l1),
@@ -37,11 +37,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class LayerChoice:
-    """The variant of one layer and what it was chosen from.
+    """The variant of one layer and the measurements it was chosen from.
 
     Args:
         variant: a name or spec of a variant, ``"auto"``, or ``"off"`` for PyTorch's float attention.
-        calls: how many calls were measured.
+        calls: number of measured calls.
         query: shape of the first call's query.
         keys: number of keys of the first call.
         measurements: by variant, fastest first.
@@ -55,7 +55,7 @@ class LayerChoice:
 
 
 def passes(measured: Measurement, criteria: Mapping[str, float]) -> bool:
-    """Whether a measurement beats the threshold of cosine similarity and keeps within the bounds that were given."""
+    """Whether a measurement exceeds the threshold of cosine similarity and meets the optional bounds."""
     if measured.error:
         return False
     bounded = all(getattr(measured, name) <= criteria.get(f"max_{name}", math.inf) for name in ("relative_l1", "rmse"))

@@ -1,4 +1,4 @@
-"""One attention layer inside a model: its name, its scope around a module's forward, its node in an exported graph."""
+"""An attention layer inside a model: its name, the scope around its module's forward, its node in an exported graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from qframework.compat.functions import current_function_mode
 from qframework.errors import QFrameworkError
 
 ROOT = "scaled_dot_product_attention"
-"""Layer name of attention that a model calls outside of any submodule, as graphs name such a node."""
+"""Layer name of attention that a model calls outside of any submodule; exported graphs use it as well."""
 
 _SDPA = torch.ops.aten.scaled_dot_product_attention.default
 
@@ -41,7 +41,7 @@ class LayerScope:
     """Hooks that put a module's forward into a scope of ``use_sage_attention``.
 
     Args:
-        variants: by call within one forward; a call that is not listed takes the variant of the first.
+        variants: by index of the call within one forward; calls that are not listed use the variant of the first.
     """
 
     def __init__(self, variants: Mapping[int, str]) -> None:
@@ -50,18 +50,18 @@ class LayerScope:
         self._scope = use_sage_attention(first) if set(self._variants.values()) == {first} else None
 
     def attach(self, module: nn.Module) -> list[Any]:
-        """Register the hooks; the handles remove them."""
+        """Register the hooks and return their handles."""
         return [
             module.register_forward_pre_hook(self._enter),
             module.register_forward_hook(self._leave, always_call=True),
         ]
 
-    # PyTorch keeps a stack of scopes for each thread, and leaving pops that: no object needs to remember who entered.
+    # PyTorch keeps a stack of scopes for each thread, and leaving pops it, so the hooks need not store entered scopes.
     def _enter(self, module: nn.Module, args: Any) -> None:
         (self._scope or _ScopeByCall(self._variants)).__enter__()
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        # where an earlier hook raised, nothing was entered, and the scope on top is someone else's
+        # if an earlier hook raised, this scope was not entered, and the scope on top is another one
         if torch.compiler.is_compiling() or self._is_own(current_function_mode()):
             (self._scope or _ScopeByCall(self._variants)).__exit__(None, None, None)
 
@@ -72,10 +72,10 @@ class LayerScope:
 
 
 class AttentionCalls(TorchFunctionMode):
-    """A scope that hands every attention call on its thread to :meth:`attend`."""
+    """A scope that passes every attention call on its thread to :meth:`attend`."""
 
     def attend(self, func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Answer one call, ``func`` being PyTorch's own attention; the scope is off meanwhile."""
+        """Compute one call of ``func``, PyTorch's attention, with this scope off."""
         raise NotImplementedError
 
     def __torch_function__(
@@ -85,15 +85,15 @@ class AttentionCalls(TorchFunctionMode):
         if func is F.scaled_dot_product_attention or func is _SDPA:
             return self.attend(func, *args, **kwargs)
         if func is F.multi_head_attention_forward and multi_head_attention_forward is not None:
-            with self:  # PyTorch would hide the attention inside from this scope
+            with self:  # PyTorch would call the attention inside without this scope
                 return multi_head_attention_forward(*args, **kwargs)
-        if func is Tensor.unflatten:  # whose super() Dynamo of torch 2.11 cannot trace under a function mode
+        if func is Tensor.unflatten:  # Dynamo of torch 2.11 cannot trace its super() under a function mode
             return torch.unflatten(*args, **kwargs)
         return func(*args, **kwargs)
 
 
 class _ScopeByCall(AttentionCalls):
-    """Calls with variants of their own, for one forward of a module."""
+    """A scope for one forward of a module, in which each call has its own variant."""
 
     def __init__(self, variants: Mapping[int, str]) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def _module_path(node: Node) -> str:
 
 
 def rewrite_graph(gm: GraphModule, choice: Mapping[str, str]) -> list[_KeptGraph]:
-    """Replace the attention nodes of an exported graph by the operator, layer by layer::
+    """Replace the attention nodes of an exported graph by the operator::
 
         scaled_dot_product_attention(q, k, v, mask)  ->  getitem(qframework.sage_attention(q, k, v, mask, variant), 0)
 
@@ -139,12 +139,12 @@ def rewrite_graph(gm: GraphModule, choice: Mapping[str, str]) -> list[_KeptGraph
     missing = [name for name in choice if name not in nodes]
     if missing:
         raise QFrameworkError(
-            f"AttentionChoice.apply: the graph has no attention {', '.join(map(repr, missing))}; it has "
+            f"AttentionChoice.apply: the graph must have the attention layers {', '.join(map(repr, missing))}, got "
             f"{', '.join(map(repr, nodes)) or 'none'}"
         )
     kept = _KeptGraph(gm)
     for name, node in nodes.items():
-        # a module that is used twice is two nodes in a graph and one layer outside of it
+        # a module that is used twice has two nodes in the graph but one layer in the choice
         variant = choice.get(name) or choice.get(split_name(name)[0], "off")
         if variant != "off":
             _replace(node, variant)
@@ -154,7 +154,7 @@ def rewrite_graph(gm: GraphModule, choice: Mapping[str, str]) -> list[_KeptGraph
 
 
 class _KeptGraph:
-    """A graph as it was; ``remove`` puts it back."""
+    """A copy of a graph, which ``remove`` restores."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm, self._graph = gm, copy.deepcopy(gm.graph)
@@ -169,7 +169,7 @@ def _replace(node: Node, variant: str) -> None:
     call.update(node.kwargs)
     if call.pop("dropout_p", 0.0):
         raise QFrameworkError(
-            f"attention {_module_path(node) or ROOT!r} has dropout; accepted: a model exported in eval mode"
+            f"attention {_module_path(node) or ROOT!r}: dropout must be 0. Export the model in eval mode"
         )
     graph = node.graph
     with graph.inserting_before(node):

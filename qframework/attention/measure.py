@@ -1,4 +1,4 @@
-"""What a model's attention layers are called with, and how far each variant is from float attention there."""
+"""Measures the error of each variant against float attention in each attention layer of a running model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qframework.errors import CalibrationError, QFrameworkError
 
 
 class Recorder(AttentionCalls):
-    """A scope in which attention stays PyTorch's own and every variant is measured against it."""
+    """A scope in which attention stays PyTorch's and every variant is compared with it."""
 
     def __init__(self, variants: Sequence[str]) -> None:
         super().__init__()
@@ -35,9 +35,7 @@ class Recorder(AttentionCalls):
             call = _Call(*args, **kwargs)
             for argument, tensor in (*call.inputs().items(), ("output", out)):
                 if not bool(torch.isfinite(tensor).all()):
-                    raise CalibrationError(
-                        f"attention layer {name!r}: its {argument} holds NaN or infinity; finite values are accepted"
-                    )
+                    raise CalibrationError(f"attention layer {name!r}: {argument} must be finite, got NaN or infinity")
             layer = self.layers.setdefault(name, RecordedLayer(call))
             layer.calls += 1
             for variant in self.variants:
@@ -67,7 +65,7 @@ class _Call:
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def quantized(self, variant: str) -> Tensor:
-        """The call with quantized products. Raises QFrameworkError."""
+        """The call with a quantized variant. Raises QFrameworkError."""
         reason = why_not(self.query, self.key, self.value, self.mask, self.dropout_p, self.is_causal)
         if reason is not None:
             raise QFrameworkError(reason)
@@ -87,7 +85,7 @@ class _Call:
 
 
 class RecordedLayer:
-    """What was seen of one layer."""
+    """Shapes and measurements of one layer."""
 
     def __init__(self, call: _Call) -> None:
         self.query, self.keys, self.calls = tuple(call.query.shape), call.key.shape[-2], 0
@@ -114,7 +112,7 @@ def compare(out: Tensor, reference: Tensor) -> Measurement:
     if not all(map(math.isfinite, sums)):
         return Measurement(error="the output holds NaN or infinity")
     dot, a_square, b_square, l1, b_l1, square = sums
-    if b_square == 0.0:  # every row masked, or V all zero
+    if b_square == 0.0:  # every row is masked, or V is zero
         return Measurement(1.0 if a_square == 0.0 else 0.0, 0.0 if l1 == 0.0 else sys.float_info.max, math.sqrt(square))
     cosine = dot / math.sqrt(a_square * b_square) if a_square else 0.0
     return Measurement(min(cosine, 1.0), l1 / b_l1, math.sqrt(square / max(a.numel(), 1)))
@@ -122,7 +120,7 @@ def compare(out: Tensor, reference: Tensor) -> Measurement:
 
 @contextlib.contextmanager
 def named_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder the layer of each call while the model runs; hooks that are gone at the end."""
+    """Within the context, hooks tell the recorder the layer of each call."""
     names = _GraphNames(model) if isinstance(model, GraphModule) else _ModuleNames()
     recorder.next_layer = names.next
     handles = []
@@ -139,7 +137,7 @@ def named_calls(model: nn.Module, recorder: Recorder) -> Iterator[None]:
 
 
 class _ModuleNames:
-    """Names by the innermost module that runs, and the call's index in this forward of it."""
+    """Names by the innermost running module and the index of the call in its forward."""
 
     def __init__(self) -> None:
         self._running: list[list[Any]] = []
@@ -153,7 +151,7 @@ class _ModuleNames:
 
     def next(self) -> str:
         if not self._running:
-            return join_name("", 0)  # `forward` calls attention itself
+            return join_name("", 0)  # the `forward` argument calls attention itself
         path, index = self._running[-1]
         self._running[-1][1] += 1
         return join_name(path, index)

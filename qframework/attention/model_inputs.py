@@ -12,19 +12,18 @@ from qframework.errors import CalibrationError
 
 
 def call_model(model: nn.Module, batch: Any) -> Any:
-    """Run one batch: a mapping gives keyword arguments; of a tuple or list, the leading items that forward requires.
+    """Run one batch: a mapping as keyword arguments, or the leading items of a tuple or list that forward requires.
 
     Raises:
-        CalibrationError: the batch does not fit the signature of ``model.forward``.
+        CalibrationError: the batch does not match the signature of ``model.forward``.
     """
     args, kwargs = _arguments(model, batch)
     try:
         inspect.signature(model.forward).bind(*args, **kwargs)
     except TypeError as error:
         given = f"the keys {', '.join(map(repr, kwargs))}" if kwargs else f"{len(args)} inputs"
-        raise CalibrationError(
-            f"{given} do not fit {type(model).__name__}.forward{inspect.signature(model.forward)}: {error}"
-        ) from error
+        signature = f"{type(model).__name__}.forward{inspect.signature(model.forward)}"
+        raise CalibrationError(f"the batch must match {signature}, got {given}: {error}") from error
     return model(*args, **kwargs)
 
 
@@ -34,7 +33,7 @@ def _arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
         return list(batch[: max(_required(model), 1)]), {}
     if not isinstance(batch, Tensor):
-        raise CalibrationError(f"a batch of type {type(batch).__name__}; accepted: a tensor, tuple, list or mapping")
+        raise CalibrationError(f"a batch must be a tensor, tuple, list or mapping, got {type(batch).__name__}")
     return [batch], {}
 
 

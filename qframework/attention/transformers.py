@@ -3,11 +3,11 @@
     import transformers
     from qframework.attention.transformers import register
 
-    register()  # not needed where transformers was imported before qframework.attention
+    register()  # optional if transformers was imported before qframework.attention
     model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
 
-Grouped heads and boolean masks go to the operator as they are. What it cannot do (dropout in training, float64) falls
-back to PyTorch's attention and is counted in :data:`qframework.attention.fallbacks`.
+The operator supports grouped heads and boolean masks. Unsupported calls (dropout in training, float64) fall back to
+PyTorch's attention and are counted in :data:`qframework.attention.fallbacks`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.variants import AttentionVariant
 
-# What a model may hand over that changes the result and that no variant knows: Gemma 2's cap on logits, sinks.
+# Arguments that change the result and that no variant supports: Gemma 2's soft cap on logits, attention sinks.
 _REFUSED = ("softcap", "s_aux")
 
 
 def register(name: str = "qframework", *, variant: str | AttentionVariant = "auto", smooth_k: bool = True) -> None:
-    """Make ``attn_implementation=name`` known to transformers; registering again replaces the entry of that name.
+    """Register ``attn_implementation=name`` with transformers, replacing an earlier entry of that name.
 
     Args:
-        name: what models are asked for.
-        variant: as for :func:`qframework.sage_attention`; register another name for another variant.
+        name: value of ``attn_implementation``.
+        variant: as for :func:`qframework.sage_attention`; register each variant under its own name.
         smooth_k: subtract the mean over tokens from the keys.
 
     Raises:
@@ -52,7 +52,7 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
 
 
 def attention_function(variant: str, smooth_k: bool) -> Callable[..., tuple[Tensor, None]]:
-    """An attention function of transformers' interface with its variant bound."""
+    """An attention function with transformers' interface for ``variant``."""
     return partial(_attention_forward, variant=variant, smooth_k=smooth_k)
 
 
@@ -76,9 +76,9 @@ def _attention_forward(
     _refuse(module, cache, kwargs)
     tokens = query.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # One token sees all that came before it, and a mask says the rest; the flag is for a prompt as a whole.
+    # The flag applies to a whole prompt: a single token attends to all earlier ones, and masks include causality.
     is_causal = tokens > 1 and attention_mask is None and is_causal
-    if is_causal and key.shape[2] > tokens:  # a static cache: its empty part must not enter any scale or mean
+    if is_causal and key.shape[2] > tokens:  # a static cache, whose unused part must not affect scales and means
         key, value = key[:, :, :tokens], value[:, :, :tokens]
         position_bias = None if position_bias is None else position_bias[..., :tokens]
     mask = _with_bias(attention_mask, position_bias, is_causal, query, key)
@@ -90,19 +90,19 @@ def _attention_forward(
 
 
 def _refuse(module: torch.nn.Module, cache: Any, kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for arguments that would change the result and are not understood here."""
+    """Raise UnsupportedError for unsupported arguments that would change the result."""
     seen = [name for name in _REFUSED if kwargs.get(name) is not None]
     if cache is not None:
         seen.append("cache (continuous batching)")
     if seen:
         raise UnsupportedError(
-            f"{type(module).__name__}: {' and '.join(seen)} cannot be done by attn_implementation='qframework'; use "
-            "'eager' or what the model recommends"
+            f"{type(module).__name__}: {' and '.join(seen)} must be None with attn_implementation='qframework'. Use "
+            "'eager' or the implementation that the model recommends"
         )
 
 
 def _with_bias(mask: Tensor | None, bias: Tensor | None, is_causal: bool, query: Tensor, key: Tensor) -> Tensor | None:
-    """Mask and position bias (T5) as one mask. PyTorch's own attention takes no causal flag beside it."""
+    """Mask and position bias (T5) as one mask, including causality, since PyTorch takes a mask or the flag."""
     if bias is None:
         return mask
     if is_causal:

@@ -1,9 +1,9 @@
-"""SAM's image encoder in transformers: decomposed relative positions enter attention as their two small factors.
+"""SAM's image encoder in transformers, with decomposed relative positions passed to the kernel as two factors.
 
 SAM adds ``rel_h[q, k // width] + rel_w[q, k % width]`` to the logits. transformers builds the N x N sum for every head,
-4096 x 4096 at 1024 pixels; here only the ``(N, height)`` and ``(N, width)`` factors exist, and the kernel adds them.
+4096 x 4096 at 1024 pixels; here the kernel adds the ``(N, height)`` and ``(N, width)`` factors.
 
-Imported by :func:`qframework.attention.transformers.register` only: this module needs transformers.
+This module needs transformers; only :func:`qframework.attention.transformers.register` imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qframework.compat.transformers import (
 
 
 def _forward(module: Any, hidden_states: Tensor) -> Tensor | None:
-    """``hidden_states (B, H, W, C)`` to the same shape; None, counted, where the operator cannot do it."""
+    """``hidden_states (B, H, W, C)`` to the same shape; None, counted as a fallback, where it is unsupported."""
     batch, height, width, _ = hidden_states.shape
     qkv = module.qkv(hidden_states).view(batch, height * width, 3, module.num_attention_heads, -1)
     query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
@@ -49,34 +49,29 @@ def _factors(module: Any, query: Tensor, height: int, width: int) -> tuple[Tenso
     return rel_h.flatten(2, 3), rel_w.flatten(2, 3)
 
 
-class SamVisionSageAttention(SamVisionSdpaAttention):
-    """SAM's attention with the operator in the middle; no attention weights."""
+class _SageAttention(torch.nn.Module):
+    """Quantized attention for one of SAM's attention classes, which follows in the order of inheritance."""
 
     def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
         super().__init__(config, window_size)
         self.variant, self.smooth_k = variant, smooth_k
 
     def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
-        """``hidden_states (B, H, W, C)`` to the same shape."""
+        """``hidden_states (B, H, W, C)`` to the same shape, without attention weights."""
         out = _forward(self, hidden_states)
         return super().forward(hidden_states, output_attentions) if out is None else (out, None)
 
 
-class SamHQVisionSageAttention(SamHQVisionSdpaAttention):
-    """The same for SAM-HQ."""
+class SamVisionSageAttention(_SageAttention, SamVisionSdpaAttention):
+    """SAM's attention, quantized."""
 
-    def __init__(self, config: Any, window_size: int, variant: str = "auto", smooth_k: bool = True) -> None:
-        super().__init__(config, window_size)
-        self.variant, self.smooth_k = variant, smooth_k
 
-    def forward(self, hidden_states: Tensor, output_attentions: bool = False) -> tuple[Tensor, None]:
-        """``hidden_states (B, H, W, C)`` to the same shape."""
-        out = _forward(self, hidden_states)
-        return super().forward(hidden_states, output_attentions) if out is None else (out, None)
+class SamHQVisionSageAttention(_SageAttention, SamHQVisionSdpaAttention):
+    """SAM-HQ's attention, quantized."""
 
 
 def register_sam(name: str, variant: str, smooth_k: bool) -> None:
-    """Add ``name`` to the attention classes that SAM's encoders choose from."""
+    """Register ``name`` as an attention class of SAM's encoders."""
     settings: dict[str, Any] = {"variant": variant, "smooth_k": smooth_k}
     SAM_VISION_ATTENTION_CLASSES[name] = partial(SamVisionSageAttention, **settings)
     SAM_HQ_VISION_ATTENTION_CLASSES[name] = partial(SamHQVisionSageAttention, **settings)

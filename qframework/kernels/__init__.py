@@ -1,13 +1,13 @@
 """Operators, each with a plain-torch reference, a Triton kernel for GPUs and a CPU implementation.
 
-``quantize``, ``dynamic_quantize`` and ``dequantize`` are imported from their module, whose name the first has::
+Import ``quantize``, ``dynamic_quantize`` and ``dequantize`` from their module, which shares its name with the first::
 
     from qframework.kernels.quantize import quantize
 """
 
 import qframework.kernels.attention.backward
 import qframework.kernels.attention.pipeline
-import qframework.kernels.quantize  # noqa: F401  these register operators
+import qframework.kernels.quantize  # noqa: F401  (registers operators)
 from qframework.kernels.attention.mixed import mixed_attention
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantize_v import value_quantize

@@ -4,22 +4,22 @@ Formula (QAttn eq. 1-2, range [-127, 127])::
 
     q = clamp(round_half_even(x * (1 / scale)), -127, 127)        scale = max|x| / 127 when dynamic
 
-Layout: ``x (..., C)`` is seen as rows of C values; a scale belongs to the tensor, to a position or to a row.
-Reference: ``quantize_ref``, ``dynamic_quantize_ref``, ``dequantize_ref``, which are qframework.numerics under the
-operators' names. The operators are opaque in eager mode; the compile backend decomposes them into the references, so
-that Inductor fuses them into the LayerNorm, GELU or addition before them. Where there is nothing to fuse with, the
-overload ``dynamic_quantize.alone`` stays what it is.
+Layout: ``x (..., C)`` is treated as rows of C values; a scale belongs to the tensor, to a position or to a row.
+Reference: ``quantize_ref``, ``dynamic_quantize_ref`` and ``dequantize_ref``. The compile backend decomposes the
+operators into these, so that Inductor fuses them into the LayerNorm, GELU or addition before them. Where there is
+nothing to fuse with, it uses the overload ``dynamic_quantize.alone``, which is not decomposed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from qframework import numerics
+from qframework.errors import UnsupportedError, either
 from qframework.kernels.runtime.checks import (
     check_dtype,
     check_float_input,
@@ -46,11 +46,11 @@ class QuantizeArguments(NamedTuple):
     scale: Tensor
 
     def empty_result(self) -> Tensor:
-        """int8, contiguous, before it is computed."""
+        """An uninitialized result, int8 and contiguous."""
         return self.x.new_empty(self.x.shape, dtype=torch.int8)
 
     def check(self) -> None:
-        """Raise QFrameworkError for another dtype or device; scales are checked where their values are known."""
+        """Raise QFrameworkError for dtype or device; the implementations check the scale."""
         check_float_input("quantize", self.x)
         check_same_device("quantize", self.x, scale=self.scale)
 
@@ -62,14 +62,18 @@ class DynamicQuantizeArguments(NamedTuple):
     granularity: ActivationGranularity
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """int8 and scale before they are computed."""
+        """Uninitialized int8 values and scale."""
         x = self.x
         shape = () if self.granularity == "per_tensor" else (*x.shape[:-1], 1)
         return x.new_empty(x.shape, dtype=torch.int8), x.new_empty(shape, dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise UnsupportedError for another granularity or dtype."""
-        numerics.check_activation_granularity(self.granularity)
+        """Raise UnsupportedError for granularity or dtype."""
+        accepted = get_args(ActivationGranularity)
+        if self.granularity not in accepted:
+            raise UnsupportedError(
+                f"dynamic_quantize: granularity must be {either(accepted)}, got {self.granularity!r}"
+            )
         check_float_input("dynamic_quantize", self.x)
 
 
@@ -81,25 +85,18 @@ class DequantizeArguments(NamedTuple):
     dtype: torch.dtype = torch.float32
 
     def check(self) -> None:
-        """Raise QFrameworkError for another dtype or device."""
+        """Raise QFrameworkError for dtype or device."""
         check_dtype("dequantize", "q", self.q, (torch.int8,))
         check_same_device("dequantize", self.q, scale=self.scale)
 
 
-def quantize_ref(x: Tensor, scale: Tensor) -> Tensor:
-    """Reference of ``qframework::quantize``."""
-    return numerics.quantize(x, scale)
+quantize_ref, dequantize_ref = numerics.quantize, numerics.dequantize
 
 
 def dynamic_quantize_ref(x: Tensor, granularity: ActivationGranularity) -> tuple[Tensor, Tensor]:
     """Reference of ``qframework::dynamic_quantize``."""
     scale = numerics.dynamic_scale(x, granularity)
     return numerics.quantize(x, scale), scale
-
-
-def dequantize_ref(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Reference of ``qframework::dequantize``."""
-    return numerics.dequantize(q, scale, dtype)
 
 
 @triton.jit
@@ -113,7 +110,7 @@ def _quantize_kernel(
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """q = round(x / scale). Grid (M, cdiv(C, BLOCK_C)); a program quantizes one stretch of one row."""
+    """q = round(x / scale). Grid (M, cdiv(C, BLOCK_C)); a program quantizes BLOCK_C values of one row."""
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -124,7 +121,7 @@ def _quantize_kernel(
 
 @triton.jit
 def row_scale_of(amax, nan, MIN_SCALE: tl.constexpr):
-    """Scales of rows from their largest magnitudes; NaN where ``nan`` counts one, which ``amax`` has dropped."""
+    """Scales of rows from their largest magnitudes; NaN where ``nan`` is set, since ``amax`` ignores NaN."""
     scale = tl.maximum(tl.math.div_rn(amax, 127.0), MIN_SCALE)
     return tl.where(nan > 0, float("nan"), scale)
 
@@ -150,7 +147,7 @@ def _dynamic_quantize_kernel(
         c = start + offsets
         x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
         amax = tl.maximum(amax, tl.abs(x))
-        nan = nan | (x != x).to(tl.int32)  # maximum drops NaN; a row that holds one must not look healthy
+        nan = nan | (x != x).to(tl.int32)  # maximum ignores NaN, which must reach the scale
     scale = row_scale_of(tl.max(amax, 0), tl.max(nan, 0), MIN_SCALE)
     tl.store(scale_ptr + m, scale)
     inv_scale = tl.math.div_rn(1.0, scale)
@@ -178,7 +175,7 @@ def quantize_triton(x: QuantizeArguments) -> Tensor:
 
 
 def dynamic_quantize_triton(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
-    """``dynamic_quantize`` on a GPU: one kernel for scales of rows; torch computes that of a whole tensor."""
+    """``dynamic_quantize`` on a GPU: one kernel for scales per row; torch computes a scale per tensor."""
     check_device(x.x.device)
     if _leaves_scale_to_torch(x):
         scale = numerics.dynamic_scale(*x)
@@ -190,9 +187,9 @@ def dynamic_quantize_triton(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor
 
 
 def warm_up_dynamic_quantize(device: torch.device, x: DynamicQuantizeArguments) -> Any:
-    """Compile what ``dynamic_quantize_triton`` launches for an ``x`` like this, which may lie on "meta".
+    """Compile what ``dynamic_quantize_triton`` launches for such an ``x``, which may be on "meta".
 
-    None where torch computes the scale or nothing is launched. No choice depends on ``device``.
+    Returns None where torch computes the scale or nothing is launched. ``device`` makes no difference.
     """
     if _leaves_scale_to_torch(x):
         return None
@@ -230,7 +227,7 @@ QUANTIZE = declare(
     cuda=quantize_triton,
     fake=QuantizeArguments.empty_result,
 )
-# ``alone`` is not decomposed in a compiled model, so that its kernel is launched there.
+# ``alone`` is not decomposed in a compiled model.
 DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
     declare(
         f"{name}(Tensor x, str granularity) -> (Tensor, Tensor)",
@@ -262,14 +259,14 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
         int8, contiguous, of ``x``'s shape. Values beyond +-127 scale saturate.
 
     Raises:
-        UnsupportedError: dtype, or a GPU below sm_80.
+        UnsupportedError: an unsupported dtype, or a GPU below sm_80.
         QFrameworkError: a scale that does not broadcast row-wise; on the CPU also one that is not positive.
     """
     return torch.ops.qframework.quantize(x, scale)
 
 
 def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token") -> tuple[Tensor, Tensor]:
-    """Quantize with the scale of the data, ``max|x| / 127`` of the tensor or of each row.
+    """Quantize with a scale computed from the data, ``max|x| / 127`` of the tensor or of each row.
 
     Args:
         x: ``(..., C)`` fp32, fp16 or bf16, any strides.
@@ -280,7 +277,7 @@ def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token"
         scale; a row with NaN or infinity a scale that dequantizes to NaN.
 
     Raises:
-        UnsupportedError: granularity, dtype, or a GPU below sm_80.
+        UnsupportedError: an unsupported granularity or dtype, or a GPU below sm_80.
     """
     return torch.ops.qframework.dynamic_quantize(x, granularity)
 

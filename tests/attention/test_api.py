@@ -16,7 +16,7 @@ from qframework.kernels.attention.variants import VARIANTS, AttentionVariant
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, is_causal: bool = False) -> None:
-    """The result of the function is exact attention up to the noise of 8 bits."""
+    """Check that the function returns exact attention up to the noise of 8 bits."""
     out = sage_attention(query, key, value, mask, is_causal=is_causal)
     expected, _, p = exact_attention(query, key, value, mask, is_causal)
     assert out.shape == expected.shape
@@ -44,7 +44,7 @@ def test_value_of_another_head_dim(device: torch.device) -> None:
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 77), (77, 1), (50, 197), (197, 50), (130, 130)])
 def test_lengths(nq: int, nk: int, causal: bool, device: torch.device) -> None:
-    """Causal is aligned top left: with more keys than queries the last ones are never seen."""
+    """Causal is aligned top left: with more keys than queries, no query attends to the last keys."""
     query, key, value = (heads(1, 2, n, 32, device=device) for n in (nq, nk, nk))
     check(query, key, value, is_causal=causal)
 
@@ -69,7 +69,7 @@ def test_masks(kind: str, causal: bool, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("kind", ["bool", "float"])
-def test_a_row_in_which_nothing_takes_part_is_zero(kind: str, device: torch.device) -> None:
+def test_a_fully_masked_row_is_zero(kind: str, device: torch.device) -> None:
     query, key, value = (heads(1, 2, n, 16, device=device) for n in (20, 30, 30))
     mask = torch.ones(20, 30, dtype=torch.bool, device=device)
     mask[3] = False
@@ -90,7 +90,7 @@ def test_empty(shape: tuple[int, ...]) -> None:
 
 
 def test_no_keys_give_zeros() -> None:
-    """As PyTorch: a sum over nothing."""
+    """As in PyTorch: an empty sum."""
     query, key = heads(1, 2, 5, 8), heads(1, 2, 0, 8)
     assert torch.equal(sage_attention(query, key, key), torch.zeros_like(query))
 
@@ -105,7 +105,7 @@ def test_grouped_heads_equal_repeated_ones(key_heads: int, device: torch.device)
 
 
 def test_grouped_heads_of_3d_tensors() -> None:
-    """PyTorch counts heads in dimension 0 then."""
+    """Dimension 0 is that of the heads, as in PyTorch."""
     query, key, value = heads(4, 20, 16), heads(2, 30, 16), heads(2, 30, 16)
     out, lse = sage_attention(query, key, value, enable_gqa=True, return_lse=True)
     repeated = [x.repeat_interleave(2, 0) for x in (key, value)]
@@ -133,13 +133,13 @@ def test_layouts(ndim: int, device: torch.device) -> None:
 
 
 def test_heads_merge_without_a_copy() -> None:
-    """(..., N, H, D) in memory, so that what follows attention in every model is a view."""
+    """The memory order is (..., N, H, D), so that merging the heads is a view."""
     out = sage_attention(*(heads(2, 3, 20, 16) for _ in range(3)))
     assert out.transpose(-3, -2).is_contiguous()
 
 
 def test_strides_do_not_matter() -> None:
-    qkv = heads(2, 20, 3, 3, 16).permute(2, 0, 3, 1, 4)  # what a fused projection gives
+    qkv = heads(2, 20, 3, 3, 16).permute(2, 0, 3, 1, 4)  # the strides of a fused projection
     sliced = [x[..., ::2] for x in heads(3, 2, 3, 20, 32)]
     for tensors in (qkv, sliced):
         assert torch.equal(sage_attention(*tensors), sage_attention(*(x.contiguous() for x in tensors)))
@@ -148,9 +148,9 @@ def test_strides_do_not_matter() -> None:
 @pytest.mark.parametrize("smooth_k", [True, False])
 @pytest.mark.parametrize("causal", [False, True])
 def test_log_sum_exp(smooth_k: bool, causal: bool, device: torch.device) -> None:
-    """Natural, float32, of the logits as they were before smoothing; off by no more than a logit is."""
+    """Natural logarithm in float32, of the logits before smoothing; its error is at most that of a logit."""
     query, key, value = (heads(2, 2, n, 16, device=device) for n in (20, 30, 30))
-    key = key + 3.0  # a mean that must come back
+    key = key + 3.0  # a mean that smoothing subtracts
     _, lse = sage_attention(query, key, value, is_causal=causal, smooth_k=smooth_k, return_lse=True)
     _, expected, _ = exact_attention(query, key, value, is_causal=causal)
     assert lse.dtype == torch.float32
@@ -159,7 +159,7 @@ def test_log_sum_exp(smooth_k: bool, causal: bool, device: torch.device) -> None
     assert (lse - expected).abs().max() < 6 * noise.sqrt()
 
 
-def test_smooth_k_takes_a_common_mean_out_of_the_error() -> None:
+def test_smooth_k_removes_a_common_mean_from_the_error() -> None:
     query, key, value = (heads(1, 2, 100, 32) for _ in range(3))
     key = key + 10 * torch.randn(32)
     exact = exact_attention(query, key, value)[0]
@@ -192,7 +192,7 @@ def test_inputs_are_never_changed() -> None:
 
 
 def test_padding_does_not_leak() -> None:
-    """What a mask hides may hold anything finite; other batch entries and heads may hold NaN."""
+    """NaN in other batch entries and heads changes nothing."""
     query, key, value = (heads(2, 2, n, 16) for n in (20, 30, 30))
     clean = sage_attention(query, key, value)
     for x in (query, key, value):
@@ -202,7 +202,7 @@ def test_padding_does_not_leak() -> None:
 
 
 def test_autocast_casts_as_it_does_for_pytorch(device: torch.device) -> None:
-    """Under autocast a model hands over what a linear made of bfloat16 beside what a rotation left in float32."""
+    """Under autocast a model may pass bfloat16 results of a linear together with float32 results of a rotation."""
     query, key, value = (heads(1, 2, 20, 16, device=device) for _ in range(3))
     with torch.autocast(device.type, torch.bfloat16):
         out = sage_attention(query.bfloat16(), key, value, torch.randn(20, 20, device=device))
@@ -221,7 +221,7 @@ def packed(lengths_q: list[int], lengths_k: list[int], q_heads: int = 4, k_heads
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_varlen_is_each_sequence_alone(causal: bool) -> None:
+def test_varlen_sequences_attend_only_to_themselves(causal: bool) -> None:
     lengths_q, lengths_k = [5, 1, 0, 40], [9, 3, 2, 33]
     query, key, value, starts_q, starts_k = packed(lengths_q, lengths_k)
     out = sage_attention_varlen(query, key, value, starts_q, starts_k, 40, 33, causal)
@@ -246,7 +246,7 @@ WRONG_OFFSETS = {  # offsets of queries and keys, which have 14 and 11 tokens
 
 
 @pytest.mark.parametrize("what", WRONG_OFFSETS)
-def test_varlen_names_offsets_that_cannot_be(what: str) -> None:
+def test_varlen_names_invalid_offsets(what: str) -> None:
     starts_q, starts_k, message = WRONG_OFFSETS[what]
     query, key, value, *_ = packed([5, 9], [7, 4])
     starts = (torch.tensor(x, dtype=torch.int32) for x in (starts_q, starts_k))
@@ -254,7 +254,7 @@ def test_varlen_names_offsets_that_cannot_be(what: str) -> None:
         sage_attention_varlen(query, key, value, *starts, 9, 7)
 
 
-def test_varlen_gives_zeros_behind_the_last_sequence() -> None:
+def test_varlen_gives_zeros_after_the_last_sequence() -> None:
     query, key, value, starts_q, starts_k = packed([5, 9], [7, 4])
     shorter = torch.tensor([0, 5, 8], dtype=torch.int32)
     out = sage_attention_varlen(query, key, value, shorter, starts_k, 9, 7)
@@ -266,7 +266,7 @@ def test_varlen_takes_both_names_of_the_scale() -> None:
     arguments = (*packed([5, 9], [7, 4]), 9, 7)
     expected = sage_attention_varlen(*arguments, scale=0.3)
     assert torch.equal(sage_attention_varlen(*arguments, sm_scale=0.3), expected)
-    with pytest.raises(QFrameworkError, match=r"scale=0\.3 and sm_scale=0\.3 are the same thing; give one"):
+    with pytest.raises(QFrameworkError, match=r"sage_attention_varlen: scale or its alias sm_scale must be None"):
         sage_attention_varlen(*arguments, scale=0.3, sm_scale=0.3)
 
 
@@ -274,16 +274,24 @@ def test_varlen_takes_both_names_of_the_scale() -> None:
 
 X = torch.zeros(2, 4, 8, 16)
 BAD = {
-    "dropout": ({"dropout_p": 0.1}, UnsupportedError, r"dropout_p=0\.1; accepted: 0\.0"),
-    "two scales": ({"scale": 0.1, "sm_scale": 0.1}, QFrameworkError, "are the same thing; give one"),
-    "layout": ({"tensor_layout": "BSHD"}, UnsupportedError, "tensor_layout='BSHD' is unknown; accepted: HND, NHD"),
-    "variant": ({"variant": "sage9"}, UnsupportedError, "variant='sage9' is unknown; accepted: auto, sage_t"),
-    "no variant": ({"variant": 5}, UnsupportedError, "variant=5 is unknown; accepted: auto, sage_t"),
-    "dtype": ({"query": X.double()}, UnsupportedError, "query has dtype torch.float64; accepted: float32"),
+    "dropout": ({"dropout_p": 0.1}, UnsupportedError, r"dropout_p must be 0\.0, got 0\.1"),
+    "two scales": (
+        {"scale": 0.1, "sm_scale": 0.1},
+        QFrameworkError,
+        r"scale or its alias sm_scale must be None, got 0\.1 and 0\.1",
+    ),
+    "layout": ({"tensor_layout": "BSHD"}, UnsupportedError, "tensor_layout must be HND or NHD, got 'BSHD'"),
+    "variant": ({"variant": "sage9"}, UnsupportedError, "variant must be auto, sage_t.*, got 'sage9'"),
+    "no variant": ({"variant": 5}, UnsupportedError, "variant must be auto, sage_t.*, got 5"),
+    "dtype": ({"query": X.double()}, UnsupportedError, "query must have dtype float32.*, got torch.float64"),
     "mixed dtypes": ({"key": X.half()}, QFrameworkError, "key is torch.float16 but query is torch.float32"),
-    "mask dtype": ({"attn_mask": torch.zeros(8, 8, dtype=torch.int32)}, UnsupportedError, "attn_mask has dtype"),
+    "mask dtype": (
+        {"attn_mask": torch.zeros(8, 8, dtype=torch.int32)},
+        UnsupportedError,
+        "attn_mask must have dtype bool",
+    ),
     "mask shape": ({"attn_mask": torch.zeros(8, 9)}, QFrameworkError, r"attn_mask has shape \(8, 9\); accepted"),
-    "device": ({"key": X.to("meta")}, QFrameworkError, "key is on meta but the input is on cpu"),
+    "device": ({"key": X.to("meta")}, QFrameworkError, "key must be on the input's device cpu, got meta"),
     "heads": ({"key": X[:, :2], "value": X[:, :2]}, QFrameworkError, "4 query heads with 2 key and 2 value heads"),
     "groups": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, QFrameworkError, "divisor of the query heads"),
     "head dim": ({"key": X[..., :8]}, QFrameworkError, "key has head dimension 8 but query has 16"),
@@ -298,7 +306,7 @@ BAD = {
     "NHD rank": (
         {**dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), "tensor_layout": "NHD"},
         QFrameworkError,
-        r"query has shape \(8, 16\); accepted: 3 dimensions or more",
+        r"query must have at least 3 dimensions, got shape \(8, 16\)",
     ),
 }
 
@@ -310,7 +318,7 @@ def test_bad_input_is_named(what: str) -> None:
         sage_attention(**{"query": X, "key": X, "value": X, **changed})
 
 
-def test_what_is_not_understood_is_refused() -> None:
+def test_unknown_arguments_raise_a_type_error() -> None:
     with pytest.raises(TypeError, match="qk_quant_gran"):
         sage_attention(X, X, X, qk_quant_gran="per_warp")  # type: ignore[call-overload]
 
@@ -320,7 +328,7 @@ def test_what_is_not_understood_is_refused() -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_one_graph_for_every_length() -> None:
-    """fullgraph, and no length compiles anew when shapes are dynamic."""
+    """No graph breaks, and no recompilation with dynamic shapes."""
     graphs = []
 
     def count(module, inputs):

@@ -1,4 +1,4 @@
-"""use_sage_attention: every SDPA inside the scope, nothing outside of it, and PyTorch's own where it must be."""
+"""use_sage_attention quantizes every SDPA inside the scope and falls back to PyTorch for unsupported calls."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("no_fallbacks_yet")
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_samples_of_pytorch(dtype: torch.dtype, device: torch.device) -> None:
-    """Forward within the noise of 8 bits; dropout and float64 are PyTorch's, bit for bit, and are counted."""
+    """Results are within the noise of 8 bits; dropout and float64 fall back to PyTorch's and are counted."""
     quantized = 0
     for sample in OP_INFO.sample_inputs(device.type, dtype, requires_grad=False):
         tensors = (sample.input, *sample.args)
@@ -75,7 +75,7 @@ def test_gradients_of_pytorchs_samples(device: torch.device) -> None:
 # The scope ------------------------------------------------------------------------------------------------------------
 
 
-def test_all_arguments_arrive() -> None:
+def test_all_arguments_reach_the_operator() -> None:
     query, key, value = qkv()
     mask = torch.randn(20, 30)
     with use_sage_attention("sage_vb", smooth_k=False):
@@ -104,7 +104,7 @@ def test_the_scope_ends_after_an_error() -> None:
     assert torch.equal(SDPA(*tensors), expected)
 
 
-def test_the_innermost_scope_counts() -> None:
+def test_the_innermost_scope_applies() -> None:
     tensors = qkv()
     with use_sage_attention("sage_vb") as scope:
         with use_sage_attention("sage_t"):
@@ -121,7 +121,7 @@ def test_the_innermost_scope_counts() -> None:
     assert not fallbacks
 
 
-def test_a_fallback_of_the_innermost_scope_is_not_taken_up_by_another() -> None:
+def test_an_outer_scope_does_not_intercept_a_fallback() -> None:
     tensors = qkv(dtype=torch.float64)
     with use_sage_attention("sage_vb"), use_sage_attention("sage_t"):
         assert torch.equal(SDPA(*tensors), torch.ops.aten.scaled_dot_product_attention(*tensors))
@@ -154,8 +154,8 @@ def test_a_scope_belongs_to_its_thread() -> None:
 
 
 @pytest.mark.parametrize("variant", ["sage9", "8-per_block"])
-def test_an_unknown_variant_is_refused_at_the_door(variant: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"variant='{variant}' is unknown; accepted: auto, sage_t"):
+def test_an_unknown_variant_raises_when_the_scope_is_created(variant: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"variant must be auto, sage_t.*, got '{variant}'"):
         use_sage_attention(variant)
 
 
@@ -179,7 +179,7 @@ def test_bad_shapes_stay_errors() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("grad", [False, True])
 def test_multi_head_attention(grad: bool, masked: bool) -> None:
-    """PyTorch hands a mode the whole of F.multi_head_attention_forward, with the mode switched off inside."""
+    """PyTorch passes F.multi_head_attention_forward to a mode as a whole and disables the mode inside."""
     layer = nn.MultiheadAttention(32, 4, batch_first=True).eval()
     x = torch.randn(2, 20, 32)
     padding = torch.zeros(2, 20, dtype=torch.bool)
@@ -229,7 +229,7 @@ def test_exported_graphs() -> None:
 
 
 class Wrapped(Tensor):
-    """A subclass that could mean anything by attention."""
+    """A tensor subclass, which may define its own attention."""
 
 
 UNABLE = {
@@ -242,7 +242,9 @@ UNABLE = {
 
 
 @pytest.mark.parametrize("reason", UNABLE)
-def test_fallbacks_are_pytorchs_result_counted_and_said_once(reason: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fallbacks_give_pytorchs_result_and_are_counted_and_logged(
+    reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
     args, kwargs = UNABLE[reason]
     torch.manual_seed(1)
     expected = SDPA(*args, **kwargs)
@@ -255,7 +257,7 @@ def test_fallbacks_are_pytorchs_result_counted_and_said_once(reason: str, caplog
 
 
 def test_what_a_variant_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device or chip is known to the operator alone."""
+    """Only the operator knows which devices and chips it supports."""
     from qframework.attention import drop_in
 
     def refuse(*_: Any) -> None:
@@ -276,8 +278,8 @@ def test_nested_tensors_fall_back() -> None:
     assert fallbacks == {"tensor subclass NestedTensor": 1}
 
 
-def test_attn_mask_with_is_causal_is_pytorchs_own_matter() -> None:
-    """An error or both together: that depends on its kernel and version."""
+def test_attn_mask_with_is_causal_falls_back() -> None:
+    """PyTorch raises an error or applies both, depending on kernel and version."""
     query, key, value = qkv(20, 20)
 
     def outcome() -> Tensor | str:
@@ -305,8 +307,8 @@ def test_transforms_of_torch_func_fall_back() -> None:
     assert fallbacks == {"a transform of torch.func": 2}
 
 
-def test_forward_mode_derivatives_are_not_cut_silently() -> None:
-    """PyTorch has them in its math kernel alone; the operator would drop the tangent."""
+def test_forward_mode_derivatives_fall_back() -> None:
+    """Only PyTorch's math kernel supports them; the operator would drop the tangent."""
     query, key, value = qkv()
 
     def tangent(attention: Any) -> Tensor:
@@ -317,13 +319,13 @@ def test_forward_mode_derivatives_are_not_cut_silently() -> None:
     with use_sage_attention():
         assert torch.equal(tangent(SDPA), expected)
     assert fallbacks == {"a forward-mode derivative": 1}
-    with pytest.raises(UnsupportedError, match="a forward-mode derivative; accepted: plain calls"):
+    with pytest.raises(UnsupportedError, match=r"sage_attention: the call must be .*, got a forward-mode derivative"):
         tangent(sage_attention)
 
 
 @pytest.mark.parametrize("backward", [lambda x: x.backward(), torch.autograd.backward, "grad"])
 def test_checkpointing_runs_the_forward_again_inside_the_scope(backward: Any) -> None:
-    """PyTorch runs a backward pass with the scope switched off, unless the scope says otherwise."""
+    """PyTorch runs a backward pass with the mode disabled unless the scope enables it."""
     query, key, value = qkv()
     query.requires_grad_()
 

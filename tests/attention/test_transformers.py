@@ -1,4 +1,4 @@
-"""transformers' models with ``attn_implementation="qframework"``: tiny, random, against the same model with SDPA."""
+"""transformers.py and transformers_sam.py: tiny random models against the same models with SDPA."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def pair(model_type: Any, config: Any, name: str = "qframework") -> tuple[Any, A
 
 
 def assert_near(actual: Tensor, expected: Tensor, relative: float = 0.03) -> None:
-    """Not the same, so that ours ran, and no further apart than 8 bits put two layers."""
+    """Different, so that quantized attention ran, but within the noise of 8 bits in two layers."""
     error = (actual - expected).norm() / expected.norm()
     assert 0 < error < relative
 
@@ -140,7 +140,7 @@ def test_bert_with_padding() -> None:
     actual = model(tokens, mask).last_hidden_state
     expected = reference(tokens, mask).last_hidden_state
     assert_near(actual[mask.bool()], expected[mask.bool()])
-    alone = model(tokens[1:, :12]).last_hidden_state  # what is hidden counts for nothing but the scales
+    alone = model(tokens[1:, :12]).last_hidden_state  # padding affects the scales only
     assert_near(actual[1:, :12], alone)
 
 
@@ -289,7 +289,7 @@ def test_llama_generates_with_its_cache(cache: str, padded: bool) -> None:
 
 
 @torch.no_grad()
-def test_a_cached_step_is_the_step_without_a_cache() -> None:
+def test_a_cached_step_matches_the_step_without_a_cache() -> None:
     model, _ = pair(LlamaForCausalLM, llama())
     tokens = torch.randint(0, 40, (1, 20))
     cache = model(tokens[:, :15]).past_key_values
@@ -299,18 +299,18 @@ def test_a_cached_step_is_the_step_without_a_cache() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("model_type", [Gemma2Model, GptOssModel])
-def test_what_is_not_understood_is_refused(model_type: Any) -> None:
-    """Gemma 2 caps its logits, GPT-OSS has sinks: left out, the result would be wrong and look right."""
+def test_unsupported_arguments_are_refused(model_type: Any) -> None:
+    """Gemma 2 caps its logits, and GPT-OSS has attention sinks; ignoring them would give plausible wrong results."""
     config = Gemma2Config if model_type is Gemma2Model else GptOssConfig
     extra = {} if model_type is Gemma2Model else {"num_local_experts": 2, "num_experts_per_tok": 1}
     settings = config(**TINY, num_key_value_heads=2, vocab_size=40, head_dim=16, **extra)
     settings._attn_implementation = "qframework"
     model = model_type(settings).eval()
-    with pytest.raises(UnsupportedError, match=r"Attention: (softcap|s_aux) cannot be done by .*qframework"):
+    with pytest.raises(UnsupportedError, match=r"Attention: (softcap|s_aux) must be None with .*qframework"):
         model(torch.randint(3, 40, (1, 8)))
 
 
-def test_the_empty_part_of_a_static_cache_is_not_read() -> None:
+def test_the_unused_part_of_a_static_cache_has_no_effect() -> None:
     query, key, value = (torch.randn(1, 2, n, 16) for n in (8, 12, 12))
     expected, _ = attention_function("auto", True)(torch.nn.Module(), query, key[:, :, :8], value[:, :, :8], None)
     key[:, :, 8:] = value[:, :, 8:] = math.nan
@@ -319,7 +319,7 @@ def test_the_empty_part_of_a_static_cache_is_not_read() -> None:
 
 
 @pytest.mark.parametrize("kind", ["none", "causal", "bool", "float"])
-def test_position_bias_beside_each_kind_of_mask(kind: str) -> None:
+def test_position_bias_with_each_kind_of_mask(kind: str) -> None:
     query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
     bias = 3 * torch.randn(1, 2, 8, 8)
     visible = torch.ones(8, 8, dtype=torch.bool).tril()
@@ -335,7 +335,7 @@ def test_position_bias_beside_each_kind_of_mask(kind: str) -> None:
 
 
 @torch.no_grad()
-def test_another_name_for_another_variant() -> None:
+def test_each_variant_can_have_its_own_name() -> None:
     register("qframework_int8_pv", variant="sage_vb", smooth_k=False)
     for kind, config, size in ((ViTModel, vit(), 32), (SamModel, sam(), 64)):
         model, reference = (getattr(m, "vision_encoder", m) for m in pair(kind, config, "qframework_int8_pv"))
@@ -346,12 +346,12 @@ def test_another_name_for_another_variant() -> None:
 
 
 def test_an_unknown_variant_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="variant='sage9' is unknown"):
+    with pytest.raises(UnsupportedError, match=r"variant must be .*, got 'sage9'"):
         register("other", variant="sage9")
     assert "other" not in AttentionInterface()
 
 
-def test_a_model_can_change_over() -> None:
+def test_a_loaded_model_can_switch_implementations() -> None:
     _, model = pair(LlamaForCausalLM, llama())
     tokens = torch.randint(0, 40, (1, 20))
     with torch.no_grad():
@@ -388,8 +388,8 @@ assert "qframework" in AttentionInterface()
         ("transformers.modeling_utils", "qframework", False),
     ],
 )
-def test_when_it_is_registered(first: str, second: str, expected: bool, tmp_path: Path) -> None:
-    """By itself where transformers is there first; a plain ``import qframework`` changes nothing."""
+def test_registration_depends_on_the_order_of_imports(first: str, second: str, expected: bool, tmp_path: Path) -> None:
+    """Automatically if transformers was imported before; ``import qframework`` alone registers nothing."""
     source = REGISTERED.format(first=first, second=second, expected=expected)
     result = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr

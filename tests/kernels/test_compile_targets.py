@@ -284,7 +284,7 @@ def test_quantize_weights(chip, tmp_path):
     assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]), "rows are read 16 bytes at a time"
 
 
-def test_a_spill_would_be_seen(tmp_path):
+def test_a_spill_is_detected(tmp_path):
     """The measuring stick itself: a tile too large for its warps must show a stack frame."""
     tile = Tile(128, 256, 64, 4, 2)
     assert stack_bytes(compile_int8_linear("sm_80", tile, EPILOGUES["residual"], True), tmp_path) > 0

@@ -79,7 +79,7 @@ def test_zeros_stay_zero(dynamic, place, granularity):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_nan_and_infinity_are_not_hidden(dynamic, place, bad):
+def test_nan_and_infinity_reach_the_scale(dynamic, place, bad):
     x = torch.ones(3, 40, device=place)
     x[1, 7] = bad
     q, scale = dynamic(x, "per_token")
@@ -163,15 +163,15 @@ def test_opcheck(device):
 
 def test_bad_input():
     x = torch.randn(2, 3, 4)
-    with pytest.raises(UnsupportedError, match=r"x has dtype torch.float64; accepted: float32, float16, bfloat16"):
+    with pytest.raises(UnsupportedError, match=r"x must have dtype float32, float16 or bfloat16, got torch.float64"):
         quantize(x.double(), torch.ones(1))
     with pytest.raises(UnsupportedError, match="granularity must be per_tensor or per_token, got 'per_row'"):
         dynamic_quantize(x, "per_row")
-    with pytest.raises(QFrameworkError, match=r"scale has shape \(2, 1\), which is no scale per tensor or per row"):
+    with pytest.raises(QFrameworkError, match=r"scale must have shape \(1,\), .*, got \(2, 1\)"):
         quantize(x, torch.ones(2, 1))
-    with pytest.raises(QFrameworkError, match=r"scale holds 0.0; scales must be positive"):
+    with pytest.raises(QFrameworkError, match=r"scale must be positive .*, got 0.0"):
         quantize(x, torch.zeros(1))
-    with pytest.raises(UnsupportedError, match=r"x has shape \(\)"):
+    with pytest.raises(UnsupportedError, match=r"x must have at least one dimension, got shape \(\)"):
         dynamic_quantize(torch.tensor(1.0), "per_token")
-    with pytest.raises(UnsupportedError, match=r"q has dtype torch.float32; accepted: int8"):
+    with pytest.raises(UnsupportedError, match=r"q must have dtype int8, got torch.float32"):
         dequantize(x, torch.ones(1))

@@ -72,7 +72,7 @@ def test_references_repeat_bit_for_bit(block_size):
     assert repeat(Chain(96, 32, block_size, "cpu"), 0.0) == []
 
 
-def test_a_difference_is_found_and_said():
+def test_a_difference_is_reported():
     chain = Chain(64, 32, 32, "cpu")
     first, steps = chain.steps(), chain.steps()
     steps[-1][1][1][1, 0] = float("nan")

@@ -52,7 +52,7 @@ def test_presets_differ():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: dynamic_attention("sage3"), ["'sage3' is unknown", "auto, sage_t", "qattn"]),
+        (lambda: dynamic_attention("sage3"), ["variant must be auto, sage_t", "qattn", "got 'sage3'"]),
         (lambda: dynamic_attention("static"), ["got 'static'", "static_attention()"]),
         (lambda: AttentionConfig(None), ["mode must be 'static', 'auto'", "got None"]),
         (

@@ -405,7 +405,7 @@ def test_bad_input():
     for size in ((128, 1), (1, 64), [32], (1, 2, 3), "32", None):
         with pytest.raises(UnsupportedError, match=r"block_size must be one of 32, .*, \(1, 128\), got"):
             BlockTensor(x.q, x.scale, size, torch.float32)
-    with pytest.raises(UnsupportedError, match=r"quantize_blocks: x has dtype torch.int32; accepted: float32"):
+    with pytest.raises(UnsupportedError, match=r"quantize_blocks: x must have dtype float32.*, got torch.int32"):
         quantize_blocks(torch.ones(4, 40, dtype=torch.int32))
     with pytest.raises(QFrameworkError, match="must be in blocks of 64, got blocks of 32"):
         as_blocks(x, 64)
@@ -415,5 +415,5 @@ def test_bad_input():
         QFrameworkError, match=r"q's scale must have shape \(1, 1\) for q \(4, 40\) in blocks of 64, got \(1, 2\)"
     ):
         BlockTensor(x.q, x.scale, 64, torch.float32)
-    with pytest.raises(UnsupportedError, match=r"the tensor has dtype torch.float64; accepted: float32"):
+    with pytest.raises(UnsupportedError, match=r"the outside must have dtype float32.*, got torch.float64"):
         BlockTensor(x.q, x.scale, 32, torch.float64)

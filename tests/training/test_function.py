@@ -191,11 +191,11 @@ def test_other_operators_refuse_transforms_by_name(name: str, call: Callable[[Te
         lambda: torch.func.jvp(call, (x,), (x,)),
         lambda: torch.func.vmap(call)(x[None]),
     ):
-        with pytest.raises(UnsupportedError, match=rf"^{name}: a transform of torch\.func; accepted"):
+        with pytest.raises(UnsupportedError, match=rf"^{name}: the call must be .*, got a transform of torch\.func"):
             transform()
     with (
         forward_ad.dual_level(),
-        pytest.raises(UnsupportedError, match=rf"^{name}: a forward-mode derivative; accepted"),
+        pytest.raises(UnsupportedError, match=rf"^{name}: the call must be .*, got a forward-mode derivative"),
     ):
         call(forward_ad.make_dual(x, x))
 
@@ -205,7 +205,7 @@ def test_compiled_attention_refuses_transforms(transform: Any, fresh_dynamo: Non
     """Otherwise the tangent would be zero."""
     x = torch.randn(1, 1, 4, 6)
     compiled = torch.compile(lambda x: transform(lambda x: sage_attention(x, x, x), (x,), (x,)), backend="eager")
-    with pytest.raises(UnsupportedError, match=r"sage_attention: a transform of torch\.func"):
+    with pytest.raises(UnsupportedError, match=r"sage_attention: the call must be .*, got a transform of torch\.func"):
         compiled(x)
 
 
@@ -229,9 +229,9 @@ def test_raw_operators_refuse_forward_mode(name: str) -> None:
     call, x = raw_operators()[name], torch.randn(1, 1, 4, 6)
     with forward_ad.dual_level():
         call(x)  # without a tangent
-        with pytest.raises(UnsupportedError, match=rf"^{name}: a forward-mode derivative; accepted: plain calls"):
+        with pytest.raises(UnsupportedError, match=rf"^{name}: the call must be .*, got a forward-mode derivative"):
             call(forward_ad.make_dual(x, x))
-    with pytest.raises(UnsupportedError, match=rf"^{name}: called in torch\.func\.jvp; accepted: plain calls"):
+    with pytest.raises(UnsupportedError, match=rf"^{name}: the call must be .*, got torch\.func\.jvp"):
         torch.func.jvp(call, (x,), (x,))
 
 
@@ -242,9 +242,12 @@ def test_a_compiled_function_given_a_tangent_refuses_it(backend: str, warm: bool
     x = torch.randn(1, 1, 4, 6)
     if warm:
         compiled(x)
-    with forward_ad.dual_level(), pytest.raises(Exception, match="sage_attention: a forward-mode derivative"):
+    with (
+        forward_ad.dual_level(),
+        pytest.raises(Exception, match=r"sage_attention: the call must be .*, got a forward-mode derivative"),
+    ):
         compiled(forward_ad.make_dual(x, x))
-    with pytest.raises(Exception, match=r"sage_attention: (called in torch\.func\.jvp|a transform of torch\.func)"):
+    with pytest.raises(Exception, match=r"sage_attention: .* got (torch\.func\.jvp|a transform of torch\.func)"):
         torch.func.jvp(compiled, (x,), (x,))
 
 

@@ -1,20 +1,21 @@
-"""The gradient of quantized attention, which is the gradient of exact attention at the same inputs.
+"""The gradient of quantized attention, which is that of exact attention at the same inputs (straight-through).
 
-Formula: rounding has no useful derivative, so the gradient passes straight through it. With ``S`` the logits,
+Formula: rounding has no useful derivative and is treated as the identity. With ``S`` the logits,
 ``P = softmax(S)`` and ``O = P V``::
 
     dV = P^T dO        dS = P * (dO V^T - rowsum(dO * O) + dlse)        dQ = scale dS K        dK = scale dS^T Q
     dmask = dS         drel_h = dS summed over key columns              drel_w = dS summed over key rows
 
-Nothing of the forward pass is kept but its inputs. The backward operators recompute through
-``F.scaled_dot_product_attention``, whose own kernels keep this at O(N) memory; only relative positions, a causal mask
-beside another mask, and the gradient of the log-sum-exp build N x N tensors.
+Autograd saves only the inputs. The backward operators recompute attention through ``F.scaled_dot_product_attention``,
+whose fused kernels need O(N) memory; relative positions, a causal mask combined with another mask, and the gradient of
+the log-sum-exp build N x N tensors.
 
 A row whose mask is the lowest float32 everywhere has equal weights in the forward pass, since its logits are rounded
-away. The gradient uses those weights on a CPU; on a GPU, where looking for such rows would cost a synchronization, it
-uses the weights that the logits alone would give. Float32 products are PyTorch's own, in TF32 where it is allowed.
+away. On a CPU the gradient uses those weights. On a GPU, where finding such rows would cost a synchronization, it uses
+the weights of the logits without the mask. Float32 products are PyTorch's, in TF32 where that is allowed.
 
-Smoothing changes nothing here: it cancels in the softmax. Reference: the operators are their own, being plain torch.
+Smoothing cancels in the softmax and does not affect the gradient. The operators are plain torch, so they have no
+separate reference.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _VARLEN_INPUTS = 3
 
 
 class _Inputs(NamedTuple):
-    """What a gradient can be asked for."""
+    """The inputs that can have a gradient."""
 
     query: Tensor
     key: Tensor
@@ -70,7 +71,7 @@ def _masked(logits: Tensor, mask: Tensor) -> Tensor:
 
 
 def _biases(x: _Inputs) -> Iterator[Tensor]:
-    """What is added to the logits, or hides them."""
+    """Terms that are added to the logits or mask them."""
     if x.rel_h is not None and x.rel_w is not None:
         yield (x.rel_h.unsqueeze(-1) + x.rel_w.unsqueeze(-2)).flatten(-2)
     if x.attn_mask is not None:
@@ -78,7 +79,7 @@ def _biases(x: _Inputs) -> Iterator[Tensor]:
 
 
 def _one_mask(x: _Inputs, is_causal: bool) -> tuple[Tensor | None, bool]:
-    """All that is added to the logits as one SDPA ``attn_mask``, and whether ``is_causal`` stays a flag beside it."""
+    """All biases as one SDPA ``attn_mask``, and whether ``is_causal`` stays a flag."""
     mask: Tensor | None = None
     for part in _biases(x):
         mask = part if mask is None else _masked(mask.float(), part)
@@ -98,21 +99,21 @@ def _highest(mask: Tensor) -> Tensor:
 
 
 def _raised(mask: Tensor) -> Tensor:
-    """A float mask whose low rows have a maximum of 0 instead: the same softmax, and a log-sum-exp with its digits.
+    """A float mask with very low rows shifted to a maximum of 0: the same softmax, but a precise log-sum-exp.
 
-    PyTorch's fused kernels derive the weights from it: a row of the lowest float would get weights of 1 each.
+    PyTorch's fused kernels compute the weights from the log-sum-exp; in a row of the lowest float each would be 1.
     """
     top = _highest(mask)
     return mask - torch.where(top < _ROUNDED, top, 0.0)
 
 
 def _absorbs(mask: Tensor) -> bool:
-    """Whether rows of a float mask round all logits away; never on a GPU, where the look costs a synchronization."""
+    """Whether rows of a float mask round all logits away; False on a GPU, where the check would synchronize."""
     return mask.device.type == "cpu" and bool((_highest(mask) < _ABSORBED).any())
 
 
 def _attention(x: _Inputs, settings: _Settings) -> Tensor:
-    """SDPA; 3-D tensors get a batch of one, without which PyTorch has no fused kernel for them."""
+    """SDPA; 3-D tensors get a batch dimension, which PyTorch's fused kernels require."""
     mask, is_causal = _one_mask(x, settings.is_causal)
     if mask is not None and mask.dtype != torch.bool:
         if _absorbs(mask):
@@ -127,14 +128,14 @@ def _attention(x: _Inputs, settings: _Settings) -> Tensor:
 
 
 def _logits(x: _Inputs, settings: _Settings) -> tuple[Tensor, Tensor]:
-    """``(..., Hq, Nq, Nk)`` float32 less each row's maximum, and that ``(..., Hq, Nq, 1)``; -inf: nothing is seen."""
+    """Float32 logits ``(..., Hq, Nq, Nk)`` minus each row's maximum, and the maxima, -inf for fully masked rows."""
     scale = x.query.shape[-1] ** -0.5 if settings.scale is None else settings.scale
     logits = exact_matmul(x.query.float(), _of_all_heads(x.key, x, settings).float().mT) * scale
     mask, is_causal = _one_mask(x, settings.is_causal)
     for part in (mask, _triangle(x.query, x.key) if is_causal else None):
         logits = logits if part is None else _masked(logits, part)
     top = logits.detach().amax(-1, keepdim=True)
-    dead = top == -torch.inf  # their weights are constant: no gradient, not NaN
+    dead = top == -torch.inf  # constant weights, so that the gradient is 0 and not NaN
     return (logits - top.masked_fill(dead, 0.0)).masked_fill(dead, 0.0), top
 
 
@@ -146,14 +147,14 @@ def _of_all_heads(x: Tensor, inputs: _Inputs, settings: _Settings) -> Tensor:
 
 
 def _weighted_values(x: _Inputs, settings: _Settings) -> Tensor:
-    """Attention from explicit logits, which are rounded as the forward pass rounds them."""
+    """Attention from explicit logits, with the rounding of the forward pass."""
     logits, top = _logits(x, settings)
     weights = logits.softmax(-1).masked_fill(top == -torch.inf, 0.0)
     return exact_matmul(weights, _of_all_heads(x.value, x, settings).float()).to(x.query.dtype)
 
 
 def _log_sum_exp(x: _Inputs, settings: _Settings) -> Tensor:
-    """``(..., Hq, Nq)`` float32 from explicit logits; only its gradient needs them."""
+    """``(..., Hq, Nq)`` float32 from explicit logits."""
     logits, top = _logits(x, settings)
     return logits.logsumexp(-1).masked_fill(top.squeeze(-1) == -torch.inf, -torch.inf) + top.squeeze(-1)
 
@@ -166,7 +167,7 @@ def _exact_gradients(
     needed: Sequence[bool],
     create_graph: bool = False,
 ) -> list[Tensor]:
-    """Gradients of those inputs that are ``needed``, in their order."""
+    """Gradients of the inputs that are ``needed``, in their order."""
     if x.query.numel() == 0 or x.key.numel() == 0:
         return [torch.zeros_like(t) for t, need in zip(x, needed, strict=True) if need and t is not None]
     outputs: list[Tensor] = []
@@ -182,7 +183,7 @@ def _exact_gradients(
 
 @contextmanager
 def _autograd(device: str) -> Iterator[None]:
-    """Plain autograd, though an operator may run below it: under a dispatch mode (a profiler, a counter) it does."""
+    """Enable autograd in an operator, which under a dispatch mode (such as a profiler) runs below it."""
     autograd, in_place = AUTOGRAD_KEYS
     with (
         torch.enable_grad(),
@@ -196,8 +197,8 @@ def _autograd(device: str) -> Iterator[None]:
 def _recompute(
     grad_out: Tensor | None, grad_lse: Tensor | None, x: _Inputs, settings: _Settings, needed: Sequence[bool]
 ) -> list[Tensor]:
-    """First derivatives, outside of any graph."""
-    # An active use_sage_attention must not see this SDPA.
+    """First derivatives, without a graph of their own."""
+    # an active use_sage_attention must not intercept this SDPA
     with _autograd(x.query.device.type), torch.DisableTorchFunction():
         leaves = _Inputs._make(t if t is None else t.detach().requires_grad_(n) for t, n in zip(x, needed, strict=True))
         return [g.contiguous() for g in _exact_gradients(grad_out, grad_lse, leaves, settings, needed)]
@@ -223,7 +224,7 @@ class BackwardArguments(NamedTuple):
     needed: list[bool]
 
     def check(self) -> None:
-        """Autograd calls this operator, with inputs that were checked."""
+        """Nothing to check: autograd calls this operator with inputs of the forward pass."""
 
 
 def _sage_attention_backward(x: BackwardArguments) -> list[Tensor]:
@@ -251,9 +252,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     if grad_out is None and grad_lse is None:
         return (None,) * passed
     inputs = _Inputs(*ctx.saved_tensors)
-    if torch.is_grad_enabled():  # create_graph=True: second derivatives, which only the math kernel has
+    if torch.is_grad_enabled():  # create_graph=True: only the math kernel has second derivatives
         with sdpa_kernel(SDPBackend.MATH), torch.DisableTorchFunction():
-            # Aliases: where one input is another, or was computed from it, its gradient is still its own part alone.
+            # Aliases keep the gradients of inputs apart that are the same tensor or computed from each other.
             aliases = _Inputs._make(t if t is None else t.view_as(t) for t in inputs)
             found = _exact_gradients(grad_out, grad_lse, aliases, ctx.settings, needed, create_graph=True)
     else:
@@ -280,11 +281,11 @@ class VarlenBackwardArguments(NamedTuple):
     needed: list[bool]
 
     def check(self) -> None:
-        """Autograd calls this operator, with inputs that were checked."""
+        """Nothing to check: autograd calls this operator with inputs of the forward pass."""
 
 
 def _sage_attention_varlen_backward(x: VarlenBackwardArguments) -> list[Tensor]:
-    """One sequence after another; the lengths are read back from the device, which costs one synchronization."""
+    """Processes one sequence after another; reading the offsets synchronizes with the device."""
     settings = _Settings(x.is_causal, x.scale, True)
     inputs = (x.query, x.key, x.value)
     found = [torch.zeros_like(t, memory_format=torch.contiguous_format) for t in inputs]
@@ -311,8 +312,8 @@ def _save_varlen_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> No
 def _varlen_backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise UnsupportedError(
-            "sage_attention_varlen: create_graph=True asks for second derivatives; accepted: first derivatives here, "
-            "or sage_attention on one sequence at a time"
+            "sage_attention_varlen: create_graph must be False, since there are no second derivatives, got True. "
+            "Call sage_attention on one sequence at a time"
         )
     passed = len(ctx.needs_input_grad)
     needed = list(ctx.needs_input_grad[:_VARLEN_INPUTS])

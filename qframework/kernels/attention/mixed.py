@@ -1,4 +1,4 @@
-"""QAttn's static mixed-precision attention: INT8 in, INT8 or 16 bit out, softmax and P V in floating point.
+"""QAttn's static mixed-precision attention: INT8 in, INT8 or float out, softmax and P V in floating point.
 
 Formula (QAttn eq. 15-18)::
 
@@ -6,8 +6,8 @@ Formula (QAttn eq. 15-18)::
     O = softmax(S) (V8 * s_v)                P and V8 in float16 (V8 is exact there), FP32 accumulator
     out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
 
-Layout: as ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
-Reference: ``attention_reference.quantized_attention_ref``. CPU: PyTorch's attention of the integers as float32.
+Layout: as in ``qframework::sage_attention``. Scales are float32, one per tensor ``(1,)`` or per head ``(H, 1, 1)``.
+Reference: ``quantized_attention_ref``. CPU: PyTorch's attention of the integers in float32.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework import numerics
-from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
-from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import declare
-from qframework.numerics import FLOAT_DTYPES
 
 _NAME = "mixed_attention"
 _VARIANT = AttentionVariant(8, "per_head", "int8_dequantized")
@@ -54,45 +52,23 @@ class MixedAttentionArguments(NamedTuple):
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """int8 where the result is quantized, else what was asked for, float16 by default."""
+        """int8 where the result is quantized, else ``out_dtype``, float16 by default."""
         return torch.int8 if self.out_scale is not None else self.out_dtype or torch.float16
 
     def empty_result(self) -> Tensor:
-        """The result before it is computed."""
+        """An uninitialized result."""
         return empty_result(self.query, self.value, self.result_dtype)
 
     def check(self) -> None:
-        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        """Raise QFrameworkError for an invalid argument."""
         check_dense(self, _NAME, (torch.int8,))
-        query, key, value, query_scale, key_scale, value_scale = self[:6]
-        out_scale, out_dtype = self.out_scale, self.out_dtype
-        scales = {
-            "query_scale": query_scale,
-            "key_scale": key_scale,
-            "value_scale": value_scale,
-            "out_scale": out_scale,
-        }
-        check_same_device(_NAME, query, **scales)
-        for (argument, scale), x in zip(scales.items(), (query, key, value, query), strict=True):
-            if scale is None:
-                continue
-            check_dtype(_NAME, argument, scale, (torch.float32,))
-            heads = _heads(x)
-            if scale.shape not in ((), (1,), (heads, 1, 1)):
-                raise QFrameworkError(
-                    f"{_NAME}: {argument} has shape {tuple(scale.shape)}; accepted: () or (1,) per tensor, ({heads}, "
-                    "1, 1) per head"
-                )
-        if out_scale is not None and out_dtype not in (None, torch.int8):
-            raise UnsupportedError(f"{_NAME}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
-        if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
-            raise UnsupportedError(
-                f"{_NAME}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
-            )
-
-
-def _heads(x: Tensor) -> int:
-    return x.shape[-3] if x.ndim > 3 else 1
+        scales = {name: getattr(self, name) for name in ("query_scale", "key_scale", "value_scale", "out_scale")}
+        check_same_device(_NAME, self.query, **scales)
+        for (argument, scale), x in zip(scales.items(), (*self[:3], self.query), strict=True):
+            if scale is not None:
+                check_dtype(_NAME, argument, scale, (torch.float32,))
+                check_shape(_NAME, argument, scale, (), (1,), (x.shape[-3] if x.ndim > 3 else 1, 1, 1))
+        check_out_dtype(_NAME, self.out_dtype, self.out_scale is not None)
 
 
 def _per_head(scale: Tensor, x: Tensor, heads: int) -> Tensor:
@@ -115,7 +91,7 @@ def _operands(x: MixedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
 
 
 def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: float) -> Tensor:
-    """The same attention through PyTorch's: int8 products are exact in float32, 127**2 * 256 is below 2**24."""
+    """The same attention through PyTorch's; sums of int8 products are exact in float32, as 127**2 * 256 < 2**24."""
     assert qk.q_scale is not None
     assert values.scale is not None
     group = qk.q.shape[1] // qk.k.shape[1]
@@ -135,7 +111,7 @@ def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: fl
 
 
 def mixed_attention_cpu(x: MixedAttentionArguments) -> Tensor:
-    """Through PyTorch's attention; with relative positions the kernel's reference."""
+    """``mixed_attention`` on a CPU: PyTorch's attention, or with relative positions the reference."""
     result = x.empty_result()
     if result.numel() == 0 or x.key.numel() == 0:
         return result.zero_()
@@ -151,7 +127,7 @@ def mixed_attention_cpu(x: MixedAttentionArguments) -> Tensor:
 
 
 def mixed_attention_triton(x: MixedAttentionArguments) -> Tensor:
-    """On a GPU."""
+    """``mixed_attention`` on a GPU."""
     check_device(x.query.device)
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
@@ -189,7 +165,7 @@ def mixed_attention(
     rel_h: Tensor | None = None,
     rel_w: Tensor | None = None,
 ) -> Tensor:
-    """Attention of tensors that are INT8 already, with static scales.
+    """Attention of INT8 queries, keys and values with static scales.
 
     Args:
         query: ``(..., H, N, D)`` int8, 3-D to 5-D, any strides.
@@ -199,19 +175,19 @@ def mixed_attention(
         key_scale: the same for ``key``, ``(Hkv, 1, 1)`` per head.
         value_scale: the same for ``value``.
         attn_mask: bool (True attends) or float, broadcastable to ``(..., H, N, Nk)``.
-        is_causal: query ``i`` sees keys ``0..i``.
+        is_causal: query ``i`` attends to keys ``0..i``.
         scale: of the logits, default ``1 / sqrt(D)``.
         enable_gqa: allow ``Hkv`` to divide ``H``.
-        out_scale: the result is quantized to int8 with it, per tensor or per head (QAttn eq. 17).
+        out_scale: quantizes the result to int8, per tensor or per head (QAttn eq. 17).
         out_dtype: float16 (default), bfloat16 or float32 (QAttn eq. 18).
         rel_h: ``(..., H, N, Kh)``: adds ``rel_h[k // Kw] + rel_w[k % Kw]`` to the logits of key ``k``.
         rel_w: ``(..., H, N, Kw)``, with ``rel_h``; ``Kh * Kw`` is ``Nk``.
 
     Returns:
-        ``(..., H, N, Dv)``, in memory ``(..., N, H, Dv)``. A row without any key is zero.
+        ``(..., H, N, Dv)``, in memory ``(..., N, H, Dv)``. A row in which every key is masked is zero.
 
     Raises:
-        UnsupportedError, QFrameworkError: dtype, device, shape or scale, by argument; a GPU below sm_80.
+        UnsupportedError, QFrameworkError: an invalid dtype, device, shape or scale; a GPU below sm_80.
     """
     return torch.ops.qframework.mixed_attention(
         query, key, value, query_scale, key_scale, value_scale, attn_mask, is_causal, scale, enable_gqa, out_scale,

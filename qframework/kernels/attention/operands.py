@@ -38,7 +38,7 @@ class AttentionShape(NamedTuple):
         return cls(starts.numel() - 1, x.shape[1], longest, x.shape[2], starts, x.shape[0])
 
     def strides(self, x: Tensor) -> tuple[int, int, int]:
-        """Strides of batch, head and token in elements; packed tensors have no batch."""
+        """Strides of batch, head and token in elements; a batch stride of 0 for packed tensors."""
         if self.starts is None:
             return x.stride(0), x.stride(1), x.stride(2)
         return 0, x.stride(1), x.stride(0)
@@ -50,25 +50,25 @@ def last_contiguous(x: Tensor) -> Tensor:
 
 
 def check_offsets(operator: str, **tensors: Tensor) -> None:
-    """Raise UnsupportedError where one head spans more than 2**31 elements: kernels count inside a head in 32 bits."""
+    """Raise UnsupportedError where a head spans more than 2**31 elements: kernels use 32-bit offsets within a head."""
     for name, x in tensors.items():
         token = -2 if x.ndim == 4 else 0
         span = (x.shape[token] - 1) * x.stride(token) if x.shape[token] else 0
         if span > _MAX_OFFSET:
             raise UnsupportedError(
-                f"{operator}: {name} of shape {tuple(x.shape)} has strides {x.stride()}; its tokens span {span} "
-                f"elements, accepted: at most {_MAX_OFFSET}. Make it contiguous."
+                f"{operator}: the tokens of {name} must span at most {_MAX_OFFSET} elements, got {span} with shape "
+                f"{tuple(x.shape)} and strides {x.stride()}. Make it contiguous."
             )
 
 
 def query_memory_order(batch: int, heads: int, tokens: int, channels: int, like: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty (B, H, N, D) whose memory order is (B, N, H, D), so that merging the heads is a view."""
+    """An uninitialized (B, H, N, D) with memory order (B, N, H, D), so that merging the heads is a view."""
     return like.new_empty((batch, tokens, heads, channels), dtype=dtype).transpose(1, 2)
 
 
 @triton.jit
 def sequence_of(starts_ptr, b, TOTAL, LONGEST):
-    """Start and length of packed sequence ``b``; what lies outside of the tensor, or of the launch, is cut off."""
+    """Start and length of packed sequence ``b``, clamped to the tensor and to the longest length of the launch."""
     start = tl.minimum(tl.maximum(tl.load(starts_ptr + b), 0), TOTAL)
     end = tl.minimum(tl.maximum(tl.load(starts_ptr + b + 1), start), TOTAL)
     return start.to(tl.int64), tl.minimum(end - start, LONGEST)
@@ -78,12 +78,12 @@ class QuantizedQK(NamedTuple):
     """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries."""
 
     q: Tensor  # (B, H, N, D) int8, or half the channels for INT4; packed (total, H, D) with variable lengths
-    q_scale: Tensor | None  # (B, H, Gq) fp32; None: q is float, and the kernel quantizes its own tile of it
+    q_scale: Tensor | None  # (B, H, Gq) fp32; None: q is float, and the kernel quantizes it
     k: Tensor  # (B, Hkv, Nk, D) int8
     k_scale: Tensor  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves
     row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
-    marked: bool = True  # a row of q that starts below -qmax held NaN; False where q comes from another quantizer
+    marked: bool = True  # a row of q that starts with -qmax - 1 stands for NaN; False for q of other quantizers
 
 
 class Values(NamedTuple):
@@ -109,7 +109,7 @@ class Lengths(NamedTuple):
 class Bias(NamedTuple):
     """What is added to the logits besides Q K^T."""
 
-    mask: Tensor | None = None  # bool or float, (M, H, N, Nk), batch b uses b % M, other dimensions of 1 broadcast
+    mask: Tensor | None = None  # bool or float, (M, H, N, Nk); batch b uses b % M, other dimensions of 1 broadcast
     rel_h: Tensor | None = None  # (B, H, N, Kh)
     rel_w: Tensor | None = None  # (B, H, N, Kw)
     causal: bool = False
@@ -127,7 +127,7 @@ def transposes_values(pv: str) -> bool:
 
 
 def p_range(variant: AttentionVariant) -> float:
-    """The number that 1 in P becomes. With FP16 sums of a block of keys it is 1/64: they stay as small as V itself."""
+    """The quantized value of 1 in P. It is 1/64 for FP16 sums over a block of keys, so that they do not exceed V."""
     if variant.pv == "fp8":
         return fp8_ranges(variant.accumulator)[0]
     if variant.pv == "int8":

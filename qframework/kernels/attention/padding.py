@@ -2,10 +2,10 @@
 
 Formula, for the keys that the mask hides from every query::
 
-    K = mean of the keys that are seen (smooth K), or 0        V = mean of the values seen (smooth V), or 0
+    K = mean of the other keys (smooth K), or 0        V = mean of the other values (smooth V), or 0
 
-What stands there has weight 0, so the result is that of float attention, whatever padding holds. Looks at masks where
-it costs little: those that broadcast over queries, and bool masks that broadcast over heads. Reads nothing back.
+These keys have weight 0, so what padding holds does not change the result. Only masks that are cheap to reduce are
+considered: those that broadcast over queries, and bool masks that broadcast over heads. Does not synchronize.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Keys so far below the largest number of their mask have weight 0, whatever the logits; float16's lowest is -65504
+# Keys whose mask is this far below its maximum have weight 0 for any logits; float16's lowest is -65504.
 _HIDING = 6e4
 
 
 def hidden_keys(mask: Tensor | None, batch: int, heads: int, keys: int) -> Tensor | None:
-    """``(B or 1, Hkv or 1, Nk, 1)`` bool: keys that ``mask`` hides from every query; None where that is not asked.
+    """``(B or 1, Hkv or 1, Nk, 1)`` bool: keys that ``mask`` hides from every query; None where it is not reduced.
 
     ``mask`` is 4-D and broadcasts, as in :class:`~qframework.kernels.attention.operands.Bias`; ``heads`` are K's.
     """
@@ -32,7 +32,7 @@ def hidden_keys(mask: Tensor | None, batch: int, heads: int, keys: int) -> Tenso
     if mask.dtype == torch.bool and (by_key or mask.shape[1] == 1):
         hidden = ~(mask if by_key else mask.any(2, keepdim=True))
     elif by_key:
-        hidden = mask < mask.amax(-1, keepdim=True) - _HIDING  # a row of one low number hides nothing
+        hidden = mask < mask.amax(-1, keepdim=True) - _HIDING  # a row of equal numbers hides nothing
     else:
         return None
     if hidden.shape[1] > max(heads, 1):
@@ -43,7 +43,7 @@ def hidden_keys(mask: Tensor | None, batch: int, heads: int, keys: int) -> Tenso
 
 
 def without_hidden(x: Tensor, hidden: Tensor, smooth: bool) -> Tensor:
-    """``x (B, Hkv, Nk, D)`` with the mean of the other tokens, or 0, in the place of those in ``hidden``."""
+    """``x (B, Hkv, Nk, D)`` with tokens in ``hidden`` replaced by the mean of the others (``smooth``) or 0."""
     seen = x.masked_fill(hidden, 0.0)
     if not smooth:
         return seen

@@ -11,9 +11,9 @@ for each block of queries; ``q (B, H, N, D)`` int8; scales ``(B, H, G)`` float32
 :func:`~qframework.kernels.attention.variants.token_groups`. INT4 is packed ``(B, H, N, ceil(D / 2))``: the low half of
 byte ``j`` is channel ``j``, the high half channel ``j + ceil(D / 2)``, so that unpacking needs no shuffle.
 
-NaN and infinity: a query that holds one has no say in its group's scale and becomes a row of ``-qmax - 1``, which is no
-other number's: its own result will be NaN, as in float attention, and no other row's. A key that holds one gives its
-group the scale NaN, and NaN to every query that attends to a key of the group.
+NaN and infinity: a query that holds one is excluded from its group's scale and becomes a row of ``-qmax - 1``, which no
+number maps to. Attention returns NaN for that row only, as float attention does. A key that holds one gives its group
+the scale NaN, and so NaN to every query that attends to a key of the group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.errors import UnsupportedError
+from qframework.errors import UnsupportedError, either
 from qframework.kernels.attention.operands import AttentionShape, check_offsets, last_contiguous, sequence_of
 from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
@@ -60,7 +60,7 @@ def unpack_int4(packed: Tensor, channels: int) -> Tensor:
 def quantize_tokens_ref(
     x: Tensor, mean: Tensor | None, factor: float, granularity: str, role: str, bits: int = 8
 ) -> tuple[Tensor, Tensor]:
-    """Integers ``(B, H, N, D)`` and scales ``(B, H, G)`` float32; arguments as of ``attention_quantize``."""
+    """Reference of ``qframework::attention_quantize``, except that INT8 results need not be contiguous."""
     groups, tokens = token_groups(granularity, role), x.shape[2]
     y = x.float()
     if mean is not None:
@@ -72,8 +72,8 @@ def quantize_tokens_ref(
     amax, rows = y.new_zeros(*y.shape[:2], count), y.new_zeros(y.shape[:3])
     if y.numel():
         rows = y.abs().amax(-1)
-        said = torch.where(rows.isfinite(), rows, 0.0) if role == "query" else rows
-        amax = amax.scatter_reduce(2, index.expand_as(rows), said, "amax")
+        counted = torch.where(rows.isfinite(), rows, 0.0) if role == "query" else rows
+        amax = amax.scatter_reduce(2, index.expand_as(rows), counted, "amax")
     scale = scale_of(amax.amax().expand_as(amax) if granularity == "per_tensor" and amax.numel() else amax, bits)
     qmax = qmax_of(bits)
     q = torch.clamp(torch.round(y * (1.0 / scale)[:, :, index, None]), -qmax, qmax).nan_to_num(0.0).to(torch.int8)
@@ -83,12 +83,12 @@ def quantize_tokens_ref(
 
 
 def is_marked(q: Tensor, bits: int) -> Tensor:
-    """Which rows of unpacked queries ``(..., N, D)`` held NaN or infinity: ``(..., N)`` bool."""
+    """Which rows of unpacked queries ``(..., N, D)`` are marked as NaN or infinity: ``(..., N)`` bool."""
     return q[..., 0] < -qmax_of(bits)
 
 
 def scale_of(amax: Tensor, bits: int) -> Tensor:
-    """Scales from magnitudes; a group with NaN or infinity gets NaN, which reaches the output."""
+    """Scales from magnitudes; NaN for a group with NaN or infinity."""
     scale = (amax / qmax_of(bits)).clamp(min=MIN_SCALE)
     return torch.where(amax.isfinite(), scale, torch.nan)
 
@@ -116,7 +116,7 @@ def group_scale(
 
 @triton.jit
 def row_amax(y):
-    """max|y| of each row; infinity for a row that holds NaN, which max would drop."""
+    """max|y| of each row; infinity for a row that holds NaN, which max would ignore."""
     amax = tl.max(tl.abs(y), 1)
     return tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("inf"), amax)
 
@@ -129,25 +129,25 @@ def to_integers(y, inv_scale, QMAX: tl.constexpr):
 
 @triton.jit
 def finite_rows(amax):
-    """Rows' magnitudes, 0 for a query that holds NaN or infinity: it has no say in its group's scale."""
+    """Magnitudes of rows, 0 for queries that hold NaN or infinity, which the group's scale ignores."""
     return tl.where(amax < float("inf"), amax, 0.0)
 
 
 @triton.jit
 def mark_rows(q, amax, inside, QMAX: tl.constexpr):
-    """The number below -QMAX in queries that hold NaN or infinity, in channels ``inside`` (BLOCK_D,)."""
+    """Set queries that hold NaN or infinity to -QMAX - 1, in channels ``inside`` (BLOCK_D,)."""
     return tl.where((amax < float("inf"))[:, None] | ~inside[None, :], q, -QMAX - 1).to(tl.int8)
 
 
 @triton.jit
 def finite_or_zero(x):
-    """``x`` with 0 for NaN and infinity, for means, which softmax does not see and so need not be exact."""
+    """``x`` with 0 for NaN and infinity, for means, whose exact value does not change the softmax."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
 @triton.jit
 def _token_mean(base, stride, tokens, D, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Mean of all tokens of a head, (BLOCK_D,) float32, block by block as token_statistics adds them."""
+    """Mean of all tokens of a head, (BLOCK_D,) float32, summed in the order of token_statistics."""
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
     for start in range(0, tokens, TILE):
@@ -189,7 +189,7 @@ def _attention_quantize_kernel(
     MEAN: tl.constexpr,  # "none", "given", or "compute": of all tokens of the head, INT8 only
     GIVEN_SCALE: tl.constexpr,  # scale_ptr (B, H) is read
     STORE_Q: tl.constexpr,
-    QUERIES: tl.constexpr,  # rows that hold NaN or infinity are marked, and have no say in scales
+    QUERIES: tl.constexpr,  # mark rows that hold NaN or infinity and ignore them in scales
     VARLEN: tl.constexpr,
     BITS: tl.constexpr,
     SPAN: tl.constexpr,
@@ -237,8 +237,8 @@ def _attention_quantize_kernel(
     if GIVEN_SCALE:
         row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + b * H + h)
     else:
-        said = finite_rows(amax) if QUERIES else amax
-        scale, row_scale = group_scale(said, QMAX, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
+        counted = finite_rows(amax) if QUERIES else amax
+        scale, row_scale = group_scale(counted, QMAX, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
         g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
         tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
     if STORE_Q:
@@ -265,9 +265,9 @@ def quantize_tokens_triton(
     longest: int = 0,
     smooth: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_tokens_ref`` on a GPU, also of packed sequences that begin at ``starts``.
+    """``quantize_tokens_ref`` on a GPU, also for packed sequences with offsets ``starts``.
 
-    ``smooth``: subtract the mean over tokens, computed in the same kernel; for heads of few tokens.
+    ``smooth`` subtracts the mean over tokens, computed in the same kernel; for heads with few tokens.
     """
     check_device(x.device)
     x = last_contiguous(x)
@@ -349,7 +349,7 @@ class AttentionQuantizeArguments(NamedTuple):
     bits: int = 8
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Integers and scales before they are computed."""
+        """Uninitialized integers and scales."""
         x, groups = self.x, token_groups(self.granularity, self.role)
         q = x.new_empty((*x.shape[:3], x.shape[3] if self.bits == 8 else (x.shape[3] + 1) // 2), dtype=torch.int8)
         if groups.span >= 2**30:
@@ -358,34 +358,38 @@ class AttentionQuantizeArguments(NamedTuple):
         return q, x.new_empty((*x.shape[:2], spans * groups.groups), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming the argument."""
+        """Raise UnsupportedError for an invalid argument."""
         x, mean, _, granularity, role, bits = self
         name = "attention_quantize"
         check_dtype(name, "x", x, FLOAT_DTYPES)
         check_same_device(name, x, mean=mean)
         if x.ndim != 4:
-            raise UnsupportedError(f"{name}: x has shape {tuple(x.shape)}; accepted: (B, H, N, D)")
+            raise UnsupportedError(f"{name}: x must have shape (B, H, N, D), got {tuple(x.shape)}")
         if bits not in (8, 4):
-            raise UnsupportedError(f"{name}: bits={bits}; accepted: 8, 4")
+            raise UnsupportedError(f"{name}: bits must be 8 or 4, got {bits}")
         token_groups(granularity, role)
-        if mean is not None:
-            check_dtype(name, "mean", mean, (torch.float32,))
-            blocks = -(-x.shape[2] // QUERY_BLOCK)
-            if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
-                raise UnsupportedError(
-                    f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
-                    f"(B, H, {blocks}, D)"
-                )
+        check_mean(name, x, mean)
+
+
+def check_mean(operator: str, x: Tensor, mean: Tensor | None) -> None:
+    """Raise UnsupportedError unless ``mean`` is None, or float32 for the head or for each block of queries of ``x``."""
+    if mean is None:
+        return
+    check_dtype(operator, "mean", mean, (torch.float32,))
+    batch, heads, tokens, channels = x.shape
+    shapes = [(batch, heads, means, channels) for means in (1, -(-tokens // QUERY_BLOCK))]
+    if mean.shape not in shapes:
+        raise UnsupportedError(f"{operator}: mean must have shape {either(shapes)}, got {tuple(mean.shape)}")
 
 
 def attention_quantize_cpu(x: AttentionQuantizeArguments) -> tuple[Tensor, Tensor]:
-    """On the CPU."""
+    """``attention_quantize`` on a CPU."""
     q, scale = quantize_tokens_ref(*x)
     return q.contiguous(), scale.contiguous()
 
 
 def attention_quantize_triton(x: AttentionQuantizeArguments) -> tuple[Tensor, Tensor]:
-    """On a GPU."""
+    """``attention_quantize`` on a GPU."""
     return quantize_tokens_triton(*x._replace(mean=None if x.mean is None else x.mean.contiguous()))
 
 
@@ -409,14 +413,14 @@ def attention_quantize(
         mean: float32, subtracted first: ``(B, H, 1, D)`` (smooth K) or one for each block of 128 tokens (smooth Q).
         factor: multiplied afterwards: ``scale * log2(e)`` for queries, 1.0 for keys.
         granularity: which tokens share a scale, see ``AttentionVariant``.
-        role: ``"query"`` or ``"key"``; they group differently.
-        bits: 8, or 4 packed two to a byte.
+        role: ``"query"`` or ``"key"``, which group tokens differently.
+        bits: 8, or 4, stored two to a byte.
 
     Returns:
-        int8 ``(B, H, N, D)`` (INT4: ``ceil(D / 2)`` bytes) and float32 scales ``(B, H, G)``. NaN and infinity in a key
-        give its group a NaN scale; a query that holds one is a row of -128 (INT4: -8), whose result will be NaN.
+        int8 ``(B, H, N, D)`` (INT4: ``ceil(D / 2)`` bytes) and float32 scales ``(B, H, G)``. NaN or infinity in a key
+        gives its group a NaN scale; a query that holds one becomes a row of -128 (INT4: -8), whose result is NaN.
 
     Raises:
-        UnsupportedError: dtype, shape, granularity, role, bits, or a GPU below sm_80.
+        UnsupportedError: an invalid dtype, shape, granularity, role or bits, or a GPU below sm_80.
     """
     return torch.ops.qframework.attention_quantize(x, mean, factor, granularity, role, bits)

@@ -5,9 +5,9 @@ Formula (SageAttention 4.3, SageAttention2, SageAttention2++ eq. 2)::
     s[d] = max over tokens |v - mean| / v_range         v_range: 127 (INT8), 448 (FP8), 4.5 (FP8, FP16 accumulator)
     q    = round((v - mean) * (1 / s))                  mean only with smooth V
 
-Layout: ``v (B, H, N, D)`` any strides; ``q (B, H, D, P)``: tensor cores read 8-bit operands along the tokens; P is N
-rounded up to a multiple of 64, padded with zeros. Scales and mean ``(B, H, D)`` float32.
-Where there is no FP8 (sm_80) the same E4M3 numbers are stored in float16.
+Layout: ``v (B, H, N, D)`` any strides; ``q (B, H, D, P)``, since tensor cores read 8-bit operands along the tokens; P
+is N rounded up to a multiple of 64, padded with zeros. Scales and mean ``(B, H, D)`` float32.
+Chips without FP8 (sm_80) store the same E4M3 numbers in float16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.errors import UnsupportedError
+from qframework.errors import UnsupportedError, either
 from qframework.kernels.attention.operands import AttentionShape, check_offsets, last_contiguous, sequence_of
 from qframework.kernels.attention.token_statistics import (
     BlockStatistics,
@@ -44,7 +44,7 @@ def padded_tokens(tokens: int) -> int:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether Triton multiplies E4M3 there; elsewhere the same numbers go through float16."""
+    """Whether Triton multiplies E4M3 on ``device``; elsewhere the same numbers are stored in float16."""
     if INTERPRET or device.type != "cuda":  # the interpreter's FP8 casts truncate
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -61,8 +61,8 @@ def value_scale(stats: BlockStatistics, tokens: Tensor | int, v_range: float, sm
 def values_in_fp16(v: Tensor, packed: bool = False) -> tuple[Tensor, Tensor]:
     """``(v / scale)`` in float16 and the scale of each channel, ``(B, H, D)`` float32 or, packed, ``(1, H, D)``.
 
-    Scales are powers of two that bring a channel's largest magnitude to 2**14 to 2**15: bfloat16 reaches further than
-    float16, and its 8 bits fit, so that nothing is rounded but what is 2**-38 of the largest.
+    Scales are powers of two that bring a channel's largest magnitude to between 2**14 and 2**15. The 8 bits of bfloat16
+    fit float16, so rounding errors are below 2**-38 of the largest.
     """
     top = torch.linalg.vector_norm(v, torch.inf, dim=0 if packed else 2, keepdim=True, dtype=torch.float32)
     power = (top.clamp(min=2.0**-100).view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -73,7 +73,7 @@ def values_in_fp16(v: Tensor, packed: bool = False) -> tuple[Tensor, Tensor]:
 
 
 def quantize_values_ref(v: Tensor, kind: str, v_range: float, smooth: bool = False) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers or FP8 ``(B, H, D, P)``, scales and means ``(B, H, D)`` float32; arguments as of ``value_quantize``."""
+    """Reference of ``qframework::value_quantize``."""
     batch, heads, tokens, channels = v.shape
     if tokens == 0:
         scale = v.new_full((batch, heads, channels), MIN_SCALE, dtype=torch.float32)
@@ -87,10 +87,10 @@ def quantize_values_ref(v: Tensor, kind: str, v_range: float, smooth: bool = Fal
 
 @triton.jit
 def round_to_e4m3(x):
-    """Round float32 to the nearest number of E4M3, half to even, |x| <= 448: arithmetic for chips without FP8.
+    """Round float32, |x| <= 448, half to even to E4M3 with float32 arithmetic, for chips without FP8.
 
     Normal numbers keep 3 bits after the leading one; below 2**-6 the step is 2**-9. Adding and subtracting 1.5 * 2**23
-    steps drops everything below a step.
+    steps rounds to a multiple of the step.
     """
     exponent = (x.to(tl.int32, bitcast=True) >> 23) & 0xFF
     step_exponent = tl.maximum(exponent, 127 - 6) - 3
@@ -115,7 +115,7 @@ def _value_quantize_kernel(
     stride_vn,
     V_RANGE: tl.constexpr,
     KIND: tl.constexpr,  # "int8" or "fp8"
-    ROUND: tl.constexpr,  # to E4M3's numbers by arithmetic, where q_ptr is float16
+    ROUND: tl.constexpr,  # to E4M3 by float32 arithmetic, where q_ptr is float16
     VARLEN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -151,7 +151,7 @@ def _value_quantize_kernel(
 def quantize_values_triton(
     v: Tensor, kind: str, v_range: float, smooth: bool = False, starts: Tensor | None = None, longest: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_values_ref`` on a GPU, also of packed sequences that begin at ``starts``."""
+    """``quantize_values_ref`` on a GPU, also for packed sequences with offsets ``starts``."""
     check_device(v.device)
     v = last_contiguous(v)
     check_offsets("value_quantize", v=v)
@@ -198,7 +198,7 @@ class ValueQuantizeArguments(NamedTuple):
     smooth: bool = False
 
     def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Integers, scales and means before they are computed."""
+        """Uninitialized integers, scales and means."""
         batch, heads, tokens, channels = self.v.shape
         cpu = self.v.device.type == "cpu"  # torch has FP8 on every CPU
         native = self.kind == "int8" or cpu or has_fp8(self.v.device)
@@ -208,12 +208,12 @@ class ValueQuantizeArguments(NamedTuple):
         return q, scale, mean
 
     def check(self) -> None:
-        """Raise UnsupportedError, naming the argument."""
+        """Raise UnsupportedError for an invalid argument."""
         check_dtype("value_quantize", "v", self.v, FLOAT_DTYPES)
         if self.v.ndim != 4:
-            raise UnsupportedError(f"value_quantize: v has shape {tuple(self.v.shape)}; accepted: (B, H, N, D)")
+            raise UnsupportedError(f"value_quantize: v must have shape (B, H, N, D), got {tuple(self.v.shape)}")
         if self.kind not in _STORED:
-            raise UnsupportedError(f"value_quantize: kind={self.kind!r} is unknown; accepted: {', '.join(_STORED)}")
+            raise UnsupportedError(f"value_quantize: kind must be {either(_STORED)}, got {self.kind!r}")
 
 
 VALUE_QUANTIZE = declare(
@@ -231,13 +231,13 @@ def value_quantize(v: Tensor, kind: str, v_range: float, smooth: bool = False) -
     Args:
         v: ``(B, H, N, D)`` fp32, fp16 or bf16.
         kind: ``"int8"`` or ``"fp8"``.
-        v_range: the number a channel's largest magnitude becomes; 127 for INT8, at most 448 for FP8.
+        v_range: the quantized value of a channel's largest magnitude; 127 for INT8, at most 448 for FP8.
         smooth: subtract the mean over tokens first; attention adds it to its output.
 
     Returns:
-        the quantized values transposed and padded, ``(B, H, D, P)``, their scale and their mean, ``(B, H, D)`` float32.
+        The quantized values, transposed and padded, ``(B, H, D, P)``; their scale and mean, ``(B, H, D)`` float32.
 
     Raises:
-        UnsupportedError: dtype, shape, kind, or a GPU below sm_80.
+        UnsupportedError: an invalid dtype, shape or kind, or a GPU below sm_80.
     """
     return torch.ops.qframework.value_quantize(v, kind, v_range, smooth)

@@ -7,14 +7,13 @@ Formula, over blocks j of keys with an online softmax (SageAttention algorithm 1
     O   = O * exp2(m_old - m) + round(P_j) V_j          out = O / l * s_v + mean_v
 
 ``P_range`` (127 for INT8, 448 or 224 for FP8, 1/64 for FP16 accumulators, else 1) is folded into the exponent and
-leaves through ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys
-and then join the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32 accumulator
-are summed in O itself.
+cancels with ``l``. INT8 and FP8 products, and those with an FP16 accumulator, start at zero in every block of keys and
+are then added to the FP32 buffer O (the two-level accumulation of SageAttention2). 16-bit products with an FP32
+accumulator are accumulated in O directly.
 
 Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)`` int8 with scales ``(B, H, G)``; ``v (B, Hkv, Nk, Dv)`` in 16 or 32 bit
 or int8 (QAttn), or ``(B, Hkv, Dv, P)`` int8 or FP8 from ``value_quantize``. ``out (B, H, N, Dv)`` in the memory order
-(B, N, H, Dv), so that merging the heads is a view. Reference:
-``attention_reference.quantized_attention_ref``. Causal is aligned top-left.
+(B, N, H, Dv), so that merging the heads is a view. Reference: ``quantized_attention_ref``. Causal is aligned top-left.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ from qframework.kernels.attention.variants import (
     resolve,
     token_groups,
 )
-from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare
@@ -77,7 +76,7 @@ def quantized_attention_triton(
     lse: bool = False,
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the kernel; ``(out, lse)`` with ``out`` of ``dtype``, int8 where ``out_scale`` is given.
+    """Launch the kernel and return ``(out, lse)``, with ``out`` in ``dtype``, int8 where ``out_scale`` is given.
 
     With ``lengths`` queries and keys are packed, ``(total, H, D)``.
     """
@@ -104,7 +103,7 @@ def quantized_attention_triton(
     if quantize_q:
         tile = tile.holding(q_groups.span)
     whole_rows = bias.rel_w is not None and bias.rel_w.shape[-1] == tile.block_n
-    if whole_rows and tile.block_m >= 128:  # the width's factor stays in registers beside the accumulator
+    if whole_rows and tile.block_m >= 128:  # rel_w takes registers next to the accumulator
         tile = tile._replace(num_warps=8)
     accumulate_fp16 = variant.accumulator == "fp16" and (mode == "fp8" or values.v.dtype == torch.float16)
     if accumulate_fp16 and mode == "fp8":
@@ -160,7 +159,7 @@ def quantized_attention_triton(
 
 
 def _mode(variant: AttentionVariant, v: Tensor) -> str:
-    """The kernel's product of P and V: the variant's, with V's own float dtype where it stays in float."""
+    """The kernel's product of P and V: the variant's, or "fp32" where V stays in float32."""
     return "fp32" if variant.pv == "fp16" and v.dtype == torch.float32 else variant.pv
 
 
@@ -211,22 +210,22 @@ class QuantizedAttentionArguments(NamedTuple):
 
     @property
     def chosen(self) -> AttentionVariant:
-        """The variant that its name or spec stands for."""
+        """The resolved variant."""
         return resolve(self.variant)
 
     @property
     def width(self) -> int:
-        """Channels of queries and keys, of which INT4 stores two in a byte."""
+        """Channels of queries and keys; INT4 stores two to a byte."""
         return self.channels if self.channels is not None else self.q.shape[3] * (2 if self.chosen.qk_bits == 4 else 1)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Result and log-sum-exp before they are computed."""
+        """Uninitialized result and log-sum-exp."""
         q, width = self.q, self.v.shape[2 if transposes_values(self.chosen.pv) else 3]
         out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], width, q, self.out_dtype or torch.float16)
         return out, q.new_empty(q.shape[:3] if self.return_lse else (0,), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        """Raise QFrameworkError for an invalid argument."""
         q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w = self[:11]
         variant = self.variant
         name, chosen = "quantized_attention", self.chosen
@@ -235,31 +234,28 @@ class QuantizedAttentionArguments(NamedTuple):
         check_same_device(name, q, q_scale=q_scale, k=k, k_scale=k_scale, v=v, **others)
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
-                raise QFrameworkError(f"{name}: {argument} has shape {tuple(x.shape)}; accepted: 4 dimensions")
+                raise QFrameworkError(f"{name}: {argument} must have 4 dimensions, got shape {tuple(x.shape)}")
         for argument, x in (("q", q), ("k", k)):
             check_dtype(name, argument, x, (torch.int8,))
         if chosen.pv == "fp16":
             check_dtype(name, "v", v, FLOAT_DTYPES)
         elif v_scale is None:
-            raise QFrameworkError(
-                f"{name}: variant={variant!r} quantizes v, and v_scale is None; pass value_quantize's scale"
-            )
+            raise QFrameworkError(f"{name}: v_scale must be value_quantize's scale for variant {variant!r}, got None")
         if q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[1] % max(k.shape[1], 1):
             raise QFrameworkError(
-                f"{name}: q {tuple(q.shape)} and k {tuple(k.shape)} do not fit; accepted: (B, H, N, D) and (B, Hkv, "
-                "Nk, D) where Hkv divides H"
+                f"{name}: q and k must have shapes (B, H, N, D) and (B, Hkv, Nk, D) where Hkv divides H, got "
+                f"{tuple(q.shape)} and {tuple(k.shape)}"
             )
         for argument, scale, x, role in (("q_scale", q_scale, q, "query"), ("k_scale", k_scale, k, "key")):
             check_dtype(name, argument, scale, (torch.float32,))
-            expected = (*x.shape[:2], token_groups(chosen.granularity, role).count(x.shape[2]))
-            if scale.shape != expected:
-                raise QFrameworkError(f"{name}: {argument} has shape {tuple(scale.shape)}; accepted: {expected}")
+            groups = token_groups(chosen.granularity, role).count(x.shape[2])
+            check_shape(name, argument, scale, (*x.shape[:2], groups))
         _check_values(name, v, k, transposes_values(chosen.pv))
         if attn_mask is not None and attn_mask.ndim != 4:
-            raise QFrameworkError(f"{name}: attn_mask has shape {tuple(attn_mask.shape)}; accepted: 4 dimensions")
+            raise QFrameworkError(f"{name}: attn_mask must have 4 dimensions, got shape {tuple(attn_mask.shape)}")
         if max(self.width, q.shape[3]) > MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"{name}: q has shape {tuple(q.shape)}; accepted: head dimensions up to {MAX_HEAD_DIM}"
+                f"{name}: q must have a head dimension of at most {MAX_HEAD_DIM}, got shape {tuple(q.shape)}"
             )
 
 
@@ -268,7 +264,7 @@ def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
     keys = padded_tokens(k.shape[2]) if transposed else k.shape[2]
     if v.shape[:2] != k.shape[:2] or v.shape[3 if transposed else 2] != keys:
         layout = f"(B, Hkv, Dv, {keys}) from value_quantize" if transposed else f"(B, Hkv, {keys}, Dv)"
-        raise QFrameworkError(f"{name}: v has shape {tuple(v.shape)} with k {tuple(k.shape)}; accepted: {layout}")
+        raise QFrameworkError(f"{name}: v must have shape {layout} for k {tuple(k.shape)}, got {tuple(v.shape)}")
 
 
 def _operands(x: QuantizedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
@@ -323,34 +319,34 @@ def quantized_attention(
     return_lse: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries and keys that are integers already, for pipelines that quantize elsewhere (RoPE, a cache).
+    """Attention of quantized queries and keys, for pipelines that quantize elsewhere (RoPE, a KV cache).
 
     Args:
-        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``; the result of a
-            row that starts with -128 (INT4: -8) is NaN, which is how they mark NaN in a query.
+        q: ``(B, H, N, D)`` int8 from ``attention_quantize`` or ``rope_quantize`` with role ``"query"``. They mark a
+            query with NaN by a row that starts with -128 (INT4: -8), whose result is NaN.
         q_scale: its scales, ``(B, H, G)`` fp32.
         k: ``(B, Hkv, Nk, D)`` int8, quantized with role ``"key"``; ``Hkv`` divides ``H``.
         k_scale: its scales.
         v: ``(B, Hkv, Nk, Dv)`` float for ``pv="fp16"``, int8 with ``v_scale (B, Hkv, 1)`` for
-            ``pv="int8_dequantized"``, else ``value_quantize``'s.
+            ``pv="int8_dequantized"``, else from ``value_quantize``.
         v_scale: V's scale, with quantized values.
         v_mean: ``value_quantize``'s mean, with smooth V.
         row_bias: ``(B, H, ceil(N / 128), Nk)`` float32, smooth Q's logits in base 2.
         attn_mask: bool or float, four dimensions, 1 where it broadcasts.
         rel_h: decomposed relative positions as in ``mixed_attention``.
         rel_w: with ``rel_h``.
-        is_causal: query ``i`` sees keys ``0..i``.
-        logit_scale: what one unit of ``q k`` is in base-2 logits; 1.0 where ``attention_quantize`` folded it into Q.
-        variant: says what the operands are.
-        channels: D of packed INT4 operands with an odd head dimension.
-        return_lse: also the log of the sum of exponentials, not corrected for K's mean.
+        is_causal: query ``i`` attends to keys ``0..i``.
+        logit_scale: factor from ``q k`` to base-2 logits; 1.0 where ``attention_quantize`` folded it into Q.
+        variant: name or spec of the variant that the operands belong to.
+        channels: D, for packed INT4 operands with an odd D.
+        return_lse: also return the log of the sum of exponentials, without a correction for K's mean.
         out_dtype: float16 by default.
 
     Returns:
         ``out (B, H, N, Dv)``, in memory (B, N, H, Dv), and ``lse (B, H, N)`` float32 or an empty tensor.
 
     Raises:
-        UnsupportedError, QFrameworkError: dtype, device, shape or scale, by argument; a GPU below sm_80.
+        UnsupportedError, QFrameworkError: an invalid dtype, device, shape or scale; a GPU below sm_80.
     """
     return torch.ops.qframework.quantized_attention(
         q, q_scale, k, k_scale, v, v_scale, v_mean, row_bias, attn_mask, rel_h, rel_w, is_causal, logit_scale, variant,

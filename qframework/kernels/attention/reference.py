@@ -1,7 +1,7 @@
 """The reference of quantized attention: the kernel's arithmetic in plain torch, in any float dtype.
 
-Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`. In float32 it is the
-CPU implementation, in float64 the oracle of the kernel's own error.
+Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`. In float32 it is the CPU
+implementation.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def quantized_attention_ref(
 ) -> tuple[Tensor, Tensor]:
     """``(out (B, H, N, Dv), lse (B, H, N))`` in ``dtype``, block by block like the kernel.
 
-    With float64 it is the oracle of the kernel's own error: the same quantized operands, exact arithmetic between the
-    roundings that define the variant.
+    In float64 it gives the kernel's result up to the kernel's own error: the operands are the same, and the arithmetic
+    between the roundings that define the variant is exact.
     """
     q, k = (unpack_int4(x, qk.channels) if variant.qk_bits == 4 else x for x in (qk.q, qk.k))
     assert qk.q_scale is not None, "only the Triton kernel quantizes queries itself"
@@ -71,15 +71,15 @@ def _repeat(x: Tensor, group: int) -> Tensor:
 
 
 def _unit(bias: Bias) -> float:
-    """What a logit is multiplied by to be one of base 2: 1, except that beside a float mask logits are natural ones.
+    """The factor from logits to base-2 logits: 1, or log2(e) with a float mask, next to which logits stay natural.
 
-    The lowest float32, which masks hold, has no multiple in float32.
+    Masks hold the lowest float32, which scaling would overflow.
     """
     return LOG2_E if bias.mask is not None and bias.mask.dtype != torch.bool else 1.0
 
 
 def _add_bias(s: Tensor, row_bias: Tensor | None, bias: Bias, n: slice, keys: int, unit: float) -> Tensor:
-    """Everything beside Q K^T, in the unit of ``s``, for the keys of slice ``n``."""
+    """Add all biases to the logits ``s`` of the keys in slice ``n``, in the unit of ``s``."""
     tokens = s.shape[2]
     if row_bias is not None:
         s = s + row_bias[..., n].repeat_interleave(QUERY_BLOCK, dim=2)[:, :, :tokens].to(s.dtype) / unit

@@ -7,13 +7,12 @@ Formula (SageAttention section 4.6; RoPE of Su et al.), for channels ``a`` and `
     s   = max|y| / 127 over a group of tokens,    q = clamp(round_half_even(y * (1 / s)), -127, 127)
 
 Pairs are ``(i, i + rotary_dim / 2)`` (half-split: GPT-NeoX, Llama, transformers) or ``(2 i, 2 i + 1)`` (interleaved:
-GPT-J, flash-attention's ``interleaved=True``). The rotated tensor stays in float32 registers: nothing is rounded to
-16 bit between the rotation and the integers, and nothing but integers and scales is written.
+GPT-J, flash-attention's ``interleaved=True``). The rotated tensor stays in float32 registers: it is neither rounded to
+16 bit nor written to memory.
 
-Layout: ``x (B, H, N, D)`` any strides; ``q`` and scales exactly as
-:mod:`~qframework.kernels.attention.quantize_qk` writes them, so that either feeds ``quantized_attention``. Smooth K
-needs the mean of the rotated keys, which ``rope_mean`` computes in one reading. Reference: ``rope_ref``,
-``rope_mean_ref``, ``rope_quantize_ref``.
+Layout: ``x (B, H, N, D)`` any strides; ``q`` and scales as in :mod:`~qframework.kernels.attention.quantize_qk`, ready
+for ``quantized_attention``. Smooth K needs the mean of the rotated keys, which ``rope_mean`` computes in one pass.
+Reference: ``rope_ref``, ``rope_mean_ref``, ``rope_quantize_ref``.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.errors import QFrameworkError
 from qframework.kernels.attention.operands import check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_qk import (
     AttentionQuantizeArguments,
+    check_mean,
     finite_or_zero,
     finite_rows,
     group_scale,
@@ -38,10 +37,10 @@ from qframework.kernels.attention.quantize_qk import (
 )
 from qframework.kernels.attention.rotation import Rotation, load_pairs, load_rotated, rope_ref, rotation_of, store_pairs
 from qframework.kernels.attention.variants import QUERY_BLOCK, TokenGroups, token_groups
-from qframework.kernels.runtime.checks import check_dtype, check_same_device
+from qframework.kernels.runtime.checks import check_same_device
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
-from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
+from qframework.kernels.runtime.operator import declare, refuse_backward, refuse_transforms
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE
@@ -57,11 +56,11 @@ class RopeMeanArguments(NamedTuple):
     rotary_dim: int | None = None
 
     def empty_result(self) -> Tensor:
-        """The mean before it is computed."""
+        """An uninitialized mean."""
         return self.x.new_empty((*self.x.shape[:2], 1, self.x.shape[3]), dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        """Raise QFrameworkError for an invalid argument."""
         rotation_of("rope_mean", self.x, self.cos, self.sin, self.rotary_dim)
 
 
@@ -79,25 +78,16 @@ class RopeQuantizeArguments(NamedTuple):
     rotary_dim: int | None = None
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Integers and scales before they are computed."""
+        """Uninitialized integers and scales."""
         return AttentionQuantizeArguments(self.x, self.mean, self.factor, self.granularity, self.role).empty_result()
 
     def check(self) -> None:
-        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        """Raise QFrameworkError for an invalid argument."""
         name = "rope_quantize"
-        x, mean = self.x, self.mean
-        rotation_of(name, x, self.cos, self.sin, self.rotary_dim)
+        rotation_of(name, self.x, self.cos, self.sin, self.rotary_dim)
         token_groups(self.granularity, self.role)
-        if mean is None:
-            return
-        check_same_device(name, x, mean=mean)
-        check_dtype(name, "mean", mean, (torch.float32,))
-        blocks = -(-x.shape[2] // QUERY_BLOCK)
-        if mean.shape not in ((*x.shape[:2], 1, x.shape[3]), (*x.shape[:2], blocks, x.shape[3])):
-            raise QFrameworkError(
-                f"{name}: mean has shape {tuple(mean.shape)} for x {tuple(x.shape)}; accepted: (B, H, 1, D) or "
-                f"(B, H, {blocks}, D)"
-            )
+        check_same_device(name, self.x, mean=self.mean)
+        check_mean(name, self.x, self.mean)
 
 
 def rope_mean_ref(x: RopeMeanArguments) -> Tensor:
@@ -137,15 +127,15 @@ def _rope_quantize_kernel(
     MIN_SCALE: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     FULL: tl.constexpr,
-    PARTIAL: tl.constexpr,  # 2 pairs < D: channels that are not rotated
+    PARTIAL: tl.constexpr,  # 2 pairs < D: some channels are not rotated
     HAS_MEAN: tl.constexpr,
     MODE: tl.constexpr,  # "sum"; "scale"; "quantize" with a given scale, SPAN a multiple of TILE; "both", a divisor
-    QUERIES: tl.constexpr,  # rows that hold NaN or infinity are marked, and have no say in scales
+    QUERIES: tl.constexpr,  # mark rows that hold NaN or infinity and ignore them in scales
     SPAN: tl.constexpr,
     GROUPS: tl.constexpr,
     MODULO: tl.constexpr,
     DIVISOR: tl.constexpr,
-    QUERY_BLOCK: tl.constexpr,  # tokens of one mean where there are several
+    QUERY_BLOCK: tl.constexpr,  # tokens of each mean where there are several
     TILE: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -192,8 +182,8 @@ def _rope_quantize_kernel(
         if MODE == "quantize":
             row_scale = tl.zeros((TILE,), tl.float32) + tl.load(scale_ptr + (b * H + h) * G + tile * TILE // SPAN)
         else:
-            said = finite_rows(amax) if QUERIES else amax
-            scale, row_scale = group_scale(said, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
+            counted = finite_rows(amax) if QUERIES else amax
+            scale, row_scale = group_scale(counted, 127, MIN_SCALE, SPAN, GROUPS, MODULO, DIVISOR, TILE)
             g = tile * (TILE // SPAN * GROUPS) + tl.arange(0, TILE // SPAN * GROUPS)
             tl.store(scale_ptr + (b * H + h) * G + g, scale, mask=g < G)
         if MODE != "scale":
@@ -212,10 +202,9 @@ def _rope_quantize_kernel(
 
 
 def choose_tile(channels: int, span: int) -> tuple[int, int]:
-    """``(tokens, warps)`` of a program: a thread holds 16 to 32 values of each of x's halves and as many of the tables.
+    """``(tokens, warps)`` of a program, so that a thread holds 16 to 32 values of each half of x and of each table.
 
-    Two halves and two tables at once: more than 128 channels leave no registers for a block of 128 queries, which is
-    then read twice.
+    Above 128 channels the registers do not hold a block of 128 queries, which is then read twice.
     """
     if span == 128 and channels <= 128:
         return 128, 8 if channels <= 64 else 16
@@ -223,7 +212,7 @@ def choose_tile(channels: int, span: int) -> tuple[int, int]:
 
 
 def sum_tile(channels: int) -> tuple[int, int]:
-    """``(tokens, warps)`` of a program that sums: more warps than it takes to quantize, or Blackwell spills."""
+    """``(tokens, warps)`` of a program that sums, with more warps than ``choose_tile``, or Blackwell spills."""
     return 64, 8 if channels <= 64 else 16
 
 
@@ -302,7 +291,7 @@ def rope_quantize_triton(x: RopeQuantizeArguments) -> tuple[Tensor, Tensor]:
 
 
 def _join_scales(partial: Tensor, groups: TokenGroups, tile: int, granularity: str) -> Tensor:
-    """Scales of groups of several tiles from those of the tiles, ``(B, H, tiles)``: scales grow with magnitudes."""
+    """Scales of groups that span several tiles: the maximum of the tiles' scales, ``(B, H, tiles)``."""
     if granularity == "per_tensor":
         return partial.amax().expand(*partial.shape[:2], 1).contiguous()
     if groups.span >= partial.shape[2] * tile:
@@ -344,20 +333,13 @@ ROPE_MEAN = declare(
 )
 
 
-def _no_backward(ctx, *grads):
-    raise QFrameworkError(
-        "rope_quantize and rope_mean are inference operators and have no gradient; run the model under torch.no_grad()"
-    )
-
-
-torch.library.register_autograd("qframework::rope_quantize", _no_backward, lib=LIBRARY)
-torch.library.register_autograd("qframework::rope_mean", _no_backward, lib=LIBRARY)
+refuse_backward("rope_quantize", "rope_mean")
 
 
 def rope_mean(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:
-    """Mean over tokens of the rotated ``x``, what smooth K subtracts: ``(B, H, 1, D)`` float32.
+    """Mean over tokens of the rotated ``x``, which smooth K subtracts: ``(B, H, 1, D)`` float32.
 
-    Arguments and errors as in :func:`rope_quantize`. The rotated keys are not written.
+    Arguments and errors are those of :func:`rope_quantize`. The rotated keys are not written to memory.
     """
     refuse_transforms("rope_mean", x, cos, sin)
     return torch.ops.qframework.rope_mean(x, cos, sin, interleaved, rotary_dim)
@@ -378,28 +360,28 @@ def rope_quantize(
 
     Args:
         x: ``(B, H, N, D)`` fp32, fp16 or bf16, any strides.
-        cos: fp32, fp16 or bf16 ``(N, W)``, ``(B, N, W)``, ``(B, 1, N, W)`` or ``(B, H, N, W)``. ``W = rotary_dim``, a
-            column for each channel, as transformers has it, or ``rotary_dim / 2``, a column for each pair, as
-            flash-attention has it.
+        cos: fp32, fp16 or bf16 ``(N, W)``, ``(B, N, W)``, ``(B, 1, N, W)`` or ``(B, H, N, W)``. ``W`` is ``rotary_dim``
+            with a column for each channel (transformers), or ``rotary_dim / 2`` with one for each pair
+            (flash-attention).
         sin: like ``cos``.
         interleaved: pairs are ``(2 i, 2 i + 1)``; else ``(i, i + rotary_dim / 2)``.
         factor: multiplied after the rotation: ``scale * log2(e)`` for queries, 1.0 for keys.
         granularity: which tokens share a scale, see ``AttentionVariant``.
-        role: ``"query"`` or ``"key"``; they group differently.
+        role: ``"query"`` or ``"key"``, which group tokens differently.
         mean: float32, subtracted after the rotation: ``(B, H, 1, D)`` (smooth K, see :func:`rope_mean`) or one for each
             block of 128 tokens (smooth Q).
-        rotary_dim: how many leading channels are rotated. Default: all of them where W is D or D / 2; W where it is
-            more than D / 2; else it must be given.
+        rotary_dim: the number of leading channels that are rotated. Default: D where W is D or D / 2, W where it is
+            between them; required for narrower tables.
 
     Returns:
         int8 ``(B, H, N, D)`` and float32 scales ``(B, H, G)``, the layout of
         :func:`~qframework.kernels.attention.quantize_qk.attention_quantize`.
 
-    Numerics: the rotation is float32, four roundings a channel; nothing is rounded before the integers.
+    Numerics: the rotation is float32 with up to four roundings per channel, and is not rounded to 16 bit.
 
     Raises:
-        UnsupportedError: dtype, rank, granularity, role, or a GPU below sm_80.
-        QFrameworkError: tables, mean or rotary_dim that do not fit ``x``, or tensors on different devices.
+        UnsupportedError: an unsupported dtype, rank, granularity or role, or a GPU below sm_80.
+        QFrameworkError: tables, mean or rotary_dim that do not match ``x``, or tensors on different devices.
     """
     refuse_transforms("rope_quantize", x, cos, sin, mean)
     return torch.ops.qframework.rope_quantize(x, cos, sin, interleaved, factor, granularity, role, mean, rotary_dim)

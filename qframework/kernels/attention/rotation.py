@@ -1,6 +1,6 @@
 """Rotary position embedding: formats of the cos and sin tables, the rotation in plain torch and in Triton.
 
-Formula (RoPE of Su et al.), for channels ``a`` and ``b`` of a pair; channels from ``rotary_dim`` on stay as they are::
+Formula (RoPE of Su et al.), for channels ``a`` and ``b`` of a pair; channels from ``rotary_dim`` on do not change::
 
     r_a = x_a cos_a - x_b sin_a        r_b = x_b cos_b + x_a sin_b
 
@@ -21,7 +21,7 @@ from qframework.numerics import FLOAT_DTYPES
 
 
 class Rotation(NamedTuple):
-    """Tables as views ``(B, H, N, W)``, W being ``rotary_dim``, or half of it where both of a pair share a column."""
+    """Tables as views ``(B, H, N, W)``; W is ``rotary_dim``, or half of it where pairs share a column."""
 
     cos: Tensor
     sin: Tensor
@@ -29,7 +29,7 @@ class Rotation(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """One column for each channel, not for each pair."""
+        """Whether the tables have a column for each channel instead of each pair."""
         return self.cos.shape[-1] == self.rotary_dim
 
     def columns(self, table: Tensor, interleaved: bool) -> Tensor:
@@ -40,17 +40,17 @@ class Rotation(NamedTuple):
 
 
 def rotation_of(operator: str, x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int | None) -> Rotation:
-    """Tables as views of (B, H, N, W), from any form that transformers or flash-attention use. Raises by name."""
+    """Tables of any form that transformers or flash-attention use, as views. Raises QFrameworkError."""
     check_dtype(operator, "x", x, FLOAT_DTYPES)
     check_dtype(operator, "cos", cos, FLOAT_DTYPES)
     check_dtype(operator, "sin", sin, FLOAT_DTYPES)
     check_same_device(operator, x, cos=cos, sin=sin)
     if x.ndim != 4:
-        raise UnsupportedError(f"{operator}: x has shape {tuple(x.shape)}; accepted: (B, H, N, D)")
+        raise UnsupportedError(f"{operator}: x must have shape (B, H, N, D), got {tuple(x.shape)}")
     if cos.shape != sin.shape or cos.dtype != sin.dtype:
         raise QFrameworkError(
-            f"{operator}: cos {tuple(cos.shape)} {cos.dtype} and sin {tuple(sin.shape)} {sin.dtype} differ; "
-            "accepted: one shape and dtype"
+            f"{operator}: cos and sin must have the same shape and dtype, got {tuple(cos.shape)} {cos.dtype} and "
+            f"{tuple(sin.shape)} {sin.dtype}"
         )
     batch, heads, tokens, channels = x.shape
     width = cos.shape[-1] if cos.ndim else 0
@@ -61,32 +61,32 @@ def rotation_of(operator: str, x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: 
     sizes = (batch, heads, tokens)
     if len(wanted) != 4 or wanted[2] != tokens or any(w not in (1, n) for w, n in zip(wanted[:2], sizes, strict=False)):
         raise QFrameworkError(
-            f"{operator}: cos has shape {tuple(cos.shape)} for x {tuple(x.shape)}; accepted: (N, W), (B, N, W), "
-            f"(B, 1, N, W) or (B, H, N, W) with N = {tokens}, each of B and H also 1"
+            f"{operator}: cos must have shape (N, W), (B, N, W) or (B, H, N, W) with N = {tokens}, B = {batch} or 1 "
+            f"and H = {heads} or 1, got {tuple(cos.shape)}"
         )
     cos, sin = (table.contiguous().expand(*sizes, width) for table in (cos, sin))
     return Rotation(cos, sin, rotary_dim)
 
 
 def _rotary_dim(operator: str, channels: int, width: int, rotary_dim: int | None) -> int:
-    """How many channels turn; without ``rotary_dim`` only where the width of the tables leaves no doubt."""
+    """The number of rotated channels; derived from the width of the tables where that is unambiguous."""
     if rotary_dim is None:
         rotary_dim = channels if width * 2 == channels else width
         if width * 2 < channels:
             raise QFrameworkError(
-                f"{operator}: tables of {width} columns for {channels} channels may rotate {width} or {2 * width}; "
-                "pass rotary_dim"
+                f"{operator}: rotary_dim must be given for {channels} channels with tables of {width} columns, which "
+                f"may rotate {width} or {2 * width}"
             )
     if rotary_dim % 2 or not 0 < rotary_dim <= channels or width not in (rotary_dim, rotary_dim // 2):
         raise QFrameworkError(
-            f"{operator}: rotary_dim={rotary_dim} with tables of {width} columns and {channels} channels; accepted: an "
-            f"even number up to {channels}, with tables of as many columns or half as many"
+            f"{operator}: rotary_dim must be even, at most {channels} and one or two times the {width} columns of the "
+            f"tables, got {rotary_dim}"
         )
     return rotary_dim
 
 
 def rope_ref(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, rotary_dim: int | None = None) -> Tensor:
-    """Rotary embedding of ``x (B, H, N, D)`` in float32; arguments as in :func:`rope_quantize`."""
+    """Rotary embedding of ``x (B, H, N, D)`` in float32; arguments are those of :func:`rope_quantize`."""
     rotation = rotation_of("rope", x, cos, sin, rotary_dim)
     width = rotation.rotary_dim
     rotated = x[..., :width].float()
@@ -109,7 +109,7 @@ def load_pairs(
     BLOCK_P: tl.constexpr,
 ):
     """Both channels of every pair, (ROWS, BLOCK_P) float32 each; ``other`` past the last pair and the last row."""
-    if INTERLEAVED:  # one contiguous load, taken apart in registers
+    if INTERLEAVED:  # one contiguous load, split in registers
         c = tl.arange(0, 2 * BLOCK_P)
         mask = row_mask[:, None] & (c < 2 * pairs)[None, :]
         x = tl.load(ptrs[:, None] + c[None, :], mask=mask, other=other).to(tl.float32)
@@ -126,7 +126,7 @@ def load_pairs(
 def load_table(
     ptrs, row_mask, pairs, INTERLEAVED: tl.constexpr, FULL: tl.constexpr, ROWS: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """Columns of a table for both channels of every pair; without FULL they share one."""
+    """Columns of a table for both channels of every pair, which share one without FULL."""
     if FULL:
         a, b = load_pairs(ptrs, row_mask, pairs, 0.0, INTERLEAVED, ROWS, BLOCK_P)
     else:

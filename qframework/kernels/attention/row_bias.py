@@ -2,10 +2,11 @@
 
 Formula::
 
-    out[m, n] = q_mean[m] (k[n] - k_mean)^T        in float32, without TF32, whatever PyTorch is allowed
+    out[m, n] = q_mean[m] (k[n] - k_mean)^T        in float32, never in TF32
 
-The mean of K goes first: it would cost digits. Layout: ``q_mean (B, H, M, D)`` float32, ``k (B, Hkv, Nk, D)`` float of
-any strides, ``k_mean (B, Hkv, 1, D)`` float32 or None; ``out (B, H, M, Nk)`` float32. Reference: ``row_bias_ref``.
+The mean of K is subtracted first to keep precision. Layout: ``q_mean (B, H, M, D)`` float32, ``k (B, Hkv, Nk, D)``
+float of any strides, ``k_mean (B, Hkv, 1, D)`` float32 or None; ``out (B, H, M, Nk)`` float32. Reference:
+``row_bias_ref``.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _row_bias_kernel(
 def row_bias_triton(
     q_mean: Tensor, k: Tensor, k_mean: Tensor | None, starts: Tensor | None = None, longest: int = 0
 ) -> Tensor:
-    """With ``starts`` keys are packed ``(total, Hkv, D)``; behind the end of a sequence the result is 0."""
+    """``row_bias_ref`` on a GPU. With ``starts`` keys are packed ``(total, Hkv, D)``; past a sequence's end it is 0."""
     k = last_contiguous(k)
     shape = AttentionShape.of(k, starts, longest)
     batch, heads, blocks, channels = q_mean.shape

@@ -17,20 +17,20 @@ class AttentionTile(NamedTuple):
     num_stages: int
 
     def holding(self, span: int) -> AttentionTile:
-        """The tile with at least ``span`` rows, so that whole groups of queries lie in it."""
+        """The tile with at least ``span`` rows, so that it holds whole groups of queries."""
         if self.block_m >= span:
             return self
         return self._replace(block_m=span, num_warps=8 if span >= 128 else self.num_warps)
 
 
-INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, so that masks and loops show; the reference's block of keys
+INTERPRETED = AttentionTile(32, 64, 4, 1)  # small, to exercise masks and loops; the reference's block of keys
 
 
 def choose_attention_tile(queries: int, head_dim: int, pv: str, capability: tuple[int, int]) -> AttentionTile:
     """Tile for ``queries`` rows of a head; ``capability`` is CUDA's.
 
-    A tile of queries divides QUERY_BLOCK and a step has at most KEYS_PER_FP16_SUM keys: both are what the numerics
-    promise. Wide heads take fewer rows, so that the accumulator stays in registers.
+    The numerics require tiles of queries that divide QUERY_BLOCK and steps of at most KEYS_PER_FP16_SUM keys. Wide
+    heads use fewer rows, so that the accumulator stays in registers.
     """
     if head_dim > 128:
         return AttentionTile(64 if queries > 32 else 32, 32 if pv == "fp32" else 64, 4, 2)

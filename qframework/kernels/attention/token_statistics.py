@@ -1,9 +1,9 @@
 """Sums, minima and maxima over blocks of tokens, for smoothing and for scales per channel.
 
 Formula: ``sum``, ``low = min`` and ``high = max`` of ``x[n]`` over the tokens ``n`` of a block, per channel. NaN and
-infinity count as 0 in sums, whose means attention adds back or does not see, and as both infinities in extremes.
-Layout: ``x (B, H, N, D)`` any strides, results ``(B, H, ceil(N / QUERY_BLOCK), D)`` float32. Internal: no operator of
-its own, the operators of attention call it. Nothing is accumulated atomically, so results repeat bit for bit.
+infinity count as 0 in sums, whose means cancel in attention; NaN counts as -inf in ``low`` and as inf in ``high``.
+Layout: ``x (B, H, N, D)`` any strides, results ``(B, H, ceil(N / QUERY_BLOCK), D)`` float32. Internal to the attention
+operators. There are no atomics, so results repeat bit for bit.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _block_statistics_kernel(
     out = ((b * H + h) * M + block) * D + d
     tl.store(sum_ptr + out, tl.sum(finite_or_zero(x), 0), mask=d < D)
     if EXTREMES:
-        # NaN would be dropped by min and max; as an infinity it reaches the scale and from there the output.
+        # min and max ignore NaN; as an infinity it reaches the scale and the output
         bad = x != x
         low = tl.where(mask, tl.where(bad, float("-inf"), x), float("inf"))
         high = tl.where(mask, tl.where(bad, float("inf"), x), float("-inf"))

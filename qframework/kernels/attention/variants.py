@@ -1,10 +1,7 @@
 """AttentionVariant: what quantized attention quantizes and how; the published variants by name.
 
-An :class:`AttentionVariant` says how Q and K become integers (bits and granularity) and what multiplies P and V. Every
-attention kernel, reference and test reads it from here.
-
-Granularities are groups of tokens that share a scale. One rule covers them all (:class:`TokenGroups`): token ``n`` uses
-scale ``(n // span) * groups + (n % modulo) // divisor``.
+An :class:`AttentionVariant` sets how Q and K are quantized (bits and granularity) and in which formats P and V are
+multiplied. A granularity is a grouping of tokens that share a scale, see :class:`TokenGroups`.
 
 Sources: SageAttention (tables 6, T, B, vT and vB), SageAttention2 (per warp, per thread, INT4, FP8, smoothing),
 SageAttention2++ (FP16 accumulator), QAttn (mixed precision).
@@ -18,7 +15,7 @@ from typing import Literal, get_args
 
 import torch
 
-from qframework.errors import UnsupportedError
+from qframework.errors import UnsupportedError, either
 
 Granularity = Literal["per_tensor", "per_head", "per_token", "per_block", "per_warp", "per_thread"]
 ProductPV = Literal["fp16", "int8", "fp8", "int8_dequantized"]
@@ -40,11 +37,11 @@ class TokenGroups:
     divisor: int = 1
 
     def count(self, tokens: int) -> int:
-        """Scales of one head with ``tokens`` tokens; one for an empty head, so that no tensor of scales is empty."""
+        """The number of scales of a head; at least one, so that no tensor of scales is empty."""
         return max(-(-tokens // self.span), 1) * self.groups
 
     def index(self, tokens: int, device: torch.device | None = None) -> torch.Tensor:
-        """``(tokens,)`` int64: the scale of each token."""
+        """The index of each token's scale, ``(tokens,)`` int64."""
         n = torch.arange(tokens, device=device)
         return (n // self.span) * self.groups + (n % self.modulo) // self.divisor
 
@@ -56,22 +53,22 @@ _GROUPS: dict[tuple[str, str], TokenGroups] = {
     ("per_block", "key"): TokenGroups(KEY_BLOCK),
     ("per_warp", "query"): TokenGroups(WARP_QUERIES),
     ("per_warp", "key"): TokenGroups(KEY_BLOCK),
-    # What one thread of an mma tile holds: queries equal modulo 8, keys in pairs modulo 8.
+    # What one thread holds of an mma tile: queries that are equal modulo 8, pairs of keys that are equal modulo 8.
     ("per_thread", "query"): TokenGroups(WARP_QUERIES, 8, 8, 1),
     ("per_thread", "key"): TokenGroups(KEY_BLOCK, 4, 8, 2),
 }
 
 
 def token_groups(granularity: str, role: str) -> TokenGroups:
-    """The groups of ``granularity`` for queries or keys."""
+    """The groups of ``granularity`` for queries or keys. Raises UnsupportedError."""
     if granularity in ("per_tensor", "per_head"):
         return TokenGroups(_WHOLE_HEAD)
     try:
         return _GROUPS[granularity, role]
     except KeyError:
         raise UnsupportedError(
-            f"granularity={granularity!r} for role={role!r} is unknown; accepted: {', '.join(get_args(Granularity))} "
-            f"for {' or '.join(get_args(Role))}"
+            f"granularity must be {either(get_args(Granularity))}, and role {either(get_args(Role))}, got "
+            f"{granularity!r} and {role!r}"
         ) from None
 
 
@@ -80,15 +77,18 @@ class AttentionVariant:
     """One way to quantize attention.
 
     Args:
-        qk_bits: 8 or 4, the integers of Q and K. INT4 is stored two to a byte.
+        qk_bits: bits of Q and K, 8 or 4. INT4 is stored two to a byte.
         granularity: which tokens of Q and of K share a scale.
-        pv: ``"fp16"``: P and V in 16 bit, V's own dtype (but see :func:`values_dtype`), float32 in TF32. ``"int8"``: P
-            with the static scale 1/127, V per channel. ``"fp8"``: both E4M3, V per channel. ``"int8_dequantized"``: V
-            is INT8 with one scale, P 16 bit (QAttn).
-        accumulator: ``"fp32"`` or ``"fp16"``, of the product of P and V within one block of keys; sums of blocks are
-            always FP32. INT8 products are exact either way.
+        pv: formats of P and V. ``"fp16"``: both in V's 16-bit dtype (but see :func:`values_dtype`), float32 in TF32.
+            ``"int8"``: P with the static scale 1/127, V per channel. ``"fp8"``: both E4M3, V per channel.
+            ``"int8_dequantized"``: V in INT8 with one scale, P in 16 bit (QAttn).
+        accumulator: ``"fp32"`` or ``"fp16"``, for the product of P and V within one block of keys; sums over blocks are
+            always FP32. INT8 products are exact and take ``"fp32"`` only.
         smooth_q: subtract each query block's mean before quantizing and add its exact logits back (SageAttention2).
-        smooth_v: subtract V's mean over tokens and add it to the output, which rows of P that sum to one make exact.
+        smooth_v: subtract V's mean over tokens and add it to the output, which is exact since rows of P sum to one.
+
+    Raises:
+        UnsupportedError: an unknown value, or an FP16 accumulator for INT8 values.
     """
 
     qk_bits: int = 8
@@ -107,17 +107,18 @@ class AttentionVariant:
         }
         for name, values in accepted.items():
             if getattr(self, name) not in values:
-                names = ", ".join(map(str, values))
-                raise UnsupportedError(f"AttentionVariant: {name}={getattr(self, name)!r}; accepted: {names}")
+                raise UnsupportedError(
+                    f"AttentionVariant: {name} must be {either(values)}, got {getattr(self, name)!r}"
+                )
         for name in ("smooth_q", "smooth_v"):
             if not isinstance(getattr(self, name), bool):
-                raise UnsupportedError(f"AttentionVariant: {name}={getattr(self, name)!r}; accepted: True, False")
+                raise UnsupportedError(f"AttentionVariant: {name} must be True or False, got {getattr(self, name)!r}")
         if self.accumulator == "fp16" and self.pv in ("int8", "int8_dequantized"):
-            raise UnsupportedError(f"AttentionVariant: pv={self.pv!r} with accumulator='fp16'; accepted: 'fp32'")
+            raise UnsupportedError(f"AttentionVariant: accumulator must be 'fp32' for pv={self.pv!r}, got 'fp16'")
 
     @property
     def spec(self) -> str:
-        """The variant as one string, e.g. ``"8-per_block-fp16-fp32"``; :func:`resolve` reads it back."""
+        """The variant as a string that :func:`resolve` reads, e.g. ``"8-per_block-fp16-fp32"``."""
         flags = [name for name in ("smooth_q", "smooth_v") if getattr(self, name)]
         return "-".join([str(self.qk_bits), self.granularity, self.pv, self.accumulator, *flags])
 
@@ -147,10 +148,7 @@ VARIANTS: dict[str, AttentionVariant] = {
 
 @functools.lru_cache(256)
 def resolve(variant: str | AttentionVariant) -> AttentionVariant:
-    """A name of :data:`VARIANTS`, a spec or a variant itself, as a variant. Raises UnsupportedError.
-
-    ``"auto"`` is no variant: :func:`choose_variant` picks one first.
-    """
+    """The variant for a name of :data:`VARIANTS`, a spec or a variant. Raises UnsupportedError, also for ``"auto"``."""
     if isinstance(variant, AttentionVariant):
         return variant
     if not isinstance(variant, str):
@@ -163,7 +161,7 @@ def resolve(variant: str | AttentionVariant) -> AttentionVariant:
 def _unknown(variant: object) -> UnsupportedError:
     parts = ", ".join(field.name for field in fields(AttentionVariant))
     return UnsupportedError(
-        f"variant={variant!r} is unknown; accepted: auto, {', '.join(VARIANTS)}, or an AttentionVariant({parts})"
+        f"variant must be auto, {', '.join(VARIANTS)} or an AttentionVariant({parts}), got {variant!r}"
     )
 
 
@@ -171,13 +169,13 @@ def _unknown(variant: object) -> UnsupportedError:
 
 E4M3_MAX = 448.0
 FP16_MAX = 65504.0
-# SageAttention2++ eq. 1 and 3: sums of `keys` products stay inside float16 while keys * P_range * V_range <= 65504.
+# SageAttention2++ eq. 1 and 3: sums of `keys` products fit float16 where keys * P_range * V_range <= 65504.
 NARROW_P_RANGE, NARROW_V_RANGE = 224.0, 4.5
 KEYS_PER_FP16_SUM = 64  # two mma steps of 32 keys are added in float16 before the float32 buffer (section 3.2)
 
 
 def fp8_ranges(accumulator: str) -> tuple[float, float]:
-    """``(P_range, V_range)``: the numbers that 1 in P and the largest magnitude of a channel of V become."""
+    """``(P_range, V_range)``: the quantized values of 1 in P and of the largest magnitude of a channel of V."""
     return (E4M3_MAX, E4M3_MAX) if accumulator == "fp32" else (NARROW_P_RANGE, NARROW_V_RANGE)
 
 
@@ -185,24 +183,24 @@ def check_fp16_ranges(keys: int, p_range: float, v_range: float) -> None:
     """Raise UnsupportedError unless ``keys`` products of the two ranges fit float16 (SageAttention2++ eq. 1 and 3)."""
     if keys * p_range * v_range > FP16_MAX:
         raise UnsupportedError(
-            f"FP16 accumulation of {keys} products with P up to {p_range} and V up to {v_range} reaches "
-            f"{keys * p_range * v_range:.0f}; accepted: at most {FP16_MAX:.0f}"
+            f"sums of {keys} products must be at most {FP16_MAX:.0f} for FP16 accumulation, got "
+            f"{keys * p_range * v_range:.0f} with P up to {p_range} and V up to {v_range}"
         )
 
 
 check_fp16_ranges(KEYS_PER_FP16_SUM, NARROW_P_RANGE, NARROW_V_RANGE)
 
 
-# Chips on which FP16 accumulation doubles the rate: GeForce and its kin.
+# Chips on which FP16 accumulation doubles the rate: GeForce and related ones.
 _FAST_FP16_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tuple[int, int] | None) -> torch.dtype:
-    """What V of ``dtype`` becomes for a 16-bit product: float16 where a variant's FP16 accumulator asks for it.
+    """The dtype in which V of ``dtype`` is multiplied: float16 instead of bfloat16 for variants with FP16 accumulators.
 
-    ``capability`` is CUDA's, None for a CPU. The papers' kernels cast V to float16. From
-    bfloat16 that takes two passes over V, which pay where FP16 accumulation is faster. On other GPUs P and V stay in
-    bfloat16, with an FP32 accumulator.
+    ``capability`` is CUDA's, None for a CPU. The papers' kernels cast V to float16. From bfloat16 the cast takes two
+    passes over V, which is worthwhile where FP16 accumulation is faster. On other GPUs P and V stay in bfloat16, with
+    an FP32 accumulator.
     """
     if variant.pv != "fp16" or variant.accumulator != "fp16" or dtype != torch.bfloat16:
         return dtype
@@ -210,9 +208,9 @@ def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tupl
 
 
 def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype) -> str:
-    """The variant ``"auto"`` stands for: the fastest of those accurate enough for any input, on this device.
+    """The variant that ``"auto"`` selects: the fastest on ``device`` of those that are accurate for any input.
 
-    FP8 products need compute capability 8.9 and pay from long sequences on; INT4 never wins where it is emulated.
+    FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
     """
     if device.type == "cuda" and nk >= 2048:
         capability = torch.cuda.get_device_capability(device)
@@ -223,6 +221,6 @@ def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype:
     return _AUTO_16_BIT
 
 
-# FP16 accumulation is no faster on data-center chips, and its range a risk; scales of warps are loaded once a block.
+# On data-center chips FP16 accumulation is no faster, and may overflow. A block of keys loads one scale per warp.
 _AUTO_16_BIT = AttentionVariant(8, "per_block", "fp16", "fp32").spec
 _AUTO_FP8 = AttentionVariant(8, "per_warp", "fp8", "fp32").spec

@@ -7,8 +7,8 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.runtime.checks import check_dtype, check_same_device, row_scale
+from qframework.errors import QFrameworkError, UnsupportedError, either
+from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape, row_scale
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu"]
@@ -16,12 +16,12 @@ ACTIVATIONS: tuple[str, ...] = get_args(Activation)
 
 
 def is_per_channel(out_scale: Tensor, n: int) -> bool:
-    """Whether ``out_scale`` holds one scale for each of ``n`` output channels: ``(N,)``, or ones before the N."""
+    """Whether ``out_scale`` has one scale for each of ``n`` output channels: shape ``(N,)`` or ``(1, ..., N)``."""
     return n > 1 and out_scale.ndim > 0 and out_scale.shape[-1] == n == out_scale.numel()
 
 
 def flat_out_scale(out_scale: Tensor, shape: torch.Size) -> Tensor:
-    """``out_scale`` as ``(N,)`` per channel, else as row_scale gives it. Raises QFrameworkError where it is neither."""
+    """``out_scale`` as ``(N,)`` per channel, else as in ``row_scale``. Raises QFrameworkError for other shapes."""
     name, n = "int8_linear", shape[-1]
     check_dtype(name, "out_scale", out_scale, (torch.float32,))
     if is_per_channel(out_scale, n):
@@ -44,24 +44,24 @@ class Int8LinearArguments(NamedTuple):
 
     @property
     def shape(self) -> torch.Size:
-        """Of the result."""
+        """Shape of the result."""
         return torch.Size((*self.a.shape[:-1], self.b.shape[0]))
 
     @property
     def result_dtype(self) -> torch.dtype:
-        """int8 where the result is requantized, else what was asked for, float32 by default."""
+        """int8 where the result is requantized, else ``out_dtype``, float32 by default."""
         return torch.int8 if self.out_scale is not None else self.out_dtype or torch.float32
 
     def empty_result(self) -> Tensor:
-        """The result before it is computed."""
+        """An uninitialized result."""
         return self.a.new_empty(self.shape, dtype=self.result_dtype)
 
     def check(self) -> None:
-        """Everything that can be told from metadata; also run on fake tensors, so nothing here may look at values."""
+        """Check metadata. Also called with fake tensors, whose values cannot be read."""
         a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype = self
         name = "int8_linear"
         if activation not in ACTIVATIONS:
-            raise UnsupportedError(f"{name}: activation={activation!r} is unknown; accepted: {', '.join(ACTIVATIONS)}")
+            raise UnsupportedError(f"{name}: activation must be {either(ACTIVATIONS)}, got {activation!r}")
         check_dtype(name, "a", a, (torch.int8,))
         check_dtype(name, "b", b, (torch.int8,))
         check_dtype(name, "b_scale", b_scale, (torch.float32,))
@@ -70,34 +70,23 @@ class Int8LinearArguments(NamedTuple):
         )
         if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[1]:
             raise QFrameworkError(
-                f"{name}: a {tuple(a.shape)} and b {tuple(b.shape)} do not fit; accepted: a (..., K) with b (N, K)"
+                f"{name}: a and b must have shapes (..., K) and (N, K), got {tuple(a.shape)} and {tuple(b.shape)}"
             )
         if b.shape[1] > MAX_INT8_PRODUCTS:
             raise UnsupportedError(
-                f"{name}: b has shape {tuple(b.shape)}, and the INT32 sum of K = {b.shape[1]} products can overflow; "
-                f"accepted: K up to {MAX_INT8_PRODUCTS}. Split K, or use a float layer."
+                f"{name}: K must be at most {MAX_INT8_PRODUCTS}, beyond which INT32 sums can overflow, got b of shape "
+                f"{tuple(b.shape)}. Split K, or use a float layer."
             )
         n = b.shape[0]
-        if b_scale.shape not in ((n,), (1,)):
-            raise QFrameworkError(f"{name}: b_scale has shape {tuple(b_scale.shape)}; accepted: ({n},) or (1,)")
-        if bias is not None and bias.shape != (n,):
-            raise QFrameworkError(f"{name}: bias has shape {tuple(bias.shape)}; accepted: ({n},)")
-        if residual is not None and residual.shape != (*a.shape[:-1], n):
-            raise QFrameworkError(
-                f"{name}: residual has shape {tuple(residual.shape)}; accepted: {(*tuple(a.shape[:-1]), n)}"
-            )
-        for argument, tensor in (("bias", bias), ("residual", residual)):
+        check_shape(name, "b_scale", b_scale, (n,), (1,))
+        for argument, tensor, shape in (("bias", bias, (n,)), ("residual", residual, (*a.shape[:-1], n))):
             if tensor is not None:
+                check_shape(name, argument, tensor, shape)
                 check_dtype(name, argument, tensor, FLOAT_DTYPES)
-        if out_scale is not None and out_dtype not in (None, torch.int8):
-            raise UnsupportedError(f"{name}: out_dtype={out_dtype} with out_scale; accepted: torch.int8 or None")
-        if out_scale is None and out_dtype not in (None, *FLOAT_DTYPES):
-            raise UnsupportedError(
-                f"{name}: out_dtype={out_dtype}; accepted: float32, float16, bfloat16, int8 with out_scale"
-            )
+        check_out_dtype(name, out_dtype, out_scale is not None)
 
     def check_scales(self) -> None:
-        """What is left for the implementations: with sizes that are symbols, it would add guards."""
+        """Checks that run in the implementations: with symbolic sizes they would add guards."""
         row_scale("int8_linear", "a_scale", self.a_scale, self.a.shape)
         if self.out_scale is not None:
             flat_out_scale(self.out_scale, self.shape)

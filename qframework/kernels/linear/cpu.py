@@ -1,15 +1,14 @@
 """int8_linear on the CPU: the fastest INT8 product that is exact on this machine, and an epilogue in torch.
 
-``int_mm``: ``torch._int_mm``, oneDNN's product of signed values, for processors with INT8 instructions (VNNI, AMX).
-``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them: 1.6 to 1.8 times as fast
-as the float product with AVX2, where oneDNN's product saturates at INT16 or takes 24 times as long.
-``float32``: the float product of the same integers, everywhere else. 1024 inner columns at a time are exact in float32,
-and their sums are added as INT32. The weight is converted at each call: a float copy kept beside it would take four
-times its memory.
+``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for processors with INT8 instructions (VNNI, AMX).
+``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
+saturates at INT16 or takes 24 times as long. With AVX2 it is 1.6 to 1.8 times as fast as the float product.
+``float32``: the float product of the same integers, for all others. Sums over 1024 columns are exact in float32 and
+are then added as INT32. Each call converts the weight: a cached float copy would take four times its memory.
 
 In a compiled model the operator is decomposed: ``qframework::int8_product`` stays a call, and Inductor fuses the
-epilogue. No form of a weight is kept between calls, so that none can be out of date: oneDNN's packed weights gain
-nothing over ``torch._int_mm``, and packing one takes longer than multiplying hundreds of rows with it.
+epilogue. No converted or packed weight is cached, so none can be stale: oneDNN's packed weights gain nothing over
+``torch._int_mm``, and packing one takes longer than multiplying hundreds of rows with it.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class CpuChoice(NamedTuple):
-    """The chosen implementation, and why one that comes before it was not taken."""
+    """The chosen implementation, and why a preferred one was rejected."""
 
     name: str
     rejected: dict[str, str]
@@ -48,9 +47,9 @@ def cpu_implementation() -> str:
 
 @functools.cache
 def cpu_choice() -> CpuChoice:
-    """The first product that is exact here and faster than the float one; found by trying, once a process.
+    """The first product that is exact and faster than the float one on this machine; tried once per process.
 
-    With INT8 instructions ``int_mm`` takes a quarter of the float product's time, without them 24 times as much: noise
+    ``int_mm`` takes a quarter of the float product's time with INT8 instructions and 24 times as much without, so noise
     does not change the choice.
     """
     rejected: dict[str, str] = {}
@@ -64,10 +63,10 @@ def cpu_choice() -> CpuChoice:
 
 
 def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
-    generator = torch.Generator("cpu").manual_seed(0)  # whatever torch.set_default_device says
+    generator = torch.Generator("cpu").manual_seed(0)  # also under torch.set_default_device
     a = torch.randint(-127, 128, (64, 512), dtype=torch.int8, generator=generator, device="cpu")
     b = torch.randint(-127, 128, (512, 512), dtype=torch.int8, generator=generator, device="cpu")
-    a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums: where a narrow accumulator saturates
+    a[0], b[0], a[1], b[1] = 127, 127, -127, 127  # the largest sums, which a narrow accumulator would saturate
     try:
         if not torch.equal(product(a, b).double(), a.double() @ b.double().t()):
             return "it is not exact on this processor"
@@ -78,9 +77,9 @@ def _reason_against(product: Callable[[Tensor, Tensor], Tensor]) -> str | None:
 
 
 def _relative_time(product: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> float:
-    """Time of a product over that of the float product: the least of ten calls in turn, none of which is the first.
+    """Time of a product over that of the float product: the minimum of ten alternating calls after a warm-up.
 
-    Processor time of one thread: several would wait for each other, and for whatever else the machine computes.
+    Measured as CPU time of one thread, which other threads and processes do not distort.
     """
     products = product, _float_product
     seconds: tuple[list[float], list[float]] = [], []
@@ -108,7 +107,7 @@ class ProductArguments(NamedTuple):
         return self.a.new_empty((self.a.shape[0], self.b.shape[0]), dtype=torch.int32)
 
     def check(self) -> None:
-        """The backend writes this operator, in the place of an ``int8_linear`` that was checked."""
+        """Nothing to check: this operator replaces an ``int8_linear`` that was checked."""
 
 
 def int8_product_cpu(x: ProductArguments) -> Tensor:
@@ -127,7 +126,7 @@ INT8_PRODUCT = declare(
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Exact: int32, or float32 where it holds every sum."""
+    """The exact product, int32, or float32 where that holds every sum."""
     return _PRODUCTS.get(cpu_implementation(), _float_product)(a, b)
 
 
@@ -161,7 +160,7 @@ def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:
 
 
 def _activate_in_place(y: Tensor, activation: str) -> Tensor:
-    """As ``apply_activation``; a new tensor of this size would cost more in page faults than the arithmetic."""
+    """``apply_activation`` in place: page faults of a new tensor would cost more than the arithmetic."""
     if activation == "gelu":
         return torch.ops.aten.gelu_(y)
     if activation == "gelu_tanh":
@@ -179,9 +178,8 @@ def _int_mm(a: Tensor, b: Tensor) -> Tensor:
 _PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"int_mm": _int_mm, "multiply_add": multiply_add}
 
 
-# 128 * 128 * 1024 is 2**24: to there float32 holds every integer, so that no order of adding products rounds. Where the
-# user lets oneDNN multiply in bfloat16 or TF32 (torch.set_float32_matmul_precision), it still is exact: both hold every
-# int8, and they are added in float32.
+# 128 * 128 * 1024 is 2**24, up to which float32 holds every integer, so sums are exact in any order. They stay exact
+# where torch.set_float32_matmul_precision allows bfloat16 or TF32: both hold every int8, and sums are float32.
 _EXACT_COLUMNS = 1024
 
 

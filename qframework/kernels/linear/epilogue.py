@@ -8,7 +8,7 @@ from qframework.kernels.runtime.triton import tl, triton
 
 @triton.constexpr_function
 def _is_folded(b_per_channel, activation, has_residual, out_scale):
-    """Whether ``1 / out_scale`` goes into the scale and the bias of the columns: nothing else happens in between."""
+    """Whether ``1 / out_scale`` can be folded into the scale and bias of the columns: nothing comes in between."""
     return (
         activation == "none"
         and not has_residual
@@ -31,7 +31,7 @@ def load_columns(
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
 ):
-    """Scale of the product, bias and ``1 / out_scale`` of columns; something unused for what there is not."""
+    """Scale of the product, bias and ``1 / out_scale`` of columns; an unused placeholder for what is absent."""
     scale = tl.load(b_scale_ptr + n, mask=n < N, other=0.0) if B_PER_CHANNEL else tl.load(b_scale_ptr)
     if A_SCALE == "tensor":
         scale *= tl.load(a_scale_ptr)
@@ -58,7 +58,7 @@ def load_rows(
     A_SCALE: tl.constexpr,
     OUT_SCALE: tl.constexpr,
 ):
-    """Scale and ``1 / out_scale`` of rows; something unused where they have none of their own."""
+    """Scale and ``1 / out_scale`` of rows; an unused placeholder where they are not per row."""
     scale = m if A_SCALE == "tensor" else _row_scale(a_scale_ptr, m, M, PA, A_SCALE)
     inverse = scale
     if OUT_SCALE == "row" or OUT_SCALE == "position":
@@ -68,16 +68,16 @@ def load_rows(
 
 @triton.jit
 def _row_scale(scale_ptr, m, M, P, KIND: tl.constexpr):
-    """One for each row, or one for each of P positions, which repeat."""
+    """The scale of each row, or of its position, row modulo P."""
     return tl.load(scale_ptr + m, mask=m < M, other=1.0) if KIND == "row" else tl.load(scale_ptr + m % P)
 
 
 @triton.jit
 def _reciprocal(x):
-    """``1 / x``, approximate and one Newton step: the exact division is a call that spills the accumulator."""
+    """``1 / x`` by approximation and one Newton step: a call to exact division would spill the accumulator."""
     y = 1.0 / x
     off = 1.0 - x * y
-    return tl.where(tl.abs(off) < 0.5, y + y * off, y)  # 0, infinity and what is too small have no better one
+    return tl.where(tl.abs(off) < 0.5, y + y * off, y)  # for 0, infinity and subnormals the step would give NaN
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def finish(
 
 @triton.jit
 def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
-    """EXACT: to float32's own precision, which 16 and 8 bit cannot hold."""
+    """The activation; EXACT to float32 accuracy, else accurate enough for 16-bit and INT8 results."""
     if ACTIVATION == "gelu":
         y = 0.5 * y * (1.0 + tl.math.erf(y * 0.7071067811865476)) if EXACT else fast_gelu(y)
     elif ACTIVATION == "gelu_tanh":  # 0.5 * (1 + tanh(u)) = sigmoid(2 u)
@@ -135,10 +135,10 @@ def _activate(y, ACTIVATION: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def fast_gelu(x):
-    """``x Phi(x)`` as ``max(x, 0) - |x| 2^q(|x|)``: the logarithm of erfc is smooth enough for a polynomial.
+    """``x Phi(x)`` as ``max(x, 0) - |x| 2^q(|x|)``, with a polynomial q for the smooth logarithm of erfc.
 
-    Off by less than 1e-6, and less than 1e-5 of itself where |x| < 1. Coefficients: a minimax fit on [0, 6] with
-    q(0) = -1; beyond, 2^q only falls.
+    The error is below 1e-6, and below 1e-5 of the result where |x| < 1. The coefficients are a minimax fit on [0, 6]
+    with q(0) = -1; above 6, 2^q decreases.
     """
     t = tl.minimum(tl.abs(x), 16.0, propagate_nan=tl.PropagateNan.ALL)  # infinity times 0 would be NaN
     q = -0.00048810212 * t + 0.0071987184

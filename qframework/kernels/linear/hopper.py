@@ -1,15 +1,15 @@
 """int8_linear's kernel for Hopper, in Gluon: one warp loads, two warpgroups multiply and run the epilogue.
 
-Written in Gluon, Triton's dialect in which layouts, shared memory and barriers are the author's. The loading warp fills
-a ring of stages with tiles of a and b by TMA; ``ready`` barriers hand a stage to the multiplying warpgroups, ``free``
-barriers hand it back. Two ways to share the work (CUTLASS has both, as "pingpong" and "cooperative" kernels):
+Gluon is Triton's dialect with explicit layouts, shared memory and barriers. The loading warp fills a ring buffer with
+tiles of a and b by TMA; ``ready`` barriers pass a stage to the multiplying warpgroups, ``free`` barriers return it. The
+warpgroups share the work in one of two ways, as in CUTLASS's "pingpong" and "cooperative" kernels:
 
-- pingpong: the warpgroups take turns at whole tiles, so that one multiplies while the other finishes. For small K,
-  where finishing takes as long as multiplying.
-- cooperative: each has half of the rows of every tile, which may thus be twice as large: fewer bytes a product. For
-  large K.
+- pingpong: they alternate between whole tiles, so that one multiplies while the other runs its epilogue. For small K,
+  where the epilogue takes as long as the product.
+- cooperative: each computes half of the rows of every tile, which can thus be twice as large and loads fewer bytes per
+  product. For large K.
 
-Only where operands and result can be described to TMA; everything else is triton.py's.
+Used where TMA can address operands and result; triton.py handles all other problems.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def _tiles_of_program(M, N, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SINGLE: gl.constexpr):
-        """Its first tile, where they end, and how far apart they are."""
+        """First, end and step of the range of this program's tiles."""
         first = 0
         end = 1
         by = 1
@@ -65,7 +65,7 @@ if HAS_GLUON:
         a_desc, b_desc, a_stages, b_stages, ready, start_m, start_n, start, slot,
         BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     ):  # fmt: skip
-        """Ask for the tiles of a and b from column ``start`` on, to lie in stage ``slot``."""
+        """Start loading the tiles of a and b at column ``start`` into stage ``slot``."""
         mbarrier.expect(ready.index(slot), (BLOCK_M + BLOCK_N) * BLOCK_K)
         tma_load(a_desc, [start_m, start], ready.index(slot), a_stages.index(slot))
         tma_load(b_desc, [start_n, start], ready.index(slot), b_stages.index(slot))
@@ -88,11 +88,11 @@ if HAS_GLUON:
         STAGES: gl.constexpr,
         SINGLE: gl.constexpr,
     ):
-        """The loading warp. The first stages of the first tile have been asked for."""
+        """The loading warp. The kernel has started the loads of the first tile's first stages."""
         first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
         asked_for = gl.where(K > BLOCK_K, 2, 1)
         slot = asked_for
-        phase = 1  # a barrier nobody has arrived at yet counts as past phase 1: all stages are free
+        phase = 1  # waiting for phase 1 of a fresh barrier returns at once: all stages are free
         for tile in range(first, end, by):
             start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
             for start in range(gl.where(tile == first, asked_for * BLOCK_K, 0), K, BLOCK_K):
@@ -105,7 +105,7 @@ if HAS_GLUON:
     @gluon.jit
     def _consume(
         WHO: gl.constexpr,
-        scales,  # what load_columns and load_rows read
+        scales,  # pointers for load_columns and load_rows
         shared,
         sizes,
         A_SCALE: gl.constexpr,
@@ -122,7 +122,7 @@ if HAS_GLUON:
         PINGPONG: gl.constexpr,
         SINGLE: gl.constexpr,
     ):
-        """One of the two warpgroups that multiply, 0 or 1. It holds 128 rows as two accumulators of 64."""
+        """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows."""
         a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr = scales
         residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed = shared
         M, N, K, PA, PO = sizes
@@ -130,17 +130,17 @@ if HAS_GLUON:
         of_rows: gl.constexpr = gl.SliceLayout(1, layout)
         of_columns: gl.constexpr = gl.SliceLayout(0, layout)
         FIRST_ROW: gl.constexpr = 0 if PINGPONG else WHO * (BLOCK_M // 2)
-        TURNS: gl.constexpr = 2 if PINGPONG else 1  # tiles from one of its own to the next
+        TURNS: gl.constexpr = 2 if PINGPONG else 1  # it takes every TURNS-th tile of the program
         BUFFERS: gl.constexpr = out_stages.shape[0] // 2
-        # With many tiles, these registers cost more than the wait; but three vectors beside the product are too many.
+        # With many tiles, the registers of early loads cost more than late loads, unless those add up to three vectors.
         EARLY: gl.constexpr = SINGLE or OUT_SCALE == "channel"
         out_dtype: gl.constexpr = out_desc.dtype
         first, end, by = _tiles_of_program(M, N, BLOCK_M, BLOCK_N, SINGLE)
         steps = gl.cdiv(K, BLOCK_K)
         arrived = 0  # the phase of ``landed``
-        own_turn = 1 - WHO  # the phase to wait for: the first warpgroup may begin at once
+        own_turn = 1 - WHO  # the phase to wait for; warpgroup 0 begins at once
         skipped = WHO if PINGPONG else 0
-        total = skipped * steps  # steps of all tiles before the next
+        total = skipped * steps  # steps of all tiles before the current one
         for tile in range(first + skipped * by, end, TURNS * by):
             start_m, start_n = _place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M, SINGLE)
             start_m += FIRST_ROW
@@ -154,14 +154,14 @@ if HAS_GLUON:
                 )  # fmt: skip
                 rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, A_SCALE, OUT_SCALE)
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, A_SCALE, OUT_SCALE)
-            if HAS_RESIDUAL:  # into the buffers in which the result will wait
+            if HAS_RESIDUAL:  # into the buffers that later hold the result
                 tma.store_wait(0)
                 mbarrier.expect(landed.index(WHO), 2 * 64 * BLOCK_N * (out_dtype.primitive_bitwidth // 8))
                 for half in gl.static_range(2):
                     stage = out_stages.index(WHO * BUFFERS + half)
                     tma_load(residual_desc, [start_m + half * 64, start_n], landed.index(WHO), stage)
             if PINGPONG and not SINGLE:
-                # A phase is known by its parity alone, so nobody may wait for a round of stages after the next.
+                # Barriers tell phases apart by parity only, so no warpgroup may run a full round ahead.
                 mbarrier.wait(turn.index(WHO), own_turn)
                 own_turn ^= 1
             slot = total % STAGES
@@ -174,7 +174,7 @@ if HAS_GLUON:
                 b = b_stages.index(slot).permute((1, 0))
                 upper = warpgroup_mma(a.slice(FIRST_ROW, 64), b, upper, is_async=True)
                 lower = warpgroup_mma(a.slice(FIRST_ROW + 64, 64), b, lower, is_async=True)
-                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))  # those of the step before are done
+                upper, lower = warpgroup_mma_wait(2, deps=(upper, lower))  # the products of the previous step are done
                 if step > 0:
                     mbarrier.arrive(free.index(gl.where(slot == 0, STAGES - 1, slot - 1)), count=1)
                 slot, phase = next_stage(slot, phase, STAGES)
@@ -239,20 +239,20 @@ if HAS_GLUON:
         GROUP_M: gl.constexpr,
         STAGES: gl.constexpr,
         PINGPONG: gl.constexpr,  # else cooperative
-        SINGLE: gl.constexpr,  # a grid of two dimensions, a program for every tile; else any number of programs
+        SINGLE: gl.constexpr,  # a grid of two dimensions, one program per tile; else persistent programs
         OVERLAP: gl.constexpr = False,
     ):
         """out = epilogue(a @ b.T)."""
         a_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_M, BLOCK_K], a_desc.layout)
         b_stages = gl.allocate_shared_memory(gl.int8, [STAGES, BLOCK_N, BLOCK_K], b_desc.layout)
-        BUFFERS: gl.constexpr = 4 if PINGPONG or HAS_RESIDUAL else 2  # in which results wait to be stored
+        BUFFERS: gl.constexpr = 4 if PINGPONG or HAS_RESIDUAL else 2  # for results on their way to memory
         out_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 64, BLOCK_N], out_desc.layout)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         landed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         gl.static_assert(STAGES > 2)
-        # Memory takes longer to answer than all that has to be set up here: ask first.
+        # Start the first loads before the rest of the setup, to hide their latency.
         mbarrier.init(ready.index(0), count=1)
         mbarrier.init(ready.index(1), count=1)
         fence_async_shared()
@@ -294,21 +294,21 @@ if HAS_GLUON:
                 )),
             ],
             [4, 1],  # warps of the second and third
-            [240, 24],  # their registers; what is left are the first one's
+            [240, 24],  # their registers; the first gets the rest
         )  # fmt: skip
 
     kernel: Any = _int8_linear_specialized_kernel
 
-ROWS = 64  # of a part of the result, which is stored at once
+ROWS = 64  # of the part of the result that one TMA store writes
 _GLUON_DTYPES = {torch.int8: "int8", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 @functools.cache
 def layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    """How a block lies in shared memory."""
+    """Layout of a block in shared memory."""
     return gl.NVMMASharedLayout.get_default_for([rows, columns], getattr(gl, _GLUON_DTYPES[dtype]))
 
 
 def describe(x: Tensor, shape: tuple[int, int], row: int, block: tuple[int, int]) -> Any:
-    """Gluon's tensor descriptor of ``x`` as a matrix of ``shape`` whose rows are ``row`` elements apart."""
+    """Gluon's tensor descriptor of ``x`` as a matrix of ``shape`` with row stride ``row``."""
     return TensorDescriptor(x, shape, (row, 1), list(block), layout(*block, x.dtype))

@@ -6,13 +6,12 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
     y   = activation(acc * a_scale * b_scale + bias) + residual    float32
     out = y rounded once to out_dtype, or clamp(round(y / out_scale), -127, 127) as int8
 
-``out_scale`` is one scale, one for each position, or one for each output channel: a linear that computes queries, keys
-and values at once writes each with its own.
+``out_scale`` is one scale, one for each position, or one for each output channel, so that a fused qkv linear can
+requantize queries, keys and values with different scales.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
-Reference: ``int8_linear_ref``. CPU: oneDNN's packed u8 x s8 kernel, ``torch._int_mm`` or a float product, see
-cpu.py.
-CUDA: triton.py, its compile-time choices in tiles.py.
+Reference: ``int8_linear_ref``. CPU: ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py and
+hopper.py, with tiles from tiles.py.
 """
 
 from __future__ import annotations
@@ -23,11 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError
 from qframework.kernels.linear.arguments import Activation, Int8LinearArguments
 from qframework.kernels.linear.cpu import decompose_int8_linear, int8_linear_cpu
 from qframework.kernels.linear.launch import int8_linear_triton, warm_up_int8_linear
-from qframework.kernels.runtime.operator import LIBRARY, declare, refuse_transforms
+from qframework.kernels.runtime.operator import declare, refuse_backward, refuse_transforms
 
 INT8_LINEAR = declare(
     "int8_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, str activation='none', "
@@ -38,15 +36,7 @@ INT8_LINEAR = declare(
     fake=Int8LinearArguments.empty_result,
     warm_up=warm_up_int8_linear,
 )
-
-
-def _no_backward(ctx, grad):
-    raise QFrameworkError(
-        "int8_linear is an inference operator and has no gradient; run the model under torch.no_grad()"
-    )
-
-
-torch.library.register_autograd("qframework::int8_linear", _no_backward, lib=LIBRARY)
+refuse_backward("int8_linear")
 
 
 def int8_linear(
@@ -70,21 +60,21 @@ def int8_linear(
         bias: ``(N,)`` fp32, fp16 or bf16.
         activation: ``"none"``, ``"gelu"`` (erf), ``"gelu_tanh"``, ``"relu"`` or ``"silu"``, applied after the bias.
         residual: ``(..., N)`` fp32, fp16 or bf16, added after the activation.
-        out_scale: fp32 like ``a_scale``, or ``(N,)`` per output channel; the result is requantized to int8 with it
-            (QAttn eq. 7-8). Per channel it may be negative: a product with ``c`` in front is ``out_scale / c``.
-        out_dtype: float32 (default), float16 or bfloat16; int8 goes with ``out_scale``.
+        out_scale: fp32 like ``a_scale``, or ``(N,)`` per output channel; requantizes the result to int8 (QAttn eq.
+            7-8). Scales per channel may be negative: a factor ``c`` of the result folds in as ``out_scale / c``.
+        out_dtype: float32 (default), float16 or bfloat16; with ``out_scale`` int8.
 
     Returns:
         ``(..., N)`` of ``out_dtype``, contiguous.
 
     Numerics: the accumulator is exact; the epilogue is float32 and rounds once at the end; a
-    requantized value saturates at +-127. On a GPU, GELU is within 1e-6 (and 1e-5 of itself where |x| < 1) in front
-    of 16 or 8 bit, and erf's own for float32; ``y / out_scale`` is a product with the reciprocal, so that a value next
-    to a tie may round the other way.
+    requantized value saturates at +-127. On a GPU, GELU has an error below 1e-6 (relative 1e-5 where |x| < 1) for
+    16-bit and INT8 results and uses erf for float32; ``y / out_scale`` is a product with the reciprocal, so a value
+    next to a tie may round the other way.
 
     Raises:
-        UnsupportedError: a dtype, activation or device no kernel can do; K above 131,071, where INT32 can overflow.
-        QFrameworkError: shapes or devices that do not fit together; on the CPU also a scale that is not positive.
+        UnsupportedError: an unsupported dtype, activation or device; K above 131,071, where INT32 can overflow.
+        QFrameworkError: shapes or devices that do not match; on the CPU also a scale that is not positive.
     """
     refuse_transforms("int8_linear", bias, residual)
     return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)

@@ -27,13 +27,13 @@ def int8_linear_triton(x: Int8LinearArguments) -> Tensor:
 
 
 def write_result(x: Int8LinearArguments, out: Tensor, tile: Tile | None = None) -> None:
-    """Launch for operands that are readable, with ``tile`` or with what is best for the problem."""
+    """Launch for ``readable`` operands, with ``tile`` or by default the best one for the problem."""
     kernel, grid, arguments, constants = _call(x, out, x.a.device, tile)
     launch(kernel, grid)(*arguments, **constants)
 
 
 def warm_up_int8_linear(device: torch.device, x: Int8LinearArguments) -> Any:
-    """Compile what ``int8_linear_triton`` launches on ``device`` for arguments like these, which may lie on "meta"."""
+    """Compile what ``int8_linear_triton`` launches on ``device`` for such arguments, which may be on "meta"."""
     x.check_scales()
     x = readable(x)
     out = x.empty_result()
@@ -111,7 +111,7 @@ def _kind(scale: Tensor, m: int, n: int) -> str:
 
 
 def _aligned(x: Int8LinearArguments, steps: tuple[int, ...], residual_row: int) -> bool:
-    """Whether all operands begin, and their rows follow one another, at multiples of 16 bytes, as TMA needs it."""
+    """Whether all addresses and row strides are multiples of 16 bytes, as TMA requires."""
     if x.residual is not None:
         steps = (*steps, residual_row * x.residual.dtype.itemsize)
     operands = [each for each in x if isinstance(each, Tensor)]
@@ -119,24 +119,24 @@ def _aligned(x: Int8LinearArguments, steps: tuple[int, ...], residual_row: int) 
 
 
 Walk = Literal["grid", "line", "persistent"]
-_MAX_GRID = 1024  # tiles of a grid without groups: all of their operands stay in L2
+_MAX_GRID = 1024  # up to this many tiles, all operands stay in L2 without grouping
 
 
 def walk_of(tile: Tile, tiles: int, slots: int) -> Walk:
-    """Which program takes which of ``tiles``, where ``slots`` programs run at a time: see the kernel."""
+    """How ``tiles`` are assigned to programs, of which ``slots`` run at a time; see the kernel."""
     if tiles <= (slots or _MAX_GRID):
         return "grid"
     return "persistent" if tile.programs else "line"
 
 
 def tile_constants(tile: Tile, k: int, walk: Walk) -> dict[str, Any]:
-    """What the kernel is compiled for because of its tile, in the order of its arguments."""
+    """The kernel's compile-time constants for a tile, in the order of its parameters."""
     blocks = {"BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "BLOCK_K": tile.block_k, "GROUP_M": tile.group_m}
     if tile.specialized:
         pingpong = tile.specialized == "pingpong"
         return {**blocks, "STAGES": tile.num_stages, "PINGPONG": pingpong, "SINGLE": walk == "grid"}
     return {
-        "EVEN_K": tile.tma or k % tile.block_k == 0,  # descriptors give zeros past the edge
+        "EVEN_K": tile.tma or k % tile.block_k == 0,  # descriptors load zeros past the edge
         **blocks,
         "WALK": walk,
         "SUBTILES": tile.subtiles,
@@ -146,7 +146,7 @@ def tile_constants(tile: Tile, k: int, walk: Walk) -> dict[str, Any]:
 
 
 def epilogue_of(activation: str, residual: bool, int8: bool) -> Epilogue:
-    """What the table of tiles calls an epilogue."""
+    """Name of an epilogue in the table of tiles."""
     if residual:
         return "all" if activation != "none" or int8 else "residual"
     if activation != "none":
@@ -155,18 +155,18 @@ def epilogue_of(activation: str, residual: bool, int8: bool) -> Epilogue:
 
 
 def rows_apart(x: Tensor) -> int | None:
-    """Elements from one row of ``(..., C)`` to the next, or None where rows are not evenly apart or not contiguous."""
+    """Stride between rows of ``(..., C)`` in elements, None where rows are not evenly spaced or not contiguous."""
     if x.ndim > 1 and x.numel() > 0:
         try:
             x = x.view(-1, x.shape[-1])
-        except RuntimeError:  # no view holds the rows: a copy is needed
+        except RuntimeError:  # rows are not evenly spaced
             return None
         return x.stride(0) if x.stride(1) == 1 or x.shape[1] == 1 else None
     return x.shape[-1] if x.is_contiguous() else None
 
 
 def readable(x: Int8LinearArguments) -> Int8LinearArguments:
-    """Operands as the kernels can read them: matrices whose rows are evenly apart stay where they are."""
+    """Operands as the kernels can read them; only matrices whose rows are not evenly spaced are copied."""
 
     def rows(t: Tensor) -> Tensor:
         return t if rows_apart(t) is not None else t.contiguous()

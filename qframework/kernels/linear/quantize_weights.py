@@ -1,12 +1,12 @@
-"""Quantize many linear weights in one launch, for compiled models that quantize their float weights at each call.
+"""Quantize several linear weights in one launch, for compiled models that quantize their float weights at each call.
 
-Formula, for each weight ``w (N, K)`` and each of its rows, as ``dynamic_quantize`` per token::
+Formula, for each row of each weight ``w (N, K)``, as in ``dynamic_quantize`` per token::
 
     scale = max|w| / 127        q = clamp(round_half_even(w * (1 / scale)), -127, 127)
 
-Layout: results lie one behind the other in two tensors, int8 values and fp32 scales. ``places`` says where each
-begins; values begin at multiples of 128 bytes, where tensor descriptors may.
-Reference: ``quantize_weights_ref``. A launch for each weight costs ViT-B 5 percent of its time at batch 256 on an H100.
+Layout: the results are concatenated in two tensors, int8 values and fp32 scales. ``places`` gives their offsets; values
+are aligned to 128 bytes for tensor descriptors.
+Reference: ``quantize_weights_ref``. Separate launches would take 5 percent of ViT-B's time at batch 256 on an H100.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TILE = {"BLOCK_N": 4, "BLOCK_K": 512, "num_warps": 4}
 
 
 def places(shapes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Where each weight's values and scales begin; behind the last entry, where they end."""
+    """Offsets of each weight's values and scales; the last entry is their end."""
     found = [(0, 0)]
     for n, k in shapes:
         value, scale = found[-1]
@@ -50,35 +50,36 @@ class QuantizeWeightsArguments(NamedTuple):
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(N, K) of each."""
+        """(N, K) of each weight."""
         return [(weight.shape[0], weight.shape[1]) for weight in self.weights]
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Values and scales before they are computed."""
+        """Uninitialized values and scales."""
         end, scales = places(self.shapes)[-1]
         like = self.weights[0]
         return like.new_empty(end, dtype=torch.int8), like.new_empty(scales, dtype=torch.float32)
 
     def check(self) -> None:
-        """Raise UnsupportedError for what the kernel cannot read."""
+        """Raise UnsupportedError for weights that the kernel cannot read."""
         weights = self.weights
         if not 1 <= len(weights) <= MOST:
-            raise UnsupportedError(f"quantize_weights: weights has {len(weights)} tensors; accepted: 1 to {MOST}")
+            raise UnsupportedError(f"quantize_weights: weights must have 1 to {MOST} tensors, got {len(weights)}")
         for place, weight in enumerate(weights):
             check_dtype("quantize_weights", f"weights[{place}]", weight, FLOAT_DTYPES)
             if weight.ndim != 2 or weight.numel() == 0:
                 raise UnsupportedError(
-                    f"quantize_weights: weights[{place}] has shape {tuple(weight.shape)}; accepted: (N, K), not empty"
+                    f"quantize_weights: weights[{place}] must have shape (N, K) and not be empty, got "
+                    f"{tuple(weight.shape)}"
                 )
             if (weight.dtype, weight.device) != (weights[0].dtype, weights[0].device):
                 raise UnsupportedError(
-                    f"quantize_weights: weights[{place}] is {weight.dtype} on {weight.device}, weights[0] is "
-                    f"{weights[0].dtype} on {weights[0].device}; they must agree"
+                    f"quantize_weights: weights[{place}] must be {weights[0].dtype} on {weights[0].device} like "
+                    f"weights[0], got {weight.dtype} on {weight.device}"
                 )
 
 
 def quantize_weights_ref(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor]:
-    """Reference of ``qframework::quantize_weights``; zeros between the weights, where its kernel writes nothing."""
+    """Reference of ``qframework::quantize_weights``; padding is zero, while the kernel leaves it uninitialized."""
     values, scales = (each.zero_() for each in x.empty_result())
     for weight, (value, scale) in zip(x.weights, places(x.shapes), strict=False):
         n, k = weight.shape
@@ -126,20 +127,20 @@ def _quantize_weights_kernel(
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (cdiv(largest N, BLOCK_N), weights); a program quantizes BLOCK_N rows of one weight, read twice if long."""
+    """Grid (cdiv(largest N, BLOCK_N), weights); a program reads BLOCK_N rows of one weight twice."""
     wait_for_previous_kernel(OVERLAP)
     weights = (w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, w6_ptr, w7_ptr)
     rows = (n0, n1, n2, n3, n4, n5, n6, n7)
     columns = (k0, k1, k2, k3, k4, k5, k6, k7)
     which = tl.program_id(1)
     w_ptr, N, K = w0_ptr, n0, k0
-    value, scale = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # where this weight's begin
+    value, scale = tl.zeros((), tl.int64), tl.zeros((), tl.int64)  # offsets of this weight
     for i in tl.static_range(1, 8):
         if which >= i:
             value += (N.to(tl.int64) * K + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
             scale += N
             w_ptr, N, K = weights[i], rows[i], columns[i]
-    if EVEN_K:  # tells the compiler that rows begin where it may load 16 bytes at a time
+    if EVEN_K:  # tells the compiler that rows are aligned for vector loads
         K = K // 16 * 16
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     if tl.program_id(0) * BLOCK_N < N:
@@ -162,7 +163,7 @@ def _quantize_weights_kernel(
 
 
 def quantize_weights_triton(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor]:
-    """Launch the kernel."""
+    """``quantize_weights`` on a GPU."""
     check_device(x.weights[0].device)
     values, scales = x.empty_result()
     grid, arguments, constants = _call(x, values, scales)
@@ -171,7 +172,7 @@ def quantize_weights_triton(x: QuantizeWeightsArguments) -> tuple[Tensor, Tensor
 
 
 def warm_up_quantize_weights(device: torch.device, x: QuantizeWeightsArguments) -> Any:
-    """Compile what ``quantize_weights_triton`` launches for weights like these, which may lie on "meta"."""
+    """Compile what ``quantize_weights_triton`` launches for such weights, which may be on "meta"."""
     grid, arguments, constants = _call(x, *x.empty_result())
     return warm_up(_quantize_weights_kernel, grid)(*arguments, **constants)
 
@@ -199,17 +200,17 @@ QUANTIZE_WEIGHTS = declare(
 
 
 def quantize_weights(weights: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Quantize up to eight linear weights at once, a scale for each output channel.
+    """Quantize up to eight linear weights at once, with one scale for each output channel.
 
     Args:
-        weights: ``(N, K)`` each, fp32, fp16 or bf16, all of one dtype on one device.
+        weights: fp32, fp16 or bf16, ``(N, K)`` each, of one dtype on one device.
 
     Returns:
         Values, int8 ``(E,)``, and scales, fp32 ``(sum of N,)``; weight ``i`` begins at ``places(shapes)[i]`` of both.
         A row of zeros gets a tiny positive scale; one with NaN or infinity a scale that dequantizes to NaN.
 
     Raises:
-        UnsupportedError: number of weights, dtype, shape, device, or a GPU below sm_80.
+        UnsupportedError: an unsupported number of weights, dtype, shape or device, or a GPU below sm_80.
     """
     values, scales = torch.ops.qframework.quantize_weights(list(weights))
     return values, scales

@@ -21,12 +21,12 @@ def apply_activation(y: Tensor, activation: str) -> Tensor:
 
 
 def int8_linear_ref(x: Int8LinearArguments) -> Tensor:
-    """The accumulator is float64, exact for every INT32 sum."""
+    """Reference of ``qframework::int8_linear``. The float64 accumulator is exact for every INT32 sum."""
     return epilogue_ref((x.a.double() @ x.b.double().t()).float(), x)
 
 
 def epilogue_ref(acc: Tensor, x: Int8LinearArguments) -> Tensor:
-    """What follows the product: ``acc (..., N)`` is its INT32 sum as float32."""
+    """The epilogue, given the INT32 sums of the product as float32, ``acc (..., N)``."""
     y = acc * x.a_scale * x.b_scale
     if x.bias is not None:
         y = y + x.bias.float()

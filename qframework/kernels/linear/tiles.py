@@ -1,8 +1,8 @@
 """Tiles of int8_linear: a table of measurements per chip, else a heuristic.
 
-``python -m benchmarks.tune_int8_linear`` measures and writes the table. It is looked up by chip, bucket of rows,
-columns, inner size and epilogue; a shape it does not hold takes the first candidate of its chip that gives every
-multiprocessor work. Nothing is searched at run time.
+``python -m benchmarks.tune_int8_linear`` measures and writes the table, whose keys are chip, bucket of rows, columns,
+inner size and epilogue. A shape without an entry takes the first candidate of its chip that gives every multiprocessor
+work. Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
-# What becomes of the product. "activation" ends in INT8, "activation_float" in 16 bit; "all" adds a residual as well.
+# "activation" has an INT8 result, "activation_float" a 16-bit one; "all" also adds a residual.
 Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
 Specialized = Literal["", "pingpong", "cooperative"]
 
@@ -31,20 +31,18 @@ class Tile(NamedTuple):
     block_k: int
     num_warps: int
     num_stages: int
-    # Programs a multiprocessor runs at a time, each going from tile to tile: while one stores, the other multiplies.
-    # 0: a program for every tile.
+    # Persistent programs of each multiprocessor: one multiplies while another stores. 0: one program for each tile.
     programs: int = 0
-    subtiles: int = 1  # parts of a tile's columns that are finished and stored one after the other
-    tma: bool = False  # operands through tensor descriptors
-    tma_store: bool = False  # and the result
+    subtiles: int = 1  # parts of a tile's columns whose epilogues run one after the other
+    tma: bool = False  # loads operands through tensor descriptors
+    tma_store: bool = False  # stores the result through one
     group_m: int = 8  # rows of tiles before the next column of tiles
     specialized: Specialized = ""  # the kernel of hopper.py, and how its warpgroups share the work
 
 
-_SPECIALIZED = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
-PINGPONG = _SPECIALIZED
-COOPERATIVE = _SPECIALIZED._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
-# Candidates for a chip, largest first. The last one also serves everything smaller.
+PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
+COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
+# Candidates for a chip, largest first. The last one also serves all smaller problems.
 _BY_POINTERS = [Tile(128, 128, 128, 8, 3, subtiles=2), Tile(64, 128, 128, 4, 3), Tile(64, 64, 128, 4, 4)]
 _CANDIDATES: dict[str, list[Tile]] = {
     "sm_90": [PINGPONG, Tile(64, 64, 128, 4, 4, tma=True, tma_store=True)],
@@ -63,7 +61,7 @@ _CANDIDATES: dict[str, list[Tile]] = {
         Tile(16, 64, 128, 4, 4),
     ],
 }
-INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, so that masks and loops show
+INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, to exercise masks and loops
 
 
 def choose_tile(
@@ -85,8 +83,9 @@ def choose_tile(
         capability: CUDA's, (9, 0) for Hopper.
         processors: multiprocessors of the chip.
         epilogue: what the kernel keeps in registers beside the accumulator, and what it stores.
-        tma: whether the operands lie in memory as tensor descriptors need it.
-        wide: whether the result is float32, or the residual of another dtype than the result: not what was measured.
+        tma: whether addresses and strides of the operands suit tensor descriptors.
+        wide: whether the result is float32, or the residual has another dtype than the result; the table does not
+            cover these.
     """
     chip = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "99 KB")
     if chip == "sm_90":
@@ -102,7 +101,7 @@ def choose_tile(
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
-    """For a residual, which waits in shared memory where a stage of a cooperative tile would be."""
+    """One stage less for a cooperative tile with a residual, which needs its shared memory."""
     cooperative = tile.specialized == "cooperative" and epilogue in ("residual", "all")
     return tile._replace(num_stages=min(tile.num_stages, 3)) if cooperative else tile
 
@@ -112,7 +111,7 @@ def _tiles(tile: Tile, m: int, n: int) -> int:
 
 
 def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue) -> Tile | None:
-    """The tile of the table, of the same shape with a plain epilogue where this one was not measured."""
+    """The tile in the table, falling back to the entry with a plain epilogue."""
     table = _table(chip)
     return table.get((_bucket(m), n, k, epilogue)) or table.get((_bucket(m), n, k, "float"))
 

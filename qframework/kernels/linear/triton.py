@@ -43,11 +43,11 @@ def _int8_linear_kernel(
     TMA_STORE: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """out = epilogue(a @ b.T), tile by tile of out.
+    """out = epilogue(a @ b.T), tile by tile.
 
-    WALK says which program takes which tiles. "grid": the one at its own place in a grid of two dimensions. "line": one
-    as well, but along a line of groups. "persistent": any number of programs, each takes every such tile of that line;
-    its loops over tiles and over K are one pipeline, so it loads its next tile while it finishes this one.
+    WALK assigns tiles to programs. "grid": one tile per program, in a grid of two dimensions. "line": one tile per
+    program, ordered in groups (see ``place``). "persistent": program p of P takes tiles p, p + P, ... of that order;
+    its loops over tiles and over K are one pipeline, so it loads the next tile during the epilogue of this one.
     """
     wait_for_previous_kernel(OVERLAP)
     if WALK == "grid":
@@ -73,9 +73,9 @@ def _int8_linear_kernel(
 
 @triton.jit
 def place(tile, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
-    """First row and column of the ``tile``-th tile of a line.
+    """First row and column of tile number ``tile``.
 
-    It goes through GROUP_M rows of tiles before the next column of tiles, so that tiles of b stay in L2.
+    The order goes through GROUP_M rows of tiles before the next column of tiles, so that tiles of b stay in L2.
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
@@ -121,9 +121,10 @@ def tile_of_out(
     TMA_STORE: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """Multiply, finish and store one tile, in SUBTILES parts: the operands of the next keep their shared memory.
+    """Multiply one tile, then run the epilogue and store it in SUBTILES parts.
 
-    EARLY: scales and bias are loaded first; memory answers while the tensor cores work.
+    Smaller parts leave shared memory to the operands of the next tile. With EARLY, scales and bias are loaded before
+    the product to hide the latency of memory.
     """
     out_dtype: tl.constexpr = out_ptr.dtype if TMA_STORE else out_ptr.dtype.element_ty
     width: tl.constexpr = BLOCK_N // SUBTILES
@@ -140,7 +141,7 @@ def tile_of_out(
         for start in range(0, K, BLOCK_K):
             acc = tl.dot(a_ptr.load([start_m, start]), b_ptr.load([start_n, start]).T, acc, out_dtype=tl.int32)
     else:
-        # Rows past the edge wrap around instead of being masked: their results are never stored.
+        # Rows past the edge wrap around instead of being masked; their results are not stored.
         k = tl.arange(0, BLOCK_K)
         a_ptrs = a_ptr + (m % M).to(tl.int64)[:, None] * stride_am + k[None, :]
         b_ptrs = b_ptr + (n % N).to(tl.int64)[None, :] * stride_bn + k[:, None]
@@ -188,5 +189,5 @@ def tile_of_out(
 
 @triton.jit
 def _halves(x):
-    """The left and the right half of the columns."""
+    """The left and right halves of the columns."""
     return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()

@@ -1,1 +1,1 @@
-"""What every operator runs on: Triton, launches, replays, checks."""
+"""Shared by all operators: Triton, kernel launches, replays, checks."""

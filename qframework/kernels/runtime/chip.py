@@ -19,15 +19,15 @@ def check_device(device: torch.device) -> None:
 
 
 def why_unsupported(device: torch.device) -> str | None:
-    """Why kernels do not run on a GPU, which is of AMD or has no INT8 tensor cores for Triton; None where they do."""
+    """Why the kernels do not run on a GPU (AMD, or older than sm_80); None where they do, and for other devices."""
     if device.type != "cuda":
         return None
     capability = torch.cuda.get_device_capability(device)
     if capability >= MIN_CAPABILITY and not torch.version.hip:
         return None
-    what = "a GPU of AMD" if torch.version.hip else f"sm_{capability[0]}{capability[1]}"
+    what = "an AMD GPU" if torch.version.hip else f"sm_{capability[0]}{capability[1]}"
     name = torch.cuda.get_device_name(device)
-    return f"{name} ({device}) is {what}; qframework's kernels need sm_80 or newer, of NVIDIA."
+    return f"{name} ({device}) is {what}; qframework's kernels need an NVIDIA GPU of sm_80 or newer."
 
 
 @functools.cache

@@ -1,7 +1,7 @@
-"""Gluon, Triton's low-level dialect, if this Triton has every name that the kernels use.
+"""Gluon, Triton's low-level dialect, if the installed Triton has every name that the kernels use.
 
-It is experimental, and its names change from release to release. Where one is missing, kernels in plain Triton take the
-place of those in Gluon, and a warning says so.
+Gluon is experimental and its names change between releases. Where one is missing, the package falls back to its plain
+Triton kernels and logs a warning.
 """
 
 from __future__ import annotations
@@ -30,14 +30,17 @@ if HAS_GLUON:
             warpgroup_mma_wait,
         )
     except (QFrameworkError, ImportError, AttributeError) as error:
-        logger.warning("this Triton's Gluon lacks what kernels for Hopper need, plain ones take their place: %s", error)
+        logger.warning(
+            "falling back to plain Triton kernels for Hopper, since Gluon lacks a name: %s",
+            error,
+        )
         HAS_GLUON = False
 
 if HAS_GLUON:
 
     @gluon.jit
     def next_stage(slot, phase, STAGES: gl.constexpr):
-        """The stage of a ring after this one; its phase changes with every round."""
+        """The next stage of a ring buffer; the phase flips when the index wraps around."""
         wraps = slot == STAGES - 1
         return gl.where(wraps, 0, slot + 1), gl.where(wraps, phase ^ 1, phase)
 

@@ -1,8 +1,8 @@
 """How an operator of ``torch.ops.qframework`` is declared: schema, arguments, implementations.
 
-An operator's arguments are one record, a NamedTuple with the schema's names, types and defaults, whose ``check`` raises
-for what the operator does not accept. ``declare`` builds and checks the record at the dispatcher's boundary and hands
-it whole to every implementation::
+The arguments of an operator are one record: a NamedTuple with the schema's names, types and defaults, whose ``check``
+raises for invalid arguments. ``declare`` builds and checks the record for each call from the dispatcher and passes it
+to the implementation::
 
     class Arguments(NamedTuple):
         x: Tensor
@@ -12,7 +12,7 @@ it whole to every implementation::
 
     SCALE = declare("scale(Tensor x, Tensor scale) -> Tensor", Arguments, cpu=scale_ref, cuda=scale_triton, fake=empty)
 
-A CUDA implementation is replayed, see replay.py: a call of a kind that was recorded builds no record.
+CUDA implementations are replayed (see replay.py): a replayed call builds no record.
 """
 
 from __future__ import annotations
@@ -43,10 +43,7 @@ R = TypeVar("R")
 
 
 class OperatorLibrary(torch.library.Library):
-    """Operators that compute what they promise inside ``torch.autocast`` as well.
-
-    Of what an implementation calls, autocast would turn products in float32 into 16-bit ones.
-    """
+    """A library whose operators run with autocast off, which would turn their float32 products into 16-bit ones."""
 
     def define(self, schema: str, *args: Any, **kwargs: Any) -> str:
         defined: str = super().define(schema, *args, **kwargs)
@@ -57,7 +54,7 @@ class OperatorLibrary(torch.library.Library):
         return defined
 
     def impl(self, op_name: Any, fn: Any, dispatch_key: str = "", **kwargs: Any) -> Any:
-        """Registers ``fn``, which refuses tangents; on GPUs ``on_its_device`` does that, without another call."""
+        """Register ``fn``, wrapped on CPUs to refuse tangents; on GPUs ``on_its_device`` refuses them."""
         if dispatch_key in ("CPU", "CompositeExplicitAutograd"):
             fn = _without_tangents(str(op_name), fn)
         return super().impl(op_name, fn, dispatch_key, **kwargs)
@@ -74,10 +71,10 @@ def _without_tangents(operator: str, implementation: Callable[..., Any]) -> Call
 
 
 def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
-    """Raise UnsupportedError where an argument has a tangent, which implementations, below autograd, would drop.
+    """Raise UnsupportedError where an argument has a tangent, which implementations below autograd would drop.
 
-    For where a level of forward-mode AD is active, so that all other calls pay for one comparison. Inside
-    ``torch.func.jvp`` implementations cannot see which arguments have one.
+    Call it only where a level of forward-mode AD is active, so that other calls pay for one comparison. Inside
+    ``torch.func.jvp`` implementations cannot see which arguments have a tangent, so every call is refused.
     """
     passed = is_key_excluded(DispatchKey.ADInplaceOrView)
     if passed or not is_fwd_grad_enabled():  # the caller is a tensor subclass or an autograd function
@@ -86,13 +83,13 @@ def refuse_tangents(operator: str, arguments: tuple[Any, ...]) -> None:
     jvp = in_jvp()
     if jvp or any(isinstance(x, Tensor) and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         raise UnsupportedError(
-            f"{operator}: {'called in torch.func.jvp' if jvp else 'a forward-mode derivative'}; accepted: plain calls, "
-            "and reverse-mode gradients where the operator has some"
+            f"{operator}: the call must be a plain one or under reverse-mode autograd, got "
+            f"{'torch.func.jvp' if jvp else 'a forward-mode derivative'}"
         )
 
 
 def _without_autocast(packet: str, overload: str, device: str) -> Callable[..., Any]:
-    """What runs instead of an operator inside autocast: the operator outside of it."""
+    """The operator, called with autocast off."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         operator = getattr(getattr(torch.ops.qframework, packet), overload)
@@ -119,7 +116,7 @@ A = TypeVar("A", bound=Arguments)
 
 
 class Operator(Generic[A]):
-    """A declared operator. Its implementations take what the dispatcher passes, the arguments one by one."""
+    """A declared operator. Its implementations take the arguments one by one, as the dispatcher passes them."""
 
     def __init__(
         self,
@@ -139,7 +136,7 @@ class Operator(Generic[A]):
 
     @property
     def cuda(self) -> Callable[..., Any]:
-        """The GPU's implementation, without replays; in Triton's interpreter it takes the CPU's tensors."""
+        """The GPU's implementation, without replays; in Triton's interpreter it takes CPU tensors."""
         return self.implementations["CUDA"]
 
 
@@ -170,13 +167,13 @@ def declare(
     Args:
         schema: as for ``torch.library``, without the namespace.
         arguments: the record's class.
-        fake: results of the right shape, strides, dtype and device, for fake and "meta" tensors.
-        cpu: on the CPU; the reference, or something faster that is as exact.
-        cuda: on GPUs, with the first operand's device as the current one: what follows from shapes, strides, dtypes,
-            devices, alignment and other arguments alone, since later calls replay it.
-        everywhere: on every device, instead of both.
-        warm_up: compiles what ``cuda`` would launch on a device for operands that may lie on "meta"; returns Triton's
-            kernel or promise of one, None where nothing is launched.
+        fake: returns results of the right shape, strides, dtype and device, for fake and "meta" tensors.
+        cpu: runs on CPUs: the reference, or a faster implementation that is as exact.
+        cuda: runs on GPUs, with the first operand's device as the current one. It may depend on the shapes, strides,
+            dtypes, devices and alignment of tensors and on the other arguments only, since later calls replay it.
+        everywhere: runs on every device, instead of ``cpu`` and ``cuda``.
+        warm_up: compiles what ``cuda`` would launch on a device for operands that may be on "meta"; returns Triton's
+            kernel or a promise of it, or None where nothing is launched.
     """
     name = schema.partition("(")[0]
     keys = {"CPU": cpu, "CUDA": cuda, "CompositeExplicitAutograd": everywhere, "Meta": fake}
@@ -202,10 +199,7 @@ def _checked(arguments: Callable[..., A], implementation: Callable[[A], R]) -> C
 
 
 def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, R]:
-    """Make the device of the first argument, a tensor or a list of some, the current one: Triton launches there.
-
-    Tangents, which ``implementation`` would drop, are refused.
-    """
+    """Make the device of the first argument, a tensor or list of tensors, current, and refuse tangents."""
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -222,10 +216,10 @@ def on_its_device(operator: str, implementation: Callable[P, R]) -> Callable[P, 
 
 
 def transform_in_force(*tensors: Tensor | None) -> str | None:
-    """What asks for derivatives or batching in a way that operators have no rule for, and would get wrong silently."""
+    """A transform or derivative in effect that operators have no rule for and would silently get wrong, or None."""
     if functorch_transforms_active():
         return "a transform of torch.func"
-    if torch.compiler.is_compiling():  # whose graph has no tangents but those of a transform
+    if torch.compiler.is_compiling():  # only a transform brings tangents into a graph
         return None
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return "a forward-mode derivative"
@@ -233,22 +227,33 @@ def transform_in_force(*tensors: Tensor | None) -> str | None:
 
 
 def refuse_transforms(operator: str, *tensors: Tensor | None) -> None:
-    """Raise UnsupportedError in a transform of torch.func and where one of ``tensors`` has a tangent."""
+    """Raise UnsupportedError inside a transform of torch.func and where one of ``tensors`` has a tangent."""
     transform = transform_in_force(*tensors)
     if transform is not None:
-        raise UnsupportedError(f"{operator}: {transform}; accepted: plain calls, outside of both")
+        raise UnsupportedError(f"{operator}: the call must be a plain one, got {transform}")
 
 
 def refuse_gradients(operator: str, instead: str, **operands: Tensor | None) -> None:
-    """Raise QFrameworkError where a gradient is wanted of an operand of an operator that gives none.
+    """Raise QFrameworkError where an operand requires a gradient that the operator cannot compute.
 
-    For functions, not implementations: registered as the operator's formula for autograd, a refusal would cost the host
-    7 us at every call, as much as the operator's own Python.
+    For use in functions: registered as an autograd formula, it would cost the host 7 us at every call, as much as the
+    operator's own Python.
     """
     refuse_transforms(operator, *operands.values())
     for name, tensor in operands.items():
         if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
             raise QFrameworkError(
-                f"{operator}: {name} requires a gradient, and the operator gives none; accepted: {name}.detach(), or "
-                f"{instead}, which has one"
+                f"{operator}: {name} must not require a gradient, which the operator does not compute. Pass "
+                f"{name}.detach(), or use {instead}"
             )
+
+
+def refuse_backward(*operators: str) -> None:
+    """Give inference operators a backward that raises QFrameworkError."""
+
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        names = " and ".join(operators)
+        raise QFrameworkError(f"{names}: inference only, without a gradient. Run the model under torch.no_grad()")
+
+    for operator in operators:
+        torch.library.register_autograd(f"qframework::{operator}", backward, lib=LIBRARY)

@@ -1,12 +1,12 @@
 """Programmatic dependent launch (sm_90 and newer): a kernel is set up while the one before it still runs.
 
-A launch costs a kernel of a few microseconds a good part of its time: programs are placed and set up, and the
-multiprocessors are idle meanwhile. Launched this way, a kernel is set up as soon as the one before it in the stream has
-room, and waits before it touches memory; the wait ends when everything before it is done and visible. So the order of
-reads and writes stays what the stream says, also beside kernels that know nothing of this.
+Launching a kernel takes a few microseconds, during which the multiprocessors are idle. With programmatic dependent
+launch, the GPU starts the programs of the next kernel as soon as the previous one leaves room; they wait until all
+earlier work is complete and visible before they access memory. The order of reads and writes therefore stays that of
+the stream, also next to kernels that do not use this.
 
-A kernel takes part by a last parameter ``OVERLAP: tl.constexpr = False``, with which it calls
-``wait_for_previous_kernel`` before its first load or store. ``launch.py`` sets it where the chip can.
+A kernel opts in with a last parameter ``OVERLAP: tl.constexpr = False``, which it passes to
+``wait_for_previous_kernel`` before its first load or store. ``launch.py`` sets it where the chip supports it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 @triton.jit
 def wait_for_previous_kernel(OVERLAP: tl.constexpr):
-    """Nothing before this call may read or write global memory. From here on, the next kernel may be set up."""
+    """Wait for earlier kernels, then allow the next one to start. No global memory access may precede this call."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
 
 
 def overlap(kernel: Any) -> tuple[dict[str, bool], dict[str, bool]]:
-    """What launches of ``kernel`` on the current device are to be given for it: constants, and options of Triton's."""
+    """Constants and Triton options for launches of ``kernel`` on the current device."""
     if "OVERLAP" not in argument_names(kernel):
         return {}, {}
     if INTERPRET or gdc_wait is None:

@@ -1,4 +1,4 @@
-"""Triton, or stand-ins with which a machine without Triton can import every kernel."""
+"""Triton, or placeholders that let a machine without Triton import every kernel."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ else:  # CPU-only platforms: definitions succeed, launches do not
             return self
 
         def __getitem__(self, grid: Any) -> Any:
-            raise UnsupportedError("Triton is not installed; CUDA kernels need it. On the CPU none of them is used.")
+            raise UnsupportedError("Triton is not installed. Install it for the GPU kernels, or run on the CPU.")
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return self

@@ -1,4 +1,4 @@
-"""Packed sequences in the Triton kernels: each is itself alone, and nothing outside of the tensors is read."""
+"""Packed sequences in the Triton kernels: each attends only to itself, and nothing outside of the tensors is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LENGTHS_Q, LENGTHS_K = [5, 0, 40, 1], [9, 3, 70, 0]
 
 
 def surrounded(tokens: int, heads: int) -> Tensor:
-    """``(tokens, heads, 16)`` in the middle of NaN, which every read outside of it gives."""
+    """``(tokens, heads, 16)`` surrounded by NaN, which reads outside of it return."""
     whole = torch.full((tokens + 400, heads, 16), math.nan, dtype=torch.float16)
     whole[200:-200] = torch.randn(tokens, heads, 16)
     return whole.to(DEVICE)[200:-200]
@@ -43,7 +43,7 @@ def attend(
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_each_sequence_is_alone(variant):
+def test_each_sequence_attends_only_to_itself(variant):
     q, k, v = operands()
     out = attend(q, k, v, variant=variant)
     for i, (rows, keys) in enumerate(zip(q.split(LENGTHS_Q), k.split(LENGTHS_K), strict=True)):
@@ -54,7 +54,7 @@ def test_each_sequence_is_alone(variant):
             continue
         dense = (x.transpose(0, 1)[None] for x in (rows, keys, values))
         expected = module.SAGE_ATTENTION.cuda(*dense, enable_gqa=True, variant=variant)[0]
-        # Means are sums in another order, which may turn a tie in rounding.
+        # Means are summed in another order, which may change how a tie is rounded.
         assert (got - expected).abs().max() <= 2.0**-5 * values.abs().max()
 
 
@@ -62,9 +62,9 @@ def test_each_sequence_is_alone(variant):
 @pytest.mark.parametrize(
     ("ends_k", "longest"),
     [
-        ((9, 3, 82, 82), 70),  # falls
+        ((9, 3, 82, 82), 70),  # decreasing
         ((-5, 12, 82, 82), 70),  # before the first token
-        ((9, 12, 82, 180), 110),  # behind the last one
+        ((9, 12, 82, 180), 110),  # after the last one
         ((9, 12, 2**31 - 1, 82), 70),
         ((9, 12, 82, 82), 30),  # a sequence longer than the longest
     ],
@@ -86,7 +86,7 @@ def test_nothing_outside_of_queries_is_read(ends_q):
         torch.testing.assert_close(out[:5], attend(q, k, v)[:5])
 
 
-def test_tokens_behind_the_last_sequence_are_zero():
+def test_tokens_after_the_last_sequence_are_zero():
     q, k, v = operands()
     out = attend(q, k, v, ends_q=(2, 2, 4, 4), longest=(2, 70))
     assert out[:2].any()

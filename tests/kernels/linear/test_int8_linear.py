@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import GELU_OFF, assert_float_close, assert_int8_close, linear, numpy64
+from oracle import GELU_OFF, INTERPRETED, UNIT, assert_float_close, assert_int8_close, linear, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import int8_linear
@@ -193,7 +193,7 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
             assert_int8_close(got, exact, error + GELU_OFF, numpy64(scale))
 
 
-def test_queries_keys_and_values_each_have_their_scale(run, case):
+def test_scales_of_channel_blocks_match_separate_layers(run, case):
     """Scales of three blocks of channels give what three layers would."""
     a, a_scale, b, b_scale, bias, _ = case((2, 9, 64), 48, "per_tensor")
     scales = torch.tensor([0.01, 0.2, 3.0], device=a.device)
@@ -215,7 +215,7 @@ def test_saturates_symmetrically(run, place):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu"])
-def test_an_activation_s_small_negative_values_saturate_symmetrically(run, place, activation):
+def test_small_negative_activations_saturate_symmetrically(run, place, activation):
     a = torch.tensor([[1], [-1]], dtype=torch.int8, device=place)
     one = torch.ones(1, device=place)
     for step in (1e-4, 1e-2):  # activation(-1) is about -0.16 or -0.27: beyond -127 steps, and within
@@ -228,12 +228,14 @@ def test_an_activation_s_small_negative_values_saturate_symmetrically(run, place
 @pytest.mark.parametrize(("bias", "expected"), [(math.inf, math.inf), (math.nan, math.nan), (1e30, 1e30), (-1e30, 0.0)])
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_hide_neither_nan_nor_infinity(bias, expected, activation, dtype):
-    """Not asked of the CPU: PyTorch's vectorized GELU makes NaN of infinity, oneDNN's ReLU makes 0 of NaN."""
+def test_activations_propagate_nan_and_infinity(bias, expected, activation, dtype):
+    """For Triton only: PyTorch's vectorized GELU makes NaN of infinity, and oneDNN's ReLU makes 0 of NaN."""
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, one = torch.ones(2, 16, dtype=torch.int8, device=place), torch.ones(1, device=place)
     got = INT8_LINEAR.cuda(a, one, a[:1], one, torch.full((1,), bias, device=place), activation, None, None, dtype)
-    torch.testing.assert_close(got, torch.full_like(got, expected), equal_nan=True, atol=0, rtol=2.0**-7)
+    # Three float32 roundings: scaled sum, bias and activation. bfloat16 adds its own, which the interpreter truncates.
+    rounding = 3 * UNIT[torch.float32] if dtype == torch.float32 else UNIT[dtype] * (2 if INTERPRETED else 1)
+    torch.testing.assert_close(got, torch.full_like(got, expected), equal_nan=True, atol=0, rtol=rounding)
 
 
 @pytest.mark.parametrize("step", [2.0**-126, 2.0**-60, 2.0**100, 2.0**127, float("inf")])
@@ -344,28 +346,31 @@ def test_compiles_without_graph_break(device, fresh_dynamo):
 def test_has_no_gradient():
     a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cpu"), (2, 5, 24), 8)
     out = int8_linear(a, a_scale, b, b_scale, bias.requires_grad_())
-    with pytest.raises(QFrameworkError, match="inference operator"):
+    with pytest.raises(QFrameworkError, match="int8_linear: inference only"):
         out.sum().backward()
 
 
 BAD_INPUT = {
-    "a .* and b .* do not fit": {"b": torch.zeros(8, 23, dtype=torch.int8)},
-    r"a has dtype torch.float32; accepted: int8": {"a": torch.zeros(2, 5, 24)},
-    r"b has dtype torch.uint8; accepted: int8": {"b": torch.zeros(8, 24, dtype=torch.uint8)},
-    r"b_scale has shape \(7,\); accepted: \(8,\) or \(1,\)": {"b_scale": torch.ones(7)},
-    r"b_scale has dtype torch.float64; accepted: float32": {"b_scale": torch.ones(8, dtype=torch.float64)},
-    r"bias has shape \(9,\); accepted: \(8,\)": {"bias": torch.ones(9)},
-    r"bias has dtype torch.int32; accepted: float32, float16, bfloat16": {"bias": torch.ones(8, dtype=torch.int32)},
-    r"residual has shape \(2, 5\)": {"residual": torch.ones(2, 5)},
-    r"activation='swish' is unknown; accepted: none, gelu": {"activation": "swish"},
-    r"a_scale has shape \(3, 1\), which is no scale": {"a_scale": torch.ones(3, 1)},
-    r"out_scale has shape \(5, 8\), which is no scale .* accepted: \(8,\) per channel": {"out_scale": torch.ones(5, 8)},
-    r"out_scale has shape \(7,\), which is no scale": {"out_scale": torch.ones(7)},
-    r"out_dtype=torch.float64; accepted": {"out_dtype": torch.float64},
-    r"out_dtype=torch.float16 with out_scale": {"out_scale": torch.ones(1), "out_dtype": torch.float16},
-    r"b_scale holds 0.0; scales must be positive": {"b_scale": torch.zeros(8)},
-    r"out_scale holds -1.0; scales must be positive": {"out_scale": -torch.ones(1)},
-    r"out_scale holds 0.0; scales must be positive": {"out_scale": torch.arange(8.0)},
+    r"a and b must have shapes .*, got \(2, 5, 24\) and \(8, 23\)": {"b": torch.zeros(8, 23, dtype=torch.int8)},
+    r"a must have dtype int8, got torch.float32": {"a": torch.zeros(2, 5, 24)},
+    r"b must have dtype int8, got torch.uint8": {"b": torch.zeros(8, 24, dtype=torch.uint8)},
+    r"b_scale must have shape \(8,\) or \(1,\), got \(7,\)": {"b_scale": torch.ones(7)},
+    r"b_scale must have dtype float32, got torch.float64": {"b_scale": torch.ones(8, dtype=torch.float64)},
+    r"bias must have shape \(8,\), got \(9,\)": {"bias": torch.ones(9)},
+    r"bias must have dtype float32, float16 or bfloat16, got torch.int32": {"bias": torch.ones(8, dtype=torch.int32)},
+    r"residual must have shape \(2, 5, 8\), got \(2, 5\)": {"residual": torch.ones(2, 5)},
+    r"activation must be none, gelu, .* or silu, got 'swish'": {"activation": "swish"},
+    r"a_scale must have shape \(1,\), .*, got \(3, 1\)": {"a_scale": torch.ones(3, 1)},
+    r"out_scale must have shape \(1,\), \(8,\) per channel, .*, got \(5, 8\)": {"out_scale": torch.ones(5, 8)},
+    r"out_scale must have shape .*, got \(7,\)": {"out_scale": torch.ones(7)},
+    r"out_dtype must be float32, float16 or bfloat16, .* got torch.float64": {"out_dtype": torch.float64},
+    r"out_dtype must be torch.int8 or None .* torch.float16": {
+        "out_scale": torch.ones(1),
+        "out_dtype": torch.float16,
+    },
+    r"b_scale must be positive .*, got 0.0": {"b_scale": torch.zeros(8)},
+    r"out_scale must be positive .*, got -1.0": {"out_scale": -torch.ones(1)},
+    r"out_scale must be positive .*, got 0.0": {"out_scale": torch.arange(8.0)},
 }
 
 
@@ -380,7 +385,7 @@ def test_bad_input(message):
 def test_a_sum_that_may_overflow_is_refused(run, place):
     a, b = (torch.full((rows, 131_072), -128, dtype=torch.int8, device=place) for rows in (1, 2))
     one = torch.ones(1, device=place)
-    message = r"int8_linear: b has shape \(2, 131072\), and .* 131072 products can overflow; accepted: K up to 131071"
+    message = r"int8_linear: K must be at most 131071, .* can overflow, got b of shape \(2, 131072\)"
     with pytest.raises(UnsupportedError, match=message):
         run(a, one, b, one)
     with pytest.raises(UnsupportedError, match=message):
@@ -390,18 +395,5 @@ def test_a_sum_that_may_overflow_is_refused(run, place):
 @pytest.mark.gpu
 def test_devices_must_agree():
     a, a_scale, b, b_scale, bias, _ = make_case(torch.device("cuda"), (2, 5, 24), 8)
-    with pytest.raises(QFrameworkError, match="b is on cpu but the input is on cuda"):
+    with pytest.raises(QFrameworkError, match="b must be on the input's device cuda:0, got cpu"):
         int8_linear(a, a_scale, b.cpu(), b_scale, bias)
-
-
-@pytest.mark.parametrize(("capability", "hip", "what"), [((7, 5), None, "sm_75"), ((9, 4), "7.0", "a GPU of AMD")])
-def test_other_gpus_are_refused_by_name(monkeypatch, capability, hip, what):
-    from qframework.kernels.runtime import chip
-
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.version, "hip", hip)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Chip 3")
-    chip.check_device.cache_clear()
-    with pytest.raises(UnsupportedError, match=rf"Chip 3 .* is {what}; .* need sm_80 or newer"):
-        chip.check_device(torch.device("cuda", 0))
-    chip.check_device.cache_clear()

@@ -1,4 +1,4 @@
-"""The CPU's three ways to compute int8_linear: each right, the first exact and fast one chosen."""
+"""cpu.py: each CPU implementation of int8_linear is right, and the first that is exact and fast is chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["int_mm", "multiply_add", "float32"])
 def forced(request, monkeypatch):
-    """Make one implementation the chosen one."""
+    """Force one implementation."""
     product = int8_linear_cpu._PRODUCTS.get(request.param)
     rejected = (int8_linear_cpu._reason_against(product) if product is not None else None) or ""
     if "exact" in rejected or "available" in rejected:
@@ -48,7 +48,7 @@ def test_every_implementation_is_right(forced, activation, scale):
 
 
 def saturating(a, b):
-    """What a processor without VNNI may make of it: pairs of products saturate at INT16."""
+    """The product of a processor without VNNI: pairs of products saturate at INT16."""
     pairs = [(a.int() * row).unflatten(1, (-1, 2)).sum(-1) for row in b.int()]
     return torch.stack([pair.clamp(-32768, 32767 - 1000).sum(-1) for pair in pairs], 1)
 
@@ -58,7 +58,7 @@ def missing(a, b):
 
 
 def slow(a, b):
-    """PyTorch's own loops, exact and without vectors."""
+    """An exact product without vector instructions."""
     with torch.backends.mkldnn.flags(enabled=False):
         return torch._int_mm(a, b.t())
 
@@ -73,7 +73,7 @@ def test_the_longest_sum_is_exact(forced, value):
 
 @pytest.fixture
 def choose(monkeypatch):
-    """Choose between another product, in the place of PyTorch's, and the float one."""
+    """The choice between another product, in place of PyTorch's, and the float one."""
 
     def choose(int_mm):
         monkeypatch.setattr(int8_linear_cpu, "_PRODUCTS", {"int_mm": int_mm})
@@ -93,7 +93,7 @@ def test_a_fast_product_is_chosen(choose):
     products = []
 
     def fast(a, b):
-        """Computes at its first call, which is checked and not timed."""
+        """Computes at its first call only, which is checked and not timed."""
         if not products:
             products.append(int8_linear_cpu._float_product(a, b))
         return products[0]
@@ -122,8 +122,8 @@ def whole(shape, values):
 
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 @pytest.mark.parametrize(("m", "k", "n"), [(1, 1, 1), (65, 1023, 64), (64, 1024, 65), (3, 1025, 2), (5, 4099, 33)])
-def test_the_float_product_is_exact_whatever_the_user_lets_float_products_round(precision, m, k, n):
-    """All sums at their largest, just below it, where float32 runs out of odd numbers, and random ones."""
+def test_the_float_product_is_exact_at_any_matmul_precision(precision, m, k, n):
+    """Largest sums, sums just below 2**24, above which float32 has no odd numbers, and random ones."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -134,18 +134,18 @@ def test_the_float_product_is_exact_whatever_the_user_lets_float_products_round(
         torch.set_float32_matmul_precision(before)
 
 
-def test_scales_are_looked_at_again_when_they_change():
+def test_scales_are_checked_at_every_call():
     a, a_scale, b, b_scale, bias, _ = make_case(CPU, (4, 32), 16, "per_tensor")
     int8_linear(a, a_scale, b, b_scale, bias)
     b_scale[3] = 0
-    with pytest.raises(QFrameworkError, match=r"b_scale holds 0.0"):
+    with pytest.raises(QFrameworkError, match=r"b_scale must be positive .*, got 0.0"):
         int8_linear(a, a_scale, b, b_scale, bias)
 
 
 @pytest.mark.parametrize(
     "write", [lambda b: b.copy_(b.flip(0)), lambda b: b.data.copy_(b.flip(0)), lambda b: b.numpy().fill(3)]
 )
-def test_no_form_of_a_weight_is_kept(forced, write):
+def test_no_copy_of_a_weight_is_cached(forced, write):
     a, a_scale, b, b_scale, bias, _ = make_case(CPU, (4, 32), 16, "per_tensor")
     before = int8_linear(a, a_scale, b, b_scale, bias)
     write(b)

@@ -1,4 +1,4 @@
-"""Many weights quantized in one launch: each as it would be alone."""
+"""quantize_weights quantizes each weight as a launch of its own would."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_as_alone(weights, values, scales):
 @pytest.mark.interpreter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("shapes", SHAPES)
-def test_each_weight_is_quantized_as_alone(shapes, dtype, device):
+def test_each_weight_is_quantized_independently(shapes, dtype, device):
     weights = made(shapes, dtype, device)
     assert_as_alone(weights, *run(weights))
 
@@ -62,7 +62,7 @@ def test_strided_weights(device):
 
 
 @pytest.mark.interpreter
-def test_what_is_not_finite_shows_in_its_row_alone(device):
+def test_nan_and_infinity_affect_only_their_row(device):
     weights = [torch.randn(6, 40, device=device) for _ in range(2)]
     weights[1][2, 3], weights[1][4, 0] = float("nan"), float("inf")
     values, scales = run(weights)
@@ -79,14 +79,17 @@ def test_cpu_operator():
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ([], "has 0 tensors; accepted: 1 to 8"),
-        ([torch.zeros(2, 2)] * 9, "has 9 tensors"),
-        ([torch.zeros(2, 2), torch.zeros(4)], r"weights\[1\] has shape \(4,\)"),
-        ([torch.zeros(2, 2).int()], r"weights\[0\] has dtype torch.int32"),
-        ([torch.zeros(2, 2), torch.zeros(2, 2).half()], "must agree"),
+        ([], "weights must have 1 to 8 tensors, got 0"),
+        ([torch.zeros(2, 2)] * 9, "weights must have 1 to 8 tensors, got 9"),
+        ([torch.zeros(2, 2), torch.zeros(4)], r"weights\[1\] must have shape \(N, K\) .*, got \(4,\)"),
+        ([torch.zeros(2, 2).int()], r"weights\[0\] must have dtype .*, got torch.int32"),
+        (
+            [torch.zeros(2, 2), torch.zeros(2, 2).half()],
+            r"weights\[1\] must be torch.float32 on cpu .*, got torch.float16",
+        ),
     ],
 )
-def test_errors(weights, message):
+def test_errors_name_the_argument(weights, message):
     with pytest.raises(UnsupportedError, match=message):
         torch.ops.qframework.quantize_weights.default(weights) if weights else quantize_weights_ref_checked(weights)
 

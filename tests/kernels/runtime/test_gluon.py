@@ -1,4 +1,4 @@
-"""What kernels in Gluon may not do."""
+"""Gluon kernels assign no Python constants in loops, which Triton 3.6 miscompiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def constants_assigned_in_loops(source: str) -> list[str]:
 
 
 def holds_a_constant(value: ast.expr) -> bool:
-    """A number, in a tuple or not, with a sign or not, or ``gl.constexpr`` of one."""
+    """A number, possibly signed, in a tuple, or in ``gl.constexpr``."""
     if isinstance(value, ast.Tuple):
         return any(map(holds_a_constant, value.elts))
     if isinstance(value, ast.Call):
@@ -29,12 +29,12 @@ def holds_a_constant(value: ast.expr) -> bool:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.stem)
 def test_loops_assign_no_constants(path):
-    """Triton 3.6 compiles such a loop as if the name kept the value it had before."""
+    """Triton 3.6 compiles such a loop as if the variable kept its previous value."""
     assert constants_assigned_in_loops(path.read_text()) == []
 
 
 @pytest.mark.parametrize("assignment", ["begin = 0", "begin, end = k, -1", "begin: int = 0", "begin = gl.constexpr(0)"])
-def test_it_would_be_found(assignment):
+def test_an_assigned_constant_is_found(assignment):
     loop = f"for tile in tiles:\n    for k in range(begin, 9):\n        pass\n    {assignment}"
     assert len(constants_assigned_in_loops(loop)) == 1
     assert constants_assigned_in_loops("for tile in tiles:\n    begin = gl.where(tile > 0, 0, 1)") == []

@@ -1,4 +1,4 @@
-"""Kernels that begin while the one before them still runs, and read nothing before it is done."""
+"""Programmatic dependent launch: kernels start early, but access memory only after the previous kernel is done."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def chip(monkeypatch):
 
 
 @pytest.mark.parametrize("target", [CAN, ("cuda", 120), CANNOT], ids=str)
-def test_launches_through_triton_and_past_it(chip, target):
+def test_constants_and_options_of_first_and_repeated_launches(chip, target):
     chip(target)
     can = target[0] == "cuda" and target[1] >= 90
     options = OPTIONS | ({"launch_pdl": True} if can else {})
@@ -61,7 +61,7 @@ def test_launches_through_triton_and_past_it(chip, target):
     assert kernel.past == [(x, 16, 64, can)]
 
 
-def test_a_kernel_that_does_not_wait_begins_when_it_may(chip):
+def test_a_kernel_without_the_parameter_is_launched_normally(chip):
     chip(CAN)
     kernel = Kernel("x", "BLOCK")
     launch(kernel, (1,))(torch.zeros(8), BLOCK=64)
@@ -78,7 +78,7 @@ def functions() -> dict[str, ast.FunctionDef]:
     return found
 
 
-def test_all_kernels_take_part():
+def test_every_kernel_opts_in():
     for name, function in functions().items():
         assert function.args.args[-1].arg == "OVERLAP", name
         assert isinstance(function.args.defaults[-1], ast.Constant), name
@@ -88,7 +88,7 @@ def test_all_kernels_take_part():
 
 
 def chain(m: int):
-    """24 products, each of the one before, in two buffers a width: each reads and overwrites what others did."""
+    """24 products, each of the previous result, in two buffers per width, which they read and overwrite."""
     from qframework.kernels.linear.arguments import Int8LinearArguments
     from qframework.kernels.linear.launch import write_result
 
@@ -135,7 +135,7 @@ def test_kernels_wait_for_one_another(m):
 
 @pytest.mark.gpu
 def test_kernels_wait_for_others():
-    """Between kernels of torch that write their operands and read their results."""
+    """Kernels of torch write their operands and read their results."""
     from qframework.kernels.quantize import dynamic_quantize
 
     x = torch.randn(197, 768, device="cuda", dtype=torch.half)

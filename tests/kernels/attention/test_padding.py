@@ -1,4 +1,4 @@
-"""What a mask hides from every query changes nothing: not the smoothing mean, and no scale."""
+"""padding.py: keys that a mask hides from every query affect neither the mean of smoothing nor any scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qframework.kernels.attention import pipeline as module
 from qframework.kernels.attention.variants import VARIANTS
 
 QUERIES, KEYS, CHANNELS, HEADS = 16, 80, 16, 2
-SEEN = (70, 25)  # of each sequence: in the second one, padding fills a block of 64 keys to the half
+SEEN = (70, 25)  # visible tokens of each sequence; padding fills half of a block of 64 keys in the second one
 SPECS = (*VARIANTS, "8-per_block-fp16-fp32", "8-per_tensor-fp16-fp32", "8-per_warp-fp8-fp32-smooth_v")
 LOWEST = {dtype: torch.finfo(dtype).min for dtype in (torch.float32, torch.float16, torch.bfloat16)}
 
@@ -26,7 +26,7 @@ def attend(implementation: str, *args, variant="sage_b", smooth_k=True, causal=F
 
 
 def operands(place: torch.device, heads: int = HEADS) -> list[Tensor]:
-    """Keys and values with a bias for each channel, which zeros in the mean would leave in the integers."""
+    """Keys and values with a bias per channel, which a mean that counts zeros would not remove."""
     q = torch.randn(2, heads, QUERIES, CHANNELS)
     k, v = (torch.randn(2, HEADS, KEYS, CHANNELS) + 3 * torch.randn(1, HEADS, 1, CHANNELS) for _ in range(2))
     return [x.half().to(place) for x in (q, k, v)]
@@ -37,7 +37,7 @@ def seen(place: torch.device) -> Tensor:
 
 
 def spoil(x: Tensor, by: float) -> Tensor:
-    """``x`` with ``by`` and numbers of its size where there is padding."""
+    """``x`` with ``by`` and numbers of that size in the padding."""
     x = x.clone()
     for b, n in enumerate(SEEN):
         x[b, :, n:] = by * torch.randn_like(x[b, :, n:]).clamp(-3, 3) if math.isfinite(by) else by
@@ -74,8 +74,8 @@ MASKS = {
 @pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("smooth_k", [True, False])
 @pytest.mark.parametrize("variant", [spec for spec in SPECS if "per_tensor" not in spec])
-def test_padding_is_as_accurate_as_none(implementation, place, variant, smooth_k):
-    """The same scales, but for what the mean is rounded by, make the same error."""
+def test_padding_does_not_increase_the_error(implementation, place, variant, smooth_k):
+    """The scales are the same up to rounding of the mean, and so are the errors."""
     q, k, v = operands(place)
     options = {"variant": variant, "smooth_k": smooth_k}
     out = attend(implementation, q, spoil(k, 1e4), spoil(v, 1e4), seen(place), **options)
@@ -87,7 +87,7 @@ def test_padding_is_as_accurate_as_none(implementation, place, variant, smooth_k
 @pytest.mark.sample(1 / 3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("variant", ["sage_b", "8-per_tensor-fp16-fp32", "8-per_warp-fp8-fp32-smooth_v"])
-def test_what_padding_holds_changes_no_bit(implementation, place, mask, variant):
+def test_the_content_of_padding_changes_no_bit(implementation, place, mask, variant):
     q, k, v = operands(place)
     mask = MASKS[mask](place)
     expected, sums = attend(implementation, q, k, v, mask, variant=variant, lse=True)
@@ -98,7 +98,7 @@ def test_what_padding_holds_changes_no_bit(implementation, place, mask, variant)
 
 
 def test_grouped_heads_and_masks_of_windows(implementation, place):
-    """A key that one head of its group sees counts; masks repeat for each window of a batch of images."""
+    """A key that any head of its group attends to counts; masks repeat for each window of a batch of images."""
     q, k, v = operands(place, 2 * HEADS)
     mask = seen(place).repeat(1, 2 * HEADS, 1, 1)
     mask[0, 1, :, 75] = True
@@ -118,7 +118,7 @@ def test_grouped_heads_and_masks_of_windows(implementation, place):
 
 
 @pytest.mark.parametrize("kind", ["no mask", "bool", "float"])
-def test_keys_behind_the_last_causal_query(implementation, place, kind):
+def test_keys_after_the_last_causal_query_change_no_bit(implementation, place, kind):
     q, k, v = operands(place)
     mask = {"bool": torch.rand(QUERIES, KEYS) > 0.2, "float": torch.randn(QUERIES, KEYS)}.get(kind)
     mask = mask.to(place) if mask is not None else None
@@ -129,8 +129,8 @@ def test_keys_behind_the_last_causal_query(implementation, place, kind):
     assert torch.equal(out, attend(implementation, q, k, v, mask, causal=True))
 
 
-def test_a_mask_that_hides_nothing_for_sure_changes_nothing():
-    """Only some queries miss the keys, or the mask's numbers are a bias: K and V are taken as they are."""
+def test_masks_that_hide_no_key_from_all_queries_change_nothing():
+    """A mask that hides keys from some queries only, or that is a bias, leaves K and V unchanged."""
     k = torch.randn(2, HEADS, KEYS, CHANNELS)
     some = torch.ones(2, 1, QUERIES, KEYS, dtype=torch.bool).tril()
     bias = torch.randn(2, 1, 1, KEYS) - 1e4

@@ -1,4 +1,4 @@
-"""calibrate_attention: what it measures, what it chooses, what it refuses, and what it leaves behind."""
+"""adaptive.py, measure.py, model_inputs.py: what calibrate_attention measures, chooses, refuses and changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DIM, HEADS, TOKENS = 32, 2, 17
 
 
 class Attention(nn.Module):
-    """Self-attention; `spread` makes some rows of V so large that INT8 with one scale loses the others."""
+    """Self-attention; `spread` makes some rows of V so large that INT8 with one scale rounds the others to zero."""
 
     def __init__(self, spread: float = 0.0, calls: int = 1) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def numpy_measures(out: Tensor, reference: Tensor) -> tuple[float, float, float]
     return cosine, np.abs(a - b).sum() / np.abs(b).sum(), np.sqrt(np.mean((a - b) ** 2))
 
 
-def test_measures_are_the_papers() -> None:
+def test_metrics_match_the_paper() -> None:
     reference = torch.randn(2, 3, 5, 7)
     out = 2 * reference + 0.1 * torch.randn(2, 3, 5, 7)
     got = compare(out, reference)
@@ -74,7 +74,7 @@ def test_measures_are_the_papers() -> None:
 @pytest.mark.parametrize(
     ("out", "reference", "cosine"), [(0.0, 0.0, 1.0), (1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (-1.0, 1.0, -1.0)]
 )
-def test_measures_of_constants(out: float, reference: float, cosine: float) -> None:
+def test_metrics_of_constant_tensors(out: float, reference: float, cosine: float) -> None:
     got = compare(torch.full((4,), out), torch.full((4,), reference))
     assert got.cosine == pytest.approx(cosine)
     assert np.isfinite([got.relative_l1, got.rmse]).all(), "JSON holds no infinity"
@@ -86,7 +86,7 @@ def test_a_variant_that_overflows_never_passes() -> None:
 
 
 def test_every_layer_and_variant_is_measured_against_what_the_model_computes(data: list[Tensor]) -> None:
-    """The numbers are those of the operator beside PyTorch's attention, the worst over the batches."""
+    """The numbers compare the operator with PyTorch's attention and are the worst over the batches."""
     model = Net()
     seen: dict[str, list[tuple[Tensor, ...]]] = {"layers.0": [], "layers.1": []}
     variants = ["sage_vb", "sage2_int4"]
@@ -113,7 +113,7 @@ def test_every_layer_and_variant_is_measured_against_what_the_model_computes(dat
 
 
 def test_masks_scales_and_groups_reach_the_variants() -> None:
-    """Every argument of the call: a variant that ignored one would be far from the model's own result."""
+    """A variant that ignored an argument of the call would be far from the model's result."""
 
     class Model(nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -129,8 +129,8 @@ def test_masks_scales_and_groups_reach_the_variants() -> None:
 # What is chosen ----------------------------------------------------------------------------------------------------
 
 
-def test_the_fastest_that_passes_layer_by_layer(data: list[Tensor]) -> None:
-    """vB is fine in the first layer; in the second V has an outlier that costs INT8 the rest, so B remains."""
+def test_each_layer_gets_the_fastest_passing_variant(data: list[Tensor]) -> None:
+    """vB passes in the first layer; in the second V has an outlier that INT8 cannot represent, so B is chosen."""
     threshold = 0.99995
     choice = choose(Net(Attention(), Attention(spread=300.0)), data, threshold)
     first, second = (layer.measurements for layer in choice.layers.values())
@@ -140,12 +140,12 @@ def test_the_fastest_that_passes_layer_by_layer(data: list[Tensor]) -> None:
     assert list(second) == list(PAPER_ORDER)
 
 
-def test_order_decides_among_those_that_pass(data: list[Tensor]) -> None:
+def test_the_first_passing_variant_is_chosen(data: list[Tensor]) -> None:
     for first, second in (("sage_t", "sage_vb"), ("sage_vb", "sage_t")):
         assert set(choose(Net(), data, variants=[first, second]).values()) == {first}
 
 
-def test_bounds_are_required_beside_the_threshold(data: list[Tensor]) -> None:
+def test_bounds_apply_in_addition_to_the_threshold(data: list[Tensor]) -> None:
     model = Net()
     choice = choose(model, data, 0.5)
     assert choice["layers.0"] == "sage_vb"
@@ -155,7 +155,7 @@ def test_bounds_are_required_beside_the_threshold(data: list[Tensor]) -> None:
         assert choose(model, data, 0.5, **{f"max_{number}": bound})["layers.0"] == "sage_b"
 
 
-def test_a_layer_in_which_nothing_passes_stays_float(data: list[Tensor]) -> None:
+def test_a_layer_without_a_passing_variant_stays_float(data: list[Tensor]) -> None:
     model = Net()
     choice = choose(model, data, 1 - 1e-12)
     assert set(choice.values()) == {"off"}
@@ -165,7 +165,7 @@ def test_a_layer_in_which_nothing_passes_stays_float(data: list[Tensor]) -> None
         assert torch.equal(changed, model(data[0]))
 
 
-def test_what_no_variant_can_do_stays_float_and_says_why() -> None:
+def test_unsupported_layers_stay_float_with_a_reason() -> None:
     class Wide(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return F.scaled_dot_product_attention(x, x, x)
@@ -178,7 +178,7 @@ def test_what_no_variant_can_do_stays_float_and_says_why() -> None:
 
 
 def test_speed_order() -> None:
-    """The paper's order survives in every chip's; FP8 needs FP8, and INT4 is never faster."""
+    """Every chip keeps the paper's order; FP8 variants need FP8, and INT4 is never faster."""
     assert speed_order("cpu") == PAPER_ORDER == ("sage_vb", "sage_vt", "sage_b", "sage_t")
     for capability in ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
         order = order_for(capability)
@@ -197,7 +197,7 @@ def test_equal_data_give_equal_choices(data: list[Tensor]) -> None:
 # Names of layers ---------------------------------------------------------------------------------------------------
 
 
-def test_calls_of_one_forward_are_told_apart_and_forwards_are_not(data: list[Tensor]) -> None:
+def test_calls_in_one_forward_are_separate_layers(data: list[Tensor]) -> None:
     shared = Attention(calls=2)
     choice = choose(Net(shared, shared), data)
     assert set(choice) == {"layers.0", "layers.0#1", "layers.1", "layers.1#1"}, "a shared module has two paths"
@@ -239,7 +239,7 @@ def test_batches_of_every_kind(data: list[Tensor]) -> None:
     assert choose(model, data, batches=1).layers["layers.0"].calls == 1
 
 
-def test_the_model_is_left_as_it_was(data: list[Tensor]) -> None:
+def test_calibration_does_not_change_the_model(data: list[Tensor]) -> None:
     model = Net().train()
     model.layers[1].eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -255,7 +255,7 @@ def test_the_model_is_left_as_it_was(data: list[Tensor]) -> None:
 
 
 def test_layers_see_the_float_model(data: list[Tensor]) -> None:
-    """The second layer is measured on what the float first layer writes: one layer's choice is no other's error."""
+    """The second layer is measured on the float output of the first layer, without errors of its variant."""
     model = Net()
     with torch.no_grad():
         expected = [model(x) for x in data]
@@ -280,12 +280,12 @@ def test_prints_the_table(data: list[Tensor], capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"threshold": 1.5}, CalibrationError, r"threshold=1.5; accepted: a cosine similarity between 0 and 1"),
-        ({"variants": []}, CalibrationError, r"variants=\[\]; accepted: None or a list of names"),
-        ({"variants": "sage_b"}, CalibrationError, "variants='sage_b'; accepted: None or a list"),
-        ({"variants": ["sage_b", "sage_b"]}, CalibrationError, "names 'sage_b' twice"),
-        ({"variants": ["sage_z"]}, UnsupportedError, "'sage_z' is unknown; accepted: .*sage_vb"),
-        ({"max_rmse": -1.0}, CalibrationError, "max_rmse=-1.0; accepted: None or a positive number"),
+        ({"threshold": 1.5}, CalibrationError, "threshold must be a cosine similarity between 0 and 1, got 1.5"),
+        ({"variants": []}, CalibrationError, r"variants must be None or a list of names, got \[\]"),
+        ({"variants": "sage_b"}, CalibrationError, "variants must be None or a list of names, got 'sage_b'"),
+        ({"variants": ["sage_b", "sage_b"]}, CalibrationError, "variants must be different, got sage_b twice"),
+        ({"variants": ["sage_z"]}, UnsupportedError, "variant must be .*sage_vb.*, got 'sage_z'"),
+        ({"max_rmse": -1.0}, CalibrationError, "max_rmse must be None or a positive number, got -1.0"),
         ({"batches": 0}, CalibrationError, "batches must be None or a positive integer, got 0"),
     ],
 )
@@ -300,13 +300,13 @@ def test_no_data() -> None:
 
 
 def test_no_attention() -> None:
-    with pytest.raises(CalibrationError, match=r"Linear never called F.scaled_dot_product_attention"):
+    with pytest.raises(CalibrationError, match=r"must call F.scaled_dot_product_attention, got Linear"):
         choose(nn.Linear(DIM, DIM), [torch.randn(2, DIM)])
 
 
 def test_nan_in_a_batch(data: list[Tensor]) -> None:
     data[1][0, 0, 0] = torch.nan
-    with pytest.raises(CalibrationError, match="batch 1: an input holds NaN or infinity"):
+    with pytest.raises(CalibrationError, match="batch 1: inputs must be finite, got NaN or infinity"):
         choose(Net(), data)
 
 
@@ -314,19 +314,19 @@ def test_nan_in_a_layer_names_it(data: list[Tensor]) -> None:
     model = Net()
     with torch.no_grad():
         model.layers[1].qkv.bias[DIM] = torch.inf
-    with pytest.raises(CalibrationError, match=r"batch 0: attention layer 'layers.1': its key holds NaN or infinity"):
+    with pytest.raises(CalibrationError, match=r"batch 0: attention layer 'layers.1': key must be finite, got NaN"):
         choose(model, data)
 
 
 def test_a_batch_that_does_not_fit(data: list[Tensor]) -> None:
-    with pytest.raises(CalibrationError, match=r"batch 0: the keys 'y' do not fit Net.forward"):
+    with pytest.raises(CalibrationError, match=r"batch 0: the batch must match Net.forward.*, got the keys 'y'"):
         choose(Net(), [{"y": data[0]}])
-    with pytest.raises(CalibrationError, match="batch 0: a batch of type int"):
+    with pytest.raises(CalibrationError, match=r"batch 0: a batch must be a tensor, .*, got int"):
         choose(Net(), [3])
 
 
 def test_compiled_models_are_refused(data: list[Tensor]) -> None:
-    with pytest.raises(CalibrationError, match="the model is compiled"):
+    with pytest.raises(CalibrationError, match="model must not be compiled"):
         choose(torch.compile(Net(), backend="eager"), data)
 
 
@@ -334,7 +334,7 @@ def test_compiled_models_are_refused(data: list[Tensor]) -> None:
 
 
 def test_vit_on_digits() -> None:
-    """A ViT and real images: every layer is quantized, and the features barely move."""
+    """A ViT and real images: every layer is quantized, and the features hardly change."""
     pytest.importorskip("timm")
     from qframework.evaluation.digits import load_digits, loader
     from qframework.evaluation.digits_vit import TrainingConfig, build_model

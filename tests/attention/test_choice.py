@@ -1,4 +1,4 @@
-"""AttentionChoice: as a mapping, applied to models and graphs, compiled, saved and loaded."""
+"""choice.py, layer_scope.py, choice_table.py: AttentionChoice applied, compiled, exported, saved and printed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_calibrate_attention import DIM, TOKENS, Attention, Net, choose
+from test_adaptive import DIM, TOKENS, Attention, Net, choose
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,7 +24,7 @@ BY_HAND = {"layers.0": "sage_vb", "layers.1": "off", "layers.2": "sage2_int4"}
 
 
 class Operators(TorchDispatchMode):
-    """The variants of sage_attention that ran, None for PyTorch's own attention."""
+    """The variants of sage_attention that ran, None for PyTorch's attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def test_calls_of_one_forward_have_their_own_variants(x: Tensor) -> None:
             assert ran(model, x) == specs("sage_b", "off", "sage_b"), "a call that is not listed is like the first"
 
 
-def test_off_holds_inside_a_scope_and_inside_another_layer(x: Tensor) -> None:
+def test_off_applies_inside_a_scope_and_inside_another_layer(x: Tensor) -> None:
     model = Net()
     with AttentionChoice({"layers.0": "off", "layers.1": "sage_t"}).apply(model), use_sage_attention("sage_b"):
         assert ran(model, x) == specs("off", "sage_t")
@@ -122,7 +122,7 @@ def test_the_scope_ends_when_forward_raises(model: Net, x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("choice", [{"0": "sage_b"}, {"0": "sage_b", "0#1": "off"}], ids=["one", "by call"])
-def test_an_error_before_forward_leaves_the_scope_around_it_alone(choice: dict[str, str], x: Tensor) -> None:
+def test_an_error_before_forward_does_not_leave_an_outer_scope(choice: dict[str, str], x: Tensor) -> None:
     def refuse(*_: Any) -> None:
         raise ValueError("refused")
 
@@ -164,14 +164,14 @@ def test_gradients_flow(model: Net, x: Tensor) -> None:
     assert 0 < (got - exact).norm() < 0.02 * exact.norm()
 
 
-def test_layers_that_are_not_there(model: Net) -> None:
-    with pytest.raises(QFrameworkError, match=r"Net has no module 'layers.7'; accepted: the model"):
+def test_missing_layers_are_named(model: Net) -> None:
+    with pytest.raises(QFrameworkError, match=r"must have the module 'layers.7', got Net without it"):
         AttentionChoice({"layers.7": "sage_b"}).apply(model)
     assert not model.layers[0]._forward_hooks
 
 
 def test_compiled_models_are_refused(model: Net) -> None:
-    with pytest.raises(QFrameworkError, match="apply: the model is compiled"):
+    with pytest.raises(QFrameworkError, match="apply: model must not be compiled"):
         AttentionChoice(BY_HAND).apply(torch.compile(model, backend="eager"))
 
 
@@ -211,19 +211,19 @@ def test_export_keeps_the_choice(model: Net, x: Tensor) -> None:
     assert ran(exported, x) == specs("sage_vb", "off", "sage2_int4")
 
 
-def test_exported_graphs_are_rewritten_and_put_back(model: Net, x: Tensor) -> None:
+def test_exported_graphs_are_rewritten_and_restored(model: Net, x: Tensor) -> None:
     exported = torch.export.export(model, (x,)).module()
     before = exported.code
     with AttentionChoice(BY_HAND).apply(exported):
         assert ran(exported, x) == ["sage_vb", None, "sage2_int4"]
     assert exported.code == before
     assert ran(exported, x) == [None] * 3
-    with pytest.raises(QFrameworkError, match=r"the graph has no attention 'layers.7'; it has 'layers.0'"):
+    with pytest.raises(QFrameworkError, match=r"the graph must have the attention layers 'layers.7', got 'layers.0'"):
         AttentionChoice({"layers.7": "sage_b"}).apply(exported)
 
 
 def test_a_shared_module_in_every_form(x: Tensor, fresh_dynamo: None) -> None:
-    """One module of two paths: hooks, a graph and the backend agree."""
+    """One module with two paths: hooks, a graph and the backend agree."""
     shared = Attention()
     model = Net(shared, shared).eval()
     choice = choose(model, [x], variants=["sage_b"])
@@ -281,14 +281,14 @@ def test_json(model: Net, x: Tensor, tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("", "choice.json is no attention choice"),
-        ("[]", "choice.json: this is no attention choice: it names no format"),
-        ('{"format": 99, "layers": {}}', "has format 99; this version reads formats up to 1"),
+        ("[]", "choice.json: not an attention choice: it has no format number"),
+        ('{"format": 99, "layers": {}}', "format must be at most 1, got 99"),
         ('{"format": 1}', "KeyError: 'layers'"),
-        ('{"format": 1, "layers": {"a": {"variant": "sage_b", "speed": 1}}}', "unknown entries speed"),
-        ('{"format": 1, "layers": {"a": {}}}', "no attention choice: TypeError"),
+        ('{"format": 1, "layers": {"a": {"variant": "sage_b", "speed": 1}}}', "unknown entries: speed"),
+        ('{"format": 1, "layers": {"a": {}}}', "not an attention choice: TypeError"),
     ],
 )
-def test_files_that_are_something_else(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "choice.json"
     path.write_text(text)
     with pytest.raises(FileFormatError, match=message):

@@ -1,4 +1,4 @@
-"""rope_quantize and rope_mean against NumPy float64, on the CPU and in Triton, and in front of quantized attention."""
+"""rope.py and rotation.py against NumPy in float64, on the CPU and in Triton, and as operands of attention."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def check(q, scale, y, error, granularity, role):
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("role", ["query", "key"])
-def test_equals_the_oracle(implementation, place, rotation, interleaved, role):
+def test_matches_the_oracle(implementation, place, rotation, interleaved, role):
     x, cos, sin = problem(rotation, device=place)
     rotary_dim = ROTATIONS[rotation][1]
     factor = 0.37 if role == "query" else 1.0
@@ -219,7 +219,7 @@ def test_rotation_of_transformers():
 @pytest.mark.parametrize("interleaved", [False, True], ids=["half", "interleaved"])
 @pytest.mark.parametrize("name", ["sage_t", "sage_b", "sage_vb", "sage2_int8", "8-per_tensor-fp16-fp32"])
 @pytest.mark.parametrize("smooth_k", [False, True])
-def test_feeds_quantized_attention(implementation, place, interleaved, name, smooth_k):
+def test_results_are_operands_of_quantized_attention(implementation, place, interleaved, name, smooth_k):
     """Fused rotation, then quantized attention, is the rotation in float32 followed by sage_attention."""
     _, cos, sin = problem("flash", 150, device=place)
     query, key, value = torch.randn(3, 1, 2, 150, 64, device=place).unbind()
@@ -265,18 +265,33 @@ def values_of(value, variant):
 def bad_calls():
     x, cos, sin = problem("flash")
     whole = (False, 1.0, "per_block", "query")
-    yield "rank", (x[0], cos, sin, *whole), UnsupportedError, r"x has shape \(3, 70, 64\); accepted: \(B, H, N, D\)"
-    yield "dtype", (x.double(), cos, sin, *whole), UnsupportedError, "x has dtype torch.float64; accepted: float32"
-    yield "tables", (x, cos, sin[:-1], *whole), QFrameworkError, "cos .* and sin .* differ"
-    yield "tokens", (x, cos[1:], sin[1:], *whole), QFrameworkError, r"cos has shape .* accepted: \(N, W\).*N = 70"
-    yield "width", (x, cos[:, :7], sin[:, :7], *whole), QFrameworkError, "may rotate 7 or 14; pass rotary_dim"
-    yield "rotary_dim", (x, cos, sin, *whole, None, 48), QFrameworkError, "rotary_dim=48 with tables of 32 columns"
-    yield "too wide", (x, cos, sin, *whole, None, 66), QFrameworkError, "an even number up to 64"
+    yield "rank", (x[0], cos, sin, *whole), UnsupportedError, r"x must have shape \(B, H, N, D\), got \(3, 70, 64\)"
+    yield "dtype", (x.double(), cos, sin, *whole), UnsupportedError, "x must have dtype float32, .*, got torch.float64"
+    yield "tables", (x, cos, sin[:-1], *whole), QFrameworkError, "cos and sin must have the same shape"
+    yield "tokens", (x, cos[1:], sin[1:], *whole), QFrameworkError, r"cos must have shape \(N, W\).*N = 70"
+    yield (
+        "width",
+        (x, cos[:, :7], sin[:, :7], *whole),
+        QFrameworkError,
+        "rotary_dim must be given .* 7 or 14",
+    )
+    yield (
+        "rotary_dim",
+        (x, cos, sin, *whole, None, 48),
+        QFrameworkError,
+        "rotary_dim must be .* 32 columns .*, got 48",
+    )
+    yield "too wide", (x, cos, sin, *whole, None, 66), QFrameworkError, "must be even, at most 64 .*, got 66"
     mean = torch.zeros(2, 3, 5, 64)
-    yield "mean", (x, cos, sin, *whole, mean), QFrameworkError, r"mean has shape \(2, 3, 5, 64\)"
-    yield "mean dtype", (x, cos, sin, *whole, mean.half()), UnsupportedError, "mean has dtype torch.float16"
-    yield "granularity", (x, cos, sin, False, 1.0, "per_row", "query"), UnsupportedError, "'per_row'.* is unknown"
-    yield "role", (x, cos, sin, False, 1.0, "per_block", "value"), UnsupportedError, "role='value'"
+    yield "mean", (x, cos, sin, *whole, mean), QFrameworkError, r"mean must have shape .*, got \(2, 3, 5, 64\)"
+    yield (
+        "mean dtype",
+        (x, cos, sin, *whole, mean.half()),
+        UnsupportedError,
+        "mean must have dtype float32",
+    )
+    yield "granularity", (x, cos, sin, False, 1.0, "per_row", "query"), UnsupportedError, "got 'per_row' and 'query'"
+    yield "role", (x, cos, sin, False, 1.0, "per_block", "value"), UnsupportedError, "got 'per_block' and 'value'"
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), [pytest.param(*case, id=i) for i, *case in bad_calls()])
@@ -285,14 +300,14 @@ def test_errors_name_the_argument(arguments, error, message):
         kernels.rope_quantize(*arguments)
 
 
-def test_a_gradient_is_refused_not_cut():
+def test_backward_raises_an_error():
     x, cos, sin = problem("flash", dtype=torch.float32)
     x = x.detach().requires_grad_()
     for result in (
         kernels.rope_mean(x, cos, sin),
         kernels.rope_quantize(x, cos, sin, False, 1.0, "per_head", "key")[1],
     ):
-        with pytest.raises(QFrameworkError, match="no gradient"):
+        with pytest.raises(QFrameworkError, match="rope_quantize and rope_mean: inference only"):
             result.sum().backward()
 
 

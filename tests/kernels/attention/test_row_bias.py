@@ -1,4 +1,4 @@
-"""What must be exact stays so where a user lets PyTorch round float32 products to TF32 or bfloat16."""
+"""row_bias.py, and exact products when PyTorch may round float32 products to TF32 or bfloat16 (numerics.py)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "einsum", "scal
 
 
 class Recorded(TorchDispatchMode):
-    """Dtypes that products of PyTorch ran in, and the sizes of the float32 copies that were made.
+    """Records the dtypes of PyTorch's products and the sizes of float32 copies.
 
-    Products of integers up to 127 do not count: bfloat16 holds them. Operators hide what they call; functions do not.
+    Products of integers up to 127 are exact in bfloat16 and not recorded, nor are calls inside operators.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Recorded(TorchDispatchMode):
 
 @pytest.fixture
 def rounded() -> Iterator[None]:
-    """Float32 products may be rounded: to TF32 on a GPU, to bfloat16 on a CPU that has it."""
+    """Allow rounding of float32 products: to TF32 on a GPU, to bfloat16 on a CPU that supports it."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     yield
@@ -99,7 +99,7 @@ def block_product() -> None:
 @pytest.mark.parametrize(
     "call", [smooth_q, float_values, static_attention, log_sum_exp, hessian, smoothing, block_product]
 )
-def test_products_that_must_be_exact_are_not_left_to_the_users_switch(call):
+def test_exact_products_ignore_the_matmul_precision_setting(call):
     with Recorded() as recorded:
         call()
     assert recorded.products, "nothing was multiplied"
@@ -107,7 +107,7 @@ def test_products_that_must_be_exact_are_not_left_to_the_users_switch(call):
 
 
 def test_products_stay_in_float32_where_that_is_exact():
-    """Twice the time for nothing."""
+    """float64 would take twice the time."""
     with Recorded() as recorded:
         smooth_q()
     assert {dtype for _, dtype in recorded.products} == {torch.float32}
@@ -120,7 +120,7 @@ def test_products_stay_in_float32_where_that_is_exact():
 @pytest.mark.parametrize("mean", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_row_bias(implementation, place, shape, mean, dtype):
-    """Sums of D products in float32; keys are 100 times their spread away from 0."""
+    """Keys have a mean of 100 standard deviations."""
     batch, blocks, heads_kv, keys, channels = shape
     q_mean = torch.randn(batch, 2 * heads_kv, blocks, channels, device=place)
     wide = torch.randn(batch, keys, heads_kv, channels + 3) + 100
@@ -148,7 +148,7 @@ def test_row_bias_of_packed_keys():
 @pytest.mark.interpreter
 @pytest.mark.parametrize("packed", [False, True])
 def test_smooth_q_copies_no_keys(packed):
-    """Nor does it leave a product to PyTorch: a kernel reads keys as they lie."""
+    """The kernel reads keys with their strides and calls no product of PyTorch."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     q, k, v = (x.half().to(device) for x in operands(200))
     with Recorded() as recorded:

@@ -1,4 +1,4 @@
-"""QAttn's static attention against float64: integers in, integers or floats out."""
+"""mixed_attention against float64: integers in, integers or floats out."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_against_float64(implementation, place, shape, per_head):
 
 
 @pytest.mark.parametrize("form", ["bool", "float", "causal", "both", "relative"])
-def test_what_is_added_to_the_logits(implementation, place, form):
+def test_masks_and_relative_positions(implementation, place, form):
     tensors, scales = operands((2, 2, 2, 40, 70, 32, 32), place)
     keep = torch.rand(40, 70) < 0.6
     keep[3] = False
@@ -99,7 +99,7 @@ def test_rows_of_an_image_as_wide_as_a_block(implementation, place, width):
 
 @pytest.mark.parametrize("width", [64, 24])
 def test_factors_with_any_strides(implementation, place, width):
-    """Einsums leave their results in any order of memory."""
+    """Results of einsum may have any memory order."""
     tensors, scales = operands((1, 2, 2, 30, 3 * width, 32, 32), place)
     rel_h, rel_w = torch.randn(1, 2, 3, 30).mT, torch.randn(1, 2, width, 30).mT
     parts = {"rel_h": rel_h.to(place), "rel_w": rel_w.to(place)}
@@ -145,11 +145,17 @@ def test_three_and_five_dimensions(implementation, place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"query": torch.zeros(1, 2, 4, 8)}, "query has dtype torch.float32; accepted: int8"),
-        ({"query_scale": torch.ones(3, 1, 1)}, r"query_scale has shape \(3, 1, 1\); accepted: .*\(2, 1, 1\)"),
-        ({"value_scale": torch.ones(1, dtype=torch.float64)}, "value_scale has dtype torch.float64"),
-        ({"out_scale": torch.ones(1), "out_dtype": torch.float16}, "out_dtype=torch.float16 with out_scale"),
-        ({"out_dtype": torch.int32}, "out_dtype=torch.int32"),
+        ({"query": torch.zeros(1, 2, 4, 8)}, "query must have dtype int8, got torch.float32"),
+        (
+            {"query_scale": torch.ones(3, 1, 1)},
+            r"query_scale must have shape .* or \(2, 1, 1\), got \(3, 1, 1\)",
+        ),
+        ({"value_scale": torch.ones(1, dtype=torch.float64)}, "value_scale must have dtype float32, got torch.float64"),
+        (
+            {"out_scale": torch.ones(1), "out_dtype": torch.float16},
+            "out_dtype must be torch.int8 or None.*, got torch.float16",
+        ),
+        ({"out_dtype": torch.int32}, "out_dtype must be float32, .*, got torch.int32"),
         ({"key": torch.zeros(1, 2, 4, 6, dtype=torch.int8)}, "head dimension 6"),
         ({"attn_mask": torch.zeros(3, 3)}, "attn_mask has shape"),
     ],
@@ -163,7 +169,7 @@ def test_bad_arguments_are_named(change, message):
 
 @pytest.mark.parametrize("variant", ["sage_t", "sage_b"])
 def test_large_values_do_not_overflow_float16_sums(implementation, place, variant):
-    """64 keys of equal weight and V at a quarter of float16's range: their plain sum would be 16 times the range."""
+    """64 keys of equal weight with V at a quarter of float16's range, whose sum is 16 times the range."""
     sage = sys.modules["qframework.kernels.attention.pipeline"]
     call = {"cpu": torch.ops.qframework.sage_attention, "triton": sage.SAGE_ATTENTION.cuda}[implementation]
     x = torch.zeros(1, 1, 128, 32, dtype=torch.float16, device=place)

@@ -1,4 +1,4 @@
-"""Inside torch.autocast, operators compute what they compute outside: they choose their precision themselves."""
+"""operator.py: operators compute the same inside torch.autocast as outside of it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def operator(name):
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_bit_for_bit_the_same(name):
+def test_autocast_changes_no_bit(name):
     torch.manual_seed(0)
     arguments = CALLS[name]()
     outside = operator(name)(*arguments)
@@ -28,7 +28,7 @@ def test_bit_for_bit_the_same(name):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-def test_autocast_goes_on_after_them():
+def test_autocast_stays_on_after_an_operator():
     x = torch.randn(4, 8)
     with torch.autocast("cpu", torch.bfloat16):
         torch.ops.qframework.dynamic_quantize(x, "per_token")
