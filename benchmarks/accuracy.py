@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +35,8 @@ from qframework.evaluation.models import Classifier
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.tasks import Classification, Task
-from qframework.outputs import output_file, output_folder
+from qframework.files import write_text
+from qframework.outputs import output_folder
 from qframework.quantizer import QFrameworkQuantizer
 
 SCHEMA = 1
@@ -80,10 +80,7 @@ class Rows:
         self.rows.append(row)
         print(f"{row.task:8} {row.model:8} {row.seed:2}  {row.configuration:32} {row.value:8.3f}", flush=True)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            os.replace(partial, self.path)
+            write_text(self.path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         head = {"schema": SCHEMA, "benchmark": "accuracy", "smoke": self.smoke, "machine": self.machine}
@@ -96,8 +93,8 @@ def load_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
         document = json.loads(path.read_text())
         if (document["schema"], document["benchmark"]) != (SCHEMA, "accuracy"):
             raise FileFormatError(
-                f"{path}: schema {document['schema']!r}, benchmark {document['benchmark']!r}; "
-                f"accepted: {SCHEMA}, 'accuracy'"
+                f"{path}: schema and benchmark must be {SCHEMA} and 'accuracy', got {document['schema']!r} and "
+                f"{document['benchmark']!r}"
             )
         rows = [Row(**row) for row in document["rows"]]
         return document["machine"], [] if document["smoke"] else rows
@@ -161,10 +158,7 @@ def module(task: Task, configuration: Configuration) -> nn.Module:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the CPU; returns the exit status."""
-    parser = argument_parser("accuracy", __doc__, output=False)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
+    parser = argument_parser("accuracy", __doc__, "document")
     parser.add_argument("--tasks", type=comma_separated(TASKS), default=list(TASKS))
     parser.add_argument("--sizes", type=comma_separated(digits_vit.SIZES), default=list(digits_vit.SIZES))
     parser.add_argument("--seeds", type=int, default=5, help="of the digits' models (default: 5)")

@@ -23,12 +23,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, parts_of, relative_l1
-from benchmarks.boxed import Limits, Phase, check_then_time
+from benchmarks.boxed import Phase, add_limits, limits_of, one_provider_each, run_plans
 from benchmarks.harness import (
     BROKEN,
     Record,
     Results,
     UnavailableError,
+    add_device,
     argument_parser,
     comma_separated,
     guarded,
@@ -171,12 +172,6 @@ def _free(device: str) -> None:
 # The parent ---------------------------------------------------------------------------------------------------------
 
 
-def run_workers(results: Results, plans: Sequence[Plan], limits: Limits, jobs: int) -> None:
-    """Check all plans, ``jobs`` at a time, then time them one after the other; rows are added as they come."""
-    for answers in check_then_time(Measurement, plans, limits, jobs):
-        results.add(*answers.complete(identities(answers.plan)))
-
-
 def identities(plan: Plan) -> list[Record]:
     """The records of whole calls that a plan is to give."""
     return [identify(name, shape) for shape in plan.shapes for name in plan.providers]
@@ -212,11 +207,8 @@ def _parser() -> argparse.ArgumentParser:
         "--parts", action=argparse.BooleanOptionalAction, default=True, help="quantization, kernel alone"
     )
     parser.add_argument("--merge", action="store_true", help="add to what --output holds, of the same code and machine")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=100.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--limit", type=float, default=230.0, help="seconds for everything")
+    add_device(parser)
+    add_limits(parser, jobs=6, check=100.0, time=20.0, total=230.0)
     parser.add_argument("--seed", type=int, help="of the inputs (default: another one each time, printed)")
     return parser
 
@@ -228,22 +220,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.merge and arguments.output is None:
         parser.error("--merge adds to the file that --output names")
     if arguments.merge and arguments.add_run:
-        parser.error("--merge completes a run, --add-run makes another; accepted: one of them")
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+        parser.error("--merge completes a run and --add-run makes another: give one of them")
+    limits = limits_of(arguments)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(2**31)
     print(f"seed {seed}")
     small = arguments.smoke or arguments.device == "cpu"
     shapes = tuple(_BY_NAME[name] for name in arguments.shapes or ()) or (SMOKE_SHAPES if small else SHAPES)
-    plan = functools.partial(Plan, shapes=shapes, device=arguments.device, seed=seed, parts=arguments.parts)
+    plan = Plan(tuple(arguments.providers), shapes, arguments.device, seed, arguments.parts)
     results = Results.start("attention", arguments.device, arguments)
     whole = results.path
     old = Results.load(whole) if arguments.merge and whole and whole.exists() else None
     if old is not None and whole is not None:
         merge_runs(old, replace(results))  # refuse before measuring
         results.path = whole.with_suffix(".new.json")  # of its own until it is done: what was measured is not risked
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
-    groups = [tuple(arguments.providers)] if small else [(name,) for name in arguments.providers]
-    run_workers(results, [plan(group) for group in groups], limits, arguments.jobs)
+    run_plans(results, Measurement, one_provider_each(plan, small), identities, limits, arguments.jobs)
     exit_code = results.exit_code
     if old is not None and results.path is not None:
         partial, results.path = results.path, whole

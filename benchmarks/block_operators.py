@@ -9,7 +9,6 @@ whose cost is in ``add_statistics``; ``layer_norm_alone`` makes its own.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands, provider_of
-from benchmarks.harness import Record, Results, argument_parser, comma_separated
+from benchmarks.harness import Record, Results, add_device, argument_parser, comma_separated, shapes_of
 from benchmarks.timing import time_kernel
 from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name, parse_block_size
 
@@ -89,27 +88,19 @@ def speedups(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _parse_shapes(text: str) -> list[Shape]:
-    shapes = []
-    for part in text.split():
-        numbers = [int(number) for number in part.split(",")]
-        if len(numbers) != 2 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no shape; accepted: TOKENS,HIDDEN with positive integers")
-        shapes.append((numbers[0], numbers[1]))
-    return shapes
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider of every operator at every shape; returns the exit status."""
     parser = argument_parser("block_operators", __doc__)
-    parser.add_argument("--shapes", type=_parse_shapes, help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)')
+    parser.add_argument(
+        "--shapes", type=shapes_of("TOKENS,HIDDEN"), help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)'
+    )
     parser.add_argument("--operators", type=comma_separated(OPERATORS), default=list(OPERATORS))
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     sizes = ", ".join(map(block_size_name, BLOCK_SIZES))
     parser.add_argument(
         "--block-size", nargs="+", type=parse_block_size, help=f"of our providers: {sizes} (default: all)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     arguments = parser.parse_args(argv)
     # On a CPU, Inductor would compile C++ for minutes to show what is not asked: there the operators are references.
     known = [name for name in PROVIDERS if arguments.device == "cuda" or name != "inductor_fp16"]

@@ -8,6 +8,7 @@ after the other, each alone on the machine.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from benchmarks.harness import Record
+from benchmarks.harness import Record, Results
 
 Phase = Literal["check", "time"]
 Serve = Callable[[Any], Iterator[Record]]
@@ -203,6 +204,40 @@ def check_then_time(
         answers.ended = worker.status
         worker.close()
         yield answers
+
+
+def run_plans(
+    results: Results,
+    make: Callable[[Plan], Serve],
+    plans: Sequence[Plan],
+    identities: Callable[[Plan], Sequence[Record]],
+    limits: Limits,
+    jobs: int,
+    alone: Callable[[Plan], bool] = lambda plan: False,
+) -> None:
+    """``check_then_time``, adding the records of each plan to ``results``: one for each of its ``identities``."""
+    for answers in check_then_time(make, plans, limits, jobs, alone):
+        results.add(*answers.complete(identities(answers.plan)))
+
+
+def one_provider_each(plan: Any, together: bool) -> list[Any]:
+    """The plan split into one for each of its ``providers``; whole where they share a process, as in smoke runs."""
+    return [plan] if together else [replace(plan, providers=(name,)) for name in plan.providers]
+
+
+def add_limits(
+    parser: argparse.ArgumentParser, *, jobs: int, check: float, time: float, total: float, subjects: str = "shapes"
+) -> None:
+    """The options ``--jobs``, ``--check-limit``, ``--time-limit`` and ``--limit`` with these defaults."""
+    parser.add_argument("--jobs", type=int, default=jobs, help="providers to compile and check in parallel")
+    parser.add_argument("--check-limit", type=float, default=check, help=f"seconds for one provider, all {subjects}")
+    parser.add_argument("--time-limit", type=float, default=time, help=f"seconds for one provider, all {subjects}")
+    parser.add_argument("--limit", type=float, default=total, help="seconds for everything")
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """The limits that the options of ``add_limits`` set, counted from now."""
+    return Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
 
 
 def shared_cores(jobs: int) -> dict[str, str]:

@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from qframework.errors import FileFormatError, QFrameworkError
+from qframework.files import write_text
 from qframework.outputs import output_file
 
 SCHEMA = 1
@@ -149,7 +149,7 @@ class Results:
         try:
             document = json.loads(path.read_text())
             if document["schema"] != SCHEMA:
-                raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
+                raise FileFormatError(f"{path}: schema must be {SCHEMA}, got {document['schema']!r}")
             records = [Record.from_json(fields) for fields in document["records"]]
             head = document["benchmark"], document["machine"], path, document["smoke"], document["peaks"]
             return cls(*head, records, document.get("note"))
@@ -170,10 +170,7 @@ class Results:
     def write(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(_dump(self.to_json()))
-        os.replace(partial, self.path)
+        write_text(self.path, _dump(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -196,12 +193,13 @@ class Results:
 def require_same_code(old: Results, new: Results) -> None:
     """Raise FileFormatError unless both were measured by the same code, as committed, on the same machine."""
     if new.machine.get("dirty"):
-        raise FileFormatError(f"{new.path}: runs of a tree with local changes may differ; accepted: a commit as it is")
+        raise FileFormatError(f"{new.path}: the code must be committed, got a tree with local changes")
     apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
     if apart or (old.benchmark, old.smoke) != (new.benchmark, new.smoke):
         differences = ", ".join(f"{key} {old.machine.get(key)!r} and {new.machine[key]!r}" for key in apart)
         raise FileFormatError(
-            f"{new.path} is another kind of run: {differences or 'another benchmark'}; accepted: equal"
+            f"{new.path}: both runs must be of the same benchmark, code and machine, got "
+            f"{differences or 'another benchmark'}"
         )
 
 
@@ -217,34 +215,62 @@ def guarded(identity: Record, measure: Callable[[], Record]) -> Record:
         return replace(identity, status="failed", reason=_one_line(error))
 
 
-def argument_parser(benchmark: str, description: str | None, output: bool = True) -> argparse.ArgumentParser:
-    """The options every benchmark has; ``output``: those of one that writes a single file of records."""
+def argument_parser(
+    benchmark: str, description: str | None, output: Literal["records", "document", "none"] = "records"
+) -> argparse.ArgumentParser:
+    """The options of every benchmark: ``--smoke``; ``--output`` unless it is "none"; ``--add-run`` with records."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
-    if not output:
-        return parser
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
-    parser.add_argument(
-        "--add-run", action="store_true", help="keep the runs that --output holds, of the same code and machine"
-    )
+    if output != "none":
+        parser.add_argument(
+            "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+        )
+    if output == "records":
+        parser.add_argument(
+            "--add-run", action="store_true", help="add a run to those in --output, of the same code and machine"
+        )
     return parser
 
 
-def comma_separated(accepted: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names separated by commas, each one of ``accepted``."""
-    names = list(accepted)
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option ``--device``: CUDA where there is a GPU."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def integers(text: str) -> list[int]:
+    """An argparse type: positive integers separated by commas."""
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must hold positive integers, got {text!r}")
+    return numbers
+
+
+def shapes_of(dimensions: str) -> Callable[[str], list[Any]]:
+    """An argparse type: shapes separated by spaces, each with these ``dimensions``, such as ``"M,N,K"``."""
+
+    def parse(text: str) -> list[Any]:
+        shapes = [tuple(integers(part)) for part in text.split()]
+        for shape in shapes:
+            if len(shape) != dimensions.count(",") + 1:
+                raise argparse.ArgumentTypeError(f"a shape must be {dimensions}, got {','.join(map(str, shape))}")
+        return shapes
+
+    return parse
+
+
+def comma_separated(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: names separated by commas, each one of ``known``."""
+    names = list(known)
 
     def parse(text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",")]
         unknown = [name for name in chosen if name not in names]
         if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; accepted: {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
         return chosen
 
     return parse
@@ -270,7 +296,7 @@ def worst_row_error(value: Tensor, reference: Tensor) -> float:
 
 def require_shape(value: Tensor, reference: Tensor) -> None:
     if value.shape != reference.shape:
-        raise WrongResultError(f"shape {tuple(value.shape)} instead of {tuple(reference.shape)}")
+        raise WrongResultError(f"shape must be {tuple(reference.shape)}, got {tuple(value.shape)}")
 
 
 def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
@@ -282,7 +308,7 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
         worst = worst_row_error(value, reference)
         if worst > tolerance:
             raise WrongResultError(
-                f"relative error of the worst row is {worst:.3g}, at most {tolerance:.3g} accepted", worst
+                f"relative error of the worst row must be at most {tolerance:.3g}, got {worst:.3g}", worst
             )
         return relative_error(value, reference)
 
@@ -292,7 +318,9 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
 def require_quantized(error: float, least: float) -> float:
     """``error``, unless it is below what INT8 costs: a library that quantizes nothing is no peer for INT8."""
     if error < least:
-        raise WrongResultError(f"relative error is {error:.3g}, INT8's at least {least:.3g}: not quantized", error)
+        raise WrongResultError(
+            f"not quantized: INT8's relative error must be {least:.3g} or more, got {error:.3g}", error
+        )
     return error
 
 
@@ -327,7 +355,8 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
         apart = float((steps > 0).double().mean())
         if not float(steps.amax()) <= 1 or apart > fraction:  # also NaN
             message = (
-                f"up to {float(steps.amax()):g} steps apart, on {apart:.3g} of the elements; 1 on {fraction:g} accepted"
+                f"elements must be at most 1 step apart, on {fraction:g} of them, "
+                f"got up to {float(steps.amax()):g} steps on {apart:.3g}"
             )
             raise WrongResultError(message, worst_row_error(value, reference))
         return relative_error(value, reference)

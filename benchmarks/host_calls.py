@@ -8,7 +8,6 @@ PyTorch calls in 16 bit for the same work. Without a GPU the CPU's implementatio
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -19,7 +18,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import Record, Results, UnavailableError, WrongResultError, argument_parser, comma_separated
+from benchmarks.harness import (
+    Record,
+    Results,
+    UnavailableError,
+    WrongResultError,
+    add_device,
+    argument_parser,
+    comma_separated,
+)
 from benchmarks.timing import Timing
 from qframework.kernels.runtime.operator import OPERATORS
 
@@ -116,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser("host_calls", __doc__)
     names = list(operators("meta"))
     parser.add_argument("--operators", type=comma_separated(names), default=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments: argparse.Namespace = parser.parse_args(argv)
+    add_device(parser)
+    arguments = parser.parse_args(argv)
     results = Results.start("host_calls", arguments.device, arguments)
     samples = SMOKE_SAMPLES if arguments.smoke or arguments.device == "cpu" else SAMPLES
     with torch.inference_mode():

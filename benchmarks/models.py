@@ -108,8 +108,9 @@ def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any
     worst = min(sqnr_db(expected, row) for row, expected in zip(output, reference, strict=True))
     floor = SQNR_FLOOR_DB[precision]
     if not worst >= floor:  # also NaN
-        raise WrongResultError(f"worst image has an SQNR of {worst:.1f} dB, at least {floor:g} dB accepted", error)
+        raise WrongResultError(f"SQNR of the worst image must be at least {floor:g} dB, got {worst:.1f} dB", error)
     overall, ceiling = sqnr_db(reference, output), SQNR_CEILING_DB.get(precision, float("inf"))
     if overall > ceiling:
-        raise WrongResultError(f"SQNR of {overall:.1f} dB: too exact for {precision}, at most {ceiling:g} dB", error)
+        message = f"too exact for {precision}: SQNR must be at most {ceiling:g} dB, got {overall:.1f} dB"
+        raise WrongResultError(message, error)
     return {"error": error, "sqnr_db": overall, "worst_sqnr_db": worst}

@@ -12,7 +12,6 @@ import contextlib
 import cProfile
 import functools
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -29,13 +28,12 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.harness import argument_parser, comma_separated
-from benchmarks.machine import describe_machine
 from benchmarks.models import Forward
+from benchmarks.profile_vit import profile_each, profile_parser
 from benchmarks.tables import number, table
-from benchmarks.vit_gpu import choose_device, cold_caches
+from benchmarks.vit_gpu import cold_caches
 from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
-from qframework.outputs import output_file, output_folder
+from qframework.outputs import output_folder
 
 DEFAULT = ("fp16_compiled", "qframework_static")
 WHOLE = "torch.compile and first call"
@@ -192,27 +190,20 @@ def show(phases: dict[str, Phase]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table for each provider; returns the exit status."""
-    parser = argument_parser("profile_first_call", __doc__, output=False)
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="write the phases here")
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))
+    parser = profile_parser("profile_first_call", __doc__, DEFAULT)
     parser.add_argument("--cprofile", type=output_folder, metavar="FOLDER", help="write PROVIDER.prof here, for pstats")
     arguments = parser.parse_args(argv)
-    device = choose_device(arguments.smoke)
-    model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)
-    document: dict[str, Any] = {"machine": describe_machine(device), "model": model, "batch": batch, "providers": {}}
-    for name in arguments.providers:
+
+    def profile(name: str, model: str, batch: int, device: str) -> dict[str, Any]:
         stats = None
         if arguments.cprofile is not None:
             arguments.cprofile.mkdir(parents=True, exist_ok=True)
             stats = arguments.cprofile / f"{name}.prof"
         phases = profile_in_a_new_process(name, model, batch, device, arguments.smoke, stats)
         print(f"{name}, {model}, batch {batch}\n\n{show(phases)}", flush=True)
-        document["providers"][name] = {phase: took.to_json() for phase, took in phases.items()}
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        return {phase: took.to_json() for phase, took in phases.items()}
+
+    profile_each(arguments, profile)
     return 0
 
 

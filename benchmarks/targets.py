@@ -27,6 +27,7 @@ from benchmarks.harness import Results, argument_parser, comma_separated
 from benchmarks.machine import git_state
 from benchmarks.report_targets import newest
 from benchmarks.target_table import BASE, DYNAMIC, FAST_16_BIT, LARGE, STATIC, TARGETS, TORCHAO_FP8, rows
+from qframework.files import write_text
 from qframework.outputs import output_folder
 
 THROUGHPUT = (
@@ -125,10 +126,8 @@ def conclude(folder: Path, name: str) -> None:
         }
         for target, outcome, where in outcomes
     ]
-    path = folder / "other" / f"{name}-targets.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in document)
-    path.write_text(f'{{\n "targets": [\n{lines}\n ]\n}}\n')
+    write_text(folder / "other" / f"{name}-targets.json", f'{{\n "targets": [\n{lines}\n ]\n}}\n')
     _write_page(runs, folder)
 
 
@@ -146,7 +145,7 @@ def _write_page(runs: Sequence[Any], folder: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argument_parser("targets", __doc__, output=False)
+    parser = argument_parser("targets", __doc__, "none")
     parser.add_argument("--output-dir", type=output_folder, help="folder of the results (default: a temporary one)")
     parser.add_argument("--name", default="targets", help="how the files' names begin, such as 2026-11-22-h100")
     parser.add_argument(
@@ -164,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
     if (arguments.add_run or arguments.runs > 1) and git_state()[1]:  # said now, not after the first run
-        parser.error("several runs of a tree with local changes may differ; accepted: a commit as it is")
+        parser.error("several runs need committed code, got a tree with local changes")
     parts = [part for part in arguments.parts or (SMOKE_PARTS if arguments.smoke else PARTS) if part != "none"]
     device = vit_gpu.choose_device(arguments.smoke or not parts)
     call = Call(device, arguments.smoke, time.monotonic() + arguments.limit, arguments.jobs)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.boxed import Answers, Limits, Phase, check_then_time
+from benchmarks.boxed import Answers, Phase, add_limits, limits_of, run_plans
 from benchmarks.harness import (
     Record,
     Results,
@@ -33,6 +32,7 @@ from benchmarks.harness import (
     argument_parser,
     comma_separated,
     guarded,
+    integers,
     relative_error,
     require_quantized,
 )
@@ -317,7 +317,9 @@ def check(values: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float
     }
     for what, error in errors.items():
         if not error <= tolerance:
-            raise WrongResultError(f"{what} is {error:.3g} from FP32's, at most {tolerance:g} accepted", error)
+            raise WrongResultError(
+                f"relative error of {what} against FP32 must be at most {tolerance:g}, got {error:.3g}", error
+            )
     return max(errors.values(), default=None)
 
 
@@ -365,35 +367,30 @@ def saved_bytes(forward: Callable[[], Any], weights: Sequence[Tensor] = ()) -> i
 def run(results: Results, options: argparse.Namespace, hidden: Sequence[int], device: str) -> None:
     """All providers: each in a process of its own, or, where times mean little, one after the other in this one."""
     plans = [Plan(name, tuple(hidden), options, device) for name in options.providers]
-    limits = Limits(options.check_limit, options.time_limit, time.monotonic() + options.limit)
-    apart = device == "cuda" and not options.smoke
-    for answers in check_then_time(Measurement, plans, limits, options.jobs) if apart else map(_answers, plans):
-        plan = answers.plan
-        results.add(*answers.complete([row for size in plan.hidden for row in plan.identities(size)]))
+    if device == "cuda" and not options.smoke:
+        run_plans(results, Measurement, plans, _identities, limits_of(options), options.jobs)
+        return
+    for plan in plans:
+        measurement = Measurement(plan)
+        answers = Answers(plan, list(measurement("check")), list(measurement("time")))
+        torch._dynamo.reset()
+        results.add(*answers.complete(_identities(plan)))
 
 
-def _answers(plan: Plan) -> Answers[Plan]:
-    measurement = Measurement(plan)
-    answers = Answers(plan, list(measurement("check")), list(measurement("time")))
-    torch._dynamo.reset()
-    return answers
+def _identities(plan: Plan) -> list[Record]:
+    return [row for size in plan.hidden for row in plan.identities(size)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = argument_parser("training_block", __doc__)
-    parser.add_argument(
-        "--hidden", type=lambda text: [int(size) for size in text.split(",")], help="default: 1024,2048,4096"
-    )
+    parser.add_argument("--hidden", type=integers, help="default: 1024,2048,4096")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks in the stack (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="results are then not checked (default: 0)")
-    parser.add_argument("--jobs", type=int, default=4, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=300.0, help="seconds for one provider, all widths")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for one provider, all widths")
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds for everything")
+    add_limits(parser, jobs=4, check=300.0, time=60.0, total=500.0, subjects="widths")
     options = parser.parse_args(argv)
     if options.smoke:
         options.batch, options.tokens, options.layers = 2, 32, 1

@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
+from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS
 from demos.training_tasks import TextTask
 from qframework.evaluation.progress import progress_bar
-from qframework.files import atomic_write
-from qframework.outputs import output_file
+from qframework.files import write_text
 from qframework.training import convert_to_int8_training
 
 SCHEMA = 1
@@ -150,26 +149,17 @@ def table(rows: Sequence[Row]) -> str:
         "error of the gradient",
         *(f"loss, first token {times[massive]:.3g} times the median" for massive in cases),
     ]
-    lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
+    lines = []
     for name in dict.fromkeys(row.configuration for row in rows):
         error = found[name, 0.0].gradient_error
         losses = [f"{found[name, massive].percent:+.2f} %" for massive in cases]
-        lines.append(f"| {' | '.join([name, '' if error is None else f'{error:.4f}', *losses])} |")
-    return "\n".join(lines) + "\n"
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The document and its rows."""
-    document = json.loads(path.read_text())
-    return document, [Row(**row) for row in document["rows"]]
+        lines.append([name, "" if error is None else f"{error:.4f}", *losses])
+    return markdown(header, lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_gradients", __doc__, output=False)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
+    parser = argument_parser("training_gradients", __doc__, "document")
     parser.add_argument("--steps", type=int, default=800, help="that FP32 learns before (default: %(default)s)")
     parser.add_argument("--settle", type=int, default=60, help="steps with a massive token (default: %(default)s)")
     parser.add_argument("--batches", type=int, default=16, help="of 4 windows, compared (default: %(default)s)")
@@ -208,9 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "rows": [asdict(row) for row in rows],
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(options.output) as file:
-            file.write((json.dumps(document, indent=1) + "\n").encode())
+        write_text(options.output, json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -29,13 +29,14 @@ import torch
 from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
+from benchmarks.tables import table as markdown
 from demos.training_files import Curves, draw_curves
 from demos.training_loop import Place, RunConfig, TrainingTask, train
 from demos.training_tasks import DigitsTask, TextTask
 from qframework.devices import device_name
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits_vit
-from qframework.files import atomic_write
+from qframework.files import write_text
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.outputs import output_folder
 
@@ -164,9 +165,7 @@ def run(case: Case, options: argparse.Namespace) -> None:
         "losses_every": KEPT_EVERY,
         "losses": _thinned(outcome.curves.losses),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
+    write_text(path, json.dumps(document, indent=1) + "\n")
     figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
     print(f"{case}: {figures}, {outcome.examples_per_second:.0f} examples/s", flush=True)
 
@@ -232,7 +231,7 @@ def read(folder: Path, task: str) -> dict[str, list[dict[str, Any]]]:
     documents = [json.loads(path.read_text()) for path in sorted((folder / task).glob("*.json"))]
     settings = {json.dumps(document["settings"], sort_keys=True) for document in documents}
     if len(settings) > 1:
-        raise QFrameworkError(f"{folder / task} holds runs of {len(settings)} kinds; accepted: one, remove the others")
+        raise QFrameworkError(f"{folder / task}: all runs must have the same settings, got {len(settings)} kinds")
     documents.sort(key=lambda document: document["seed"])
     found = {name: [row for row in documents if row["configuration"] == name] for name in CONFIGURATIONS}
     return {name: rows for name, rows in found.items() if rows}
@@ -288,15 +287,13 @@ def compare(task: str, runs: dict[str, list[dict[str, Any]]]) -> list[Comparison
 def table(task: str, runs: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
     """A Markdown table of the means and the distances from BF16 on equal seeds; whether all bounds are kept."""
     subject, found = SUBJECTS[task], compare(task, runs)
-    lines = [
-        f"| {task}, {subject.unit} | seeds | mean | behind BF16, {subject.units_behind} | must be at most |  |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+    header = [f"{task}, {subject.unit}", "seeds", "mean", f"behind BF16, {subject.units_behind}", "must be at most", ""]
+    lines = []
     for each in found:
         shown = "" if each.configuration == BASELINE or each.behind is None else f"{each.behind:+.2f}"
         bound = "" if each.bound is None else f"{each.bound:g}"
-        lines.append(f"| {each.configuration} | {each.seeds} | {each.mean:.4g} | {shown} | {bound} | {each.verdict} |")
-    return "\n".join(lines) + "\n", all(each.keeps for each in found)
+        lines.append([each.configuration, str(each.seeds), f"{each.mean:.4g}", shown, bound, each.verdict])
+    return markdown(header, lines), all(each.keeps for each in found)
 
 
 def report(folder: Path, tasks: Sequence[str]) -> bool:
@@ -309,8 +306,7 @@ def report(folder: Path, tasks: Sequence[str]) -> bool:
         text, fine = table(task, runs)
         print(text)
         kept &= fine
-        with atomic_write(folder / f"{task}.md") as file:
-            file.write(text.encode())
+        write_text(folder / f"{task}.md", text)
         draw(task, runs, folder / f"{task}.png")
     return kept
 
@@ -332,7 +328,7 @@ def _curves(document: dict[str, Any]) -> Curves:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_parity", __doc__, output=False)
+    parser = argument_parser("training_parity", __doc__, "none")
     parser.add_argument("--tasks", type=comma_separated(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])

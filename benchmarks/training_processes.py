@@ -20,16 +20,14 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import argument_parser, comma_separated
+from benchmarks.harness import argument_parser, comma_separated, integers
 from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from demos.training_files import LOSSES, SUMMARY
-from qframework.files import atomic_write
+from qframework.files import write_text
 from qframework.kernels.blocks.format import block_size_name
-from qframework.outputs import output_file
 
 SCHEMA = 1
 PATIENCE = 30.0  # seconds, for processes to end
@@ -158,12 +156,6 @@ def table(runs: Sequence[Run]) -> str:
     return markdown(header, lines)
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Run]]:
-    """The document and its runs."""
-    document = json.loads(path.read_text())
-    return document, [Run(**row) for row in document["runs"]]
-
-
 def write(path: Path, runs: Sequence[Run], options: argparse.Namespace) -> None:
     """As JSON."""
     document = {
@@ -174,30 +166,18 @@ def write(path: Path, runs: Sequence[Run], options: argparse.Namespace) -> None:
         "settings": {**(SMOKE if options.smoke else SETTINGS), "compiled": options.compile},
         "runs": [asdict(run) for run in runs],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_processes", __doc__, output=False)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
-    parser.add_argument("--processes", type=_parse_counts, default=[1, 2], help="how many, 1 first (default: 1,2)")
+    parser = argument_parser("training_processes", __doc__, "document")
+    parser.add_argument("--processes", type=integers, default=[1, 2], help="how many, 1 first (default: 1,2)")
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (default: %(default)s)")
     return parser.parse_args(argv)
-
-
-def _parse_counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a number of processes below 1")
-    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.boxed import Answers, Limits, Phase, Worker, check_then_time
-from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
+from benchmarks.boxed import Answers, Limits, Phase, Worker, add_limits, limits_of, run_plans
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, integers
 from benchmarks.models import Forward
 from benchmarks.timing import peak_mb, time_provider
 from benchmarks.vit_gpu_cases import PROVIDERS, Provider, Subject, inference, prepare
@@ -133,11 +133,10 @@ def check_three(
 
 def run(results: Results, model: str, cases: Sequence[Case], device: str, limits: Limits, jobs: int) -> None:
     """Measure the speed of ``cases`` of one model and add their records."""
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
+    # The providers of a smoke run share a process: it only shows that they run.
     groups = [tuple(cases)] if results.smoke else [(case,) for case in cases]
     plans = [Plan(model, group, device, results.smoke) for group in groups]
-    for answers in check_then_time(Measurement, plans, limits, jobs, alone=_alone):
-        results.add(*answers.complete(answers.plan.identities()))
+    run_plans(results, Measurement, plans, Plan.identities, limits, jobs, alone=_alone)
 
 
 def _alone(plan: Plan) -> bool:
@@ -172,21 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", type=lambda text: text.split(","), help=f"timm models (default: {','.join(MODELS)})"
     )
-    parser.add_argument("--batches", type=_parse_batches, help="batch sizes (default: 256,1; with --smoke 2,1)")
+    parser.add_argument("--batches", type=integers, help="batch sizes (default: 256,1; with --smoke 2,1)")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--first-call", action="store_true", help="measure first calls, not speed")
-    parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=400.0, help="seconds to compile and check one provider")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to time one provider")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for everything")
+    add_limits(parser, jobs=6, check=400.0, time=60.0, total=1500.0, subjects="batches")
     return parser
-
-
-def _parse_batches(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a batch size below 1")
-    return sizes
 
 
 def choose_device(smoke: bool) -> str:
@@ -203,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     batches: list[int] = arguments.batches or list(SMOKE_BATCHES if arguments.smoke else BATCHES)
     names: list[str] = arguments.models or ([models.SMOKE_MODEL] if arguments.smoke else list(MODELS))
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+    limits = limits_of(arguments)
     device = choose_device(arguments.smoke)
     default = list(FIRST_CALL_PROVIDERS) if arguments.first_call else default_providers()
     cases = [(name, batch) for batch in batches for name in arguments.providers or default]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,24 +15,15 @@ from qframework.errors import QFrameworkError
 from qframework.outputs import check_output_file
 
 
-class Beside(NamedTuple):
-    """The files that a command writes beside its output."""
-
-    journal: Path
-    plot: Path
-
-
-def check_outputs(output: Path, plot: bool) -> Beside:
-    """What is written beside ``output``. Raises QFrameworkError where that or one of them cannot be written."""
+def journal_and_plot(output: Path, plot: bool) -> tuple[Path, Path | None]:
+    """The files written beside ``output``. Raises QFrameworkError where one of the three cannot be written."""
     check_output_file(output, "--output", make_folder=True)
-    beside = Beside(output.with_suffix(".journal.jsonl"), output.with_suffix(".png"))
-    for path in (beside.journal, *([beside.plot] if plot else [])):
-        if path == output:
-            raise QFrameworkError(
-                f"--output {output} is the name of its own plot; accepted: another ending, or --no-plot"
-            )
+    journal, drawn = output.with_suffix(".journal.jsonl"), output.with_suffix(".png") if plot else None
+    if drawn == output:
+        raise QFrameworkError(f"--output must not be the name of its own plot, got {output}. Pass --no-plot")
+    for path in filter(None, (journal, drawn)):
         check_output_file(path, f"--output {output}")
-    return beside
+    return journal, drawn
 
 
 def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:

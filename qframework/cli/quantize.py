@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from qframework.cli.command import (
-    Batches,
-    BatchSize,
-    Checkpoint,
-    Data,
-    Device,
-    DType,
-    Json,
-    Model,
-    Observer,
-    Pretrained,
-    RecipeName,
-)
+from qframework.cli import command
 from qframework.cli.output import print_result
 from qframework.cli.targets import InDtype, check_model_and_data, device_named, first_images, recipe_named
 from qframework.errors import QFrameworkError
@@ -47,14 +35,14 @@ qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --co
 
 def quantize(
     context: typer.Context,
-    model: Model,
-    data: Data = "digits",
-    checkpoint: Checkpoint = None,
-    pretrained: Pretrained = False,
+    model: command.Model,
+    data: command.Data = "digits",
+    checkpoint: command.Checkpoint = None,
+    pretrained: command.Pretrained = False,
     static: Annotated[
         bool, typer.Option("--static/--dynamic", help="Activation scales: calibrated or computed.")
     ] = True,
-    observer: Observer = "minmax",
+    observer: command.Observer = "minmax",
     activation: Annotated[
         Literal["per_tensor", "per_token"] | None,
         typer.Option(help="Granularity of activations; per_tensor if static, per_token if dynamic."),
@@ -65,16 +53,16 @@ def quantize(
     attention: Annotated[
         str, typer.Option(help="off, static (calibrated, with the observer of --observer), auto, or a variant: sage_b.")
     ] = "off",
-    recipe: RecipeName = "none",
+    recipe: command.RecipeName = "none",
     config: Annotated[
         Path | None, typer.Option(help="A file of [bold]qframework tune[/], in place of the options above.")
     ] = None,
-    batches: Batches = 8,
-    batch_size: BatchSize = 32,
+    batches: command.Batches = 8,
+    batch_size: command.BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
-    device: Device = "cpu",
-    dtype: DType = "float32",
-    as_json: Json = False,
+    device: command.Device = "cpu",
+    dtype: command.DType = "float32",
+    as_json: command.Json = False,
 ) -> None:
     """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
     from qframework.backend import explain

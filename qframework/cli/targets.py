@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from qframework.cli.output import journal_and_plot, print_rich
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
@@ -29,11 +31,10 @@ def check_model_and_data(model: str, checkpoint: Path | None, pretrained: bool, 
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
-    """The first batch; PyTorch exports a batch of 1 as a constant, so a folder of one image is used twice."""
-    for images, _ in batches:
-        images = images.to(device)
-        return images if len(images) > 1 else images.repeat(2, *(1 for _ in images.shape[1:]))
-    raise QFrameworkError("the data holds no image that can be read")
+    """The first batch, on ``device``; it holds two images or more."""
+    from qframework.evaluation.tasks import first_batch
+
+    return first_batch(images for images, _ in batches).to(device)
 
 
 def device_named(name: str) -> Any:
@@ -101,14 +102,53 @@ def compiled(module: Any, description: dict[str, Any], *, dynamic: bool | None =
 
 
 class Subject(NamedTuple):
-    """A float model on its device, with what its accuracy is measured on and calibrated with."""
+    """A float model on its device, and the images that its accuracy is measured on."""
 
-    model: nn.Module
-    images: Tensor
-    metric: Callable[[Any], float]
-    calibration: InDtype
+    measured: tuple[nn.Module, Tensor, Callable[[Any], float], InDtype]
+    """The model, a batch, the metric and the calibration data: the first arguments of ``sensitivity`` and ``tune``."""
     held_out: InDtype
     settings: dict[str, Any]
+    """All that the metric depends on."""
+
+
+class Study:
+    """What ``sensitivity`` and ``tune`` have in common: their files, their calibration and how they print.
+
+    Raises:
+        QFrameworkError: a file cannot be written, or the observer is unknown.
+        ModuleNotFoundError: there is to be a plot, and matplotlib is missing.
+    """
+
+    def __init__(self, command: str, output: Path, plot: bool, observer: str, recipe: str, batches: int) -> None:
+        from qframework.quantizer import static_attention, static_int8
+        from qframework.tuning.assignment import Meanings
+        from qframework.tuning.plots import require_matplotlib
+
+        if plot:
+            require_matplotlib()
+        self.output = output
+        self._journal, self._plot = journal_and_plot(output, plot)
+        meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
+        self._arguments = {"meanings": meanings, "recipe": recipe_named(recipe), "batches": batches}
+        self._settings = {"command": command, "batches": batches, "observer": observer, "recipe": recipe}
+
+    def arguments(self, subject: Subject, **settings: Any) -> dict[str, Any]:
+        """The other arguments of both searches; the journal refuses measurements of other ``settings``."""
+        from qframework.tuning.journal import Journal
+
+        journal = Journal(self._journal, {**self._settings, **subject.settings, **settings})
+        return {**self._arguments, "journal": journal, "show_progress": True}
+
+    def finish(self, subject: Subject, result: Any, as_json: bool) -> None:
+        """Write the result and its plot, and print it."""
+        subject.held_out.report_damaged()
+        result.save(self.output)
+        if self._plot is not None:
+            result.plot(self._plot)
+        if as_json:
+            typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        else:
+            print_rich(result.table())
 
 
 def load_subject(
@@ -122,7 +162,9 @@ def load_subject(
     device: str,
     dtype: str,
 ) -> Subject:
-    """A classifier whose top-1 on ``limit`` images of ``data`` counts; ``settings`` is all that it depends on."""
+    """A classifier and its top-1 on ``limit`` images of ``data``."""
+    import torch
+
     from qframework import __version__
     from qframework.evaluation import top1
     from qframework.evaluation.checkpoint import state_digest
@@ -143,30 +185,13 @@ def load_subject(
         "calibration_data": calibration_data,
         "limit": limit,
         "batch_size": batch_size,
-        "device": _described(on),
+        "device": torch.cuda.get_device_name(on) if on.type == "cuda" else str(on),
         "dtype": dtype,
-        "versions": {"qframework": __version__, "torch": _torch_version()},
+        "versions": {"qframework": __version__, "torch": torch.__version__},
     }
-    return Subject(
-        classifier.model.to(on, dtype_named(dtype)),
-        images,
-        lambda module: top1(module, held_out, device=on),
-        calibration,
-        held_out,
-        settings,
-    )
-
-
-def _described(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _torch_version() -> str:
-    import torch
-
-    return torch.__version__
+    model_on_device = classifier.model.to(on, dtype_named(dtype))
+    measured = (model_on_device, images, lambda module: top1(module, held_out, device=on), calibration)
+    return Subject(measured, held_out, settings)
 
 
 def recipe_named(name: str) -> Recipe | None:

@@ -228,7 +228,7 @@ def test_a_second_call_adds_to_the_first(tmp_path, monkeypatch):
     before = output.read_text()
     for commit in ("def456", "abc123-dirty"):
         monkeypatch.setenv("QFRAMEWORK_COMMIT", commit)
-        with pytest.raises(FileFormatError, match="accepted"):
+        with pytest.raises(FileFormatError, match="must be"):
             run("torch_math")
     assert output.read_text() == before
 

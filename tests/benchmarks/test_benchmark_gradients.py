@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -23,7 +24,8 @@ def model():
 def test_the_file_holds_what_was_printed(tmp_path, capsys):
     path = tmp_path / "new" / "gradients.json"
     assert training_gradients.main(["--smoke", "--output", str(path)]) == 0
-    document, rows = training_gradients.read(path)
+    document = json.loads(path.read_text())
+    rows = [Row(**row) for row in document["rows"]]
     assert training_gradients.table(rows) in capsys.readouterr().out
     assert document["settings"]["tokens"] == 2 * 4 * 16
     assert {row.configuration for row in rows} == set(training_gradients.COMPARED)

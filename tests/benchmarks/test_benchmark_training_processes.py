@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import training_processes
-from benchmarks.training_processes import Run, main, missed, parse_arguments, read, table, train
+from benchmarks.training_processes import Run, main, missed, parse_arguments, table, train
 
 ALONE = Run("bf16", 1, 100.0, 2.0, [3.0, 2.5])
 
@@ -18,7 +18,8 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "processes.json"
     assert main(["--smoke", "--configurations", "per_block_1x128", "--output", str(path)]) == 0
     assert "| per_block_1x128 | 2 |" in capsys.readouterr().out
-    document, (alone, both) = read(path)
+    document = json.loads(path.read_text())
+    alone, both = (Run(**row) for row in document["runs"])
     assert document["smoke"] is True
     assert document["machine"]["torch"]
     assert (alone.processes, both.processes) == (1, 2)

@@ -302,7 +302,7 @@ def test_runs_of_several_kinds_are_refused(tmp_path: Path, capsys: pytest.Captur
     path = Case("gpt", "bf16", 0).path(tmp_path / "results" / "training")
     path.write_text(path.read_text().replace('"steps": 20', '"steps": 30'))
     assert report.main(arguments(tmp_path)) == 2
-    assert "holds runs of 2 kinds" in capsys.readouterr().err
+    assert "must have the same settings, got 2 kinds" in capsys.readouterr().err
 
 
 def write_processes(folder: Path, date: str, loss: float, smoke: bool = False) -> None:
