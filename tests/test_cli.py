@@ -231,14 +231,17 @@ def not_ours(path: Path) -> str:
 
 
 BAD_INPUT = {
-    "unknown model": (("quantize", "vit_bas_patch16_224"), "'vit_bas_patch16_224' is unknown; did you mean vit_"),
+    "unknown model": (("quantize", "vit_bas_patch16_224"), "got 'vit_bas_patch16_224'. Did you mean vit_"),
     "random weights": (("quantize", TIMM_MODEL), "would have random weights"),
     "missing checkpoint": (
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth", "--data", "."),
         "none.pth does not exist",
     ),
     "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
-    "observer of a dynamic scale": (("quantize", "digits", "--dynamic", "--observer", "mse"), "needs --static"),
+    "observer of a dynamic scale": (
+        ("quantize", "digits", "--dynamic", "--observer", "mse"),
+        "--observer must be minmax with --dynamic",
+    ),
     "unknown attention": (
         ("quantize", "digits", "--attention", "sage9"),
         "variant='sage9' is unknown; accepted: auto, sage_t",
@@ -289,7 +292,7 @@ def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unknown_models_are_named_first(command: str) -> None:
-    expect_bad_input("model 'test_vitt' is unknown; did you mean test_vit", command, "test_vitt")
+    expect_bad_input("got 'test_vitt'. Did you mean test_vit", command, "test_vitt")
 
 
 @pytest.mark.parametrize("data", ["missing", "file", ""])
@@ -298,7 +301,7 @@ def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.M
     never_load(monkeypatch)
     Path("file").touch()
     expect_bad_input(
-        f"data '{data}' is no directory; accepted: ",
+        f"data must be 'digits' or a folder of class folders, got '{data}'",
         command,
         TIMM_MODEL,
         "--pretrained",

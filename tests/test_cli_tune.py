@@ -110,20 +110,20 @@ def written(name: str, text: str) -> str:
 def test_config_decides_alone() -> None:
     result = run("quantize", "digits", "--config", "a.json", "--dynamic", "--observer", "mse")
     assert result.exit_code == 2
-    assert "--config says what is quantized; leave out --static/--dynamic, --observer" in result.stderr
+    assert "--config must be given without --static/--dynamic, --observer, which it replaces" in result.stderr
 
 
 def test_a_config_that_is_none() -> None:
     result = run("quantize", "digits", "--config", written("a.json", "{}"))
     assert result.exit_code == 2
-    assert "a.json: this is no plan" in result.stderr
+    assert "a.json: a plan must have a format and a quantizer" in result.stderr
     assert "none.json" in run("quantize", "digits", "--config", "none.json").stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("sensitivity", "digits", "--linear", "int4"), "a linear cannot be 'int4'"),
+        (("sensitivity", "digits", "--linear", "int4"), "a linear must be one of float, static, dynamic, got 'int4'"),
         (("tune", "digits", "--variants", "sage9"), "variant='sage9' is unknown"),
         (("tune", "digits", "--observer", "max"), "observer='max' is unknown"),
         (("tune", "digits", "--data", "none"), "'none' does not fit model 'digits'"),

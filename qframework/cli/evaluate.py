@@ -36,9 +36,9 @@ def evaluate(
     pretrained: command.Pretrained = False,
     batch_size: command.BatchSize = 128,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Do not compile; a saved model then computes in float.")
+        bool, typer.Option("--eager", help="Do not compile; a saved model then simulates INT8 in float.")
     ] = False,
-    min_top1: Annotated[float, typer.Option(min=0, max=100, help="Exit with 1 when top-1 is below.")] = 0.0,
+    min_top1: Annotated[float, typer.Option(min=0, max=100, help="Exit with 1 if top-1 is lower.")] = 0.0,
     device: command.Device = "cpu",
     as_json: command.Json = False,
 ) -> None:

@@ -27,16 +27,16 @@ def sensitivity(
     calibration_data: command.CalibrationData = None,
     checkpoint: command.Checkpoint = None,
     pretrained: command.Pretrained = False,
-    linear: Annotated[str, typer.Option(help="What to try on each linear: static,dynamic or off.")] = "static",
+    linear: Annotated[str, typer.Option(help="Choices to try on each linear: static,dynamic or off.")] = "static",
     attention: Annotated[
-        str, typer.Option(help="What to try on each attention: static, variants (sage_b,sage2_int8), or off.")
+        str, typer.Option(help="Choices to try on each attention: static, variants (sage_b,sage2_int8), or off.")
     ] = "static",
     observer: command.Observer = "minmax",
     recipe: command.RecipeName = "none",
     limit: command.Limit = None,
     batches: command.Batches = 8,
     batch_size: command.BatchSize = 32,
-    output: Annotated[Path | None, typer.Option(help="File to write; MODEL_sensitivity.json if not given.")] = None,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_sensitivity.json.")] = None,
     plot: command.Plot = True,
     device: command.Device = "cpu",
     dtype: command.DType = "float32",
@@ -44,7 +44,7 @@ def sensitivity(
 ) -> None:
     """Quantize each linear and each attention alone, and measure its SQNR and the drop of top-1.
 
-    Beside OUTPUT stand a plot and a journal, from which an interrupted run goes on.
+    Also writes a plot and a journal beside OUTPUT; with the journal, an interrupted run resumes.
     """
     from qframework.tuning.layer_sensitivity import sensitivity as measure
 

@@ -1,4 +1,4 @@
-"""What a command works on: a saved model, a timm model or the digits ViT, and the device it runs on."""
+"""Models, data and devices that the commands work on: a saved model, a timm model or the digits ViT."""
 
 from __future__ import annotations
 
@@ -19,40 +19,40 @@ if TYPE_CHECKING:
 
 
 def check_model_and_data(model: str, checkpoint: Path | None, pretrained: bool, *data: str | None) -> None:
-    """Raise, before anything is loaded, for an unknown model, one of random weights, and data that does not fit."""
+    """Raise QFrameworkError for an unknown model, random weights or unsuitable data, before anything is loaded."""
     from qframework.evaluation.models import check_data_fits, check_model_name
 
     check_model_name(model)
     if model != "digits" and checkpoint is None and not pretrained:
-        raise QFrameworkError(f"model {model!r} would have random weights; pass --checkpoint FILE or --pretrained")
+        raise QFrameworkError(f"model {model!r} would have random weights. Pass --checkpoint FILE or --pretrained")
     for each in data:
         if each is not None:
             check_data_fits(model, each)
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
-    """The first batch, on ``device``; it holds two images or more."""
+    """The first batch on ``device``, of at least two images."""
     from qframework.evaluation.tasks import first_batch
 
     return first_batch(images for images, _ in batches).to(device)
 
 
 def device_named(name: str) -> Any:
-    """``name`` as a device that is there and that the kernels support."""
+    """The device ``name``, checked to be present and supported by the kernels."""
     from qframework.devices import checked_device
 
     return checked_device(name, "--device")
 
 
 def dtype_named(name: str) -> Any:
-    """``"float16"`` as PyTorch's dtype."""
+    """PyTorch's dtype of this name, such as ``"float16"``."""
     import torch
 
     return getattr(torch, name)
 
 
 class InDtype:
-    """Batches of ``(images, labels)`` with the images in a dtype, each time they are gone through."""
+    """Batches of ``(images, labels)`` with the images cast to a dtype; can be iterated over repeatedly."""
 
     def __init__(self, batches: Any, dtype: str) -> None:
         self._batches, self._dtype = batches, dtype_named(dtype)
@@ -64,7 +64,7 @@ class InDtype:
         return len(self._batches)
 
     def report_damaged(self) -> int:
-        """How many images the last pass left out; said on standard error."""
+        """The number of images that the last pass left out; also printed on standard error."""
         damaged = self._batches.damaged
         if damaged:
             some = "; ".join(f"{image.path} ({image.reason})" for image in damaged[:5])
@@ -74,12 +74,12 @@ class InDtype:
 
 
 def is_file(target: str) -> bool:
-    """Whether a target names a saved model."""
+    """Whether a target is a saved model."""
     return target != "digits" and (Path(target).exists() or Path(target).suffix == ".pt2")
 
 
 def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple[Any, dict[str, Any]]:
-    """A saved or a float model and what ``images_for`` needs to know of it."""
+    """A saved or a float model, and its description for ``images_for``."""
     from qframework.evaluation.models import load_classifier
     from qframework.serialization import load, read_metadata
 
@@ -89,13 +89,13 @@ def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple
     description = read_metadata(target)["config"]
     if "data_config" not in description:
         raise QFrameworkError(
-            f"{target} does not say how its images are prepared; accepted: a file of 'qframework quantize'"
+            f"{target} must be a file of 'qframework quantize', got one without the preparation of its images"
         )
     return load(target), description
 
 
 def compiled(module: Any, description: dict[str, Any], *, dynamic: bool | None = None) -> Any:
-    """``module`` compiled with the options that were kept with it."""
+    """Compile ``module`` with the options that were saved with it."""
     import torch
 
     return torch.compile(module, backend="qframework", dynamic=dynamic, options=description.get("options"))
@@ -112,11 +112,11 @@ class Subject(NamedTuple):
 
 
 class Study:
-    """What ``sensitivity`` and ``tune`` have in common: their files, their calibration and how they print.
+    """The files, arguments and printing that ``sensitivity`` and ``tune`` share.
 
     Raises:
         QFrameworkError: a file cannot be written, or the observer is unknown.
-        ModuleNotFoundError: there is to be a plot, and matplotlib is missing.
+        ModuleNotFoundError: a plot is wanted and matplotlib is missing.
     """
 
     def __init__(self, command: str, output: Path, plot: bool, observer: str, recipe: str, batches: int) -> None:
@@ -133,14 +133,14 @@ class Study:
         self._settings = {"command": command, "batches": batches, "observer": observer, "recipe": recipe}
 
     def arguments(self, subject: Subject, **settings: Any) -> dict[str, Any]:
-        """The other arguments of both searches; the journal refuses measurements of other ``settings``."""
+        """The other arguments of both functions; ``settings`` must match those of an existing journal."""
         from qframework.tuning.journal import Journal
 
         journal = Journal(self._journal, {**self._settings, **subject.settings, **settings})
         return {**self._arguments, "journal": journal, "show_progress": True}
 
     def finish(self, subject: Subject, result: Any, as_json: bool) -> None:
-        """Write the result and its plot, and print it."""
+        """Write the result and its plot, and print the result."""
         subject.held_out.report_damaged()
         result.save(self.output)
         if self._plot is not None:
@@ -162,7 +162,7 @@ def load_subject(
     device: str,
     dtype: str,
 ) -> Subject:
-    """A classifier and its top-1 on ``limit`` images of ``data``."""
+    """A classifier, with top-1 on ``limit`` images of ``data`` as its metric."""
     import torch
 
     from qframework import __version__
@@ -195,17 +195,17 @@ def load_subject(
 
 
 def recipe_named(name: str) -> Recipe | None:
-    """``"none"`` or ``"best"``."""
+    """The recipe ``"none"`` or ``"best"``."""
     from qframework.quantizer import Recipe
 
     return Recipe.best() if name == "best" else None
 
 
 def names(listed: str) -> tuple[str, ...]:
-    """``"static,dynamic"`` as its parts; ``"off"`` as none."""
+    """The parts of ``"static,dynamic"``; none of ``"off"``."""
     return () if listed == "off" else tuple(dict.fromkeys(part.strip() for part in listed.split(",")))
 
 
 def dtype_of(description: dict[str, Any]) -> str:
-    """The dtype of a model's images; files of older versions do not name it."""
+    """The dtype of a model's images; float32 for files of older versions, which do not name it."""
     return description.get("dtype", "float32")

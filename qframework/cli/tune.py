@@ -23,30 +23,31 @@ qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --co
 
 def tune(
     model: command.Model,
-    max_drop: Annotated[float, typer.Option(min=0, help="Points of top-1 that may be lost.")] = 0.5,
+    max_drop: Annotated[float, typer.Option(min=0, help="Maximum loss in points of top-1.")] = 0.5,
     data: command.Data = "digits",
     calibration_data: command.CalibrationData = None,
     checkpoint: command.Checkpoint = None,
     pretrained: command.Pretrained = False,
     variants: Annotated[
-        str | None, typer.Option(help="Of attention, to try: sage_b,sage2_int8 or off; those worth it if not given.")
+        str | None, typer.Option(help="Attention variants to try: sage_b,sage2_int8 or off; default: the fast ones.")
     ] = None,
     observer: command.Observer = "minmax",
     recipe: command.RecipeName = "none",
     limit: command.Limit = None,
     batches: command.Batches = 8,
     batch_size: command.BatchSize = 32,
-    eager: Annotated[bool, typer.Option("--eager", help="Compile nothing; speeds are estimates.")] = False,
-    output: Annotated[Path | None, typer.Option(help="File to write; MODEL_tuned.json if not given.")] = None,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile; speeds are then estimates.")] = False,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_tuned.json.")] = None,
     plot: command.Plot = True,
     device: command.Device = "cpu",
     dtype: command.DType = "float32",
     as_json: command.Json = False,
 ) -> None:
-    """Find the fastest choice for each layer, float, static, dynamic or a variant, that loses at most --max-drop.
+    """Find the fastest choice for each layer (float, static, dynamic or a variant) that loses at most --max-drop.
 
-    OUTPUT is for qframework quantize --config. Beside it stand a plot and a journal, from which an interrupted run, or
-    one with another budget, goes on. Exit code 1: nothing quantized stays inside the budget; OUTPUT is what is nearest.
+    OUTPUT is for qframework quantize --config. Also writes a plot and a journal beside it; with the journal, an
+    interrupted run or one with another budget resumes. Exit code 1: no quantized assignment is within the budget, and
+    OUTPUT holds the nearest one.
     """
     from qframework.tuning.mixed_precision import tune as search
 

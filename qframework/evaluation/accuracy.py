@@ -25,8 +25,8 @@ def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.is_floating_point():
         raise QFrameworkError(
-            f"label_ranks: logits must have shape (B, classes) and labels (B,) of integers, got {tuple(logits.shape)} and "
-            f"{tuple(labels.shape)} of {labels.dtype}"
+            f"label_ranks: logits must have shape (B, classes) and labels (B,) of integers, got "
+            f"{tuple(logits.shape)} and {tuple(labels.shape)} of {labels.dtype}"
         )
     classes = logits.shape[1]
     outside = labels[(labels < 0) | (labels >= classes)]

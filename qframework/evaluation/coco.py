@@ -91,15 +91,15 @@ def read_instances(annotations: Path, limit: int | None = None) -> list[Annotate
     for annotation in objects:
         if annotation.get("image_id") not in images:
             raise FileFormatError(
-                f"{annotations}: annotation {annotation.get('id')} must refer to one of the {len(images)} images in the "
-                f"file, got image_id {annotation.get('image_id')}"
+                f"{annotations}: annotation {annotation.get('id')} must refer to one of the {len(images)} images in "
+                f"the file, got image_id {annotation.get('image_id')}"
             )
         if not annotation.get("iscrowd"):
             by_image[annotation["image_id"]].append(_instance(annotation, annotations))
     found = [_annotated(images[image], by_image[image], annotations) for image in sorted(by_image)]
     if not found:
         raise QFrameworkError(
-            f"{annotations}: at least one image must have an object other than a crowd, got {len(images)} images without"
+            f"{annotations}: at least one image must have an object other than a crowd, got none of {len(images)}"
         )
     count = min(len(found), limit or len(found))
     return [found[place * len(found) // count] for place in range(count)]
@@ -112,7 +112,8 @@ def _read(annotations: Path) -> tuple[dict[int, Mapping[str, Any]], Sequence[Map
         return {image["id"]: image for image in images}, [dict(annotation) for annotation in objects]
     except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise FileFormatError(
-            f"{annotations} must be COCO instances, JSON with 'images' and 'annotations' ({type(error).__name__}: {error})"
+            f"{annotations} must be COCO instances, JSON with 'images' and 'annotations', got {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 

@@ -170,7 +170,7 @@ def class_index(root: Path, classes: int | None, class_names: Sequence[str] | No
         return _named_index(root, folders, class_names, classes)
     if classes is not None and folders and len(folders) != classes:
         raise QFrameworkError(
-            f"data {str(root)!r} must hold {classes} class folders, one for each class of the model, got {len(folders)}. "
+            f"data {str(root)!r} must hold {classes} class folders, one for each class, got {len(folders)}. "
             "Name the folders after ImageNet's identifiers (n01440764), or list the model's class folders"
         )
     return None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 
-# Rounding an IoU to units of 2^-32 is off by at most 2^-33, and so is the mean. The sum over 2^31 masks fits into int64.
+# Rounding an IoU to units of 2^-32 is off by at most 2^-33, and so is the mean. The sum over 2^31 masks fits int64.
 IOU_UNITS = 2**32
 
 

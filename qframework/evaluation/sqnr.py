@@ -72,6 +72,6 @@ def _check_same_layers(float_exported: fx.GraphModule, converted: fx.GraphModule
     expected, found = set(linear_names(float_exported).values()), set(linear_names(converted).values())
     if expected != found:
         raise QFrameworkError(
-            f"layer_sqnr: the graphs must have the same linears, got only in float_exported {sorted(expected - found)}, "
+            f"layer_sqnr: graphs must have the same linears, got only in float_exported {sorted(expected - found)}, "
             f"only in converted {sorted(found - expected)}. Pass the module that was prepared and converted"
         )

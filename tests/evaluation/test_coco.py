@@ -65,7 +65,7 @@ def test_a_limit_spreads_over_all_images(tmp_path: Path) -> None:
     _, path = write_coco(tmp_path, images=5)
     assert [image.file_name for image in read_instances(path, limit=2)] == ["0.png", "2.png"]
     assert len(read_instances(path, limit=99)) == 5
-    with pytest.raises(QFrameworkError, match="limit=0; accepted"):
+    with pytest.raises(QFrameworkError, match="limit must be None or a positive number of images, got 0"):
         read_instances(path, limit=0)
 
 
@@ -79,7 +79,10 @@ def test_the_description_follows_the_annotations(file: Path) -> None:
 GOOD = annotation(7, 1, square(1, 1, 4), BOX)
 BAD = {
     "unknown image": ({**GOOD, "image_id": 9}, "annotation 7 is of image 9, which is out of range"),
-    "no box": ({**GOOD, "bbox": None}, "annotation 7 has bbox None; accepted: x, y, width and height"),
+    "no box": (
+        {**GOOD, "bbox": None},
+        "annotation 7: bbox must be x, y, width and height, the last two positive, got None",
+    ),
     "empty box": ({**GOOD, "bbox": [1, 1, 0, 4]}, "the last two positive"),
     "infinite box": ({**GOOD, "bbox": [1, 1, float("inf"), 4]}, "annotation 7 has bbox"),
     "no mask": ({**GOOD, "segmentation": []}, "annotation 7 has a segmentation"),

@@ -107,7 +107,7 @@ def test_standard_configurations() -> None:
     needing = [name for name, each in standard_configurations().items() if each.needs_calibration]
     assert needing == [names[1], names[2], names[5], names[6]]
     assert Configuration(QuantizationConfig(None, static_attention())).needs_calibration
-    with pytest.raises(QFrameworkError, match=r"dtype torch.float64; accepted: torch.float32"):
+    with pytest.raises(QFrameworkError, match=r"dtype must be one of torch.float32, .*, got torch.float64"):
         standard_configurations(torch.float64)
 
 
@@ -178,7 +178,7 @@ def test_results_of_another_comparison_are_refused(
     path = tmp_path / "results.json"
     dynamic = {"INT8-D": CONFIGURATIONS["INT8-D"]}
     compare(small_task(), dynamic, EAGER, results=Results.open(path))
-    with pytest.raises(QFrameworkError, match=rf"holds another comparison \({key} .*accepted: another file"):
+    with pytest.raises(QFrameworkError, match=rf"holds another comparison \({key} .*Choose another file"):
         compare(small_task(**other), dynamic, settings, results=Results.open(path))
     compare(small_task(**other), dynamic, settings, results=Results.open(path, restart=True))
     assert len(results_of(path)["rows"]) == 1

@@ -95,7 +95,7 @@ def test_each_process_has_a_gpu_of_its_own(gpus: None) -> None:
 
 
 def test_one_gpu_for_two_processes_is_refused(gpus: None) -> None:
-    with pytest.raises(QFrameworkError, match="device cuda:0 for 2 processes; accepted: 'cuda'"):
+    with pytest.raises(QFrameworkError, match="device must be 'cuda', a GPU each, for 2 processes, got 'cuda:0'"):
         device_of_process("cuda:0")
 
 

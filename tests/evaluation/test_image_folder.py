@@ -191,7 +191,7 @@ def test_a_limit_spreads_over_the_classes(root: Path) -> None:
     assert labels.tolist() == [0, 0]
     ((_, labels),) = images_for(DESCRIPTION, str(root), batch_size=8, limit=4)
     assert labels.tolist() == [0, 0, 0, 1]
-    with pytest.raises(QFrameworkError, match="limit=0; accepted"):
+    with pytest.raises(QFrameworkError, match="limit must be None or a positive number of images, got 0"):
         images_for(DESCRIPTION, str(root), batch_size=8, limit=0)
 
 

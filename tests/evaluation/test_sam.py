@@ -102,7 +102,7 @@ def test_a_saved_processor_is_used(sam: Sam, checkpoint: str, tmp_path: Path) ->
     text = json.loads(settings.read_text())
     text["pad_size"] = {"height": 128, "width": 128}
     settings.write_text(json.dumps(text))
-    with pytest.raises(QFrameworkError, match=f"images are padded to .*128.*; accepted: {SIZE}"):
+    with pytest.raises(QFrameworkError, match=f"images must be padded to {SIZE} x {SIZE}, got .*128"):
         load_sam(folder)
 
 
@@ -117,7 +117,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     from transformers import ViTConfig
 
     ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(QFrameworkError, match="is of type 'vit'; accepted: 'sam'"):
+    with pytest.raises(QFrameworkError, match="must have the type 'sam', got 'vit'"):
         load_sam(str(tmp_path))
 
 
@@ -172,7 +172,7 @@ def test_timms_encoders_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (made["name"], made["img_size"], made["pretrained"]) == ("samvit_base_patch16.sa1b", SIZE, True)
     with pytest.raises(QFrameworkError, match="'samvit_bas_patch16' is unknown; did you mean samvit_base_patch16"):
         load_timm_encoder("samvit_bas_patch16", SIZE)
-    with pytest.raises(QFrameworkError, match=r"'vit_base_patch16_224' is unknown; .*accepted: samvit_base"):
+    with pytest.raises(QFrameworkError, match=r"encoder must be one of samvit_base.* got 'vit_base_patch16_224'"):
         load_timm_encoder("vit_base_patch16_224", SIZE)
     with pytest.raises(FileNotFoundError, match=r"none.pth does not exist"):
         load_timm_encoder("samvit_base_patch16", SIZE, tmp_path / "none.pth")
@@ -231,8 +231,8 @@ def test_damaged_pictures_are_skipped_and_reported(sam: Sam, tmp_path: Path) -> 
     assert [[image.file_name for image in batch.images] for batch in batches] == [["1.png"], ["4.png"]]
     assert [tuple(image) for batch in batches for image in batch.damaged] == [
         ("0.png", "the file is empty"),
-        ("2.png", "the file is missing"),
-        ("3.png", "40 x 50 pixels, annotated are 40 x 60"),
+        ("2.png", "the file does not exist"),
+        ("3.png", "must have 40 x 60 pixels as annotated, got 40 x 50"),
     ]
     assert [len(inputs) for inputs in task.calibration()] == [1, 1]
     assert task.example().shape == (2, 3, SIZE, SIZE)  # one picture, twice

@@ -220,7 +220,7 @@ def test_meanings_decide_what_static_is() -> None:
 
 @pytest.mark.parametrize(
     ("key", "choice", "message"),
-    [(("linear", "a"), "sage_b", "a linear cannot be 'sage_b'; accepted: float, static, dynamic"),
+    [(("linear", "a"), "sage_b", "a linear must be one of float, static, dynamic, got 'sage_b'"),
      (("attention", "a"), "sage9", "variant='sage9' is unknown")],
 )  # fmt: skip
 def test_unknown_choices_are_refused(key, choice, message) -> None:

@@ -141,7 +141,7 @@ def test_no_trial_of_the_front_is_beaten_by_another(batch) -> None:
 
 @pytest.mark.parametrize("budget", [-0.1, float("nan")])
 def test_a_budget_that_is_none_is_refused(budget: float, batch) -> None:
-    with pytest.raises(QFrameworkError, match="accepted: 0 or more points"):
+    with pytest.raises(QFrameworkError, match="max_drop must be 0 or more points"):
         tuned(transformer(), batch, budget)
 
 
