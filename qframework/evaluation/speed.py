@@ -24,7 +24,7 @@ def throughput(model: Callable[[Tensor], Tensor], inputs: Tensor, *, warmup: int
     """
     if len(inputs) == 0 or repeats < 1:
         raise QFrameworkError(
-            f"throughput: inputs and repeats must be at least 1, got {len(inputs)} images and {repeats}"
+            f"throughput: inputs and repeats must be at least 1, got {len(inputs)} images and repeats={repeats}"
         )
     for _ in range(warmup):
         model(inputs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -83,6 +84,6 @@ def test_every_provider_is_written(monkeypatch, tmp_path, capsys):
     assert profile_first_call.main(arguments) == 0
     names = profile_first_call.DEFAULT
     assert asked == [(name, 2, True, tmp_path / "stats" / f"{name}.prof") for name in names]
-    found = profile_first_call.json.loads(output.read_text())["providers"]
+    found = json.loads(output.read_text())["providers"]
     assert found == {name: {"first call": {"calls": 1, "s": 2.0, "cpu_s": 1.0}} for name in names}
     assert "| first call | 1 | 2 | 1 |" in capsys.readouterr().out

@@ -101,7 +101,7 @@ def test_runs_of_other_settings_are_not_compared(tmp_path: Path) -> None:
         path = Case("gpt", "bf16", seed).path(tmp_path)
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps({"settings": {"steps": seed}, "seed": seed, "configuration": "bf16"}))
-    with pytest.raises(QFrameworkError, match="holds runs of 2 kinds"):
+    with pytest.raises(QFrameworkError, match="must have the same settings, got 2 kinds"):
         training_parity.read(tmp_path, "gpt")
 
 
@@ -164,7 +164,7 @@ def test_every_result_is_checked() -> None:
     assert training_block.check(values, values, 0.0) == 0
     for index, what in enumerate(("output", "dX", "dW")):
         spoiled = [2 * value if number == index else value for number, value in enumerate(values)]
-        with pytest.raises(WrongResultError, match=f"{what} is 1 from FP32"):
+        with pytest.raises(WrongResultError, match=f"relative error of {what} against FP32 must be at most 0.1, got 1"):
             training_block.check(spoiled, values, 0.1)
 
 

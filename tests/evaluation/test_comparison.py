@@ -196,20 +196,20 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_empty_set_is_refused() -> None:
-    with pytest.raises(QFrameworkError, match="data for model 'patches' holds no image"):
+    with pytest.raises(QFrameworkError, match="data for model 'patches' must hold at least one image, got none"):
         small_task(images=0)
 
 
 def test_labels_out_of_range_are_refused() -> None:
     task = small_task()
     task._data._labels[200] = 12
-    with pytest.raises(QFrameworkError, match="label 12 is out of range: the model has 10 classes"):
+    with pytest.raises(QFrameworkError, match="labels must be 0 to 9, the classes of the model, got 12"):
         compare(task, {"FP32": Configuration()}, EAGER)
 
 
 def test_static_scales_without_calibration_data_are_refused_at_once() -> None:
     task = Interrupted(small_task(calibrated=False), 0)
-    with pytest.raises(QFrameworkError, match="configuration 'INT8' needs images to calibrate with"):
+    with pytest.raises(QFrameworkError, match="must have calibration images for configuration 'INT8', got none"):
         compare(task, CONFIGURATIONS, EAGER)
 
 
@@ -239,7 +239,7 @@ def test_damaged_images_are_counted_and_reported(tmp_path: Path) -> None:
 
 def test_damaged_images_alone_are_refused() -> None:
     task = Classification(Classifier("patches", small_task().module, {}), Damaged(data(2, seed=2), 1))
-    with pytest.raises(QFrameworkError, match="every image is damaged"):
+    with pytest.raises(QFrameworkError, match="at least one image must be readable, got damaged ones only"):
         compare(task, {"FP32": Configuration()}, EAGER)
 
 
@@ -258,7 +258,7 @@ def test_tables_show_every_row() -> None:
         assert name in shown
         assert f"{row.figures['top1']:.2f}" in shown
     assert "230 images" in page
-    assert "INT8 is computed in float" in page
+    assert "INT8 is simulated in float" in page
 
 
 # Segmentation
@@ -294,5 +294,5 @@ def test_processes_that_made_different_models_are_refused(monkeypatch: pytest.Mo
         def gather(self, items: list[str]) -> list[str]:
             return [*items, "another"]
 
-    with pytest.raises(QFrameworkError, match="the processes made different models"):
+    with pytest.raises(QFrameworkError, match="must make the same model from a configuration"):
         comparison._Bench(small_task(), EAGER, Two(), Results())._module(CONFIGURATIONS["INT8"])

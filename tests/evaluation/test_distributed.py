@@ -101,7 +101,7 @@ def test_one_gpu_for_two_processes_is_refused(gpus: None) -> None:
 
 def test_more_processes_than_gpus_are_refused(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(QFrameworkError, match="for 4 processes: this machine has 2 CUDA devices"):
+    with pytest.raises(QFrameworkError, match="4 processes must have a GPU each, got 2 CUDA devices"):
         device_of_process("cuda")
 
 

@@ -135,7 +135,7 @@ def test_as_many_folders_as_classes_are_the_classes_in_order(root: Path) -> None
 
 @pytest.mark.parametrize("classes", [1, 3, 1000])
 def test_another_number_of_classes_is_refused(root: Path, classes: int) -> None:
-    with pytest.raises(QFrameworkError, match=f"holds 2 class folders, the model has {classes} classes"):
+    with pytest.raises(QFrameworkError, match=f"must hold {classes} class folders, one for each class, got 2"):
         class_index(root, classes)
 
 
@@ -154,9 +154,9 @@ def test_folders_are_known_by_names_given(root: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a", "b"], "2 class names for a model of 3 classes"),
-        (["a", "c", "d"], "the list of 3 class names does not name the folders b"),
-        (["a", "b", "b"], "names a class twice"),
+        (["a", "b"], "class_names must hold a name for each of the 3 classes, got 2"),
+        (["a", "c", "d"], "must name each class folder once, got none for the folders b"),
+        (["a", "b", "b"], "must name each class folder once, got one twice"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(root: Path, names: list[str], message: str) -> None:
@@ -205,7 +205,7 @@ def test_calibration_images_are_shuffled_alike_every_time_and_of_any_classes(roo
 
 
 def test_a_class_count_mismatch_is_refused(root: Path) -> None:
-    with pytest.raises(QFrameworkError, match="holds 2 class folders, the model has 10 classes"):
+    with pytest.raises(QFrameworkError, match="must hold 10 class folders, one for each class, got 2"):
         images_for({**DESCRIPTION, "classes": 10}, str(root), batch_size=8)
 
 

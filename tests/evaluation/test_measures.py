@@ -44,7 +44,7 @@ def test_top1_takes_a_generator() -> None:
 
 
 def test_top1_of_nothing_is_an_error() -> None:
-    with pytest.raises(QFrameworkError, match="loader is empty"):
+    with pytest.raises(QFrameworkError, match="loader must yield at least one image"):
         top1(nn.Identity(), [])
 
 

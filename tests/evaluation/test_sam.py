@@ -128,7 +128,7 @@ def test_missing_weights_are_refused(checkpoint: str, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["mask_decoder.iou_token.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(QFrameworkError, match=r"lacks 1 of its weights, mask_decoder.iou_token.weight among them"):
+    with pytest.raises(QFrameworkError, match=r"lacks 1 of its weights, such as mask_decoder.iou_token.weight"):
         load_sam(str(tmp_path))
 
 
@@ -148,8 +148,8 @@ def test_timms_encoder_takes_the_place_of_the_models_own(sam: Sam, checkpoint: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"neck_chans": 24}, rf"gives embeddings of shape \(24, 8, 8\); the decoder takes \({CHANNELS}, 8, 8\)"),
-        ({"patch_size": 16}, rf"gives embeddings of shape \({CHANNELS}, 4, 4\)"),
+        ({"neck_chans": 24}, rf"must give embeddings of shape \({CHANNELS}, 8, 8\), got \(24, 8, 8\)"),
+        ({"patch_size": 16}, rf"must give .*, got \({CHANNELS}, 4, 4\)"),
         ({"in_chans": 1}, f"does not take images of {SIZE} x {SIZE}"),
     ],
 )
@@ -170,7 +170,7 @@ def test_timms_encoders_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(timm, "create_model", create_model)
     load_timm_encoder("samvit_base_patch16.sa1b", SIZE, pretrained=True)
     assert (made["name"], made["img_size"], made["pretrained"]) == ("samvit_base_patch16.sa1b", SIZE, True)
-    with pytest.raises(QFrameworkError, match="'samvit_bas_patch16' is unknown; did you mean samvit_base_patch16"):
+    with pytest.raises(QFrameworkError, match=r"got 'samvit_bas_patch16'. Did you mean samvit_base_patch16"):
         load_timm_encoder("samvit_bas_patch16", SIZE)
     with pytest.raises(QFrameworkError, match=r"encoder must be one of samvit_base.* got 'vit_base_patch16_224'"):
         load_timm_encoder("vit_base_patch16_224", SIZE)
@@ -240,7 +240,7 @@ def test_damaged_pictures_are_skipped_and_reported(sam: Sam, tmp_path: Path) -> 
 
 def test_a_folder_without_the_images_is_refused(sam: Sam, tmp_path: Path) -> None:
     _, annotations = write_coco(tmp_path)
-    with pytest.raises(QFrameworkError, match="holds none of the 5 annotated images"):
+    with pytest.raises(QFrameworkError, match=r"root must hold annotated images, got .* with none of the 5"):
         BoxSegmentation(sam, tmp_path, read_instances(annotations))
 
 

@@ -116,9 +116,9 @@ def test_table_and_plot(batch, tmp_path: Path) -> None:
 
 def test_refused(batch) -> None:
     model = transformer()
-    with pytest.raises(QFrameworkError, match="metric of the model is nan"):
+    with pytest.raises(QFrameworkError, match=r"metric must return a finite number, .* got nan"):
         sensitivity(model, batch, lambda module: float("nan"), [batch])
-    with pytest.raises(QFrameworkError, match="calibration is an iterator"):
+    with pytest.raises(QFrameworkError, match="calibration must be a list or a DataLoader"):
         sensitivity(model, batch, lambda module: 0.0, iter([batch]))
     with pytest.raises(UnsupportedError, match="a linear cannot be 'int4'"):
         measured(model, batch, linear=("int4",))

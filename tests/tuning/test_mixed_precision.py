@@ -202,13 +202,15 @@ def test_calibration_is_needed_for_static_scales_and_recipes(config, recipe, nee
 RULES = QFrameworkQuantizer().set_global(None).to_dict()
 NO_CONFIGURATION = {
     "a text": ("a text", FileFormatError, "is no plan"),
-    "no mapping": ("[]", FileFormatError, "no format or no quantizer"),
-    "no quantizer": ('{"format": 1}', FileFormatError, "no format or no quantizer"),
-    "a newer format": (json.dumps({"format": 9, "quantizer": RULES}), FileFormatError, "format 9.*upgrade"),
+    "no mapping": ("[]", FileFormatError, "must have a format and a quantizer"),
+    "no quantizer": ('{"format": 1}', FileFormatError, "must have a format and a quantizer"),
+    "a newer format": (json.dumps({"format": 9, "quantizer": RULES}), FileFormatError, "a format up to 1, got 9"),
     "unknown options": (
         json.dumps({"format": 1, "quantizer": RULES, "options": {"atention": "off"}}), UnsupportedError, "atention"
     ),
-    "options of no kind": (json.dumps({"format": 1, "quantizer": RULES, "options": 3}), UnsupportedError, "options=3"),
+    "options of no kind": (
+        json.dumps({"format": 1, "quantizer": RULES, "options": 3}), UnsupportedError, "options must be a mapping"
+    ),
     "unknown recipe": (
         json.dumps({"format": 1, "quantizer": RULES, "recipe": {"smoth": 1}}), UnsupportedError, "'smoth'"
     ),

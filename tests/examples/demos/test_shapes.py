@@ -141,7 +141,7 @@ def test_run_lengths(mask: list[list[int]], counts: list[int]) -> None:
 
 @pytest.mark.parametrize("arguments", [{"split": "test"}, {"size": 31}, {"size": 257}])
 def test_what_cannot_be_made_is_refused(arguments: dict) -> None:
-    with pytest.raises(QFrameworkError, match="accepted: train, held_out, 32 to 256 pixels"):
+    with pytest.raises(QFrameworkError, match="split must be of train, held_out and size 32 to 256 pixels"):
         shapes.make_scene(0, **arguments)
 
 

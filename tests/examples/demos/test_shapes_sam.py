@@ -166,7 +166,7 @@ def test_the_task_measures_every_object(task: BoxSegmentation, scenes: list[shap
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(QFrameworkError, match="image_size=100 is no multiple of patch_size=8"):
+    with pytest.raises(QFrameworkError, match="image_size must be a multiple of patch_size 8, got 100"):
         shapes_sam.SamTrainingConfig(image_size=100)
 
 

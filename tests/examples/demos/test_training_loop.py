@@ -139,14 +139,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CHECKPOINT).write_bytes(content)
-    with pytest.raises(FileFormatError, match="is no checkpoint of a training run"):
+    with pytest.raises(FileFormatError, match="is not a checkpoint of a training run"):
         load_checkpoint(tmp_path / CHECKPOINT, {})
 
 
 BAD_CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "precision": ({"precision": "int4"}, "precision 'int4' is unknown; accepted: fp32, bf16, int8"),
-    "mode": ({"mode": "per_row"}, "mode 'per_row' is unknown; accepted: per_block, per_tensor, per_token"),
-    "steps": ({"steps": 0}, "steps=0"),
+    "precision": ({"precision": "int4"}, "precision must be one of fp32, bf16, int8, got 'int4'"),
+    "mode": ({"mode": "per_row"}, "mode must be one of per_block, per_tensor, per_token, got 'per_row'"),
+    "steps": ({"steps": 0}, "must be at least 1, got 0"),
 }
 
 
@@ -157,7 +157,7 @@ def test_bad_configurations_are_refused(changes: dict[str, Any], message: str) -
 
 
 def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
-    with pytest.raises(QFrameworkError, match="batch_size=8 for 3 processes with 1 micro-batches"):
+    with pytest.raises(QFrameworkError, match="multiple of 3 processes times 1 micro-batches, got 8"):
         train(Regression(), CONFIG, Place(processes=Processes(0, 3)))
 
 

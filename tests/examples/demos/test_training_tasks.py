@@ -47,7 +47,7 @@ def test_the_digest_is_that_of_the_text(sources: Path, tmp_path_factory: pytest.
 
 
 def test_too_few_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(QFrameworkError, match="holds fewer than 20 Python files"):
+    with pytest.raises(QFrameworkError, match="must hold at least 20 Python files"):
         load_text(str(tmp_path))
 
 

@@ -1,45 +1,24 @@
-"""``qframework sensitivity``, ``qframework tune`` and ``qframework quantize --config``."""
+"""``qframework sensitivity`` and ``qframework tune``, which share ``Study`` in cli/targets.py."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from PIL import Image
-from typer.testing import CliRunner, Result
+from cli_runs import FEW, run, run_json
 
-from qframework import cli
-from qframework.evaluation import digits_vit
-from qframework.serialization import load, read_metadata
+from qframework.serialization import read_metadata
 from qframework.tuning import mixed_precision as tune
 from qframework.tuning import plots as tuning_plots
 from qframework.tuning.layer_times import FLOAT
 
-TINY = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
 LAYERS = 6  # queries, keys and values; attention; projection; two of the MLP; head
-FEW = ("--limit", "64", "--batches", "1")
 
 
 @pytest.fixture(autouse=True)
-def small_digits_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fresh_dynamo: None) -> None:
-    """In an empty directory; ``digits`` is a small model, trained for one epoch; INT8 layers take half the time."""
-    monkeypatch.chdir(tmp_path)
-    original = digits_vit.load_or_train
-    monkeypatch.setattr(digits_vit, "load_or_train", lambda path: original(path, TINY, show_progress=False))
+def int8_takes_half_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "milliseconds", lambda operands, choice, *_, **__: 1.0 if choice == FLOAT else 0.5)
-
-
-def run(*arguments: str) -> Result:
-    return CliRunner().invoke(cli.app, arguments)
-
-
-def run_json(*arguments: str) -> Any:
-    result = run(*arguments, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
 
 
 def test_sensitivity_writes_a_table_json_and_a_plot() -> None:
@@ -102,24 +81,6 @@ def test_measurements_of_other_settings_are_not_mixed() -> None:
     assert "other settings (limit was 64, is 32)" in result.stderr
 
 
-def written(name: str, text: str) -> str:
-    Path(name).write_text(text)
-    return name
-
-
-def test_config_decides_alone() -> None:
-    result = run("quantize", "digits", "--config", "a.json", "--dynamic", "--observer", "mse")
-    assert result.exit_code == 2
-    assert "--config must be given without --static/--dynamic, --observer, which it replaces" in result.stderr
-
-
-def test_a_config_that_is_none() -> None:
-    result = run("quantize", "digits", "--config", written("a.json", "{}"))
-    assert result.exit_code == 2
-    assert "a.json: a plan must have a format and a quantizer" in result.stderr
-    assert "none.json" in run("quantize", "digits", "--config", "none.json").stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -150,44 +111,3 @@ def test_without_matplotlib_nothing_runs_in_vain(command: str, monkeypatch: pyte
 
 def test_a_negative_budget_is_bad_usage() -> None:
     assert run("tune", "digits", "--max-drop", "-1").exit_code == 2
-
-
-@pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_help_has_examples(command: str) -> None:
-    result = run(command, "--help")
-    assert result.exit_code == 0
-    assert f"qframework {command}" in result.stdout.split("Examples")[1]
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Two classes of two images each, and one image that is cut off."""
-    for label in ("cat", "dog"):
-        (tmp_path / "images" / label).mkdir(parents=True)
-        for index in range(2):
-            pixels = torch.randint(0, 256, (40, 50, 3), dtype=torch.uint8).numpy()
-            Image.fromarray(pixels).save(tmp_path / "images" / label / f"{index}.png")
-    whole = (tmp_path / "images" / "cat" / "0.png").read_bytes()
-    (tmp_path / "images" / "dog" / "cut.png").write_bytes(whole[: len(whole) // 2])
-    return tmp_path / "images"
-
-
-def test_damaged_images_are_counted_and_named(folder: Path, tmp_path: Path) -> None:
-    import timm
-
-    torch.save(timm.create_model("test_vit", num_classes=1000).state_dict(), tmp_path / "weights.pth")
-    arguments = ("--checkpoint", "weights.pth", "--data", str(folder), "--batch-size", "2")
-    result = run("quantize", "test_vit", *arguments, "--output", "a.pt2")
-    assert result.exit_code == 0, result.output
-    assert "1 damaged images left out: " in result.stderr
-    assert "cut.png" in result.stderr
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_is_not_int8_has_the_dtype_that_was_asked_for(dtype: str) -> None:
-    run_json("quantize", "digits", "--dtype", dtype, "--output", "a.pt2", "--batches", "1")
-    assert read_metadata("a.pt2")["config"]["dtype"] == dtype
-    assert {tensor.dtype for tensor in load("a.pt2").parameters()} == {getattr(torch, dtype)}
-    halves, whole = (run_json("evaluate", *target, "--eager")["top1"] for target in (["a.pt2"], ["digits"]))
-    # hardly trained, and 8 bits of mantissa at least
-    assert halves == pytest.approx(whole, abs=5)
