@@ -17,7 +17,7 @@ SHAPE = (256, 96, 64)
 
 
 @pytest.mark.parametrize("name", ["y", "dx", "dw"])
-def test_a_missing_tile_is_wrong(name):
+def test_a_missing_tile_is_detected(name):
     """An eighth of the columns of the last rows."""
     given = operands(SHAPE, "cpu")
     x, weight, grad = given.x.float(), given.weight, given.grad.float()
@@ -28,7 +28,7 @@ def test_a_missing_tile_is_wrong(name):
         check_result(given, name, right, block_linear_cases.FP8_TOLERANCE)
 
 
-def test_gradients_in_e5m2_times_weights_in_e4m3_are_accepted_and_no_coarser_ones():
+def test_the_fp8_tolerance_covers_e5m2_gradients_and_nothing_coarser():
     """What torchao's FP8 training multiplies, a scale a tensor."""
     given = operands((1024, 1024, 1024), "cpu")
 
@@ -93,7 +93,7 @@ def test_torchao_multiplies_in_int8():
     assert case.check(given) > block_linear_cases.INT8_LEAST
 
 
-def test_what_quantizes_nothing_is_no_peer_for_int8(monkeypatch):
+def test_a_provider_that_quantizes_nothing_is_wrong(monkeypatch):
     """As torchao 0.18 alone: its tensor subclass multiplies in 16 bit."""
     right = PROVIDERS["torch_bf16"]
     monkeypatch.setitem(PROVIDERS, "torchao_int8", lambda given: dataclasses.replace(right(given), dtype="int8"))
@@ -122,7 +122,7 @@ def test_a_wrong_result_is_never_timed(monkeypatch):
     assert len(calls) == 1
 
 
-def test_gradients_are_those_of_the_latest_step():
+def test_gradients_do_not_accumulate_over_steps():
     """Two steps do not add up."""
     case = block_linear_cases.setup(SHAPE, "torch_bf16", "cpu")
     case.fn()

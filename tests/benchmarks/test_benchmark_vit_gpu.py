@@ -142,7 +142,7 @@ class Notes:
         yield Record(benchmark="b", provider=self.name, p50_ms=timed, reason=threads)
 
 
-def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monkeypatch):
+def test_timing_and_max_autotune_run_alone(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     plans = [(name, str(tmp_path), 1.5) for name in ("first", "second", "alone")]
     answers = list(check_then_time(Notes, plans, limits(), jobs=2, alone=lambda plan: plan[0] == "alone"))
@@ -162,7 +162,7 @@ def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monk
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_one_that_is_late_with_its_check_leaves_the_others_their_time(alone, tmp_path, capsys):
+def test_a_late_check_does_not_use_up_the_time_of_others(alone, tmp_path, capsys):
     plans = [("punctual", str(tmp_path), 0.1), ("late", str(tmp_path), 600.0)]
     few = Limits(240.0, 240.0, time.monotonic() + 40.0, reserve=10.0)
     punctual, late = check_then_time(Notes, plans, few, jobs=2, alone=lambda plan: alone and plan[0] == "late")
@@ -197,7 +197,7 @@ def ends(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_a_worker_started_ends_with_it(late):
+def test_child_processes_of_a_worker_end_with_it(late):
     worker = Worker(HasAChild)
     (record,) = worker.request(0.0, 60)
     (pid,) = record.shape
@@ -236,7 +236,7 @@ def test_max_autotune_is_compiled_alone():
     assert not vit_gpu._alone(Plan("m", (("fp16", 1),), "cuda"))
 
 
-def test_a_provider_that_was_ended_says_why():
+def test_a_killed_provider_has_the_reason():
     plan = Plan("m", (("fp16", 256), ("fp16", 1)), "cuda")
     done = dataclasses.replace(plan.identities()[0], p50_ms=1.0)
     answers = Answers(plan, plan.identities(), [done], ("timeout", "not done after 2 s"))
@@ -246,7 +246,7 @@ def test_a_provider_that_was_ended_says_why():
     ]
 
 
-def test_a_gpu_is_needed_but_for_a_smoke_run(monkeypatch):
+def test_only_smoke_runs_work_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert vit_gpu.choose_device(smoke=True) == "cpu"
     with pytest.raises(Exception, match="no CUDA device"):

@@ -64,7 +64,9 @@ def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("device", ["meta", "nonsense", "", "mps", "xpu", "cuda:99", "cuda:-1", "cpu:1"])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_devices_are_checked_first(command: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_are_checked_before_a_model_is_loaded(
+    command: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never_load(monkeypatch)
     expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
 
@@ -83,7 +85,7 @@ def test_unknown_models_are_named_first(command: str) -> None:
 
 @pytest.mark.parametrize("data", ["missing", "file", ""])
 @pytest.mark.parametrize("command", WITH_DATA)
-def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_checked_before_a_model_is_loaded(command: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
     Path("file").touch()
     expect_bad_input(
@@ -98,13 +100,13 @@ def test_data_is_looked_for_first(command: str, data: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_calibration_data_is_looked_for_first(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_data_is_checked_before_a_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
     expect_bad_input("data 'missing' does not fit", command, "digits", "--calibration-data", "missing")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_batches_of_no_images(command: str) -> None:
+def test_an_empty_batch_size_is_bad_usage(command: str) -> None:
     assert run(command, "digits", "--batch-size", "0").exit_code == 2
 
 

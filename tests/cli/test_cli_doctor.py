@@ -21,7 +21,7 @@ def test_doctor() -> None:
     ]
 
 
-def test_doctor_says_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_explains_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
     from qframework import diagnosis
     from qframework.kernels.linear.cpu import CpuChoice
 

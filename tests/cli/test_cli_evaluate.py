@@ -41,7 +41,7 @@ def not_ours(path: Path) -> str:
     return str(path)
 
 
-def test_a_file_that_is_not_ours(tmp_path: Path) -> None:
+def test_a_foreign_file_is_refused(tmp_path: Path) -> None:
     result = run("evaluate", not_ours(tmp_path / "foreign.pt2"))
     assert result.exit_code == 2
     assert "not written by qframework.save" in result.stderr

@@ -96,13 +96,13 @@ def written(name: str, text: str) -> str:
     return name
 
 
-def test_config_decides_alone() -> None:
+def test_config_refuses_the_options_it_replaces() -> None:
     result = run("quantize", "digits", "--config", "a.json", "--dynamic", "--observer", "mse")
     assert result.exit_code == 2
     assert "--config must be given without --static/--dynamic, --observer, which it replaces" in result.stderr
 
 
-def test_a_config_that_is_none() -> None:
+def test_a_file_that_is_not_a_config_is_refused() -> None:
     result = run("quantize", "digits", "--config", written("a.json", "{}"))
     assert result.exit_code == 2
     assert "a.json: a plan must have a format and a quantizer" in result.stderr
@@ -124,7 +124,7 @@ def test_damaged_images_are_counted_and_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_what_is_not_int8_has_the_dtype_that_was_asked_for(dtype: str) -> None:
+def test_dtype_applies_to_everything_that_is_not_int8(dtype: str) -> None:
     run_json("quantize", "digits", "--dtype", dtype, "--output", "a.pt2", "--batches", "1")
     assert read_metadata("a.pt2")["config"]["dtype"] == dtype
     assert {tensor.dtype for tensor in load("a.pt2").parameters()} == {getattr(torch, dtype)}

@@ -35,14 +35,14 @@ def test_sensitivity_writes_a_table_json_and_a_plot() -> None:
     assert Path("digits_sensitivity.json").read_bytes() == before
 
 
-def test_sensitivity_tries_what_it_is_told() -> None:
+def test_sensitivity_tries_the_given_choices() -> None:
     arguments = ("--linear", "off", "--attention", "static,sage_b", "--output", "a.json", "--no-plot")
     rows = run_json("sensitivity", "digits", *arguments, *FEW)["layers"]
     assert [(row["layer"], row["choice"]) for row in rows] == [("blocks.0.attn", c) for c in ("static", "sage_b")]
     assert not Path("a.png").exists()
 
 
-def test_what_tune_writes_is_what_quantize_takes() -> None:
+def test_quantize_reads_the_file_that_tune_writes() -> None:
     arguments = ("--max-drop", "100", "--variants", "sage_b", "--eager", "--observer", "mse", *FEW)
     tuned = run_json("tune", "digits", *arguments)
     assert tuned["met"]
@@ -57,7 +57,7 @@ def test_what_tune_writes_is_what_quantize_takes() -> None:
     assert kept["options"] == tuned["options"]
 
 
-def test_a_budget_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_budget_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a metric that only float reaches."""
     from qframework import evaluation
 
@@ -74,7 +74,7 @@ def test_a_budget_that_cannot_be_met(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not json.loads(Path("digits_tuned.json").read_text())["met"]
 
 
-def test_measurements_of_other_settings_are_not_mixed() -> None:
+def test_a_journal_of_other_settings_is_refused() -> None:
     run_json("sensitivity", "digits", "--linear", "off", "--no-plot", *FEW)
     result = run("sensitivity", "digits", "--linear", "off", "--no-plot", "--limit", "32", "--batches", "1")
     assert result.exit_code == 2
@@ -98,7 +98,7 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
-def test_without_matplotlib_nothing_runs_in_vain(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_is_reported_before_anything_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing() -> None:
         raise ModuleNotFoundError("plots need matplotlib")
 

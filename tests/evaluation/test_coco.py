@@ -114,7 +114,7 @@ def test_an_image_without_a_size_is_refused(file: Path) -> None:
         read_instances(write(file, GOOD, images=[{"id": 1, "file_name": "a.png"}]))
 
 
-def test_no_object_at_all_is_refused(file: Path) -> None:
+def test_a_file_without_objects_is_refused(file: Path) -> None:
     with pytest.raises(QFrameworkError, match="an object other than a crowd, got none of 1"):
         read_instances(write(file, {**GOOD, "iscrowd": 1}))
 

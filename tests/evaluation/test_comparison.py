@@ -60,7 +60,7 @@ def test_counts_are_those_of_the_model() -> None:
     assert row.images_per_second > 0
 
 
-def test_configurations_differ_and_repeat(whole: dict[str, Any]) -> None:
+def test_configurations_give_different_and_repeatable_figures(whole: dict[str, Any]) -> None:
     first = untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
     assert json.dumps(first) == json.dumps(whole)
     counts = [tuple(row["counts"].values()) for row in first["rows"]]
@@ -70,7 +70,7 @@ def test_configurations_differ_and_repeat(whole: dict[str, Any]) -> None:
     assert int8 < 0.5 * fp32
 
 
-def test_the_float_model_stays_as_it_was() -> None:
+def test_the_float_model_is_not_changed() -> None:
     task = small_task()
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
     compare(task, {"recipe": replace(CONFIGURATIONS["INT8"], recipe=Recipe.best())}, EAGER)
@@ -89,7 +89,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_rows_are_eager_ones_to_rounding(fresh_dynamo: None) -> None:
+def test_compiled_rows_match_eager_ones_up_to_rounding(fresh_dynamo: None) -> None:
     """A model that tells its classes apart: nothing but rounding differs, so all images are labelled alike."""
     task = small_task(images=40, batch_size=12)
     eager = compare(task, CONFIGURATIONS, EAGER).rows
@@ -133,7 +133,7 @@ class Interrupted(Classification):
 
 
 @pytest.mark.parametrize("batches", [0, 20, 23 + 16])
-def test_an_interrupted_comparison_goes_on(tmp_path: Path, batches: int, whole: dict[str, Any]) -> None:
+def test_an_interrupted_comparison_resumes(tmp_path: Path, batches: int, whole: dict[str, Any]) -> None:
     path = tmp_path / "parts.json"
     with pytest.raises(InterruptedError_):
         compare(Interrupted(small_task(), batches), CONFIGURATIONS, EAGER, results=Results.open(path))
@@ -154,7 +154,7 @@ def test_a_finished_comparison_measures_nothing(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_rows_are_added_and_changed_ones_measured_anew(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_new_and_changed_configurations_are_measured_and_others_kept(tmp_path: Path, whole: dict[str, Any]) -> None:
     path = tmp_path / "results.json"
     first = {"FP32": CONFIGURATIONS["FP32"], "INT8": CONFIGURATIONS["INT8-D"]}
     compare(small_task(), first, EAGER, results=Results.open(path))
@@ -237,7 +237,7 @@ def test_damaged_images_are_counted_and_reported(tmp_path: Path) -> None:
     assert results_of(tmp_path / "results.json")["rows"][0]["damaged"] == row.damaged
 
 
-def test_damaged_images_alone_are_refused() -> None:
+def test_a_data_set_of_damaged_images_is_refused() -> None:
     task = Classification(Classifier("patches", small_task().module, {}), Damaged(data(2, seed=2), 1))
     with pytest.raises(QFrameworkError, match="at least one image must be readable, got damaged ones only"):
         compare(task, {"FP32": Configuration()}, EAGER)

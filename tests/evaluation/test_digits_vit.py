@@ -65,7 +65,7 @@ def test_shift_moves_whole_images_by_at_most_a_pixel() -> None:
     assert len(rows) == 200
 
 
-def test_shift_moves_background_in() -> None:
+def test_shift_fills_with_background() -> None:
     shifted = digits_vit.shift_by_a_pixel(torch.ones(200, 1, 8, 8))
     lost = (shifted == -1).sum(dim=(1, 2, 3))
     # nothing, one row or column of 8, or both, which share a pixel
@@ -129,7 +129,9 @@ def strip_metadata(path: Path) -> None:
 @pytest.mark.parametrize(
     "write", [truncate, strip_metadata, lambda path: path.write_text("mine"), lambda path: torch.save({"w": 1}, path)]
 )
-def test_a_file_of_somebody_else_is_kept(write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+def test_a_foreign_file_is_kept(
+    write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]
+) -> None:
     write(checkpoint)
     content = checkpoint.read_bytes()
     with pytest.raises(FileFormatError, match=r"^checkpoint: path must be .* left as it is"):
@@ -149,7 +151,7 @@ def test_damaged_weights_are_trained_again(
     assert same_weights(model, digits_vit.train(TINY, show_progress=False))
 
 
-def test_an_empty_file_is_a_new_name(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+def test_an_empty_file_is_overwritten(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
     checkpoint.write_bytes(b"")
     digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
     assert trained == [TINY]

@@ -63,7 +63,7 @@ def two_processes(script: Path, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_figures_of_one(tmp_path: Path) -> None:
+def test_two_processes_give_the_same_figures_as_one(tmp_path: Path) -> None:
     """Also where a scale is that of a whole batch: the batches are the same."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -22,7 +22,7 @@ def vit(dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Tensor]:
 
 
 @torch.no_grad()
-def test_function_stays_and_channels_grow() -> None:
+def test_outlier_channels_grow_and_the_function_does_not_change() -> None:
     model, images = vit(torch.float64)
     changed = transplant_outliers(model, images, channels=3, factor=64.0, seed=5)
     torch.testing.assert_close(changed(images), model(images), rtol=1e-11, atol=1e-12)
@@ -34,7 +34,7 @@ def test_function_stays_and_channels_grow() -> None:
     assert torch.equal(*chosen)
 
 
-def test_seed_decides() -> None:
+def test_the_seed_determines_the_outliers() -> None:
     model, images = vit()
     weights = [transplant_outliers(model, (images,), seed=seed).blocks[0].norm1.weight.detach() for seed in (1, 1, 2)]
     assert torch.equal(weights[0], weights[1])
@@ -45,7 +45,7 @@ def test_seed_decides() -> None:
 
 
 @torch.no_grad()
-def test_outliers_break_min_max_and_smoothing_mends_it() -> None:
+def test_outliers_break_min_max_and_smoothing_repairs_it() -> None:
     model, images = vit()
     changed = transplant_outliers(model, images, factor=100.0)
     quantizer = QFrameworkQuantizer().set_global(static_int8())

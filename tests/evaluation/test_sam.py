@@ -62,7 +62,7 @@ def transformers_masks(checkpoint: str, image: Image.Image, boxes: Tensor) -> Te
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 40), (40, 60), (64, 64), (131, 7)])
-def test_masks_are_those_of_transformers(sam: Sam, checkpoint: str, width: int, height: int) -> None:
+def test_masks_match_transformers(sam: Sam, checkpoint: str, width: int, height: int) -> None:
     image = picture_of(width, height)
     boxes = BOXES.clamp(max=min(width, height))
     picture = prepare_picture(sam.processor, image)
@@ -76,7 +76,7 @@ def test_masks_are_those_of_transformers(sam: Sam, checkpoint: str, width: int, 
     assert int((masks != expected).sum()) <= 0.001 * expected.numel()
 
 
-def test_many_boxes_are_those_boxes_one_by_one(sam: Sam) -> None:
+def test_many_boxes_give_the_same_masks_as_single_ones(sam: Sam) -> None:
     picture = prepare_picture(sam.processor, picture_of(60, 40))
     embedding = torch.randn(CHANNELS, SIZE // 8, SIZE // 8)
     boxes = BOXES.repeat(15, 1)  # more than are decoded at once
@@ -135,7 +135,7 @@ def test_missing_weights_are_refused(checkpoint: str, tmp_path: Path) -> None:
 # timm's encoders
 
 
-def test_timms_encoder_takes_the_place_of_the_models_own(sam: Sam, checkpoint: str) -> None:
+def test_timms_encoder_replaces_the_models_own(sam: Sam, checkpoint: str) -> None:
     encoder = TimmSamEncoder(tiny_timm_encoder())
     replaced = load_sam(checkpoint, encoder, encoder_name="tiny")
     assert replaced.name == f"{checkpoint} with tiny"
@@ -181,7 +181,7 @@ def test_timms_encoders_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # The task
 
 
-def test_counts_are_those_of_the_masks(sam: Sam, tmp_path: Path) -> None:
+def test_counts_match_the_masks(sam: Sam, tmp_path: Path) -> None:
     folder, annotations = write_coco(tmp_path, images=3)
     images = read_instances(annotations)
     task = BoxSegmentation(sam, folder, images, batch_size=2)

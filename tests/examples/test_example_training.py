@@ -56,7 +56,7 @@ def test_smoke(script: str, precision: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("script", "size"), [*((script, "32") for script in TINY), ("train_gpt", "1x128")])
-def test_an_interrupted_run_goes_on_with_the_same_losses(script: str, size: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_losses(script: str, size: str, tmp_path: Path) -> None:
     """In INT8, with dropout in the GPT."""
 
     def run(name: str, *more: str) -> None:
@@ -98,7 +98,7 @@ def test_an_unknown_block_size_is_refused(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow
 @each_script
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("int8", 0.01)])
-def test_two_processes_lose_what_one_does(script: str, precision: str, bound: float, tmp_path: Path) -> None:
+def test_two_processes_have_the_same_losses_as_one(script: str, precision: str, bound: float, tmp_path: Path) -> None:
     """Exactly as much up to FP32's rounding in float; in INT8 other rows share a block, which a loss hardly sees."""
 
     def arguments(processes: int) -> list[str]:

@@ -74,7 +74,7 @@ def test_the_speed_leaves_out_the_steps_that_compile(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stop", [1, 5, 11])
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, stop: int) -> None:
     """Losses, validation and weights, bit for bit."""
     whole = train(Regression(), CONFIG, Place(evaluate_every=4))
     place = Place(folder=tmp_path, evaluate_every=4)
@@ -98,7 +98,7 @@ def test_without_the_optimizers_state_losses_would_differ(tmp_path: Path) -> Non
     assert train(Regression(), CONFIG, Place(folder=tmp_path)).curves != train(Regression(), CONFIG).curves
 
 
-def test_the_callers_generators_and_settings_are_not_touched() -> None:
+def test_the_callers_generators_and_settings_do_not_change() -> None:
     before = torch.random.get_rng_state()
     train(Regression(), replace(CONFIG, steps=1))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -119,7 +119,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
     assert parts != whole  # added up in another order: micro-batches were made
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     decaying, others = training_loop._optimizer(nn.Linear(3, 2), CONFIG).param_groups
     assert ([p.dim() for p in decaying["params"]], decaying["weight_decay"]) == ([2], CONFIG.weight_decay)
     assert ([p.dim() for p in others["params"]], others["weight_decay"]) == ([1], 0.0)
@@ -211,7 +211,7 @@ class NoRandomness(Regression):
         return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
 
 
-def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_have_the_same_losses_as_one(tmp_path: Path) -> None:
     """Up to the rounding of FP32 sums in another order."""
     import json
 

@@ -32,14 +32,14 @@ def test_the_file_holds_what_was_printed(tmp_path, capsys):
     assert all(0 < row.gradient_error < 1 for row in rows if row.massive == 0)
 
 
-def test_fp32_beside_itself_is_exact(model, monkeypatch):
+def test_fp32_compared_with_itself_has_no_error(model, monkeypatch):
     monkeypatch.setattr(training_gradients, "int8", lambda given, name: copy.deepcopy(given))
     batches = [TASK.batch(1, step, 2) for step in range(2)]
     (row,) = training_gradients.compare_gradients(TASK, model, batches, ["per_block_32"])
     assert (row.gradient_error, row.percent) == (0.0, 0.0)
 
 
-def test_a_massive_token_harms_its_block(model):
+def test_a_massive_token_harms_the_tokens_in_its_block(model):
     """One block of 128 x 128 holds all 16 tokens; of (1, 128) each has its own."""
     changed = training_gradients.with_massive_token(TASK, model, 300.0)
     batches = [TASK.batch(1, 0, 2)]
