@@ -137,7 +137,7 @@ def _write_page(runs: Sequence[Any], folder: Path) -> None:
         print("no page and no plots: matplotlib is not installed")
         return
     page = report.PAGE if folder.resolve() == report.RESULTS.resolve() else folder / "page" / "performance.md"
-    report.write(runs, page)
+    report.performance_page(runs, page).write()
     print(f"{page}: {len(runs)} runs")
 
 

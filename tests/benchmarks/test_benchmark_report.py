@@ -88,7 +88,7 @@ def test_report_shows_regressions(site):
     new = Results("vit_cpu", machine_now, folder / "new.json", note="Attention too. And more.")
     new.add(vit("qframework_static", 18.0), vit("qframework_dynamic", 9.9), vit("fp32_eager", 5.0))
     run_report(site)
-    before = page(site).split("Slower than in the run before")[1].split("\n## ")[0]
+    before = page(site).split("slower than in the previous run")[1].split("\n## ")[0]
     assert (
         "| vit, batch 8 | qframework_static | new, `def456` | 18 | old, `abc123` | 20 | 0.90 | Attention too |"
         in before

@@ -129,9 +129,7 @@ def strip_metadata(path: Path) -> None:
 @pytest.mark.parametrize(
     "write", [truncate, strip_metadata, lambda path: path.write_text("mine"), lambda path: torch.save({"w": 1}, path)]
 )
-def test_a_foreign_file_is_kept(
-    write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]
-) -> None:
+def test_a_foreign_file_is_kept(write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
     write(checkpoint)
     content = checkpoint.read_bytes()
     with pytest.raises(FileFormatError, match=r"^checkpoint: path must be .* left as it is"):
