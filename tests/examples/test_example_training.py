@@ -79,9 +79,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert said.count("\n") == 1
         return said
 
-    assert "holds fewer than 20 Python files" in error("--text", str(tmp_path))
+    assert "must hold at least 20 Python files" in error("--text", str(tmp_path))
     assert "device 'gpu0' is not a device" in error("--device", "gpu0")
-    assert "batch_size=4 for 1 processes with 3 micro-batches" in error("--accumulate", "3")
+    assert "batch_size must be a multiple of 1 processes times 3 micro-batches, got 4" in error("--accumulate", "3")
     assert example("train_gpt").main(["--smoke", "--quiet", "--output", str(tmp_path)]) == 0
     assert "other settings (seed was 0, is 1)" in error("--output", str(tmp_path), "--seed", "1")
     assert "other settings (block_size was 32, is [1, 128])" in error(
