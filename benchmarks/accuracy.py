@@ -1,11 +1,9 @@
-"""What quantization costs in accuracy, on models trained from a seed: digits with outliers, and segmentation.
+"""Accuracy of quantized models that are trained from a seed: digits with outliers, and segmentation.
 
-``digits``: vision transformers on scikit-learn's digits, each with outlier channels transplanted as real transformers
-have them, for several seeds, which decide training, the images held out and the outliers. ``shapes``: a SAM-type model
-on textured shapes with box prompts; its image encoder is quantized. Models come from ``--build``, or are trained there
-first. Nothing is timed: converted graphs run as PyTorch runs them, whose integers are those of the kernels.
-
-The same arguments give the same rows.
+``digits``: vision transformers on scikit-learn's digits with transplanted outlier channels, for several seeds, which
+determine the training, the held-out images and the outliers. ``shapes``: a SAM-type model on textured shapes with box
+prompts, whose image encoder is quantized. Models are loaded from ``--build``, or trained and saved there. Nothing is
+timed: converted graphs run in PyTorch, with the same integers as the kernels. Equal arguments give equal rows.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of one model: ``value`` percent of top-1 or mean IoU, and the integers behind it."""
+    """One configuration of one model: top-1 or mean IoU in percent, and the counts it is computed from."""
 
     task: str
     model: str
@@ -58,7 +56,7 @@ class Row:
 
 
 class Subject(NamedTuple):
-    """A task with the name of its model and the seed it was made from."""
+    """A task with the name and the seed of its model."""
 
     task: str
     model: str
@@ -67,11 +65,11 @@ class Subject(NamedTuple):
 
 
 class Rows:
-    """The rows of one run; the file is rewritten after each, so a run that is cut off keeps what it has."""
+    """The rows of one run; the file is rewritten after each row, so an interrupted run keeps its rows."""
 
     def __init__(self, path: Path | None, smoke: bool) -> None:
         self.path, self.smoke = path, smoke
-        self.configurations: dict[str, Any] = {}  # what the names stand for
+        self.configurations: dict[str, Any] = {}  # by name
         self.machine = describe_machine("cpu")
         self.rows: list[Row] = []
 
@@ -88,7 +86,7 @@ class Rows:
 
 
 def load_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Machine and rows of a file that ``Rows`` wrote, no rows of a smoke run. Raises FileFormatError on any other."""
+    """Machine and rows of a file of ``Rows``; no rows for a smoke run. Raises FileFormatError for other files."""
     try:
         document = json.loads(path.read_text())
         if (document["schema"], document["benchmark"]) != (SCHEMA, "accuracy"):
@@ -99,7 +97,7 @@ def load_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
         rows = [Row(**row) for row in document["rows"]]
         return document["machine"], [] if document["smoke"] else rows
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise FileFormatError(f"{path} is no result file of benchmarks.accuracy: {error!r}") from error
+        raise FileFormatError(f"{path} is not a result file of benchmarks.accuracy: {error!r}") from error
 
 
 # Subjects -------------------------------------------------------------------------------------------------------------
@@ -124,7 +122,7 @@ def digits_task(model: nn.Module, seed: int) -> Task:
 
 
 def smoke_subjects(folder: Path) -> Iterator[Subject]:
-    """Both tasks with models that are hardly trained."""
+    """Both tasks, with barely trained models."""
     config = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
     yield Subject("digits", "smoke", 0, digits_task(digits_vit.train(config, show_progress=False), 0))
     sam = shapes_sam.SamTrainingConfig(
@@ -148,7 +146,7 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], rows:
 
 
 def module(task: Task, configuration: Configuration) -> nn.Module:
-    """The task's module as the configuration says, exported, calibrated and converted where it says so."""
+    """The task's module, quantized by the configuration if it is not float."""
     if configuration.config is None:
         return task.module
     quantizer = QFrameworkQuantizer().set_global(configuration.config)
@@ -165,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--images", type=int, default=200, help="held-out images of shapes (default: 200)")
     parser.add_argument("--build", type=output_folder, default=Path("build"), help="where checkpoints are kept")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)  # sums of floats depend on how they are split over threads
+    torch.set_num_threads(1)  # float sums depend on the number of threads
     rows = Rows(arguments.output, arguments.smoke)
     if arguments.smoke:
         with tempfile.TemporaryDirectory() as folder:

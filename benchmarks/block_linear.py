@@ -1,9 +1,9 @@
-"""Linears of INT8 training against 16 bit, torchao's INT8 and FP8 training: forward and backward.
+"""Linears of INT8 training against 16 bit, and torchao's INT8 and FP8 training: forward and backward.
 
-``error`` is against the FP64 products of the float operands: quantization included. TFLOP/s count 2 M N K for each of
-the three products, whatever they are computed in. Every provider has a process of its own; all are checked before any
-is timed, call by call, with the L2 cache flushed before each and the GPU asleep until all kernels are launched: what
-the host needs is not counted. ``block_linear_*`` are kernels alone, the forward product, one line for each choice.
+``error`` is relative to the FP64 products of the float operands, so it includes quantization. TFLOP/s count 2 M N K for
+each of the three products. Every provider runs in its own process, and all are checked before any is timed. Each call
+is timed alone, with the L2 cache flushed before it and the GPU asleep until all kernels are launched, which excludes
+host time. ``block_linear_*`` are kernels of the forward product alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHAPES: tuple[Shape, ...] = tuple(
 )
 SMOKE_SHAPES: tuple[Shape, ...] = ((256, 96, 64), (200, 80, 144))
 REP_MS = 60.0
-SLEEP_CYCLES = 8_000_000  # about four milliseconds: what an eager forward and backward pass takes to launch, and more
+SLEEP_CYCLES = 8_000_000  # about four milliseconds, more than the launches of an eager forward and backward pass take
 
 
 def identify(shape: Shape, provider: str) -> Record:
@@ -35,7 +35,7 @@ def identify(shape: Shape, provider: str) -> Record:
 
 
 def check(shape: Shape, provider: str, device: str) -> Record:
-    """The error of one provider at one shape, or why there is none."""
+    """The error of one provider at one shape, or the reason why there is none."""
 
     def error() -> Record:
         case = setup(shape, provider, device)
@@ -45,11 +45,11 @@ def check(shape: Shape, provider: str, device: str) -> Record:
 
 
 def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record:
-    """``checked`` with the time of one provider at one shape, or why there is none."""
+    """``checked`` with its time, or the reason why there is none."""
 
     def timed() -> Record:
         case = setup(shape, provider, device)
-        case.fn()  # compiles what a new layer compiles
+        case.fn()  # compiles
         timing = time_kernel(case.fn, device, rep_ms=REP_MS, sleep_cycles=SLEEP_CYCLES)
         tflops = case.products * 2 * shape[0] * shape[1] * shape[2] / timing.median_s / 1e12
         return replace(checked, **timing.fields(), tflops=tflops)

@@ -1,10 +1,9 @@
-"""One record format, and checks that come before the clock: a wrong result is never timed.
+"""The record format of all benchmarks, and the checks before timing: a wrong result is never timed.
 
-A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}``, and a ``"note"`` where needed. A
-record names what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), how long it took
-(``p20_ms, p50_ms, p80_ms`` over ``runs`` samples), the rate at the median, and what it cost in accuracy and memory.
-``status`` is ``ok``, or says why there is no time: ``wrong`` and ``failed`` make the benchmark exit with 1, ``timeout``
-and ``unsupported`` do not.
+A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}`` with an optional ``"note"``. A
+record holds what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), its time (``p20_ms,
+p50_ms, p80_ms`` over ``runs`` samples), the rate at the median, accuracy and memory. ``status`` is ``ok`` or the reason
+for no time: with ``wrong`` and ``failed`` the benchmark exits with 1, with ``timeout`` and ``unsupported`` it does not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from qframework.outputs import output_file
 
 SCHEMA = 1
 BROKEN = ("wrong", "failed")
-THIRD_PARTY = ("sageattention", "torchao")  # what they do not manage is a row of the table, no failure of the benchmark
+THIRD_PARTY = ("sageattention", "torchao")  # their failures do not fail the benchmark
 # Unit roundoff: the largest relative error of one rounding to the format.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -36,7 +35,7 @@ Check = Callable[[Tensor], float]
 
 
 class WrongResultError(QFrameworkError):
-    """A provider's result is not what the oracle says; ``error`` is its relative error."""
+    """A provider's result differs from the oracle; ``error`` is its relative error."""
 
     def __init__(self, message: str, error: float = float("inf")) -> None:
         super().__init__(message)
@@ -44,7 +43,7 @@ class WrongResultError(QFrameworkError):
 
 
 class UnavailableError(QFrameworkError):
-    """This machine or this version of a library does not have what a provider needs."""
+    """This machine or this version of a library lacks something that a provider needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +91,12 @@ class Record:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is a measurement of: equal for the same provider on the same subject, in any run."""
+        """The measured case, equal for the same provider and subject in all runs."""
         return self.benchmark, self.op, self.provider, tuple(self.shape or ()), self.causal, self.model, self.batch
 
     @property
     def subject(self) -> str:
-        """What was measured: a shape, or a model and its batch."""
+        """The shape, or the model and its batch."""
         if not self.shape:
             return f"{self.model}, batch {self.batch}"
         return ",".join(map(str, self.shape)) + (" causal" if self.causal else "")
@@ -118,7 +117,7 @@ class Record:
 
 @dataclass
 class Results:
-    """The rows of one run; the file is rewritten after every row, so a run that is cut off keeps what it has."""
+    """The records of one run; the file is rewritten after every record, so an interrupted run keeps its records."""
 
     benchmark: str
     machine: dict[str, Any]
@@ -126,26 +125,26 @@ class Results:
     smoke: bool = False
     peaks: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    note: str | None = None  # what a reader must know about this run; added by hand, shown on the page
-    run: int | None = None  # which of the file's runs this is, where it is not the first
+    note: str | None = None  # added by hand, shown on the page
+    run: int | None = None  # the number of this run in the file; None for the first
 
     @classmethod
     def start(cls, benchmark: str, device: str, arguments: argparse.Namespace) -> Results:
-        """Results for ``arguments`` as ``argument_parser`` reads them: empty, or another run of those in the file."""
+        """Results for ``arguments`` of ``argument_parser``: empty, or with the runs in the file."""
         results = cls(benchmark, describe_machine(device), arguments.output, arguments.smoke)
         if arguments.add_run and results.path is not None and results.path.exists():
             results.follow(cls.load(results.path))
         return results
 
     def follow(self, old: Results) -> None:
-        """Keep the records of ``old`` and number those to come as the run after it; see require_same_code."""
+        """Keep the records of ``old`` and number new ones as the next run; see require_same_code."""
         require_same_code(old, self)
         self.records, self.note, self.peaks = list(old.records), old.note, old.peaks
         self.run = 1 + max((record.run or 1 for record in old.records), default=0)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What ``write`` wrote to ``path``. Raises FileFormatError on any other file."""
+        """Read a file of ``write``. Raises FileFormatError for other files."""
         try:
             document = json.loads(path.read_text())
             if document["schema"] != SCHEMA:
@@ -154,10 +153,10 @@ class Results:
             head = document["benchmark"], document["machine"], path, document["smoke"], document["peaks"]
             return cls(*head, records, document.get("note"))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise FileFormatError(f"{path} is no result file of benchmarks.harness: {error!r}") from error
+            raise FileFormatError(f"{path} is not a result file of benchmarks.harness: {error!r}") from error
 
     def attempt(self, identity: Record, measure: Callable[[], Record]) -> None:
-        """Add what ``measure`` returns, or what its error stands for."""
+        """Add the record that ``measure`` returns, or a record of its error."""
         self.add(guarded(identity, measure))
 
     def add(self, *records: Record) -> None:
@@ -185,13 +184,13 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """1 when in this run a provider of ours or PyTorch's failed or was wrong."""
+        """1 if a provider other than THIRD_PARTY failed or was wrong in this run, else 0."""
         mine = [record for record in self.records if record.run == self.run]
         return int(any(record.status in BROKEN and not record.provider.startswith(THIRD_PARTY) for record in mine))
 
 
 def require_same_code(old: Results, new: Results) -> None:
-    """Raise FileFormatError unless both were measured by the same code, as committed, on the same machine."""
+    """Raise FileFormatError unless both runs used the same committed code on the same machine."""
     if new.machine.get("dirty"):
         raise FileFormatError(f"{new.path}: the code must be committed, got a tree with local changes")
     apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
@@ -204,14 +203,14 @@ def require_same_code(old: Results, new: Results) -> None:
 
 
 def guarded(identity: Record, measure: Callable[[], Record]) -> Record:
-    """What ``measure`` returns, or ``identity`` with the status and reason its error stands for."""
+    """The record that ``measure`` returns, or ``identity`` with the status and reason of its error."""
     try:
         return measure()
     except WrongResultError as error:
         return replace(identity, status="wrong", reason=str(error), error=error.error)
     except UnavailableError as error:
         return replace(identity, status="unsupported", reason=str(error))
-    except Exception as error:  # noqa: BLE001  a provider's failure is a row of the table and the exit status
+    except Exception as error:  # noqa: BLE001  a failure is a row of the table
         return replace(identity, status="failed", reason=_one_line(error))
 
 
@@ -224,7 +223,7 @@ def argument_parser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
+    parser.add_argument("--smoke", action="store_true", help="a quick check with tiny sizes")
     if output != "none":
         parser.add_argument(
             "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
@@ -280,14 +279,14 @@ def comma_separated(known: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """``||value - reference|| / ||reference||`` in FP64 over the whole tensor; inf where ``value`` holds NaN."""
+    """``||value - reference|| / ||reference||`` in FP64 over the whole tensor; inf if ``value`` holds NaN."""
     difference = (value.double() - reference.double()).norm()
     error = float(difference / reference.double().norm().clamp(min=torch.finfo(torch.float64).tiny))
     return error if not math.isnan(error) else float("inf")
 
 
 def worst_row_error(value: Tensor, reference: Tensor) -> float:
-    """The largest ``relative_error`` of a row (last dimension): one wrong row cannot hide among many right ones."""
+    """The largest ``relative_error`` of a row (last dimension), which detects a single wrong row."""
     value, reference = value.double(), reference.double()
     norms = reference.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     error = float(((value - reference).norm(dim=-1) / norms).amax())
@@ -300,7 +299,7 @@ def require_shape(value: Tensor, reference: Tensor) -> None:
 
 
 def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
-    """Every row's relative L2 error is at most ``tolerance``; ``oracle`` computes the FP64 result when needed."""
+    """Check that every row's relative L2 error is at most ``tolerance``; ``oracle`` computes the FP64 result."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -316,7 +315,7 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
 
 
 def require_quantized(error: float, least: float) -> float:
-    """``error``, unless it is below what INT8 costs: a library that quantizes nothing is no peer for INT8."""
+    """``error``; raises WrongResultError if it is too small for INT8, because nothing was quantized."""
     if error < least:
         raise WrongResultError(
             f"not quantized: INT8's relative error must be {least:.3g} or more, got {error:.3g}", error
@@ -325,7 +324,7 @@ def require_quantized(error: float, least: float) -> float:
 
 
 def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tensor]) -> Check:
-    """Every element is at most ``bound(reference)`` away from the FP64 ``oracle``."""
+    """Check that every element is within ``bound(reference)`` of the FP64 ``oracle``."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -333,7 +332,7 @@ def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tens
         excess = (value.double() - reference).abs() > bound(reference)
         outside = int((excess | value.isnan()).sum())
         if outside:
-            message = f"{outside} of {value.numel()} elements are further from the FP64 oracle than rounding explains"
+            message = f"elements must be within rounding of FP64, got {outside} of {value.numel()} that are not"
             raise WrongResultError(message, worst_row_error(value, reference))
         return relative_error(value, reference)
 
@@ -341,12 +340,12 @@ def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tens
 
 
 def exactly(oracle: Callable[[], Tensor]) -> Check:
-    """Equal to the FP64 ``oracle``, element for element."""
+    """Check that every element equals the FP64 ``oracle``."""
     return elements_within(oracle, torch.zeros_like)
 
 
 def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
-    """INT8 values equal to the rounded ``oracle``, or one step away (a tie) on at most ``fraction`` of them."""
+    """Check that INT8 values equal the rounded ``oracle``, or are one step off (a tie) on at most ``fraction``."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -368,19 +367,19 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
 
 
 def _round(value: Any) -> Any:
-    """Four significant digits: more would only be noise in a tracked file. JSON has no infinity and no NaN."""
+    """Round to four significant digits; infinity and NaN, which JSON lacks, become strings."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
 
 
 def _number(value: Any) -> Any:
-    """The inverse of ``_round`` for what JSON has no number for."""
+    """The inverse of ``_round`` for infinity and NaN."""
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def _dump(document: dict[str, Any]) -> str:
-    """JSON with one key or record to a line, so that a difference between two runs can be read."""
+    """JSON with one key or record per line, for readable diffs."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items() if key != "records"]
     rows = ",\n".join(f"  {json.dumps(record)}" for record in document["records"])
     return "{\n" + ",\n".join([*lines, f' "records": [\n{rows}\n ]']) + "\n}\n"

@@ -1,13 +1,13 @@
-"""INT8 linear against torch's own GEMMs, over the linears of vision transformers.
+"""INT8 linear against torch's own GEMMs, for the linears of vision transformers.
 
-``error`` is the kernel's error against FP64 on the operands it is given, ``quantization_error`` what the format costs
-against the float product. ``torch_int_mm`` returns raw INT32: no scale, no bias. Of FP8, tensor-wise scales with and
-without bias, and with the sum kept in the tensor cores or (``precise``) not.
+``error`` is the kernel's error against FP64 on its own operands, ``quantization_error`` the error of the format against
+the float product. ``torch_int_mm`` returns raw INT32 without scale and bias. FP8 has tensor-wise scales, with and
+without bias, and keeps the sum in the tensor cores or (``precise``) does not.
 
-Every provider has a process of its own: some compile and are checked at all shapes at a time, then each is timed alone.
-Shapes of at most ``SMALL_M`` rows are timed as calls replayed in one CUDA graph, for every provider: they take
-microseconds, and what the host does to launch one would be all that is seen; their operands stay in the L2 cache.
-Larger ones are timed call by call with the L2 cache flushed before each, and the GPU asleep until they are launched.
+Every provider runs in its own process: several are checked at all shapes in parallel, then each is timed alone. Shapes
+of at most ``SMALL_M`` rows take microseconds, so for every provider they are timed as calls replayed in one CUDA graph,
+which excludes launch overhead; their operands stay in the L2 cache. Larger shapes are timed call by call, with the L2
+cache flushed before each call and the GPU asleep until it is launched.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ LARGE = ((12608, 768), (50432, 768), (12608, 1024), (50432, 1024), (32768, 1280)
 SMALL = ((197, 768), (1576, 768))
 LARGE_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in LARGE for n, k in linears(width))
 SMALL_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in SMALL for n, k in linears(width))
-# The best GEMM of torch at this size stands for what the chip can do in practice.
+# The best GEMM of torch at this size is the practical peak of the chip.
 PEAK_SHAPE: Shape = (8192, 8192, 8192)
 SHAPES = (*SMALL_SHAPES, *LARGE_SHAPES, PEAK_SHAPE)
 SMOKE_SHAPES: tuple[Shape, ...] = ((32, 48, 64), (233, 64, 128))
@@ -63,7 +63,7 @@ def identify(shape: Shape, provider: str) -> Record:
 
 @torch.no_grad()
 def check(shape: Shape, provider: str, device: str) -> Record:
-    """The errors of one provider at one shape, or why there are none."""
+    """The errors of one provider at one shape, or the reason why there are none."""
 
     def errors() -> Record:
         given, case = operands(shape, device), setup(shape, provider, device)
@@ -78,7 +78,7 @@ def check(shape: Shape, provider: str, device: str) -> Record:
 
 @torch.no_grad()
 def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record:
-    """``checked`` with the time of one provider at one shape, or why there is none."""
+    """``checked`` with its time, or the reason why there is none."""
 
     def timed() -> Record:
         fn = setup(shape, provider, device).fn
@@ -140,7 +140,7 @@ def run(
 
 
 def peaks(records: Sequence[Record]) -> dict[str, float]:
-    """TFLOP/s of the best torch GEMM at PEAK_SHAPE by the width of its operands; empty where it was not measured."""
+    """TFLOP/s of the best torch GEMM at PEAK_SHAPE by the width of its operands, as far as measured."""
     measured = [record for record in records if record.shape == list(PEAK_SHAPE) and record.tflops]
     best = {
         width: max((record.tflops or 0.0 for record in measured if record.provider in names), default=0.0)

@@ -1,9 +1,9 @@
-"""Where the seconds of a compiled vision transformer's first call go: phase by phase, each provider in a new process.
+"""The phases of a compiled vision transformer's first call, in seconds, for each provider in a new process.
 
-Phases are PyTorch's own (``torch._dynamo.utils.compile_times``), the passes of the backend, and what our kernels take
-in threads of their own beside Inductor: wall-clock seconds, and seconds a thread was on a core. A phase holds those
-inside it, so that rows do not add up; phases of other threads and processes run beside the first call. Compilation
-caches are empty. ``--cprofile`` tells functions apart and slows all of them down.
+Phases are PyTorch's own (``torch._dynamo.utils.compile_times``), the passes of the backend, and the compilation of our
+kernels in threads beside Inductor, in wall-clock time and CPU time of the thread. Phases are nested and run in parallel
+threads and processes, so rows do not add up. Compilation caches are empty. ``--cprofile`` profiles single functions,
+which slows all of them down.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from qframework.outputs import output_folder
 
 DEFAULT = ("fp16_compiled", "qframework_static")
 WHOLE = "torch.compile and first call"
-LEAST_S = 0.01  # phases shorter than this are left out of the printed table, not of the file
+LEAST_S = 0.01  # shorter phases are only in the file, not in the printed table
 
 _BACKEND = "qframework.backend.compile"
 _PASSES = "qframework.backend.passes"
-# Module, function, the phase it is.
+# Module, function, phase.
 TIMED = (
     *((_BACKEND, name, f"qframework: {name}") for name in ("release_prepared_models", "run_passes")),
     ("qframework.backend.warm_up", "_compile", "beside: qframework's kernels, all"),
@@ -55,7 +55,7 @@ class Phase:
 
     calls: int = 0
     s: float = 0.0
-    cpu_s: float | None = None  # on a core, of the thread that ran it; None where PyTorch measured
+    cpu_s: float | None = None  # CPU time of the thread; None for PyTorch's phases
 
     def add(self, s: float, cpu_s: float) -> None:
         self.calls, self.s, self.cpu_s = self.calls + 1, self.s + s, (self.cpu_s or 0.0) + cpu_s
@@ -91,7 +91,7 @@ class Clock:
         return run
 
     def waiting(self, name: str, manager: Callable[..., Any]) -> Callable[..., Any]:
-        """A context manager whose leaving is a phase."""
+        """A context manager whose exit is a phase."""
 
         @contextlib.contextmanager
         def managed(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -108,7 +108,7 @@ class Clock:
 
 @contextlib.contextmanager
 def timed_functions(clock: Clock) -> Iterator[None]:
-    """``TIMED``, every pass and the wait for our kernels, measured inside."""
+    """Measure ``TIMED``, every pass and the wait for our kernels inside the block."""
     with contextlib.ExitStack() as patches:
         for module, name, phase in TIMED:
             with contextlib.suppress(ImportError):  # Triton, on some machines
@@ -130,7 +130,7 @@ def _replace(patches: contextlib.ExitStack, module: Any, name: str, change: Call
 def first_call(
     compile: Callable[[], Forward], images: Tensor, cprofile: Path | None = None
 ) -> tuple[Tensor, dict[str, Phase]]:
-    """The output of the first call of what ``compile`` returns, and the phases of both; nothing is left changed."""
+    """The output of the first call of what ``compile`` returns, and the phases of both; restores all patches."""
     from torch._dynamo.utils import compilation_time_metrics
 
     clock, profiler = Clock(), cProfile.Profile()
@@ -151,7 +151,7 @@ def first_call(
 def profile_provider(
     name: str, model: str, batch: int, device: str, smoke: bool, cprofile: Path | None = None
 ) -> dict[str, Phase]:
-    """One provider's phases. The output is checked first."""
+    """One provider's phases; checks the output."""
     provider = PROVIDERS[name]
     subject = Subject.build(model, batch, device, smoke)
     images = subject.images.to(device, provider.dtype)
@@ -169,7 +169,7 @@ def _in_this_process(caches: str, *arguments: Any) -> dict[str, Phase]:
 
 
 def profile_in_a_new_process(*arguments: Any) -> dict[str, Phase]:
-    """``profile_provider`` with nothing compiled or imported before."""
+    """``profile_provider`` without anything compiled or imported before."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as caches, ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(_in_this_process, caches, *arguments).result()

@@ -1,8 +1,8 @@
 """The kernels of one forward pass of a vision transformer, and of one of its blocks: names, launches, milliseconds.
 
-The kernels of a block are what a model of ``DEPTH + 1`` blocks launches beyond one of ``DEPTH``: patch embedding,
-head and the first and last block, whose neighbours differ, cancel. Names that Inductor numbers are taken together.
-Without a GPU, for ``--smoke``, PyTorch's operators take the place of kernels.
+The kernels of a block are the difference between models of ``DEPTH + 1`` and ``DEPTH`` blocks, in which patch
+embedding, head, first and last block cancel. Kernels whose names differ only in Inductor's numbers are added up.
+Without a GPU, for ``--smoke``, PyTorch's operators replace kernels.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a provider launches for one forward pass."""
+    """The launches of a provider in one forward pass."""
 
     kernels: tuple[Kernel, ...]  # the longest first
 
@@ -63,7 +63,7 @@ class Profile:
         return sum(kernel.ms for kernel in self.kernels)
 
     def beyond(self, smaller: Profile) -> Profile:
-        """What this launches that ``smaller`` does not."""
+        """The launches of this profile beyond those of ``smaller``."""
         before = {kernel.name: kernel for kernel in smaller.kernels}
         after = {kernel.name: kernel for kernel in self.kernels}
         none = Kernel("", 0.0, 0.0)
@@ -99,7 +99,7 @@ def plain_name(name: str) -> str:
 
 
 def profile_forward(forward: Forward, images: Tensor, device: str) -> Profile:
-    """Mean of ``FORWARDS`` passes after ``WARM_UP``; compiled, and inside an inference context, before."""
+    """Mean of ``FORWARDS`` passes after ``WARM_UP`` passes of a compiled ``forward``, in an inference context."""
     for _ in range(WARM_UP):
         forward(images)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
@@ -116,7 +116,7 @@ def profile_forward(forward: Forward, images: Tensor, device: str) -> Profile:
 
 
 def _launches(profiled: Any, device: str) -> Iterator[tuple[str, float]]:
-    """Name and microseconds of everything the GPU did, or of PyTorch's outermost operators on the CPU."""
+    """Name and microseconds of all GPU activities, or of PyTorch's outermost operators on the CPU."""
     for event in profiled.events():
         on_gpu = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         if on_gpu if device == "cuda" else _is_outermost(event):
@@ -134,7 +134,7 @@ def _is_outermost(event: Any) -> bool:
 
 
 def profile_provider(name: str, model: str, batch: int, device: str, smoke: bool, **arguments: Any) -> Profile:
-    """One provider's kernels; ``arguments`` go to timm. The output is checked before anything is counted."""
+    """One provider's kernels; ``arguments`` go to timm. Checks the output first."""
     torch._dynamo.reset()
     provider = PROVIDERS[name]
     subject = Subject.build(model, batch, device, smoke, **arguments)
@@ -159,7 +159,7 @@ def profile_block(name: str, model: str, batch: int, device: str, smoke: bool) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables of every provider; returns the exit status."""
     parser = profile_parser("profile_vit", __doc__, DEFAULT)
-    parser.add_argument("--block-only", action="store_true", help="leave out the whole model, which compiles longer")
+    parser.add_argument("--block-only", action="store_true", help="skip the whole model, which compiles longer")
     arguments = parser.parse_args(argv)
 
     def profile(name: str, model: str, batch: int, device: str) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """Vision transformers on a GPU: throughput at a large batch and latency at batch 1, whole model, inference mode.
 
-Every provider at every batch runs in a process of its own with two deadlines, so that neither memory, nor compiled
-code, nor a crash of one reaches another: one to prepare, compile and be checked against FP32 eager, ``--jobs`` at a
-time (max-autotune, which times kernels to choose between them, with nothing beside it), and one to be timed, alone on
-the GPU. Weights and images are random and seeded. The file is rewritten after every provider.
+Every provider runs at every batch in its own process, so that memory, compiled code and crashes do not affect others.
+It has two deadlines: to prepare, compile and be checked against FP32 eager, ``--jobs`` at a time (max-autotune, which
+times kernels to choose between them, alone), and to be timed, alone on the GPU. Weights and images are random and
+seeded. The file is rewritten after every provider.
 
-``--first-call`` measures something else: how long preparation takes, and ``torch.compile`` with the first call, one
-provider after the other with nothing beside it, each with empty compilation caches.
+``--first-call`` instead measures the time of preparation, and of ``torch.compile`` with the first call, for one
+provider at a time with empty compilation caches.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Measurement:
-    """A process's side: compiles and checks its cases, then times what was right."""
+    """A worker: compiles and checks its cases, then times those that passed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -85,14 +85,14 @@ class Measurement:
                 yield guarded(identity, functools.partial(self.time, case))
 
     def check(self, case: Case, identity: Record) -> Record:
-        """Prepare, compile and check; what is right is kept to be timed."""
+        """Prepare, compile and check; keeps right cases to be timed."""
         (name, batch), subject = case, self.subject
         provider = PROVIDERS[name]
         images = subject.images[:batch].to(subject.device, provider.dtype)
         start = time.perf_counter()
         module = prepare(subject, provider, images)
         prepare_s = time.perf_counter() - start
-        start = time.perf_counter()  # torch.compile imports Inductor and starts its processes
+        start = time.perf_counter()  # includes torch.compile, which imports Inductor and starts its processes
         forward: Forward = provider.compile(module) if provider.compile else module
         with inference(provider):
             output = forward(images).cpu()
@@ -122,7 +122,7 @@ class Measurement:
 def check_three(
     forward: Forward, images: Tensor, first: Tensor, reference: Tensor, provider: Provider
 ) -> dict[str, Any]:
-    """The accuracy of three calls, the third's; under CUDA graphs the second call records and the third replays."""
+    """Check three calls and return the accuracy of the third: CUDA graphs record the second and replay the third."""
     models.accuracy(first, reference, provider.precision)
     models.accuracy(forward(images).cpu(), reference, provider.precision)
     return models.accuracy(forward(images).cpu(), reference, provider.precision)
@@ -155,7 +155,7 @@ def run_first_calls(results: Results, model: str, cases: Sequence[Case], device:
 
 
 def cold_caches(folder: str) -> dict[str, str]:
-    """The environment of empty compilation caches in ``folder``: a first call means a first call."""
+    """The environment with empty compilation caches in ``folder``."""
     return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
@@ -184,7 +184,7 @@ def choose_device(smoke: bool) -> str:
         return "cuda"
     if smoke:
         return "cpu"
-    raise QFrameworkError("no CUDA device: vit_gpu needs one unless --smoke is given; vit_cpu measures on the CPU")
+    raise QFrameworkError("vit_gpu: there must be a CUDA device, got none. Pass --smoke, or use vit_cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -304,7 +304,7 @@ def test_the_page_shows_wrong_results_and_notes(site):
         dataclasses.replace(results.records[0], provider="peer", status="wrong", reason="off by 3", p50_ms=None)
     )
     text = page(site)
-    assert "| peer | 1,2,3,4 | off by 3 |" in text.split("### Wrong, so not timed")[1]
+    assert "| peer | 1,2,3,4 | off by 3 |" in text.split("### Wrong and not timed")[1]
     assert text.index("Read this first.") < text.index("![Attention")
 
 
