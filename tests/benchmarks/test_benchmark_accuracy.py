@@ -1,4 +1,4 @@
-"""The accuracy benchmark measures what it says, and its page says what the files say."""
+"""The accuracy benchmark, and its page (accuracy.py, accuracy_cases.py, report_accuracy.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention benchmark refuses wrong results, keeps what a hanging provider got done, and reports whole calls."""
+"""Attention: oracle, checks, workers and page (attention*.py, boxed.py, report_attention.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def plan(*providers: str, shape: Shape = SHAPE) -> Plan:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_oracle_matches_float64_attention(causal, monkeypatch):
-    """Also in groups of heads that do not divide them."""
+    """Also when heads do not divide evenly into groups."""
     monkeypatch.setattr(attention_oracle, "ORACLE_BYTES", 3 * 4 * 33 * 33)
     given = make_inputs(dataclasses.replace(SHAPE, causal=causal), "cpu", 0)
     tensors = [tensor.double() for tensor in (given.query, given.key, given.value)]
@@ -72,7 +72,7 @@ def test_checks_refuse_wrong_attention(spoil):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [*VARIANTS, PER_WARP])
 def test_measured_errors_match_the_prediction(name, causal):
-    """All rows together have the error that rounding must cause, no less and no more, and no row an unlikely one."""
+    """All rows together have the predicted rounding error, and no row exceeds its bound."""
     given = make_inputs(Shape(2, 4, 320, 64, causal), "cpu", 1)
     variant = resolve(name)
     out = torch.ops.qframework.sage_attention(
@@ -88,7 +88,7 @@ def test_measured_errors_match_the_prediction(name, causal):
     ("name", "seen"), [("sage_b", 1.0), ("sage_vb", 1.0), ("sage2_int8", 1.0), ("sage2_int4", 0.5)]
 )
 def test_one_zeroed_row_is_detected(name, seen):
-    """Whichever row it is; with INT4, but for the rows that hang on few keys."""
+    """Any row; with INT4, except rows that depend on few keys."""
     given = make_inputs(Shape(1, 2, 320, 64), "cpu", 2)
     rows = given.rows
     noise = predicted_noise(given.query, given.key, given.value, rows, resolve(name))
@@ -197,7 +197,7 @@ def test_missing_records_of_a_killed_worker_have_its_status():
 
 
 def test_limits_are_zero_after_the_deadline():
-    """And a check leaves what timing the plans will take."""
+    """And a check leaves the time that timing the plans needs."""
     limits = Limits(check=100, time=20, deadline=time.monotonic() + 15, reserve=5)
     assert 4 < limits.to_check(2) <= 5
     assert 14 < limits.to_time() <= 15
@@ -209,7 +209,7 @@ def test_limits_are_zero_after_the_deadline():
 
 
 def test_merge_adds_to_the_results_of_an_earlier_call(tmp_path, monkeypatch):
-    """What the first had no time for is filled in, what it measured stays, and another commit is refused."""
+    """Missing records are added, measured ones stay, and another commit is refused."""
     output = tmp_path / "out.json"
     shape = attention.SMOKE_SHAPES[0].name
     common = ["--smoke", "--device", "cpu", "--output", str(output), "--no-parts", "--shapes", shape]
@@ -237,7 +237,7 @@ def test_merge_adds_to_the_results_of_an_earlier_call(tmp_path, monkeypatch):
     ("second", "kept"), [({"status": "timeout"}, 1.0), ({"p50_ms": 2.0}, 2.0), ({"status": "wrong"}, None)]
 )
 def test_merge_keeps_the_measurement_that_has_a_time(second, kept):
-    """But a wrong result is not hidden by an earlier time."""
+    """But an earlier time does not hide a wrong result."""
     record = attention.identify("torch_math", SHAPE)
     old = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, p50_ms=1.0)], note="seen")
     new = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, **second)])
@@ -281,7 +281,7 @@ def page(site: Path) -> str:
 
 
 def test_the_page_compares_whole_calls(site):
-    """A kernel alone is no call, so it is compared with nothing; causal is a shape of its own."""
+    """Kernels alone are not compared; causal is a separate shape."""
     text = page(site)
     assert "| 1,2,3,4 | 400 | **500** | sage_vb | 1.25 |" in text
     assert "| 1,2,3,4 causal | **900** | 450 | sage_vb | 0.50 |" in text

@@ -1,4 +1,4 @@
-"""The benchmark of operators between blocks refuses wrong results, and counts the bytes it says it does."""
+"""Operators between blocks: wrong results are detected, and bytes are counted."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_check_detects_wrong_results(name, provider, direction):
 
 
 def test_block_sizes_choose_our_providers(tmp_path, capsys):
-    """Others stay: what is compared with."""
+    """Peers stay in the comparison."""
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--device", "cpu", "--operators", "add", "--output", str(output)]
     assert block_operators.main([*arguments, "--block-size", "64", "1x128"]) == 0
@@ -77,7 +77,7 @@ def halve(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("size", [32, (1, 128)])
 @pytest.mark.parametrize("name", ["gelu", "silu", "swiglu"])
 def test_the_error_of_the_hardware_tanh_is_tolerated(name, size):
-    """2^-11 of itself, as PTX promises; where all other values of a row are small, that is more than a step of it."""
+    """A relative error of 2^-11, as documented for PTX, can exceed a step if the other values of a row are small."""
     given = operands((256, 1024), "cpu")
     case = block_operators_cases.in_blocks(name, "forward", given, size)
 

@@ -125,7 +125,7 @@ def test_timing_quantiles():
 
 
 def test_records_survive_a_round_trip_through_the_file(tmp_path):
-    """Also those with values JSON has no number for; absent values stay absent."""
+    """Including infinity and NaN; absent values stay absent."""
     record = dataclasses.replace(IDENTITY, p50_ms=1.23456, sqnr_db=float("inf"), error=0.0)
     path = tmp_path / "deep" / "out.json"
     Results("int8_linear", MACHINE, path).add(record)
@@ -135,7 +135,7 @@ def test_records_survive_a_round_trip_through_the_file(tmp_path):
 
 
 def test_another_run_of_the_same_code_is_added_to_the_file(tmp_path):
-    """And numbered; its exit status is its own; other code or another machine is refused."""
+    """Runs are numbered and have their own exit status; other code or another machine is refused."""
     path = tmp_path / "out.json"
     Results("int8_linear", MACHINE, path, note="seen").add(dataclasses.replace(IDENTITY, status="failed"))
     for run in (2, 3):
@@ -162,7 +162,7 @@ def test_machine_header_names_everything():
     [("abc123", ("abc123", False)), ("abc123-dirty", ("abc123", True)), ("", ("fedcba987654", True))],
 )
 def test_the_environment_variable_overrides_gits_commit(monkeypatch, named, state):
-    """A copy of the tree may lie in a repository that is at another commit; an empty name is none."""
+    """For copies of the tree in a repository at another commit; an empty value is ignored."""
     monkeypatch.setattr(machine, "_output", lambda *command: "fedcba987654" if "rev-parse" in command else " M file.py")
     monkeypatch.setenv("QFRAMEWORK_COMMIT", named)
     assert machine.git_state() == state

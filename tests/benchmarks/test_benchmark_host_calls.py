@@ -1,4 +1,4 @@
-"""The benchmark of the host's time counts calls, not what they start."""
+"""Host time: calls are timed without the work they launch."""
 
 from __future__ import annotations
 

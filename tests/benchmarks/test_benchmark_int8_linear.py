@@ -1,4 +1,4 @@
-"""The INT8 linear benchmark refuses wrong results, wherever they are, and measures the shapes it says it does."""
+"""INT8 linear: wrong results anywhere are detected, and the shapes are those of the models."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_smoke(tmp_path):
 
 @pytest.mark.gpu
 def test_every_provider_on_a_gpu(tmp_path):
-    """Also at a shape that is timed call by call."""
+    """Including a shape that is timed call by call."""
     output = tmp_path / "out.json"
     shapes = ["--shapes", f"197,768,768 {int8_linear.SMALL_M + 1},768,768"]
     assert int8_linear.main([*shapes, "--output", str(output)]) == 0

@@ -1,4 +1,4 @@
-"""Profiles of first calls: phases of the backend, of PyTorch and of threads, and nothing left changed behind."""
+"""Profiles of first calls: phases of the backend, PyTorch and threads; patches are restored."""
 
 from __future__ import annotations
 

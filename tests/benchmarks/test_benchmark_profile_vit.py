@@ -1,4 +1,4 @@
-"""Profiles: kernels are counted by name, and a block is what one block more launches."""
+"""Profiles: kernels are counted by name, and a block is the difference between two depths."""
 
 from __future__ import annotations
 

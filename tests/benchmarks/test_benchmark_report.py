@@ -1,4 +1,4 @@
-"""The performance page says what the result files say (report.py, tables.py, plots.py)."""
+"""The performance page and its plots match the result files (report.py, pages.py, tables.py, plots.py)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_report_shows_losses_and_failures(site):
 
 
 def test_report_shows_regressions(site):
-    """The newest run beside the one before it, peers left out; a percent is noise."""
+    """The newest run against the previous one, without peers; one percent is noise."""
     folder = site / "results"
     for name, date, rates in (("older", "2026-01-03", (99.0, 1.0)), ("old", "2026-01-04", (20.0, 9.0))):
         results = Results("vit_cpu", {**MACHINE, "date": date}, folder / f"{name}.json")

@@ -1,4 +1,4 @@
-"""The page on INT8 training: every promise is on it, passes where it is kept and fails where it is not."""
+"""The page on INT8 training: all targets with the right verdicts (report_training.py, target_table_training.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def records(target: Target, ours: float, peers: float) -> list[Record]:
 
 
 def test_promises() -> None:
-    """What has to be reached, written down once more."""
+    """The targets, written down independently."""
     must = {(target.what, target.against): target.must for target in TRAINING_TARGETS}
     assert len(must) == len(TRAINING_TARGETS)
     assert must["non-linear operators, hidden 8192, blocks of 32", "PyTorch FP16"] == 1.8
@@ -249,7 +249,7 @@ def test_block_sizes_have_rows_of_their_own(tmp_path: Path) -> None:
 
 
 def test_missing_memory_is_not_the_minimum(tmp_path: Path) -> None:
-    """Under CUDA graphs there is none to compare."""
+    """Under CUDA graphs, memory is not measured."""
     shape = list(map(int, subject_of_block(HIDDEN[-1]).split(",")))
     base = Record(
         benchmark="training_block", provider=training_block.GRAPHS, op=STEP, shape=shape, p50_ms=1.0, tflops=1.0

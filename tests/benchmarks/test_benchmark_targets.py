@@ -1,4 +1,4 @@
-"""Targets: ratios come from records of one run, and PASS means every run, every shape and every peer."""
+"""Targets: ratios within one run, verdicts and the command (target_table.py, targets.py, report_targets.py)."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def test_optional_peers_count_where_measured():
 
 
 def test_every_run_must_pass_on_its_own():
-    """The second run's machine was twice as fast: its own peers are, too."""
+    """The second run's machine is twice as fast, and so are its peers."""
     first = [*RIVALS, *both("qframework_x", 280, 560)]
     second = [dataclasses.replace(record, run=2, tflops=2 * record.tflops) for record in first]
     outcome = evaluate(SPEED, [*first, *second])
@@ -170,7 +170,7 @@ def test_every_name_in_the_table_is_a_provider():
 
 
 def test_the_command_measures_every_name_in_the_table():
-    """On the GPU: a part that is measured holds each of ours and each required peer of a target."""
+    """Each part for the GPU contains all of our providers and required peers of its targets."""
     measured = {
         ("int8_linear", ""): set(default_providers()),
         ("vit_gpu", "batch 256"): set(targets.THROUGHPUT),
@@ -186,7 +186,7 @@ def test_the_command_measures_every_name_in_the_table():
 
 
 def test_promises():
-    """What has to be reached, written down once more."""
+    """The targets, written down independently."""
     must = {(target.what, target.against): target.must for target in TARGETS}
     fastest = "best of FP16 compiled and torchao FP8"
     assert must["INT8 GEMM, M >= 12608, fp16 out", "cuBLAS FP8 tensor-wise"] == 1.0

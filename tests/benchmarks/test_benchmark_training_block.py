@@ -34,7 +34,7 @@ def test_block_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_way_of_int8_training_is_a_provider() -> None:
-    """One scale a tensor is known to be worse, and no other way may be."""
+    """Only one scale per tensor is allowed to be worse."""
     assert {training_block.compiled_in_blocks(size) for size in BLOCK_SIZES} < set(training_block.PROVIDERS)
     lenient = {name for name, each in training_block.PROVIDERS.items() if each.tolerance > 0.1}
     assert lenient == {"qframework_per_tensor_compiled", "torchao_fp8_compiled"}

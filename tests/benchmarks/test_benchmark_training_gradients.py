@@ -1,4 +1,4 @@
-"""benchmarks.training_gradients: what it compares, and the file it writes."""
+"""The comparison of gradients, and its file (training_gradients.py)."""
 
 from __future__ import annotations
 

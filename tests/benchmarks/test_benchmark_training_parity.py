@@ -77,7 +77,7 @@ def runs(metric: str, **values: list[float]) -> dict:
 
 
 def test_bounds_are_judged_on_equal_seeds() -> None:
-    """The mean distance of pairs, in points or in percent; baselines have no bound."""
+    """The mean difference of pairs, in points or percent; baselines have no bound."""
     table, kept = training_parity.table(
         "digits", runs("top1", bf16=[98.0, 97.0], per_block_32=[97.8, 96.8], per_tensor=[50.0])
     )

@@ -1,4 +1,4 @@
-"""The benchmark of training by several processes: it runs the example, and says what failed or is too far away."""
+"""Training by several processes: runs the example, and reports failures and differing losses."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_vit_cpu_refuses_a_wrong_provider(monkeypatch, tmp_path):
 
 
 def test_accuracy_checks_every_image():
-    """One image's logits of 64 are zeros: the SQNR over all is 18 dB, the image's own is 0."""
+    """If one image of 64 has zero logits, the SQNR over all is 18 dB, the image's own 0 dB."""
     logits = torch.randn(64, 1000)
     assert models.accuracy(logits * 1.01, logits, "float16")["worst_sqnr_db"] == pytest.approx(40, abs=0.1)
     with pytest.raises(WrongResultError, match=r"SQNR of the worst image must be at least 12 dB, got 0\.0 dB"):
@@ -56,7 +56,7 @@ def test_accuracy_checks_every_image():
 
 
 def test_int8_that_was_never_quantized_is_refused():
-    """A quantizer that annotates nothing gives a perfect answer at float speed: no INT8 row may come of it."""
+    """A quantizer that annotates nothing gives exact results at float speed, which must not become an INT8 row."""
     logits = torch.randn(4, 10)
     with pytest.raises(WrongResultError, match="too exact for int8"):
         models.accuracy(logits, logits, "int8")

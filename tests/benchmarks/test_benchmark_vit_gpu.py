@@ -1,4 +1,4 @@
-"""The benchmark of vision transformers on a GPU: processes of their own, first calls apart, nothing lost."""
+"""Vision transformers on a GPU: separate processes, first calls, and killed workers (vit_gpu*.py, boxed.py)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_provider_in_a_smoke_run(tmp_path):
 
 
 def test_first_calls_start_from_cold_caches(tmp_path, monkeypatch):
-    """In empty folders of their own, which are gone afterwards, whatever the environment says."""
+    """In temporary folders, which override the environment."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "warm"))
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--first-call", "--providers", "qframework_dynamic", "--batches", "2"]
@@ -80,7 +80,7 @@ def test_first_calls_start_from_cold_caches(tmp_path, monkeypatch):
 
 
 def test_workers_see_the_environment_they_are_given(monkeypatch):
-    """And the parent's is as before."""
+    """And the parent's environment is restored."""
     results = Results("vit_first_call", {"device": None})
     before = dict(os.environ)
     plan = Plan("m", (("fp32", 1),), "cpu", smoke=True, first_call=True)
@@ -92,7 +92,7 @@ def test_workers_see_the_environment_they_are_given(monkeypatch):
 
 
 class ReportsCache:
-    """A worker that says where its cache lies and how many files it holds."""
+    """A worker that reports the path and size of its cache."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -127,7 +127,7 @@ def test_too_exact_for_fp8_is_refused():
 
 
 class Notes:
-    """A worker that writes down when its phases began and ended."""
+    """A worker that records when its phases begin and end."""
 
     def __init__(self, plan: tuple[str, str, float]) -> None:
         self.name, self.folder, self.seconds = plan
@@ -173,7 +173,7 @@ def test_a_late_check_does_not_use_up_the_time_of_others(alone, tmp_path, capsys
 
 
 class HasAChild:
-    """A worker that starts a process of its own, says its number, and goes on for a minute."""
+    """A worker that starts a child process, reports its id, and runs for a minute."""
 
     def __call__(self, seconds: float) -> Iterator[Record]:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -182,7 +182,7 @@ class HasAChild:
 
 
 def is_running(pid: int) -> bool:
-    """Not gone, nor a zombie that nobody waits for."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -212,7 +212,7 @@ def test_child_processes_of_a_worker_end_with_it(late):
 
 
 def test_a_worker_ends_with_its_parent(tmp_path):
-    """Also in the middle of its work, and when the parent had no time to say so."""
+    """Even during its work, and when the parent is killed."""
     code = (
         "import os, signal\nfrom benchmarks.boxed import Worker\n"
         "from tests.benchmarks.test_benchmark_vit_gpu import HasAChild\n"

@@ -1,4 +1,4 @@
-"""A checkpoint stands for its configuration, tied weights included."""
+"""A checkpoint is loaded only for its own configuration, tied weights included."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""COCO annotations: what is read, and what is refused with what words."""
+"""COCO annotations: masks, limits, and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparisons: their figures, what they keep, how they go on after an interruption, and what they refuse."""
+"""Comparisons: figures, resuming, tables and errors (comparison.py, comparison_results.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results_of(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
-    """What a comparison that nothing interrupted comes to."""
+    """The result of an uninterrupted comparison."""
     return untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
 
 
@@ -90,7 +90,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 @pytest.mark.slow
 def test_compiled_rows_match_eager_ones_up_to_rounding(fresh_dynamo: None) -> None:
-    """A model that tells its classes apart: nothing but rounding differs, so all images are labelled alike."""
+    """A model that separates its classes, so that rounding does not change any label."""
     task = small_task(images=40, batch_size=12)
     eager = compare(task, CONFIGURATIONS, EAGER).rows
     compiled = compare(task, CONFIGURATIONS, replace(EAGER, compiled=True)).rows
@@ -115,11 +115,11 @@ def test_standard_configurations() -> None:
 
 
 class InterruptedError_(Exception):
-    """Stands for whatever ends a process."""
+    """Simulates the end of a process."""
 
 
 class Interrupted(Classification):
-    """Ends after so many batches."""
+    """Ends after the given number of batches."""
 
     def __init__(self, task: Classification, batches: int) -> None:
         self.__dict__.update(task.__dict__)

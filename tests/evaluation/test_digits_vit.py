@@ -1,4 +1,4 @@
-"""Training is seeded, and only a checkpoint of exactly this configuration is trusted."""
+"""Training is seeded; checkpoints and the learning rate schedule (digits_vit.py, checkpoint.py, schedule.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def test_training_learns() -> None:
-    """Far above the 10 % of guessing, after seconds; the whole training is judged by the demo's test."""
+    """Far above the 10 % of guessing after seconds; the test of the demo checks the whole training."""
     config = digits_vit.TrainingConfig(embed_dim=48, depth=1, epochs=10, learning_rate=3e-3)
     model = digits_vit.train(config, show_progress=False)
     assert not model.training

@@ -1,4 +1,4 @@
-"""Several processes: who takes what, and the same counts as one, byte for byte."""
+"""Several processes: the split of batches, and the same counts as one process."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def two_processes(script: Path, output: Path) -> None:
 
 @pytest.mark.slow
 def test_two_processes_give_the_same_figures_as_one(tmp_path: Path) -> None:
-    """Also where a scale is that of a whole batch: the batches are the same."""
+    """Also for scales over a whole batch, since the batches are the same."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     one, two = tmp_path / "one.json", tmp_path / "two.json"

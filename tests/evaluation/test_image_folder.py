@@ -1,4 +1,4 @@
-"""Folders of images: classes, damaged images, and batches that are dealt out."""
+"""Folders of images: classes, damaged images and batches (image_folder.py, images.py, models.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peak memory, against what a known function has to hold."""
+"""Peak memory, against a function with a known peak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Intersection over union, against NumPy and against values known beforehand."""
+"""Intersection over union, against NumPy and known values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transplanted outliers: the same function, larger channels, and what they do to min-max INT8 and to a recipe."""
+"""Transplanted outliers: the function, the channels, and the effect on min-max INT8 and a recipe."""
 
 from __future__ import annotations
 

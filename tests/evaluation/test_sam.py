@@ -1,4 +1,4 @@
-"""SAM in its parts, against transformers' own model and processor; masks counted on COCO annotations."""
+"""SAM against transformers' own model and processor, and masks on COCO annotations (sam.py, tasks.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def picture_of(width: int, height: int) -> Image.Image:
 
 
 def transformers_masks(checkpoint: str, image: Image.Image, boxes: Tensor) -> Tensor:
-    """The documented way: processor, model, post-processing."""
+    """The documented steps: processor, model, post-processing."""
     from transformers import SamImageProcessor, SamModel, SamProcessor
 
     size = {"height": SIZE, "width": SIZE}

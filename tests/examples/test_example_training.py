@@ -1,4 +1,4 @@
-"""The training examples run in every precision, go on after an interruption, and share the work of a batch."""
+"""The training examples: precisions, resuming, errors, and two processes."""
 
 from __future__ import annotations
 

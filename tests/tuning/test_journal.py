@@ -1,4 +1,4 @@
-"""Measurements kept in a file: resumed, never mixed up."""
+"""The journal: resuming, other settings, and damaged files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each layer quantized alone: what is reported is what that layer does."""
+"""Each layer quantized alone: SQNR, metric, table and plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qframework.tuning.layer_sensitivity import Sensitivity, sensitivity
 
 
 def closeness(model, batch):
-    """100 where the outputs are the model's own, less the farther away they are."""
+    """100 for the model's own outputs, and lower with their distance."""
     expected = model(batch)
 
     def metric(module) -> float:

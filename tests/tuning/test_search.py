@@ -47,7 +47,7 @@ def test_no_assignment_beats_a_prefix_of_the_ladder_in_both_time_and_noise(seed:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_each_prefix_of_the_ladder_is_optimal_for_some_multiplier(seed: int) -> None:
-    """The hull from below of (time, noise): at the price of a step its part has the least of all assignments."""
+    """The lower convex hull of (time, noise): no assignment has a lower Lagrangian at the multiplier of a step."""
     costs = problem(seed, layers=3)
     steps = ladder(costs)
     parts = rungs(all_float(costs), steps)
@@ -82,7 +82,7 @@ def quantized(assignment: Assignment) -> str:
 
 
 class Fits:
-    """Whether a set of layers fits, and which were asked about."""
+    """Whether a set of layers fits; records the queries."""
 
     def __init__(self, fits) -> None:
         self.fits, self.asked = fits, []

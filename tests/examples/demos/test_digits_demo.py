@@ -1,4 +1,4 @@
-"""The demo, small, and its checks; the whole of it is slow."""
+"""The demo on a small model, its checks, and the whole demo (slow)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The segmentation set: made from its seed alone, annotated as drawn, readable by pycocotools."""
+"""The segmentation set: seeded images, annotations, and pycocotools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The small SAM: built like the real one, trained from its seed, measured object by object."""
+"""The small SAM: architecture, seeded training, and measurement."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training runs: the same losses after an interruption and in several processes, files, refusals."""
+"""Training runs: resuming, several processes, files and errors (training_loop.py, training_files.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is trained: batches come from the seed and the step, held-out data is never trained on."""
+"""Training tasks: seeded batches and held-out data (training_tasks.py, python_text.py)."""
 
 from __future__ import annotations
 
