@@ -177,8 +177,8 @@ def attention_within(rows: Callable[[], Rows], noise: Callable[[Rows], Noise]) -
         relative = relative_error(value, exact.out)
         if not (total <= TOTAL and worst <= 1):  # also NaN
             message = (
-                f"error must be at most {TOTAL:g} times what rounding explains, and 1 time its bound for each row, got "
-                f"{total:.3g} and {worst:.3g} times; relative error {relative:.3g}"
+                f"error must be at most {TOTAL:g} times what rounding explains, got {total:.3g} times; the worst row "
+                f"must be within its bound, got {worst:.3g} times the bound; relative error {relative:.3g}"
             )
             raise WrongResultError(message, relative)
         return relative
