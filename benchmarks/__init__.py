@@ -1,7 +1,7 @@
 """Benchmarks: ``python -m benchmarks.<name> [--smoke] [--output FILE.json]``.
 
-``int8_linear`` (one operator), ``vit_cpu`` and ``vit_gpu`` (whole models) measure; ``report`` turns the files kept in
-``benchmarks/results/`` into ``docs/performance.md``. Every provider's result is checked before it is timed.
+``int8_linear`` measures one operator, ``vit_cpu`` and ``vit_gpu`` whole models; ``report`` generates
+``docs/performance.md`` from the files in ``benchmarks/results/``. Every result is checked before it is timed.
 """
 
 import sys

@@ -1,18 +1,15 @@
-"""What quantization costs in accuracy, on models trained from a seed: digits with outliers, and segmentation.
+"""Accuracy of quantized models that are trained from a seed: digits with outliers, and segmentation.
 
-``digits``: vision transformers on scikit-learn's digits, each with outlier channels transplanted as real transformers
-have them, for several seeds, which decide training, the images held out and the outliers. ``shapes``: a SAM-type model
-on textured shapes with box prompts; its image encoder is quantized. Models come from ``--build``, or are trained there
-first. Nothing is timed: converted graphs run as PyTorch runs them, whose integers are those of the kernels.
-
-The same arguments give the same rows.
+``digits``: vision transformers on scikit-learn's digits with transplanted outlier channels, for several seeds, which
+determine the training, the held-out images and the outliers. ``shapes``: a SAM-type model on textured shapes with box
+prompts, whose image encoder is quantized. Models are loaded from ``--build``, or trained and saved there. Nothing is
+timed: converted graphs run in PyTorch, with the same integers as the kernels. Equal arguments give equal rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +33,8 @@ from qframework.evaluation.models import Classifier
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.tasks import Classification, Task
-from qframework.outputs import output_file, output_folder
+from qframework.files import write_text
+from qframework.outputs import output_folder
 from qframework.quantizer import QFrameworkQuantizer
 
 SCHEMA = 1
@@ -47,7 +45,7 @@ BATCH = 64
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration of one model: ``value`` percent of top-1 or mean IoU, and the integers behind it."""
+    """One configuration of one model: top-1 or mean IoU in percent, and the counts it is computed from."""
 
     task: str
     model: str
@@ -58,7 +56,7 @@ class Row:
 
 
 class Subject(NamedTuple):
-    """A task with the name of its model and the seed it was made from."""
+    """A task with the name and the seed of its model."""
 
     task: str
     model: str
@@ -67,11 +65,11 @@ class Subject(NamedTuple):
 
 
 class Rows:
-    """The rows of one run; the file is rewritten after each, so a run that is cut off keeps what it has."""
+    """The rows of one run; the file is rewritten after each row, so an interrupted run keeps its rows."""
 
     def __init__(self, path: Path | None, smoke: bool) -> None:
         self.path, self.smoke = path, smoke
-        self.configurations: dict[str, Any] = {}  # what the names stand for
+        self.configurations: dict[str, Any] = {}  # by name
         self.machine = describe_machine("cpu")
         self.rows: list[Row] = []
 
@@ -80,10 +78,7 @@ class Rows:
         self.rows.append(row)
         print(f"{row.task:8} {row.model:8} {row.seed:2}  {row.configuration:32} {row.value:8.3f}", flush=True)
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            partial = self.path.with_name(self.path.name + ".partial")
-            partial.write_text(json.dumps(self.to_json(), indent=1) + "\n")
-            os.replace(partial, self.path)
+            write_text(self.path, json.dumps(self.to_json(), indent=1) + "\n")
 
     def to_json(self) -> dict[str, Any]:
         head = {"schema": SCHEMA, "benchmark": "accuracy", "smoke": self.smoke, "machine": self.machine}
@@ -91,18 +86,18 @@ class Rows:
 
 
 def load_rows(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """Machine and rows of a file that ``Rows`` wrote, no rows of a smoke run. Raises FileFormatError on any other."""
+    """Machine and rows of a file of ``Rows``; no rows for a smoke run. Raises FileFormatError for other files."""
     try:
         document = json.loads(path.read_text())
         if (document["schema"], document["benchmark"]) != (SCHEMA, "accuracy"):
             raise FileFormatError(
-                f"{path}: schema {document['schema']!r}, benchmark {document['benchmark']!r}; "
-                f"accepted: {SCHEMA}, 'accuracy'"
+                f"{path}: schema and benchmark must be {SCHEMA} and 'accuracy', got {document['schema']!r} and "
+                f"{document['benchmark']!r}"
             )
         rows = [Row(**row) for row in document["rows"]]
         return document["machine"], [] if document["smoke"] else rows
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise FileFormatError(f"{path} is no result file of benchmarks.accuracy: {error!r}") from error
+        raise FileFormatError(f"{path} is not a result file of benchmarks.accuracy: {error!r}") from error
 
 
 # Subjects -------------------------------------------------------------------------------------------------------------
@@ -127,7 +122,7 @@ def digits_task(model: nn.Module, seed: int) -> Task:
 
 
 def smoke_subjects(folder: Path) -> Iterator[Subject]:
-    """Both tasks with models that are hardly trained."""
+    """Both tasks, with barely trained models."""
     config = digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
     yield Subject("digits", "smoke", 0, digits_task(digits_vit.train(config, show_progress=False), 0))
     sam = shapes_sam.SamTrainingConfig(
@@ -151,7 +146,7 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], rows:
 
 
 def module(task: Task, configuration: Configuration) -> nn.Module:
-    """The task's module as the configuration says, exported, calibrated and converted where it says so."""
+    """The task's module, quantized by the configuration if it is not float."""
     if configuration.config is None:
         return task.module
     quantizer = QFrameworkQuantizer().set_global(configuration.config)
@@ -161,17 +156,14 @@ def module(task: Task, configuration: Configuration) -> nn.Module:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure on the CPU; returns the exit status."""
-    parser = argument_parser("accuracy", __doc__, output=False)
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
+    parser = argument_parser("accuracy", __doc__, "document")
     parser.add_argument("--tasks", type=comma_separated(TASKS), default=list(TASKS))
     parser.add_argument("--sizes", type=comma_separated(digits_vit.SIZES), default=list(digits_vit.SIZES))
     parser.add_argument("--seeds", type=int, default=5, help="of the digits' models (default: 5)")
     parser.add_argument("--images", type=int, default=200, help="held-out images of shapes (default: 200)")
     parser.add_argument("--build", type=output_folder, default=Path("build"), help="where checkpoints are kept")
     arguments = parser.parse_args(argv)
-    torch.set_num_threads(1)  # sums of floats depend on how they are split over threads
+    torch.set_num_threads(1)  # float sums depend on the number of threads
     rows = Rows(arguments.output, arguments.smoke)
     if arguments.smoke:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What the accuracy benchmark quantizes: everybody's configurations beside ours, and each step of the recipe alone."""
+"""The configurations of the accuracy benchmark: the standard ones, other observers, and single steps of the recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAIN = {
     **_STANDARD,
     **{f"{name} (best recipe)": replace(_STANDARD[name], recipe=BEST) for name in ("INT8-D", "INT8-D + attention")},
 }
-"""FP32 first; static INT8 with min-max scales, dynamic INT8 (INT8-D), attention with them, and the best recipe."""
+"""FP32, min-max static INT8, dynamic INT8 (INT8-D), both with attention, and the best recipe."""
 
 
 def _min_max(**steps: object) -> Configuration:
@@ -34,4 +34,4 @@ STEPS = {
     "INT8, GPTQ": _min_max(weight_rounding="gptq"),
     "INT8, bias correction": _min_max(bias_correction=True),
 }
-"""Other observers, and min-max with single steps."""
+"""Other observers, and min-max scales with single steps of the recipe."""

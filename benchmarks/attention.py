@@ -1,13 +1,14 @@
-"""Attention: every variant of qframework beside PyTorch's SDPA backends and SageAttention, at the shapes of models.
+"""Attention: every variant of qframework, PyTorch's SDPA backends and SageAttention, at the shapes of models.
 
-Whole calls: smoothing, quantization and the kernel; both parts alone have records of their own (``op``). ``tflops``
-counts 4 B H N N D operations, half of them if causal. ``error`` is the relative L2 error against float32 attention (of
-the INT8 operands, for INT8 in and out), ``relative_l1`` always against float32 attention of the float operands.
+Measures whole calls (smoothing, quantization and kernel), and in records with another ``op``, quantization and kernel
+alone. ``tflops`` counts 4 B H N N D operations, or half of them if causal. ``error`` is the relative L2 error against
+float32 attention (of the INT8 operands for INT8 inputs), ``relative_l1`` that against attention of the float operands.
 
-Every provider has a process of its own and two deadlines: one to compile and be checked at all shapes, some providers
-at a time, and one to be timed, alone on the GPU. ``sageattention`` (1.0.6, Triton) is measured where it is installed.
+Every provider runs in its own process with two deadlines: to compile and check all shapes, several providers at a
+time, and to be timed, alone on the GPU. ``sageattention`` (1.0.6, Triton) is measured if it is installed.
 
-A long measurement can be made in parts: ``--providers`` and ``--shapes`` choose, and ``--merge`` adds to ``--output``.
+A long measurement can be split: ``--providers`` and ``--shapes`` select a part, and ``--merge`` adds it to
+``--output``.
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from benchmarks.attention_cases import PROVIDERS, Case, Shape, make_inputs, parts_of, relative_l1
-from benchmarks.boxed import Limits, Phase, check_then_time
+from benchmarks.boxed import Phase, add_limits, limits_of, one_provider_each, run_plans
 from benchmarks.harness import (
     BROKEN,
     Record,
     Results,
     UnavailableError,
+    add_device,
     argument_parser,
     comma_separated,
     guarded,
@@ -50,7 +52,7 @@ REP_MS = 60.0
 
 @dataclass(frozen=True)
 class Plan:
-    """What a worker measures, and on which random numbers."""
+    """What a worker measures, and the seed of its inputs."""
 
     providers: tuple[str, ...]
     shapes: tuple[Shape, ...]
@@ -63,14 +65,14 @@ class Plan:
 
 
 class Measurement:
-    """A process's side: checks its providers at all shapes, then times what was right."""
+    """A worker: checks its providers at all shapes, then times those that passed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.checked: dict[tuple[str, Shape], Record] = {}
 
     def __call__(self, phase: Phase) -> Iterator[Record]:
-        """Whole calls at every shape come before their parts, which compile kernels of their own."""
+        """Time whole calls at every shape before their parts, which compile other kernels."""
         if phase == "check":
             yield from self._each(self._check_and_keep)
             return
@@ -129,7 +131,7 @@ class Measurement:
         )
 
     def time_parts(self, name: str, shape: Shape) -> Iterator[Record]:
-        """Quantization alone and the kernel alone, of the providers that have both."""
+        """Time quantization and kernel alone, for providers that have both."""
         if not self._is_right(name, shape):
             return
         given = make_inputs(shape, self.plan.device, self.plan.seed)
@@ -145,7 +147,7 @@ class Measurement:
 
 
 class _refusals:
-    """What qframework refuses by name on this machine is unavailable, not broken."""
+    """Turns UnsupportedError, a refusal by qframework, into UnavailableError."""
 
     def __enter__(self) -> None: ...
 
@@ -171,21 +173,15 @@ def _free(device: str) -> None:
 # The parent ---------------------------------------------------------------------------------------------------------
 
 
-def run_workers(results: Results, plans: Sequence[Plan], limits: Limits, jobs: int) -> None:
-    """Check all plans, ``jobs`` at a time, then time them one after the other; rows are added as they come."""
-    for answers in check_then_time(Measurement, plans, limits, jobs):
-        results.add(*answers.complete(identities(answers.plan)))
-
-
 def identities(plan: Plan) -> list[Record]:
-    """The records of whole calls that a plan is to give."""
+    """The records of whole calls that ``plan`` must produce."""
     return [identify(name, shape) for shape in plan.shapes for name in plan.providers]
 
 
 def merge_runs(old: Results, new: Results) -> None:
-    """Add ``old``'s records to ``new``; of a provider at a shape the newer stays, unless only the older has a time.
+    """Add the records of ``old`` to ``new``; for duplicates the newer one stays, unless only the older has a time.
 
-    Raises FileFormatError where ``require_same_code`` does.
+    Raises FileFormatError as ``require_same_code``.
     """
     require_same_code(old, new)
     best = {record.key: record for record in old.records}
@@ -209,15 +205,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--shapes", type=comma_separated(_BY_NAME), help=f"of {', '.join(_BY_NAME)} (default: all)")
     parser.add_argument(
-        "--parts", action=argparse.BooleanOptionalAction, default=True, help="quantization, kernel alone"
+        "--parts", action=argparse.BooleanOptionalAction, default=True, help="also time quantization and kernel alone"
     )
-    parser.add_argument("--merge", action="store_true", help="add to what --output holds, of the same code and machine")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=100.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--limit", type=float, default=230.0, help="seconds for everything")
-    parser.add_argument("--seed", type=int, help="of the inputs (default: another one each time, printed)")
+    parser.add_argument(
+        "--merge", action="store_true", help="merge with the records in --output, of the same code and machine"
+    )
+    add_device(parser)
+    add_limits(parser, jobs=6, check=100.0, time=20.0, total=230.0)
+    parser.add_argument("--seed", type=int, help="of the inputs (default: random, printed)")
     return parser
 
 
@@ -228,22 +223,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.merge and arguments.output is None:
         parser.error("--merge adds to the file that --output names")
     if arguments.merge and arguments.add_run:
-        parser.error("--merge completes a run, --add-run makes another; accepted: one of them")
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+        parser.error("--merge completes a run and --add-run makes another: give one of them")
+    limits = limits_of(arguments)
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(2**31)
     print(f"seed {seed}")
     small = arguments.smoke or arguments.device == "cpu"
     shapes = tuple(_BY_NAME[name] for name in arguments.shapes or ()) or (SMOKE_SHAPES if small else SHAPES)
-    plan = functools.partial(Plan, shapes=shapes, device=arguments.device, seed=seed, parts=arguments.parts)
+    plan = Plan(tuple(arguments.providers), shapes, arguments.device, seed, arguments.parts)
     results = Results.start("attention", arguments.device, arguments)
     whole = results.path
     old = Results.load(whole) if arguments.merge and whole and whole.exists() else None
     if old is not None and whole is not None:
         merge_runs(old, replace(results))  # refuse before measuring
-        results.path = whole.with_suffix(".new.json")  # of its own until it is done: what was measured is not risked
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
-    groups = [tuple(arguments.providers)] if small else [(name,) for name in arguments.providers]
-    run_workers(results, [plan(group) for group in groups], limits, arguments.jobs)
+        results.path = whole.with_suffix(".new.json")  # keeps the old file intact until the end
+    run_plans(results, Measurement, one_provider_each(plan, small), identities, limits, arguments.jobs)
     exit_code = results.exit_code
     if old is not None and results.path is not None:
         partial, results.path = results.path, whole

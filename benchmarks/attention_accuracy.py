@@ -1,34 +1,27 @@
-"""How far each variant of attention is from float64 attention, and what smoothing K gains: the figures of
-docs/attention.md.
+"""The error of each attention variant against float64 attention, and the gain of smoothing K: docs/attention.md.
 
-Normal Q, K and V of ``(1, 4, 1776, 64)`` in float16, the size of SageAttention's table 9; the operator's CPU
-implementation, whose roundings are the kernel's. For the gain K gets a bias per channel of 10 times its signal.
+Q, K and V are normal, ``(1, 4, 1776, 64)`` in float16 as in SageAttention's table 9. The operator's CPU implementation
+rounds like the kernel. To measure the gain of smoothing, K gets a bias per channel of 10 times its signal.
 """
 
 from __future__ import annotations
 
-import json
-
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.attention_cases import relative_l1
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
 from qframework.attention import sage_attention
+from qframework.files import write_json
 from qframework.kernels.attention.variants import VARIANTS
 
 SHAPE, SMOKE_SHAPE = (1, 4, 1776, 64), (1, 2, 70, 16)
 MEASURED = (*VARIANTS, "8-per_thread-fp16-fp32")
 
 
-def relative_l1(out: Tensor, exact: Tensor) -> float:
-    """``sum |out - exact| / sum |exact|`` (SageAttention 4.3)."""
-    return float((out.double() - exact).abs().sum() / exact.abs().sum())
-
-
 def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
-    """A row a variant: its error, and its error with a biased K, smoothed and not."""
+    """A row per variant: its error, and its error with a biased K, with and without smoothing."""
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(shape, generator=generator).half() for _ in range(3))
     bias = torch.randn(1, shape[1], 1, shape[3], generator=generator)
@@ -48,8 +41,8 @@ def measure(shape: tuple[int, ...]) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Measure, print, and write a file where one is named."""
-    arguments = argument_parser("attention_accuracy", __doc__).parse_args()
+    """Measure, print, and write ``--output`` if given."""
+    arguments = argument_parser("attention_accuracy", __doc__, "document").parse_args()
     shape = SMOKE_SHAPE if arguments.smoke else SHAPE
     rows = measure(shape)
     for row in rows:
@@ -57,7 +50,7 @@ def main() -> None:
     if arguments.output:
         what = "Relative L1 error of each variant against float64 attention, and with K biased by 10 times its signal."
         document = {"what": what, "machine": describe_machine("cpu"), "shape": shape, "rows": rows}
-        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        write_json(arguments.output, document)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the attention benchmark compares: inputs, the oracle, and one case for each provider.
+"""The cases of the attention benchmark: inputs, the oracle, and one case for each provider.
 
-Inputs are float16: normal Q and V, and K with a bias per channel, as real keys have. Every provider starts from the
-same values; ``qframework_mixed_static`` from their INT8 values, its format. What is right is in ``attention_oracle``.
+Inputs are float16: normal Q and V, and K with a bias per channel, as in real models. All providers get the same values;
+``qframework_mixed_static`` gets them in INT8. ``attention_oracle`` defines which results are right.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from qframework.kernels.attention.pipeline import _TORCH, _TRITON, _quantize_qk,
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, choose_variant, resolve
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
-MATH_BYTES = 2**33  # SDPA's unfused path keeps the logits of all heads in float32
-PER_WARP = "8-per_warp-fp8-fp32"  # what "auto" takes for long sequences where FP8 is no faster with FP16 sums
+MATH_BYTES = 2**33  # limit for the float32 logits of all heads, which SDPA's unfused path keeps
+PER_WARP = "8-per_warp-fp8-fp32"  # chosen by "auto" for long sequences, unless FP16 sums make FP8 faster
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Shape:
 
     @property
     def name(self) -> str:
-        """As the command line has it: ``4x32x8192x128-causal``."""
+        """The name on the command line: ``4x32x8192x128-causal``."""
         return "x".join(map(str, self.sizes)) + "-causal" * self.causal
 
     @property
     def operations(self) -> float:
-        """4 B H N N D, of which a causal mask leaves half."""
+        """4 B H N N D, or half of it with a causal mask."""
         return 4.0 * self.batch * self.heads * self.tokens**2 * self.head_dim / (2 if self.causal else 1)
 
 
@@ -77,7 +77,7 @@ class Inputs:
         return self.rows.out
 
     def check(self, variant: AttentionVariant | None) -> Check:
-        """Whether a result is what ``variant`` must give, or, with None, float16 attention."""
+        """The check of results of ``variant``, or with None, of float16 attention."""
         if variant is None:
             return attention_within(lambda: self.rows, float_noise)
         operands = (self.query, self.key, self.value)
@@ -86,7 +86,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class Case:
-    """One provider at one shape: what is timed, what is right, and how to read the output as real values."""
+    """One provider at one shape: the timed function, the check, and the conversion of outputs to real values."""
 
     fn: Callable[[], Tensor]
     check: Check
@@ -95,7 +95,7 @@ class Case:
 
 
 def make_inputs(shape: Shape, device: str, seed: int) -> Inputs:
-    """The same values for every provider of a run."""
+    """Seeded inputs, equal for all providers of a run."""
     generator = torch.Generator(device).manual_seed(seed + sum(shape.sizes))
 
     def normal(*sizes: int) -> Tensor:
@@ -106,7 +106,7 @@ def make_inputs(shape: Shape, device: str, seed: int) -> Inputs:
 
 
 def relative_l1(value: Tensor, reference: Tensor) -> float:
-    """``sum |value - reference| / sum |reference|``, the papers' measure."""
+    """``sum |value - reference| / sum |reference|``, the measure of the papers (SageAttention 4.3)."""
     return float((value - reference).abs().sum(dtype=torch.float64) / reference.abs().sum(dtype=torch.float64))
 
 
@@ -128,9 +128,9 @@ def _torch_sdpa(given: Inputs, backend: SDPBackend) -> Case:
 
 
 def _sageattention(given: Inputs) -> Case:
-    """The package ``sageattention``, the kernel of ``sage_b``.
+    """The package ``sageattention``, with the kernel of ``sage_b``.
 
-    It takes head dims 64, 96 and 128, and others are padded, in the timed call.
+    It takes head dimensions 64, 96 and 128; others are padded in the timed call.
     """
     if given.query.device.type != "cuda":
         raise UnavailableError("sageattention runs on a GPU only")
@@ -172,7 +172,7 @@ def _sage(given: Inputs, name: str) -> Case:
 
 
 def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
-    """What a call of a variant is made of, by the ``op`` of its record; empty for providers that are not split."""
+    """The parts of a variant's call by the ``op`` of their record; empty for other providers."""
     name = provider.removeprefix("qframework_")
     if name not in (*VARIANTS, PER_WARP):
         return {}
@@ -205,7 +205,7 @@ def _mixed_static(given: Inputs) -> Case:
             .clamp(numerics.QMIN, numerics.QMAX)
         )
 
-    # P in 16 bit is off by 2^-11 of up to 127 steps; few values are that large, and few of those near a tie.
+    # P in 16 bit is off by 2^-11 of up to 127 steps, which crosses a tie for few values.
     check = one_step_apart(oracle, fraction=0.05)
     return Case(fn, check, "int8 to int8", lambda q: q.float() * out_scale)
 
@@ -223,7 +223,7 @@ def _variants(names: Iterable[str]) -> dict[str, Callable[[Inputs], Case]]:
     return {f"qframework_{name}": functools.partial(_sage, name=name) for name in names}
 
 
-# What a run that is cut short should have measured comes first.
+# The most important providers come first, in case a run is cut short.
 PROVIDERS: dict[str, Callable[[Inputs], Case]] = {
     "torch_flash": functools.partial(_torch_sdpa, backend=SDPBackend.FLASH_ATTENTION),
     "torch_cudnn": functools.partial(_torch_sdpa, backend=SDPBackend.CUDNN_ATTENTION),

@@ -1,9 +1,9 @@
-"""What attention is, in float32, and how far a right result may be from it: the error that rounding must cause.
+"""Float32 attention, and the error that rounding explains, which bounds the error of a correct result.
 
-A bound on a row's error over the row's own norm is not sound. Where one or two keys hold most of a row's P, a single
-logit's rounding error decides the row; among a million rows such an error is five times the usual one, and INT4's is
-then as large as the row. So every row is held against its own prediction. To first order in the logits' errors, with
-independent roundings, uniform in half a step, and values that are independent of keys::
+A bound relative to a row's norm is not sound: if one or two keys hold most of a row's P, the rounding error of a single
+logit dominates the row. Among a million rows it can be five times the usual one, for INT4 as large as the row. So every
+row is compared with its own prediction. To first order in the errors of the logits, with independent roundings that are
+uniform in half a step, and values that are independent of keys::
 
     E |dO_i|^2 = s_i^2 sum_j p_ij^2 |v_j - o_i|^2                             the logits, through the softmax
                + sum_j var(dp_ij) |v_j|^2 + sum_j p_ij^2 E |dv_j|^2           P and V
@@ -14,18 +14,18 @@ that share a scale, over 127 or 7. E4M3 rounds to 3 bits: a step of 1/8 in a bin
 ``var = x^2 / 1536``.
 
 ``|dO_i|^2`` is a sum of squares of normal errors with weights ``w_j ~ p_ij^2``. Laurent and Massart's bound (2000,
-lemma 1) for such a sum, for all ``R`` rows at once but for one run in ``1 / FALSE_ALARM``, with ``t = ln(R /
+lemma 1) for such a sum holds for all ``R`` rows at once, except in one run of ``1 / FALSE_ALARM``, with ``t = ln(R /
 FALSE_ALARM)``::
 
     |dO_i|^2 <= E |dO_i|^2 (1 + 2 sqrt(t (sum w^2 / (sum w)^2 + 1 / D)) + 2 t c_i^2 max w / sum w)
 
-The last term is one key's, off by ``x = sqrt(2 t) s_i``. For INT4 that is 1.2, where the first order falls short: P is
-multiplied by ``e^x`` and the row divided by its new sum, so ``c_i = expm1(x) / (x (1 + max p expm1(x)))``, at least 1.
-``1 / D`` stands for the products of different keys' errors: values are that close to orthogonal. A row of many keys may
-be off 2 to 4 times its prediction, a row of one key 6 times. A row that is zero, or another row's, is off 80 times its
-prediction where Q and K are INT8 and P is FP16, 26 times with FP8, and is seen wherever it is. With INT4 it is off 5
-times, no more than rounding can explain where few keys decide: of rows of 197 tokens, 4 in 10 could be zero unseen, so
-a fault there must touch several rows.
+The last term belongs to a single key with an error of ``x = sqrt(2 t) s_i``. For INT4, ``x`` is 1.2 and the first order
+is not sufficient: P is multiplied by ``e^x`` and the row divided by its new sum, so ``c_i = expm1(x) / (x (1 + max p
+expm1(x)))``, at least 1. ``1 / D`` covers the products of different keys' errors, since values are nearly orthogonal. A
+row of many keys may be off by 2 to 4 times its prediction, a row of one key by 6 times. A row of zeros, or a row that
+belongs elsewhere, is off by 80 times its prediction if Q and K are INT8 and P is FP16, by 26 times with FP8, and is
+always detected. With INT4 it is off by 5 times, which rounding can explain for rows of few keys: 4 of 10 rows with 197
+tokens could be zero undetected, so a fault must affect several rows.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from benchmarks.harness import ROUNDOFF, Check, WrongResultError, relative_error
 from qframework.kernels.attention.variants import QUERY_BLOCK, AttentionVariant, token_groups
 
 ORACLE_BYTES = 2**29  # of logits at a time
-TOTAL = 1.25  # over all rows a right result has 0.84 to 1.05 times the error predicted, on an H100 too
+TOTAL = 1.25  # measured over all rows of right results: 0.84 to 1.05 times the predicted error, also on an H100
 FALSE_ALARM = 1e-3
 E4M3_VARIANCE = 1 / 1536  # of x^2
 FP16 = ROUNDOFF[torch.float16]
@@ -49,7 +49,7 @@ FP16 = ROUNDOFF[torch.float16]
 
 @dataclass(frozen=True)
 class Rows:
-    """Float32 attention ``out (B, H, N, D)``, and of each row, ``(B, H, N)``, what its rounding errors depend on."""
+    """Float32 attention ``out (B, H, N, D)``, and per row, ``(B, H, N)``, sums that its rounding errors depend on."""
 
     out: Tensor
     p2: Tensor  # sum_j p^2
@@ -62,7 +62,7 @@ class Rows:
 
 
 def attention_rows(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Rows:
-    """``Rows`` of ``(B, H, N, D)`` operands, some heads at a time; TF32 must be off."""
+    """``Rows`` of ``(B, H, N, D)`` operands, computed a few heads at a time; TF32 must be off."""
     tokens = query.shape[-2]
     heads = max(ORACLE_BYTES // (4 * tokens * tokens), 1)
     future = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).triu(1) if causal else None
@@ -107,12 +107,12 @@ class Noise:
 
 
 def float_noise(rows: Rows) -> Noise:
-    """At most what rounding P and the output to float16 costs a row; logits are float32."""
+    """An upper bound of the error of rounding P and the output to float16; logits are float32."""
     return Noise(FP16 * (rows.value2 + rows.out.square().sum(-1)).sqrt(), torch.zeros_like(rows.p2))
 
 
 def predicted_noise(query: Tensor, key: Tensor, value: Tensor, rows: Rows, variant: AttentionVariant) -> Noise:
-    """That of a variant with smooth K, from float16 operands to float16."""
+    """The noise of a variant with smooth K, from float16 operands to float16."""
     q, k, v = query.float(), key.float(), value.float()
     k = k - k.mean(2, keepdim=True)
     if variant.smooth_q:
@@ -155,7 +155,7 @@ def _rounding_of_v(value: Tensor, rows: Rows, variant: AttentionVariant) -> Tens
 
 
 def largest_noise(rows: Rows, noise: Noise) -> Tensor:
-    """``(B, H, N)``: what a row's error may be (see above)."""
+    """``(B, H, N)``: the bound of each row's error (see above)."""
     t = math.log(rows.p2.numel() / FALSE_ALARM)
     spread = rows.p4 / rows.p2.square() + 1 / rows.out.shape[-1]
     x = (math.sqrt(2 * t) * noise.logits).clamp(min=1e-6)
@@ -165,7 +165,7 @@ def largest_noise(rows: Rows, noise: Noise) -> Tensor:
 
 
 def attention_within(rows: Callable[[], Rows], noise: Callable[[Rows], Noise]) -> Check:
-    """All rows together have at most ``TOTAL`` times the error predicted, and each at most ``largest_noise``."""
+    """Check that all rows together have at most ``TOTAL`` times the predicted error, and each ``largest_noise``."""
 
     def check(value: Tensor) -> float:
         exact = rows()
@@ -177,8 +177,8 @@ def attention_within(rows: Callable[[], Rows], noise: Callable[[Rows], Noise]) -
         relative = relative_error(value, exact.out)
         if not (total <= TOTAL and worst <= 1):  # also NaN
             message = (
-                f"relative error {relative:.3g}, {total:.3g} times what rounding explains, at most {TOTAL:g}; "
-                f"the worst row {worst:.3g} times what it may be off"
+                f"error must be at most {TOTAL:g} times what rounding explains, got {total:.3g} times; the worst row "
+                f"must be within its bound, got {worst:.3g} times the bound; relative error {relative:.3g}"
             )
             raise WrongResultError(message, relative)
         return relative

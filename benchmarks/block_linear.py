@@ -1,25 +1,22 @@
-"""Linears of INT8 training against 16 bit, torchao's INT8 and FP8 training: forward and backward.
+"""Linears of INT8 training against 16 bit, and torchao's INT8 and FP8 training: forward and backward.
 
-``error`` is against the FP64 products of the float operands: quantization included. TFLOP/s count 2 M N K for each of
-the three products, whatever they are computed in. Every provider has a process of its own; all are checked before any
-is timed, call by call, with the L2 cache flushed before each and the GPU asleep until all kernels are launched: what
-the host needs is not counted. ``block_linear_*`` are kernels alone, the forward product, one line for each choice.
+``error`` is relative to the FP64 products of the float operands, so it includes quantization. TFLOP/s count 2 M N K for
+each of the three products. Every provider runs in its own process, and all are checked before any is timed. Each call
+is timed alone, with the L2 cache flushed before it and the GPU asleep until all kernels are launched, which excludes
+host time. ``block_linear_*`` are kernels of the forward product alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
-import torch
-
+from benchmarks import int8_linear
 from benchmarks.block_linear_cases import PROVIDERS, operands, setup
-from benchmarks.boxed import Limits, Phase, check_then_time
-from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
-from benchmarks.int8_linear import parse_shapes
+from benchmarks.boxed import add_limits, limits_of, one_provider_each, run_plans
+from benchmarks.harness import Record, Results, add_device, argument_parser, comma_separated, guarded, shapes_of
+from benchmarks.int8_linear import Plan
 from benchmarks.int8_linear_cases import Shape
 from benchmarks.timing import time_kernel
 
@@ -29,36 +26,7 @@ SHAPES: tuple[Shape, ...] = tuple(
 )
 SMOKE_SHAPES: tuple[Shape, ...] = ((256, 96, 64), (200, 80, 144))
 REP_MS = 60.0
-SLEEP_CYCLES = 8_000_000  # about four milliseconds: what an eager forward and backward pass takes to launch, and more
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a worker measures."""
-
-    providers: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    device: str
-
-
-class Measurement:
-    """A process's side: checks its providers at all shapes, then times what was right."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.checked: dict[tuple[str, Shape], Record] = {}
-
-    def __call__(self, phase: Phase) -> Iterator[Record]:
-        for shape in self.plan.shapes:
-            for name in self.plan.providers:
-                if phase == "check":
-                    self.checked[name, shape] = check(shape, name, self.plan.device)
-                    yield self.checked[name, shape]
-                elif self.checked[name, shape].status == "ok":
-                    yield measure(shape, name, self.plan.device, self.checked[name, shape])
-        operands.cache_clear()
-        if self.plan.device == "cuda":
-            torch.cuda.empty_cache()
+SLEEP_CYCLES = 8_000_000  # about four milliseconds, more than the launches of an eager forward and backward pass take
 
 
 def identify(shape: Shape, provider: str) -> Record:
@@ -67,7 +35,7 @@ def identify(shape: Shape, provider: str) -> Record:
 
 
 def check(shape: Shape, provider: str, device: str) -> Record:
-    """The error of one provider at one shape, or why there is none."""
+    """The error of one provider at one shape, or the reason why there is none."""
 
     def error() -> Record:
         case = setup(shape, provider, device)
@@ -77,11 +45,11 @@ def check(shape: Shape, provider: str, device: str) -> Record:
 
 
 def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record:
-    """``checked`` with the time of one provider at one shape, or why there is none."""
+    """``checked`` with its time, or the reason why there is none."""
 
     def timed() -> Record:
         case = setup(shape, provider, device)
-        case.fn()  # compiles what a new layer compiles
+        case.fn()  # compiles
         timing = time_kernel(case.fn, device, rep_ms=REP_MS, sleep_cycles=SLEEP_CYCLES)
         tflops = case.products * 2 * shape[0] * shape[1] * shape[2] / timing.median_s / 1e12
         return replace(checked, **timing.fields(), tflops=tflops)
@@ -89,34 +57,28 @@ def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record
     return guarded(checked, timed)
 
 
-def run(
-    results: Results, providers: Sequence[str], shapes: Sequence[Shape], device: str, limits: Limits, jobs: int
-) -> None:
-    """Measure ``providers`` at ``shapes`` and add their records."""
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
-    groups = [tuple(providers)] if results.smoke or device == "cpu" else [(name,) for name in providers]
-    for answers in check_then_time(Measurement, [Plan(group, tuple(shapes), device) for group in groups], limits, jobs):
-        plan = answers.plan
-        results.add(*answers.complete([identify(shape, name) for shape in plan.shapes for name in plan.providers]))
+class Measurement(int8_linear.Measurement):
+    """A worker for linears of INT8 training."""
+
+    identify, check, measure = staticmethod(identify), staticmethod(check), staticmethod(measure)
+    forget_operands = staticmethod(operands.cache_clear)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider at every shape; returns the exit status."""
-    parser: argparse.ArgumentParser = argument_parser("block_linear", __doc__)
-    parser.add_argument("--shapes", type=parse_shapes, help='"M,N,K M,N,K ..." (default: those of GPT blocks)')
+    parser = argument_parser("block_linear", __doc__)
+    parser.add_argument("--shapes", type=shapes_of("M,N,K"), help='"M,N,K M,N,K ..." (default: those of GPT blocks)')
     parser.add_argument(
         "--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS), help=f"of {', '.join(PROVIDERS)}"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=4, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=180.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--limit", type=float, default=420.0, help="seconds for everything")
+    add_device(parser)
+    add_limits(parser, jobs=4, check=180.0, time=60.0, total=420.0)
     arguments = parser.parse_args(argv)
-    shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke or arguments.device == "cpu" else SHAPES)
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+    small = arguments.smoke or arguments.device == "cpu"
+    shapes = tuple(arguments.shapes or (SMOKE_SHAPES if small else SHAPES))
+    plans = one_provider_each(Plan(tuple(arguments.providers), shapes, arguments.device), small)
     results = Results.start("block_linear", arguments.device, arguments)
-    run(results, arguments.providers, shapes, arguments.device, limits, arguments.jobs)
+    run_plans(results, Measurement, plans, Measurement.identities, limits_of(arguments), arguments.jobs)
     return results.exit_code
 
 

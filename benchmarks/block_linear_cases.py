@@ -1,11 +1,11 @@
-"""What the benchmark of INT8 training's linears compares: a case for each provider, forward and backward.
+"""The cases of the benchmark of INT8 training's linears: one for each provider, forward and backward.
 
-Every provider starts from the same float input (M, K), weight (N, K) and gradient (M, N), brought to its own format
-outside the timed region; weights are masters, which each provider converts as often as it does in training. A step is
-``y = layer(x); y.backward(grad)``. ``block_linear_*`` are the kernel alone, the product of the forward pass.
+Every provider gets the same float input (M, K), weight (N, K) and gradient (M, N), converted to its own format outside
+the timed region; each provider converts its master weights as often as in training. A step is ``y = layer(x);
+y.backward(grad)``. ``block_linear_*`` are the kernel of the forward product alone.
 
-Right is what is close to the FP64 products of the float operands, row by row, on some rows of Y, dX and dW: with a
-tile of 128 columns missing from one of 4096, a row is 18 percent off.
+A result is right if some rows of Y, dX and dW are close to the FP64 products of the float operands. A missing tile of
+128 columns of 4096 would change a row by 18 percent.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.linear import Int8Linear
 from qframework.training.linear_baselines import PerTensorLinear, PerTokenLinear
 
-# A normal variable's largest of up to 10^8 values is 6 of its deviations: a step is 6 / 127 of one, an operand's error
-# 0.29 steps, and that of a product of two, rounded to INT8 itself, 1.7 times this: 2.4 percent.
+# The largest of up to 10^8 normal values is 6 standard deviations, so a step is 6 / 127 of one and an operand's error
+# 0.29 steps. The error of a product of two, itself rounded to INT8, is 1.7 times that: 2.4 percent.
 INT8_TOLERANCE = 0.03
-# An operand's error is 0.29 times 1.5 times half the step at 1: 2.7 percent in E4M3, 5.4 in E5M2, which gradients are
-# in, together 6.1. Over rows of 1,024 values its square varies by 5 percent; the worst of thousands is thrice that off.
+# An operand's error is 0.29 times 1.5 times half the step at 1: 2.7 percent in E4M3 and 5.4 in E5M2, the format of
+# gradients; together 6.1. Over rows of 1,024 values its square varies by 5 percent, three times that in the worst row.
 FP8_TOLERANCE = 0.07
 BF16_TOLERANCE = 3 * ROUNDOFF[torch.bfloat16]
-INT8_LEAST = 0.005  # twice what a product of bfloat16 is off by, half of what one of INT8 is
+INT8_LEAST = 0.005  # twice the error of a bfloat16 product, half of an INT8 product's
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ def operands(shape: Shape, device: str) -> Operands:
 class Case:
     """One provider at one shape."""
 
-    fn: Callable[[], Any]  # what is timed
-    results: Callable[[], dict[str, Tensor]]  # what it computed, of "y", "dx" and "dw", as float tensors
+    fn: Callable[[], Any]  # the timed function
+    results: Callable[[], dict[str, Tensor]]  # its results, of "y", "dx" and "dw", as float tensors
     products: int  # of M x N x K
     tolerance: float
     dtype: str
 
     def check(self, given: Operands) -> float:
-        """The largest relative error; raises WrongResultError where a row is further off, or INT8 is not INT8."""
+        """The largest relative error; raises WrongResultError if a row exceeds it, or nothing was quantized."""
         self.fn()
         error = max(check_result(given, name, result, self.tolerance) for name, result in self.results().items())
         return require_quantized(error, INT8_LEAST if "int8" in self.dtype else 0.0)
@@ -88,12 +88,12 @@ def check_result(given: Operands, name: str, result: Tensor, tolerance: float) -
 
 
 def as_float(x: Tensor) -> Tensor:
-    """Of a BlockTensor what it stands for."""
+    """``x`` dequantized, if it is a BlockTensor."""
     return x.detach().dequantize() if isinstance(x, BlockTensor) else x.detach()
 
 
 def training_case(layer: nn.Module, x: Tensor, grad: Tensor, tolerance: float, dtype: str) -> Case:
-    """Forward and backward of ``layer``; gradients are written anew, as an optimizer leaves them."""
+    """Forward and backward of ``layer``, without accumulating gradients."""
     x = x.detach().requires_grad_()
     weight = next(layer.parameters())
     latest: list[Tensor] = []
@@ -131,7 +131,7 @@ def _blocks(given: Operands, block_size: BlockSize) -> Case:
 
 
 def _floats_around_blocks(given: Operands, block_size: BlockSize) -> Case:
-    """bfloat16 in and out: operands quantized on the way, as at the ends of the INT8 data flow."""
+    """bfloat16 in and out, quantized inside, as at the ends of the INT8 data flow."""
     layer = Int8Linear.from_float(float_layer(given), block_size, "float")
     return training_case(layer, given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 blocks within")
 
@@ -142,9 +142,9 @@ def _baseline(given: Operands, kind: Any) -> Case:
 
 
 def _kernel(given: Operands, block_size: BlockSize, out_dtype: torch.dtype = torch.bfloat16, tiles: Any = None) -> Case:
-    """The forward product alone; ``tiles``: with this kernel rather than the one that is chosen."""
+    """The forward product alone, with the kernel ``tiles`` if given."""
     if given.x.device.type != "cuda":
-        raise UnavailableError("needs a GPU: on a CPU there is no kernel of its own")
+        raise UnavailableError("needs a GPU, since there is no kernel for CPUs")
     if tiles is not None and torch.cuda.get_device_capability() != (9, 0):
         raise UnavailableError("needs a GPU of compute capability 9.0")
     quantized = (*block_quantize(given.x, block_size), *block_quantize(given.weight, operand_size(block_size)))
@@ -169,7 +169,7 @@ def _kernel(given: Operands, block_size: BlockSize, out_dtype: torch.dtype = tor
 
 
 def _torch_bf16(given: Operands, compiled: bool = False, master: bool = False) -> Case:
-    """``F.linear`` of bfloat16; ``master``: under autocast, the weight float32 as those of INT8 training."""
+    """``F.linear`` in bfloat16; with ``master``, under autocast with a float32 weight as in INT8 training."""
     layer: Any = float_layer(given, torch.float32 if master else torch.bfloat16)
     if master:
         layer.forward = torch.autocast(given.x.device.type, torch.bfloat16)(layer.forward)
@@ -177,7 +177,7 @@ def _torch_bf16(given: Operands, compiled: bool = False, master: bool = False) -
 
 
 def _torchao_int8(given: Operands) -> Case:
-    """torchao's mixed-precision INT8 training: a scale a row, all three products in INT8; compiled, as it asks for."""
+    """torchao's mixed-precision INT8 training: a scale per row, all three products in INT8; compiled as it requires."""
     _require_gpu(given, "torchao's INT8 training")
     layers = quantize_for_training(nn.Sequential(float_layer(given, torch.bfloat16)))
     return training_case(_compiled(layers), given.x, given.grad, INT8_TOLERANCE, "bfloat16, int8 within")
@@ -196,7 +196,7 @@ def _require_gpu(given: Operands, what: str) -> None:
 
 
 def _compiled(layer: nn.Module) -> Any:
-    """Compiled for one shape: what other shapes compiled would count against Dynamo's limit, or make sizes symbols."""
+    """Compile for one shape; the reset avoids Dynamo's recompile limit and symbolic sizes."""
     torch._dynamo.reset()
     return torch.compile(layer, dynamic=False)
 
@@ -204,7 +204,7 @@ def _compiled(layer: nn.Module) -> Any:
 def _for_sizes(
     name: str, case: Any, sizes: Sequence[BlockSize] = BLOCK_SIZES, **fixed: Any
 ) -> dict[str, Callable[[Operands], Case]]:
-    """A provider for each size of blocks, whose name takes the place of ``{}``."""
+    """A provider for each block size, whose name replaces ``{}``."""
     return {name.format(block_size_name(size)): functools.partial(case, block_size=size, **fixed) for size in sizes}
 
 
@@ -229,5 +229,5 @@ PROVIDERS: dict[str, Callable[[Operands], Case]] = {
 
 
 def setup(shape: Shape, provider: str, device: str) -> Case:
-    """The case of ``provider`` at ``shape``; raises UnavailableError where the device cannot run it."""
+    """The case of ``provider`` at ``shape``; raises UnavailableError if the device cannot run it."""
     return PROVIDERS[provider](operands(shape, device))

@@ -1,15 +1,14 @@
-"""Operators between INT8 blocks against PyTorch in FP16, eager and compiled: Jetfire's figure 7.
+"""Operators between INT8 blocks against PyTorch in FP16, eager and compiled (Jetfire, figure 7).
 
-``gbps`` counts every tensor that must be read or written once, in the provider's own format, and nothing else; small
-vectors, scales, masks and second passes are not counted. ``percent_of_peak`` is of what copying a gigabyte reaches on
-the same chip in the same run. Calls are timed one by one with the L2 cache flushed before each, and the GPU asleep
-until they are launched. ``layer_norm`` and ``rms_norm`` get the row statistics that the addition before them made,
-whose cost is in ``add_statistics``; ``layer_norm_alone`` makes its own.
+``gbps`` counts each tensor that must be read or written once, in the provider's own format, without small vectors,
+scales, masks and second passes. ``percent_of_peak`` is relative to copying a gigabyte on the same chip in the same run.
+Calls are timed one by one, with the L2 cache flushed before each and the GPU asleep until they are launched.
+``layer_norm`` and ``rms_norm`` use the row statistics of the addition before them, whose cost is in
+``add_statistics``; ``layer_norm_alone`` computes its own.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from dataclasses import replace
 import torch
 
 from benchmarks.block_operators_cases import OPERATORS, PROVIDERS, Shape, operands, provider_of
-from benchmarks.harness import Record, Results, argument_parser, comma_separated
+from benchmarks.harness import Record, Results, add_device, argument_parser, comma_separated, shapes_of
 from benchmarks.timing import time_kernel
 from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name, parse_block_size
 
@@ -34,7 +33,7 @@ def identify(name: str, direction: str, shape: Shape, provider: str) -> Record:
 
 
 def bytes_moved(name: str, direction: str, shape: Shape, provider: str) -> int:
-    """What must be read and written, once."""
+    """The bytes that must be read and written."""
     tensors = OPERATORS[name].moved[direction == "backward"]
     return tensors * shape[0] * shape[1] * (1 if provider.startswith("qframework") else 2)
 
@@ -42,7 +41,7 @@ def bytes_moved(name: str, direction: str, shape: Shape, provider: str) -> int:
 def measure(
     name: str, direction: str, shape: Shape, provider: str, device: str, peak: float | None, rep_ms: float
 ) -> Record:
-    """One row; raises what Results.attempt turns into one."""
+    """One row; raises the errors that Results.attempt turns into a row."""
     case = PROVIDERS[provider](name, direction, operands(shape, device))
     error = case.check(case.fn())
     timing = time_kernel(case.fn, device, rep_ms=rep_ms)
@@ -59,7 +58,7 @@ def copy_gbps(device: str) -> float:
 
 
 def run(results: Results, providers: Sequence[str], names: Sequence[str], shapes: Sequence[Shape], device: str) -> None:
-    """Measure all providers of each operator in turn, so that what is compared ran close together."""
+    """Measure all providers of each operator in turn, so that compared measurements are close in time."""
     if device == "cuda":
         results.peaks = {"GB/s": copy_gbps(device)}
     peak, rep_ms = results.peaks.get("GB/s"), 1.0 if results.smoke else REP_MS
@@ -76,7 +75,7 @@ def run(results: Results, providers: Sequence[str], names: Sequence[str], shapes
 
 
 def speedups(records: Sequence[Record]) -> list[str]:
-    """Lines that say how many times as fast as PyTorch's FP16, eager and compiled, each provider of ours was."""
+    """Lines with the speedup of each of our providers over PyTorch's FP16, eager and compiled."""
     times = {(record.op, tuple(record.shape or ()), record.provider): record.p50_ms for record in records}
     lines = []
     for (op, shape, provider), took in times.items():
@@ -89,29 +88,21 @@ def speedups(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def _parse_shapes(text: str) -> list[Shape]:
-    shapes = []
-    for part in text.split():
-        numbers = [int(number) for number in part.split(",")]
-        if len(numbers) != 2 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no shape; accepted: TOKENS,HIDDEN with positive integers")
-        shapes.append((numbers[0], numbers[1]))
-    return shapes
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider of every operator at every shape; returns the exit status."""
     parser = argument_parser("block_operators", __doc__)
-    parser.add_argument("--shapes", type=_parse_shapes, help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)')
+    parser.add_argument(
+        "--shapes", type=shapes_of("TOKENS,HIDDEN"), help='"TOKENS,HIDDEN ..." (default: 8192 by 1024 to 8192)'
+    )
     parser.add_argument("--operators", type=comma_separated(OPERATORS), default=list(OPERATORS))
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     sizes = ", ".join(map(block_size_name, BLOCK_SIZES))
     parser.add_argument(
         "--block-size", nargs="+", type=parse_block_size, help=f"of our providers: {sizes} (default: all)"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    add_device(parser)
     arguments = parser.parse_args(argv)
-    # On a CPU, Inductor would compile C++ for minutes to show what is not asked: there the operators are references.
+    # On a CPU, where the operators are references, Inductor would compile C++ for minutes for a useless comparison.
     known = [name for name in PROVIDERS if arguments.device == "cuda" or name != "inductor_fp16"]
     providers = arguments.providers or known
     if arguments.block_size:

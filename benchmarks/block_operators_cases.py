@@ -1,8 +1,8 @@
-"""What the benchmark of operators between blocks compares: operands, one case for each provider and direction.
+"""The cases of the benchmark of operators between blocks: operands, and one case for each provider and direction.
 
-Every provider starts from the same float operands ``(tokens, hidden)``, brought to its own format outside the timed
-region. What is right is torch in FP64 on the operands as the provider sees them, forward and through autograd; a
-result in blocks may be half a step of its own block away, one in FP16 some roundings.
+Every provider gets the same float operands ``(tokens, hidden)``, converted to its own format outside the timed region.
+Results are compared with torch in FP64, forward and through autograd, on the operands that the provider sees. A result
+in blocks may be off by half a step of its block, a result in FP16 by a few roundings.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_
 Shape = tuple[int, int]
 Blocks = tuple[Tensor, Tensor]
 EPS, P, SEED = 1e-5, 0.1, 1234
-STEP = 0.51  # of a block that a right result may be off: half, and what float32 adds
-# Half of what NVIDIA's tanh is off by, 2^-11 of itself, and GELU's from erf: as a part of what it is multiplied with.
+STEP = 0.51  # steps of a block that a right result may be off: half, plus float32 rounding
+# Half the relative error of NVIDIA's tanh, 2^-11, and of GELU's fit of erf.
 HALF_TANH = (2.0**-11 + 4e-5) / 2
-FLOAT32 = 1e-4  # of the largest value: what polynomials and sums in another order may add
+FLOAT32 = 1e-4  # of the largest value: error of polynomials and of sums in another order
 ops = torch.ops.qframework
 
 
@@ -52,7 +52,7 @@ class Given:
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed, and what looks at its result before: a relative error, or WrongResultError."""
+    """The timed function, and the check of its result: a relative error, or WrongResultError."""
 
     fn: Callable[[], Sequence[Tensor]]
     check: Callable[[Sequence[Tensor]], float]
@@ -121,7 +121,7 @@ OPERATORS = {
 
 @functools.lru_cache(maxsize=1)
 def operands(shape: Shape, device: str) -> Given:
-    """Normal values with channels of other magnitudes, as activations have them, and small gradients."""
+    """Normal values with different magnitudes per channel, as in activations, and small gradients."""
     generator = torch.Generator(device).manual_seed(SEED)
 
     def random(*size: int) -> Tensor:
@@ -133,7 +133,7 @@ def operands(shape: Shape, device: str) -> Given:
 
 
 def exact(operator: Operator, name: str, inputs: Sequence[Tensor], given: Sequence[Tensor], dy: Tensor | None) -> Any:
-    """FP64: the result, or the gradients of inputs and parameters where there is a ``dy``."""
+    """In FP64, the result, or with ``dy`` the gradients of inputs and parameters."""
     leaves = [x.detach().double().requires_grad_(dy is not None) for x in (*inputs, *given)]
     if name == "dropout":
         seed = torch.tensor([SEED], device=inputs[0].device)
@@ -144,7 +144,7 @@ def exact(operator: Operator, name: str, inputs: Sequence[Tensor], given: Sequen
 
 
 class _Saved:
-    """What a forward pass hands to the backward pass, and the statistics an addition hands to a normalization."""
+    """Values that the backward pass needs, and the statistics that an addition passes to a normalization."""
 
     def __init__(self, x: Blocks, block_size: BlockSize) -> None:
         q, _ = x
@@ -188,7 +188,7 @@ def in_blocks(name: str, direction: str, given: Given, block_size: BlockSize) ->
 
 
 def times_tanh(name: str, inputs: Sequence[Tensor], dy: Tensor | None) -> list[Tensor]:
-    """The magnitude of x in ``x / 2 (1 + tanh)``, for each result in blocks: that of a row may be many of its steps."""
+    """The magnitude of x in ``x / 2 (1 + tanh)`` for each result, which the error of tanh is multiplied with."""
     nothing = torch.zeros(())
     if name not in ("gelu", "silu", "swiglu"):
         return [nothing] * len(inputs)
@@ -202,25 +202,27 @@ def _values(q: Tensor, scale: Tensor, block_size: BlockSize) -> Tensor:
 
 
 def _block_error(q: Tensor, scale: Tensor, right: Tensor, block_size: BlockSize, computed: Tensor) -> float:
-    """``computed``: what each value may be off by before it is rounded."""
+    """The relative error; ``computed`` is the tolerance of each value before rounding."""
     off = (_values(q, scale, block_size) - right).abs()
     allowed = STEP * spread_scale(scale, q.shape, block_size).double() + FLOAT32 * right.abs().amax() / 127 + computed
     outside = int((~(off <= allowed)).sum())
     error = relative_error(_values(q, scale, block_size), right)
     if outside:
-        raise WrongResultError(f"{outside} of {q.numel()} values are more than half a step away", error)
+        raise WrongResultError(
+            f"values must be at most half a step off, got {outside} of {q.numel()} that are not", error
+        )
     return error
 
 
 def _sum_error(result: Tensor, right: Tensor) -> float:
     error = relative_error(result, right)
     if not error <= FLOAT32:
-        raise WrongResultError(f"gradients of a parameter are off by {error:.3g}", error)
+        raise WrongResultError(f"error of a parameter's gradients must be at most {FLOAT32:g}, got {error:.3g}", error)
     return error
 
 
 def in_float16(name: str, direction: str, given: Given, compiled: bool) -> Case:
-    """torch's own, eager or compiled by Inductor; the backward pass is what autograd runs for it."""
+    """torch's own function, eager or compiled by Inductor; the backward pass is autograd's."""
     operator = OPERATORS[name]
     inputs = [x.half().requires_grad_() for x in given.inputs[: operator.inputs]]
     parameters = [x.half().requires_grad_() for x in given.parameters[: operator.parameters]]
@@ -233,7 +235,7 @@ def in_float16(name: str, direction: str, given: Given, compiled: bool) -> Case:
 
     if direction == "forward":
         return Case(forward, _float_check(name, inputs, parameters, None), "float16")
-    with torch._functorch.config.patch(donated_buffer=False):  # the same graph is asked for its gradients many times
+    with torch._functorch.config.patch(donated_buffer=False):  # the backward pass runs many times
         y = function(*inputs, *parameters)
 
     def backward() -> Sequence[Tensor]:
@@ -258,7 +260,7 @@ def _float_check(
 
 
 def _dropout_error(result: Tensor, x: Tensor) -> float:
-    """torch's mask is its own: what stays must be x / (1 - p), and of each row about p of the values must be zero."""
+    """torch draws its own mask: kept values must be x / (1 - p), and a share of about p of each row zero."""
     kept = result != 0
     error = relative_error(result[kept], x[kept].double() / (1 - P))
     dropped = 1 - kept.double().mean(-1)

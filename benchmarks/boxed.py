@@ -1,13 +1,13 @@
-"""One process for each provider, with a deadline: a hang or a crash costs its own rows and no one else's.
+"""Runs each provider in its own process with a deadline, so that a hang or a crash loses only its own rows.
 
-A worker is started with ``make(*arguments)``, which returns a function from request to records. The parent sends a
-request and reads records until the worker says it is done or the time is up; then the process is ended, and with it
-every process it started. ``check_then_time`` lets some workers compile and be checked at a time, and times them one
-after the other, each alone on the machine.
+A worker calls ``make(*arguments)``, which returns a function from requests to records. The parent sends a request and
+reads records until the worker is done or the time is up; then it kills the process with all its children.
+``check_then_time`` checks several workers in parallel, then times them one after the other, each alone on the machine.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import multiprocessing
 import os
@@ -23,17 +23,17 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
-from benchmarks.harness import Record
+from benchmarks.harness import Record, Results
 
 Phase = Literal["check", "time"]
 Serve = Callable[[Any], Iterator[Record]]
 Plan = TypeVar("Plan")
 DONE = "done"
-_STARTING = threading.Lock()  # the environment belongs to the whole process
+_STARTING = threading.Lock()  # guards os.environ, which all threads share
 
 
 class Worker:
-    """A process that answers requests with records; ``environment`` is added to the one it inherits."""
+    """A process that answers requests with records; ``environment`` is added to its inherited environment."""
 
     def __init__(
         self, make: Callable[..., Serve], *arguments: Any, environment: Mapping[str, str] | None = None
@@ -47,10 +47,10 @@ class Worker:
         with _STARTING, _added(environment or {}):
             self._process.start()
         theirs.close()
-        self.status: tuple[str, str] | None = None  # why it was ended before its time: (status, reason)
+        self.status: tuple[str, str] | None = None  # (status, reason) if it failed or was killed
 
     def request(self, request: Any, seconds: float) -> Iterator[Record]:
-        """The records of ``request``, as they arrive. A worker that fails or is late is ended; see ``status``."""
+        """The records of ``request``, as they arrive. A worker that fails or is late is killed; see ``status``."""
         deadline = time.monotonic() + seconds
         if self.status is None:
             self._send(request)
@@ -66,7 +66,7 @@ class Worker:
             yield answer
 
     def close(self) -> None:
-        """End the process and all it started."""
+        """Kill the process and its children."""
         self._connection.close()
         self._kill()
         self._process.join()
@@ -92,14 +92,14 @@ class Worker:
 
     def _kill(self) -> None:
         if self._process.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # not yet the head of a group, or gone
+            with contextlib.suppress(ProcessLookupError):  # not yet a group leader, or gone
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
 
 
 @contextlib.contextmanager
 def _added(environment: Mapping[str, str]) -> Iterator[None]:
-    """``os.environ`` with ``environment`` for as long as a process is being started."""
+    """Add ``environment`` to ``os.environ`` while a process starts."""
     before = {name: os.environ.get(name) for name in environment}
     os.environ.update(environment)
     try:
@@ -110,15 +110,15 @@ def _added(environment: Mapping[str, str]) -> Iterator[None]:
 
 
 def _end_after(parent: int) -> None:
-    """End this process and its group when ``parent`` has ended, whatever they are doing: a GPU may not stay taken."""
+    """Kill this process and its group when ``parent`` has ended, to release the GPU."""
     while os.getppid() == parent:
         time.sleep(1)
     os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 def _serve(connection: Connection, stderr: str, make: Callable[..., Serve], arguments: tuple[Any, ...]) -> None:
-    """The worker: answer until the parent closes its end."""
-    os.setsid()  # what it starts, such as Inductor's compile workers, ends with it
+    """The worker's main loop: answer requests until the parent closes the connection."""
+    os.setsid()  # a group of its own, so that children such as Inductor's compile workers end with it
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     serve = make(*arguments)
@@ -137,15 +137,15 @@ def _serve(connection: Connection, stderr: str, make: Callable[..., Serve], argu
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds: of one worker's check, of its timing, and of the whole run."""
+    """Time limits in seconds: of one worker's check, of its timing, and of the whole run."""
 
     check: float
     time: float
     deadline: float  # of time.monotonic()
-    reserve: float = 6.0  # for timing one that was checked: who is late with its check leaves that to the others
+    reserve: float = 6.0  # kept for timing each plan, so that a late check does not use up the time of others
 
     def to_check(self, plans: int) -> float:
-        """Seconds left to check one of so many plans, all of which are still to be timed."""
+        """Seconds left to check one of ``plans`` plans, all of which still have to be timed."""
         return max(min(self.check, self.deadline - time.monotonic() - plans * self.reserve), 0.0)
 
     def to_time(self) -> float:
@@ -154,7 +154,7 @@ class Limits:
 
 @dataclass
 class Answers(Generic[Plan]):
-    """What a worker gave for a plan in each phase, and why it was ended if it was."""
+    """The records of a worker in each phase, and why it was killed, if it was."""
 
     plan: Plan
     checked: list[Record]
@@ -162,7 +162,7 @@ class Answers(Generic[Plan]):
     ended: tuple[str, str] | None = None
 
     def complete(self, identities: Sequence[Record]) -> Iterator[Record]:
-        """One record for each identity: timed, refused, or with the reason its process was ended. Then all others."""
+        """One record for each identity: timed, refused, or with the reason its process was killed; then all others."""
         best = {record.key: record for record in [*self.checked, *self.timed]}
         status, reason = self.ended or ("failed", "no record")
         for identity in identities:
@@ -181,8 +181,8 @@ def check_then_time(
 ) -> Iterator[Answers[Plan]]:
     """Check all plans, ``jobs`` at a time, then time them one after the other; yields in the order of ``plans``.
 
-    A plan that is to be ``alone`` is checked after the others with nothing beside it: it chooses between kernels by
-    their times, and takes long. The others share the cores.
+    An ``alone`` plan, which times kernels to choose between them, is checked after the others, alone on the machine.
+    The others share the cores.
     """
 
     def check(plan: Plan, environment: Mapping[str, str] | None = None) -> tuple[Worker, Answers[Plan]]:
@@ -205,7 +205,41 @@ def check_then_time(
         yield answers
 
 
+def run_plans(
+    results: Results,
+    make: Callable[[Plan], Serve],
+    plans: Sequence[Plan],
+    identities: Callable[[Plan], Sequence[Record]],
+    limits: Limits,
+    jobs: int,
+    alone: Callable[[Plan], bool] = lambda plan: False,
+) -> None:
+    """``check_then_time``, adding the records of each plan to ``results``: one for each of its ``identities``."""
+    for answers in check_then_time(make, plans, limits, jobs, alone):
+        results.add(*answers.complete(identities(answers.plan)))
+
+
+def one_provider_each(plan: Any, together: bool) -> list[Any]:
+    """The plan split into one for each of its ``providers``; whole where they share a process, as in smoke runs."""
+    return [plan] if together else [replace(plan, providers=(name,)) for name in plan.providers]
+
+
+def add_limits(
+    parser: argparse.ArgumentParser, *, jobs: int, check: float, time: float, total: float, subjects: str = "shapes"
+) -> None:
+    """The options ``--jobs``, ``--check-limit``, ``--time-limit`` and ``--limit`` with these defaults."""
+    parser.add_argument("--jobs", type=int, default=jobs, help="providers to compile and check in parallel")
+    parser.add_argument("--check-limit", type=float, default=check, help=f"seconds for one provider, all {subjects}")
+    parser.add_argument("--time-limit", type=float, default=time, help=f"seconds for one provider, all {subjects}")
+    parser.add_argument("--limit", type=float, default=total, help="seconds for everything")
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """The limits that the options of ``add_limits`` set, counted from now."""
+    return Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+
+
 def shared_cores(jobs: int) -> dict[str, str]:
-    """Inductor starts a compiling process for every core; of ``jobs`` workers each gets its share, twice."""
+    """The environment that gives each of ``jobs`` workers twice its share of the cores for Inductor's processes."""
     threads = max(2 * (os.cpu_count() or 1) // max(jobs, 1), 1)
     return {"TORCHINDUCTOR_COMPILE_THREADS": str(threads)}

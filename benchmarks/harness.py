@@ -1,10 +1,9 @@
-"""One record format, and checks that come before the clock: a wrong result is never timed.
+"""The record format of all benchmarks, and the checks before timing: a wrong result is never timed.
 
-A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}``, and a ``"note"`` where needed. A
-record names what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), how long it took
-(``p20_ms, p50_ms, p80_ms`` over ``runs`` samples), the rate at the median, and what it cost in accuracy and memory.
-``status`` is ``ok``, or says why there is no time: ``wrong`` and ``failed`` make the benchmark exit with 1, ``timeout``
-and ``unsupported`` do not.
+A result file is ``{"schema", "benchmark", "smoke", "machine", "peaks", "records"}`` with an optional ``"note"``. A
+record holds what ran (``op`` and ``shape``, or ``model`` and ``batch``; ``provider``, ``dtype``), its time (``p20_ms,
+p50_ms, p80_ms`` over ``runs`` samples), the rate at the median, accuracy and memory. ``status`` is ``ok`` or the reason
+for no time: with ``wrong`` and ``failed`` the benchmark exits with 1, with ``timeout`` and ``unsupported`` it does not.
 """
 
 from __future__ import annotations
@@ -12,22 +11,22 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from benchmarks.machine import describe_machine
 from qframework.errors import FileFormatError, QFrameworkError
+from qframework.files import write_text
 from qframework.outputs import output_file
 
 SCHEMA = 1
 BROKEN = ("wrong", "failed")
-THIRD_PARTY = ("sageattention", "torchao")  # what they do not manage is a row of the table, no failure of the benchmark
+THIRD_PARTY = ("sageattention", "torchao")  # their failures do not fail the benchmark
 # Unit roundoff: the largest relative error of one rounding to the format.
 ROUNDOFF = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -36,7 +35,7 @@ Check = Callable[[Tensor], float]
 
 
 class WrongResultError(QFrameworkError):
-    """A provider's result is not what the oracle says; ``error`` is its relative error."""
+    """A provider's result differs from the oracle; ``error`` is its relative error."""
 
     def __init__(self, message: str, error: float = float("inf")) -> None:
         super().__init__(message)
@@ -44,7 +43,7 @@ class WrongResultError(QFrameworkError):
 
 
 class UnavailableError(QFrameworkError):
-    """This machine or this version of a library does not have what a provider needs."""
+    """This machine or this version of a library lacks something that a provider needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +91,12 @@ class Record:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is a measurement of: equal for the same provider on the same subject, in any run."""
+        """The measured case, equal for the same provider and subject in all runs."""
         return self.benchmark, self.op, self.provider, tuple(self.shape or ()), self.causal, self.model, self.batch
 
     @property
     def subject(self) -> str:
-        """What was measured: a shape, or a model and its batch."""
+        """The shape, or the model and its batch."""
         if not self.shape:
             return f"{self.model}, batch {self.batch}"
         return ",".join(map(str, self.shape)) + (" causal" if self.causal else "")
@@ -118,7 +117,7 @@ class Record:
 
 @dataclass
 class Results:
-    """The rows of one run; the file is rewritten after every row, so a run that is cut off keeps what it has."""
+    """The records of one run; the file is rewritten after every record, so an interrupted run keeps its records."""
 
     benchmark: str
     machine: dict[str, Any]
@@ -126,38 +125,38 @@ class Results:
     smoke: bool = False
     peaks: dict[str, float] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)
-    note: str | None = None  # what a reader must know about this run; added by hand, shown on the page
-    run: int | None = None  # which of the file's runs this is, where it is not the first
+    note: str | None = None  # added by hand, shown on the page
+    run: int | None = None  # the number of this run in the file; None for the first
 
     @classmethod
     def start(cls, benchmark: str, device: str, arguments: argparse.Namespace) -> Results:
-        """Results for ``arguments`` as ``argument_parser`` reads them: empty, or another run of those in the file."""
+        """Results for ``arguments`` of ``argument_parser``: empty, or with the runs in the file."""
         results = cls(benchmark, describe_machine(device), arguments.output, arguments.smoke)
         if arguments.add_run and results.path is not None and results.path.exists():
             results.follow(cls.load(results.path))
         return results
 
     def follow(self, old: Results) -> None:
-        """Keep the records of ``old`` and number those to come as the run after it; see require_same_code."""
+        """Keep the records of ``old`` and number new ones as the next run; see require_same_code."""
         require_same_code(old, self)
         self.records, self.note, self.peaks = list(old.records), old.note, old.peaks
         self.run = 1 + max((record.run or 1 for record in old.records), default=0)
 
     @classmethod
     def load(cls, path: Path) -> Results:
-        """What ``write`` wrote to ``path``. Raises FileFormatError on any other file."""
+        """Read a file of ``write``. Raises FileFormatError for other files."""
         try:
             document = json.loads(path.read_text())
             if document["schema"] != SCHEMA:
-                raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
+                raise FileFormatError(f"{path}: schema must be {SCHEMA}, got {document['schema']!r}")
             records = [Record.from_json(fields) for fields in document["records"]]
             head = document["benchmark"], document["machine"], path, document["smoke"], document["peaks"]
             return cls(*head, records, document.get("note"))
         except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise FileFormatError(f"{path} is no result file of benchmarks.harness: {error!r}") from error
+            raise FileFormatError(f"{path} is not a result file of benchmarks.harness: {error!r}") from error
 
     def attempt(self, identity: Record, measure: Callable[[], Record]) -> None:
-        """Add what ``measure`` returns, or what its error stands for."""
+        """Add the record that ``measure`` returns, or a record of its error."""
         self.add(guarded(identity, measure))
 
     def add(self, *records: Record) -> None:
@@ -170,10 +169,7 @@ class Results:
     def write(self) -> None:
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(_dump(self.to_json()))
-        os.replace(partial, self.path)
+        write_text(self.path, _dump(self.to_json()))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -188,63 +184,92 @@ class Results:
 
     @property
     def exit_code(self) -> int:
-        """1 when in this run a provider of ours or PyTorch's failed or was wrong."""
+        """1 if a provider other than THIRD_PARTY failed or was wrong in this run, else 0."""
         mine = [record for record in self.records if record.run == self.run]
         return int(any(record.status in BROKEN and not record.provider.startswith(THIRD_PARTY) for record in mine))
 
 
 def require_same_code(old: Results, new: Results) -> None:
-    """Raise FileFormatError unless both were measured by the same code, as committed, on the same machine."""
+    """Raise FileFormatError unless both runs used the same committed code on the same machine."""
     if new.machine.get("dirty"):
-        raise FileFormatError(f"{new.path}: runs of a tree with local changes may differ; accepted: a commit as it is")
+        raise FileFormatError(f"{new.path}: the code must be committed, got a tree with local changes")
     apart = [key for key in new.machine if key != "date" and old.machine.get(key) != new.machine[key]]
     if apart or (old.benchmark, old.smoke) != (new.benchmark, new.smoke):
         differences = ", ".join(f"{key} {old.machine.get(key)!r} and {new.machine[key]!r}" for key in apart)
         raise FileFormatError(
-            f"{new.path} is another kind of run: {differences or 'another benchmark'}; accepted: equal"
+            f"{new.path}: both runs must be of the same benchmark, code and machine, got "
+            f"{differences or 'another benchmark'}"
         )
 
 
 def guarded(identity: Record, measure: Callable[[], Record]) -> Record:
-    """What ``measure`` returns, or ``identity`` with the status and reason its error stands for."""
+    """The record that ``measure`` returns, or ``identity`` with the status and reason of its error."""
     try:
         return measure()
     except WrongResultError as error:
         return replace(identity, status="wrong", reason=str(error), error=error.error)
     except UnavailableError as error:
         return replace(identity, status="unsupported", reason=str(error))
-    except Exception as error:  # noqa: BLE001  a provider's failure is a row of the table and the exit status
+    except Exception as error:  # noqa: BLE001  a failure is a row of the table
         return replace(identity, status="failed", reason=_one_line(error))
 
 
-def argument_parser(benchmark: str, description: str | None, output: bool = True) -> argparse.ArgumentParser:
-    """The options every benchmark has; ``output``: those of one that writes a single file of records."""
+def argument_parser(
+    benchmark: str, description: str | None, output: Literal["records", "document", "none"] = "records"
+) -> argparse.ArgumentParser:
+    """The options of every benchmark: ``--smoke``; ``--output`` unless it is "none"; ``--add-run`` with records."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{benchmark}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: does everything still run?")
-    if not output:
-        return parser
-    parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
-    )
-    parser.add_argument(
-        "--add-run", action="store_true", help="keep the runs that --output holds, of the same code and machine"
-    )
+    parser.add_argument("--smoke", action="store_true", help="a quick check with tiny sizes")
+    if output != "none":
+        parser.add_argument(
+            "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+        )
+    if output == "records":
+        parser.add_argument(
+            "--add-run", action="store_true", help="add a run to those in --output, of the same code and machine"
+        )
     return parser
 
 
-def comma_separated(accepted: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argparse type: names separated by commas, each one of ``accepted``."""
-    names = list(accepted)
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """The option ``--device``: CUDA where there is a GPU."""
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+
+
+def integers(text: str) -> list[int]:
+    """An argparse type: positive integers separated by commas."""
+    numbers = [int(number) for number in text.split(",")]
+    if min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"must hold positive integers, got {text!r}")
+    return numbers
+
+
+def shapes_of(dimensions: str) -> Callable[[str], list[Any]]:
+    """An argparse type: shapes separated by spaces, each with these ``dimensions``, such as ``"M,N,K"``."""
+
+    def parse(text: str) -> list[Any]:
+        shapes = [tuple(integers(part)) for part in text.split()]
+        for shape in shapes:
+            if len(shape) != dimensions.count(",") + 1:
+                raise argparse.ArgumentTypeError(f"a shape must be {dimensions}, got {','.join(map(str, shape))}")
+        return shapes
+
+    return parse
+
+
+def comma_separated(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """An argparse type: names separated by commas, each one of ``known``."""
+    names = list(known)
 
     def parse(text: str) -> list[str]:
         chosen = [name.strip() for name in text.split(",")]
         unknown = [name for name in chosen if name not in names]
         if unknown:
-            raise argparse.ArgumentTypeError(f"unknown: {', '.join(unknown)}; accepted: {', '.join(names)}")
+            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
         return chosen
 
     return parse
@@ -254,14 +279,14 @@ def comma_separated(accepted: Iterable[str]) -> Callable[[str], list[str]]:
 
 
 def relative_error(value: Tensor, reference: Tensor) -> float:
-    """``||value - reference|| / ||reference||`` in FP64 over the whole tensor; inf where ``value`` holds NaN."""
+    """``||value - reference|| / ||reference||`` in FP64 over the whole tensor; inf if ``value`` holds NaN."""
     difference = (value.double() - reference.double()).norm()
     error = float(difference / reference.double().norm().clamp(min=torch.finfo(torch.float64).tiny))
     return error if not math.isnan(error) else float("inf")
 
 
 def worst_row_error(value: Tensor, reference: Tensor) -> float:
-    """The largest ``relative_error`` of a row (last dimension): one wrong row cannot hide among many right ones."""
+    """The largest ``relative_error`` of a row (last dimension), which detects a single wrong row."""
     value, reference = value.double(), reference.double()
     norms = reference.norm(dim=-1).clamp(min=torch.finfo(torch.float64).tiny)
     error = float(((value - reference).norm(dim=-1) / norms).amax())
@@ -270,11 +295,11 @@ def worst_row_error(value: Tensor, reference: Tensor) -> float:
 
 def require_shape(value: Tensor, reference: Tensor) -> None:
     if value.shape != reference.shape:
-        raise WrongResultError(f"shape {tuple(value.shape)} instead of {tuple(reference.shape)}")
+        raise WrongResultError(f"shape must be {tuple(reference.shape)}, got {tuple(value.shape)}")
 
 
 def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
-    """Every row's relative L2 error is at most ``tolerance``; ``oracle`` computes the FP64 result when needed."""
+    """Check that every row's relative L2 error is at most ``tolerance``; ``oracle`` computes the FP64 result."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -282,7 +307,7 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
         worst = worst_row_error(value, reference)
         if worst > tolerance:
             raise WrongResultError(
-                f"relative error of the worst row is {worst:.3g}, at most {tolerance:.3g} accepted", worst
+                f"relative error of the worst row must be at most {tolerance:.3g}, got {worst:.3g}", worst
             )
         return relative_error(value, reference)
 
@@ -290,14 +315,16 @@ def rows_within(oracle: Callable[[], Tensor], tolerance: float) -> Check:
 
 
 def require_quantized(error: float, least: float) -> float:
-    """``error``, unless it is below what INT8 costs: a library that quantizes nothing is no peer for INT8."""
+    """``error``; raises WrongResultError if it is too small for INT8, because nothing was quantized."""
     if error < least:
-        raise WrongResultError(f"relative error is {error:.3g}, INT8's at least {least:.3g}: not quantized", error)
+        raise WrongResultError(
+            f"not quantized: INT8's relative error must be {least:.3g} or more, got {error:.3g}", error
+        )
     return error
 
 
 def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tensor]) -> Check:
-    """Every element is at most ``bound(reference)`` away from the FP64 ``oracle``."""
+    """Check that every element is within ``bound(reference)`` of the FP64 ``oracle``."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -305,7 +332,7 @@ def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tens
         excess = (value.double() - reference).abs() > bound(reference)
         outside = int((excess | value.isnan()).sum())
         if outside:
-            message = f"{outside} of {value.numel()} elements are further from the FP64 oracle than rounding explains"
+            message = f"elements must be within rounding of FP64, got {outside} of {value.numel()} that are not"
             raise WrongResultError(message, worst_row_error(value, reference))
         return relative_error(value, reference)
 
@@ -313,12 +340,12 @@ def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tens
 
 
 def exactly(oracle: Callable[[], Tensor]) -> Check:
-    """Equal to the FP64 ``oracle``, element for element."""
+    """Check that every element equals the FP64 ``oracle``."""
     return elements_within(oracle, torch.zeros_like)
 
 
 def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
-    """INT8 values equal to the rounded ``oracle``, or one step away (a tie) on at most ``fraction`` of them."""
+    """Check that INT8 values equal the rounded ``oracle``, or are one step off (a tie) on at most ``fraction``."""
 
     def check(value: Tensor) -> float:
         reference = oracle()
@@ -327,7 +354,8 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
         apart = float((steps > 0).double().mean())
         if not float(steps.amax()) <= 1 or apart > fraction:  # also NaN
             message = (
-                f"up to {float(steps.amax()):g} steps apart, on {apart:.3g} of the elements; 1 on {fraction:g} accepted"
+                f"elements must be at most 1 step apart, on {fraction:g} of them, "
+                f"got up to {float(steps.amax()):g} steps on {apart:.3g}"
             )
             raise WrongResultError(message, worst_row_error(value, reference))
         return relative_error(value, reference)
@@ -339,19 +367,19 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
 
 
 def _round(value: Any) -> Any:
-    """Four significant digits: more would only be noise in a tracked file. JSON has no infinity and no NaN."""
+    """Round to four significant digits; infinity and NaN, which JSON lacks, become strings."""
     if not isinstance(value, float):
         return value
     return float(f"{value:.4g}") if math.isfinite(value) else str(value)
 
 
 def _number(value: Any) -> Any:
-    """The inverse of ``_round`` for what JSON has no number for."""
+    """The inverse of ``_round`` for infinity and NaN."""
     return float(value) if value in ("inf", "-inf", "nan") else value
 
 
 def _dump(document: dict[str, Any]) -> str:
-    """JSON with one key or record to a line, so that a difference between two runs can be read."""
+    """JSON with one key or record per line, for readable diffs."""
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in document.items() if key != "records"]
     rows = ",\n".join(f"  {json.dumps(record)}" for record in document["records"])
     return "{\n" + ",\n".join([*lines, f' "records": [\n{rows}\n ]']) + "\n}\n"

@@ -1,14 +1,13 @@
-"""Time that the host spends on one call of an operator: what a small batch without CUDA graphs waits for.
+"""Host time of one call of an operator, which limits small batches without CUDA graphs.
 
-Many calls are issued one after the other, at sizes so small that the GPU keeps up, and nothing waits for results.
-``qframework`` is the operator as it is registered; ``qframework_as_written`` its implementation in Python, with every
-check and choice at every call, which a replay leaves out (qframework/kernels/runtime/replay.py). The peers are what
-PyTorch calls in 16 bit for the same work. Without a GPU the CPU's implementations run, whose times say nothing of this.
+Many calls are issued without waiting for results, at sizes so small that the GPU keeps up. ``qframework`` is the
+registered operator; ``qframework_as_written`` is its Python implementation, with the checks and choices that a replay
+skips (qframework/kernels/runtime/replay.py). The peers do the same work with PyTorch in 16 bit. Without a GPU, the CPU
+implementations run; their times are meaningless here.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 import time
@@ -19,7 +18,15 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from benchmarks.harness import Record, Results, UnavailableError, WrongResultError, argument_parser, comma_separated
+from benchmarks.harness import (
+    Record,
+    Results,
+    UnavailableError,
+    WrongResultError,
+    add_device,
+    argument_parser,
+    comma_separated,
+)
 from benchmarks.timing import Timing
 from qframework.kernels.runtime.operator import OPERATORS
 
@@ -30,7 +37,7 @@ PROVIDERS = ("qframework", "qframework_as_written", PEER)
 
 
 def operators(device: str) -> dict[str, tuple[tuple[Any, ...], Callable[[], Any]]]:
-    """By name: the operator's arguments, and what PyTorch does in 16 bit instead."""
+    """By name: the operator's arguments, and the equivalent call of PyTorch in 16 bit."""
 
     def ints(*shape: int) -> torch.Tensor:
         return torch.randint(-127, 128, shape, dtype=torch.int8, device=device)
@@ -58,7 +65,7 @@ def operators(device: str) -> dict[str, tuple[tuple[Any, ...], Callable[[], Any]
 
 
 def provider(name: str, operator: str, device: str) -> Callable[[], Any]:
-    """The call that is timed."""
+    """The timed call."""
     arguments, peer = operators(device)[operator]
     if name == PEER:
         return peer
@@ -78,12 +85,12 @@ def measure(operator: str, name: str, device: str, samples: int) -> Record:
 
 
 def check_replay(operator: str, arguments: tuple[Any, ...], fn: Callable[[], Any]) -> None:
-    """Raise WrongResultError unless the fourth call, a replay, gives what the implementation gives, bit for bit."""
+    """Raise WrongResultError unless the fourth call, a replay, is bit-identical to the implementation."""
     for _ in range(3):
         fn()
     pairs = (tuple(torch.utils._pytree.tree_leaves(x)) for x in (fn(), as_written(operator)(*arguments)))
     if not all(torch.equal(mine, theirs) for mine, theirs in zip(*pairs, strict=True)):
-        raise WrongResultError(f"a replay of {operator} differs from its implementation")
+        raise WrongResultError(f"{operator}: a replay must equal the implementation, got another result")
 
 
 def as_written(operator: str) -> Callable[..., Any]:
@@ -96,9 +103,9 @@ def identify(operator: str, name: str) -> Record:
 
 
 def time_host(fn: Callable[[], Any], device: str, samples: int) -> Timing:
-    """Wall clock of a call among ``CALLS`` that are issued without waiting, several times."""
+    """Wall-clock time per call of ``CALLS`` calls issued without waiting, several times."""
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(3):  # compiles, is recorded, is replayed
+    for _ in range(3):  # compile, record, replay
         fn()
     times = []
     for _ in range(samples):
@@ -116,8 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argument_parser("host_calls", __doc__)
     names = list(operators("meta"))
     parser.add_argument("--operators", type=comma_separated(names), default=names, help=f"of {', '.join(names)}")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    arguments: argparse.Namespace = parser.parse_args(argv)
+    add_device(parser)
+    arguments = parser.parse_args(argv)
     results = Results.start("host_calls", arguments.device, arguments)
     samples = SMOKE_SAMPLES if arguments.smoke or arguments.device == "cpu" else SAMPLES
     with torch.inference_mode():

@@ -1,27 +1,34 @@
-"""INT8 linear against torch's own GEMMs, over the linears of vision transformers.
+"""INT8 linear against torch's own GEMMs, for the linears of vision transformers.
 
-``error`` is the kernel's error against FP64 on the operands it is given, ``quantization_error`` what the format costs
-against the float product. ``torch_int_mm`` returns raw INT32: no scale, no bias. Of FP8, tensor-wise scales with and
-without bias, and with the sum kept in the tensor cores or (``precise``) not.
+``error`` is the kernel's error against FP64 on its own operands, ``quantization_error`` the error of the format against
+the float product. ``torch_int_mm`` returns raw INT32 without scale and bias. FP8 has tensor-wise scales, with and
+without bias, and keeps the sum in the tensor cores or (``precise``) does not.
 
-Every provider has a process of its own: some compile and are checked at all shapes at a time, then each is timed alone.
-Shapes of at most ``SMALL_M`` rows are timed as calls replayed in one CUDA graph, for every provider: they take
-microseconds, and what the host does to launch one would be all that is seen; their operands stay in the L2 cache.
-Larger ones are timed call by call with the L2 cache flushed before each, and the GPU asleep until they are launched.
+Every provider runs in its own process: several are checked at all shapes in parallel, then each is timed alone. Shapes
+of at most ``SMALL_M`` rows take microseconds, so for every provider they are timed as calls replayed in one CUDA graph,
+which excludes launch overhead; their operands stay in the L2 cache. Larger shapes are timed call by call, with the L2
+cache flushed before each call and the GPU asleep until it is launched.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from benchmarks.boxed import Limits, Phase, check_then_time
-from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, relative_error
+from benchmarks.boxed import Limits, Phase, add_limits, limits_of, one_provider_each, run_plans
+from benchmarks.harness import (
+    Record,
+    Results,
+    add_device,
+    argument_parser,
+    comma_separated,
+    guarded,
+    relative_error,
+    shapes_of,
+)
 from benchmarks.int8_linear_cases import FP8_TENSORWISE, OPTIONAL, PROVIDERS, Shape, check_output, operands, setup
 from benchmarks.timing import time_in_graph, time_kernel
 
@@ -37,7 +44,7 @@ LARGE = ((12608, 768), (50432, 768), (12608, 1024), (50432, 1024), (32768, 1280)
 SMALL = ((197, 768), (1576, 768))
 LARGE_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in LARGE for n, k in linears(width))
 SMALL_SHAPES: tuple[Shape, ...] = tuple((m, n, k) for m, width in SMALL for n, k in linears(width))
-# The best GEMM of torch at this size stands for what the chip can do in practice.
+# The best GEMM of torch at this size is the practical peak of the chip.
 PEAK_SHAPE: Shape = (8192, 8192, 8192)
 SHAPES = (*SMALL_SHAPES, *LARGE_SHAPES, PEAK_SHAPE)
 SMOKE_SHAPES: tuple[Shape, ...] = ((32, 48, 64), (233, 64, 128))
@@ -50,42 +57,13 @@ SMALL_M = 2048
 REP_MS = 60.0
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a worker measures."""
-
-    providers: tuple[str, ...]
-    shapes: tuple[Shape, ...]
-    device: str
-
-
-class Measurement:
-    """A process's side: checks its providers at all shapes, then times what was right."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.checked: dict[tuple[str, Shape], Record] = {}
-
-    @torch.no_grad()
-    def __call__(self, phase: Phase) -> Iterator[Record]:
-        for shape in self.plan.shapes:
-            for name in self.plan.providers:
-                if phase == "check":
-                    self.checked[name, shape] = check(shape, name, self.plan.device)
-                    yield self.checked[name, shape]
-                elif self.checked[name, shape].status == "ok":
-                    yield measure(shape, name, self.plan.device, self.checked[name, shape])
-        operands.cache_clear()
-        if self.plan.device == "cuda":
-            torch.cuda.empty_cache()
-
-
 def identify(shape: Shape, provider: str) -> Record:
     return Record(benchmark="int8_linear", op="int8_linear", shape=list(shape), provider=provider)
 
 
+@torch.no_grad()
 def check(shape: Shape, provider: str, device: str) -> Record:
-    """The errors of one provider at one shape, or why there are none."""
+    """The errors of one provider at one shape, or the reason why there are none."""
 
     def errors() -> Record:
         given, case = operands(shape, device), setup(shape, provider, device)
@@ -98,8 +76,9 @@ def check(shape: Shape, provider: str, device: str) -> Record:
     return guarded(identify(shape, provider), errors)
 
 
+@torch.no_grad()
 def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record:
-    """``checked`` with the time of one provider at one shape, or why there is none."""
+    """``checked`` with its time, or the reason why there is none."""
 
     def timed() -> Record:
         fn = setup(shape, provider, device).fn
@@ -110,23 +89,58 @@ def measure(shape: Shape, provider: str, device: str, checked: Record) -> Record
     return guarded(checked, timed)
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What a worker measures."""
+
+    providers: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    device: str
+
+
+class Measurement:
+    """A worker: checks its providers at all shapes, then times those that passed."""
+
+    identify, check, measure = staticmethod(identify), staticmethod(check), staticmethod(measure)
+    forget_operands = staticmethod(operands.cache_clear)
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.checked: dict[tuple[str, Shape], Record] = {}
+
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        device = self.plan.device
+        for shape in self.plan.shapes:
+            for name in self.plan.providers:
+                if phase == "check":
+                    self.checked[name, shape] = self.check(shape, name, device)
+                    yield self.checked[name, shape]
+                elif self.checked[name, shape].status == "ok":
+                    yield self.measure(shape, name, device, self.checked[name, shape])
+        self.forget_operands()
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+    @classmethod
+    def identities(cls, plan: Plan) -> list[Record]:
+        """The records that ``plan`` must produce."""
+        return [cls.identify(shape, name) for shape in plan.shapes for name in plan.providers]
+
+
 def run(
     results: Results, providers: Sequence[str], shapes: Sequence[Shape], device: str, limits: Limits, jobs: int
 ) -> None:
     """Measure ``providers`` at ``shapes`` and add their records, the percentages of the peak last."""
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
-    groups = [tuple(providers)] if results.smoke or device == "cpu" else [(name,) for name in providers]
     first = len(results.records)
-    for answers in check_then_time(Measurement, [Plan(group, tuple(shapes), device) for group in groups], limits, jobs):
-        plan = answers.plan
-        results.add(*answers.complete([identify(shape, name) for shape in plan.shapes for name in plan.providers]))
+    plans = one_provider_each(Plan(tuple(providers), tuple(shapes), device), results.smoke or device == "cpu")
+    run_plans(results, Measurement, plans, Measurement.identities, limits, jobs)
     results.peaks = peaks(results.records[first:]) or results.peaks
     results.records[first:] = [against_peak(record, results.peaks) for record in results.records[first:]]
     results.write()
 
 
 def peaks(records: Sequence[Record]) -> dict[str, float]:
-    """TFLOP/s of the best torch GEMM at PEAK_SHAPE by the width of its operands; empty where it was not measured."""
+    """TFLOP/s of the best torch GEMM at PEAK_SHAPE by the width of its operands, as far as measured."""
     measured = [record for record in records if record.shape == list(PEAK_SHAPE) and record.tflops]
     best = {
         width: max((record.tflops or 0.0 for record in measured if record.provider in names), default=0.0)
@@ -144,17 +158,6 @@ def against_peak(record: Record, peaks: dict[str, float]) -> Record:
 # Command line -------------------------------------------------------------------------------------------------------
 
 
-def parse_shapes(text: str) -> list[Shape]:
-    """An argparse type: shapes apart by spaces."""
-    shapes = []
-    for part in text.split():
-        numbers = [int(number) for number in part.split(",")]
-        if len(numbers) != 3 or min(numbers) < 1:
-            raise argparse.ArgumentTypeError(f"{part!r} is no shape; accepted: M,N,K with positive integers")
-        shapes.append((numbers[0], numbers[1], numbers[2]))
-    return shapes
-
-
 def default_providers() -> list[str]:
     return [name for name in PROVIDERS if name not in OPTIONAL]
 
@@ -162,21 +165,17 @@ def default_providers() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure every provider at every shape; returns the exit status."""
     parser = argument_parser("int8_linear", __doc__)
-    parser.add_argument("--shapes", type=parse_shapes, help='"M,N,K M,N,K ..." (default: those of ViT and SAM)')
+    parser.add_argument("--shapes", type=shapes_of("M,N,K"), help='"M,N,K M,N,K ..." (default: those of ViT and SAM)')
     parser.add_argument(
         "--providers", type=comma_separated(PROVIDERS), default=default_providers(), help=f"of {', '.join(PROVIDERS)}"
     )
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--jobs", type=int, default=8, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=120.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--time-limit", type=float, default=30.0, help="seconds for one provider, all shapes")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds for everything")
+    add_device(parser)
+    add_limits(parser, jobs=8, check=120.0, time=30.0, total=300.0)
     arguments = parser.parse_args(argv)
     default_shapes = SHAPES if arguments.device == "cuda" else SMALL_SHAPES
     shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke else default_shapes)
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
     results = Results.start("int8_linear", arguments.device, arguments)
-    run(results, arguments.providers, shapes, arguments.device, limits, arguments.jobs)
+    run(results, arguments.providers, shapes, arguments.device, limits_of(arguments), arguments.jobs)
     return results.exit_code
 
 

@@ -1,8 +1,8 @@
-"""What the INT8 linear benchmark compares: operands, and one case for each provider.
+"""The cases of the INT8 linear benchmark: operands, and one case for each provider.
 
-Every provider starts from the same float activations (M, K), weight (N, K), bias (N,) and residual (M, N), brought to
-its own format outside the timed region. What is right is computed in FP64 on whole rows of the result: one in every
-``ROW_STEP`` and the last ``LAST_ROWS``, so that every tile of 64 rows or more holds some.
+Every provider gets the same float activations (M, K), weight (N, K), bias (N,) and residual (M, N), converted to its
+own format outside the timed region. Results are compared with FP64 on whole rows: one of every ``ROW_STEP`` and the
+last ``LAST_ROWS``, so that every tile of 64 rows or more has checked rows.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from qframework import numerics
 Shape = tuple[int, int, int]  # M, N, K
 Granularity = Literal["per_tensor", "per_token"]  # of the activation's scale
 
-ROW_STEP, LAST_ROWS = 61, 128  # a prime step: rows of every place within a tile
+ROW_STEP, LAST_ROWS = 61, 128  # a prime step reaches all positions within a tile
 FP8_MAX = 448.0
-# Tensor cores keep about 14 bits of an FP8 sum between two additions, and the result is rounded to bfloat16 (2^-8).
+# Tensor cores keep about 14 bits of an FP8 sum between additions, and the result is rounded to bfloat16 (2^-8).
 FP8_TOLERANCE = 2.0**-6
 
 
@@ -61,17 +61,17 @@ class Operands:
 
 @dataclass(frozen=True)
 class Case:
-    """One provider at one shape: what is timed, what is right, and how to read the output as a real value."""
+    """One provider at one shape: the timed function, the check, and the conversion of outputs to real values."""
 
     fn: Callable[[], Tensor]
     check: Check  # of the checked rows of the output
     dtype: str
-    to_real: Callable[[Tensor], Tensor] | None = None  # the checked rows as x @ weight.T + bias; None: something else
+    to_real: Callable[[Tensor], Tensor] | None = None  # the checked rows as x @ weight.T + bias, if they are that
 
 
 @functools.lru_cache(maxsize=1)
 def operands(shape: Shape, device: str) -> Operands:
-    """Seeded: activations with unit variance and some rows 8 times larger, a weight that keeps the variance."""
+    """Seeded operands: activations with unit variance and some rows 8 times larger, and a weight that keeps it."""
     m, n, k = shape
     generator = torch.Generator(device).manual_seed(m + n + k)
     x = torch.randn(m, k, generator=generator, device=device)
@@ -82,22 +82,22 @@ def operands(shape: Shape, device: str) -> Operands:
 
 
 def checked_rows(m: int) -> Tensor:
-    """All rows of a small product, else one in every ROW_STEP and the last LAST_ROWS."""
+    """All rows of a small product, else one of every ROW_STEP and the last LAST_ROWS."""
     if m <= ROW_STEP + LAST_ROWS:
         return torch.arange(m)
     return torch.cat([torch.arange(0, m - LAST_ROWS, ROW_STEP), torch.arange(m - LAST_ROWS, m)])
 
 
 def setup(shape: Shape, provider: str, device: str) -> Case:
-    """The case of ``provider`` at ``shape``; raises UnavailableError where the device cannot run it."""
+    """The case of ``provider`` at ``shape``; raises UnavailableError if the device cannot run it."""
     return PROVIDERS[provider](operands(shape, device))
 
 
 def check_output(case: Case, given: Operands, out: Tensor) -> float:
-    """The relative error of a whole output's checked rows; raises WrongResultError where they are wrong."""
+    """The relative error of an output's checked rows; raises WrongResultError if they are wrong."""
     expected = (len(given.x), len(given.weight))
     if out.shape != expected:
-        raise WrongResultError(f"shape {tuple(out.shape)} instead of {expected}")
+        raise WrongResultError(f"shape must be {expected}, got {tuple(out.shape)}")
     return case.check(out[given.rows])
 
 
@@ -124,13 +124,13 @@ class Quantized:
         return cls(numerics.quantize(given.x, a_scale), a_scale, *numerics.quantize_weight(given.weight))
 
     def real(self, rows: Tensor) -> Tensor:
-        """The rows of the product that the operands stand for, FP64."""
+        """The rows of the dequantized product in FP64."""
         a_scale = self.a_scale if self.a_scale.numel() == 1 else self.a_scale[rows]
         return _product(self.a[rows], self.b) * a_scale.double() * self.b_scale.double()
 
 
 def _float16_out(given: Operands, granularity: Granularity, add_residual: bool = False) -> Case:
-    """Scales and bias, and a residual if asked; fp16 out."""
+    """Scales and bias, optionally a residual; fp16 output."""
     q, bias = Quantized.of(given, granularity), given.bias.half()
     residual = given.residual if add_residual else None
     added = bias.double() if residual is None else bias.double() + residual[given.rows].double()
@@ -152,7 +152,7 @@ def _float16_out(given: Operands, granularity: Granularity, add_residual: bool =
 
 
 def _int8_out(given: Operands, activation: str = "none") -> Case:
-    """Static scale per tensor, bias and an activation if asked; requantized to int8."""
+    """Static scale per tensor, bias, optionally an activation; requantized to int8."""
     q = Quantized.of(given, "per_tensor")
     activate: Callable[[Tensor], Tensor] = F.gelu if activation == "gelu" else lambda y: y
     out_scale = numerics.dynamic_scale(activate(given.product), "per_tensor").reshape(1)
@@ -200,7 +200,7 @@ def _torch_float(given: Operands, dtype: torch.dtype) -> Case:
 def _scaled_mm_fp8(given: Operands, rowwise: bool = False, add_bias: bool = True, fast: bool = True) -> Case:
     """``torch._scaled_mm`` on E4M3 operands; scales per tensor, or per row of the activation and of the weight.
 
-    ``fast``: the whole sum stays in the tensor cores; otherwise parts of it are added in float32.
+    With ``fast``, the whole sum stays in the tensor cores; otherwise parts of it are added in float32.
     """
     _require_fp8(given.x.device, (9, 0) if rowwise else (8, 9))
     x, x_scale = _to_fp8(given.x, rowwise)

@@ -1,6 +1,6 @@
-"""The vision transformers of ``vit_cpu`` and ``vit_gpu``: models, inputs, quantization, and the check of their outputs.
+"""The vision transformers of ``vit_cpu`` and ``vit_gpu``: models, inputs, quantization, and the check of outputs.
 
-torchao, timm and qframework's quantizer are imported where they are used: ``--help`` and the report need none of them.
+torchao, timm and qframework's quantizer are imported where they are used, since ``--help`` and the report need none.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from qframework.numerics import sqnr_db
 SEED = 0
 SMOKE_MODEL = "vit_tiny_patch16_224"
 SMOKE_ARGUMENTS: dict[str, Any] = {"depth": 1, "img_size": 32, "num_classes": 10}
-# The least SQNR in dB an image's logits may have before a provider counts as wrong. Rounding x once costs 6 dB a bit:
-# 24 bits 144 dB, 11 bits 66 dB, 8 bits 48 dB; what remains after a whole model is far less, but never this little.
-# An image whose logits are zeros, or another image's, has 0 dB or less.
+# The minimum SQNR in dB of an image's logits; below it, a provider is wrong. Rounding once leaves 6 dB per bit: 144 dB
+# for 24 bits, 66 dB for 11 and 48 dB for 8. A whole model leaves far less, but more than these values. Logits of zeros,
+# or of another image, have 0 dB or less.
 SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.0, "int8": 12.0, "fp8": 10.0}
 
-# The most a quantized result may have: rounding once to 8 bits leaves about 48 dB, to E4M3's four about 32; more means
-# that nothing was quantized.
+# The maximum SQNR of a quantized result; above it, nothing was quantized. Rounding once to 8 bits leaves about 48 dB,
+# to E4M3's four about 32.
 SQNR_CEILING_DB = {"int8": 60.0, "fp8": 45.0}
 
 Forward = Callable[[Tensor], Tensor]
 
 
 def build_model(name: str, smoke: bool = False, **arguments: Any) -> nn.Module:
-    """timm's ``name`` in eval mode with seeded random weights; one block of it on 32 x 32 images for a smoke run.
+    """timm's ``name`` in eval mode with seeded random weights; for a smoke run, one block on 32 x 32 images.
 
-    ``arguments`` go to timm and win over the smoke run's.
+    ``arguments`` go to timm and override those of the smoke run.
     """
     import timm
 
@@ -42,7 +42,7 @@ def build_model(name: str, smoke: bool = False, **arguments: Any) -> nn.Module:
 
 
 def random_images(model: Any, batch: int) -> Tensor:
-    """Seeded normal images ``(batch, 3, H, W)`` fp32 of ``model``'s size; a larger batch begins like a smaller."""
+    """Seeded normal images ``(batch, 3, H, W)`` fp32 of ``model``'s size; larger batches start with smaller ones."""
     height, width = model.patch_embed.img_size
     generator = torch.Generator().manual_seed(SEED)
     return torch.stack([torch.randn(3, height, width, generator=generator) for _ in range(batch)])
@@ -57,7 +57,7 @@ def quantize_qframework(model: nn.Module, images: Tensor, preset: str, **argumen
 
 
 def quantize_with_attention(model: nn.Module, images: Tensor) -> nn.Module:
-    """The same with linears and attention in static INT8."""
+    """The same for linears and attention in static INT8."""
     from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, static_attention, static_int8
 
     configuration = QuantizationConfig(linear=static_int8(), attention=static_attention())
@@ -67,8 +67,8 @@ def quantize_with_attention(model: nn.Module, images: Tensor) -> nn.Module:
 def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Module:
     """The same with torchao's X86InductorQuantizer and its default configuration, which quantizes convolutions as well.
 
-    It finds layers by ``source_fn_stack``, which torch 2.11 records only in a strict export; without it, it quantizes
-    nothing there and says nothing.
+    It finds layers by ``source_fn_stack``, which torch 2.11 records only in a strict export; without it, it silently
+    quantizes nothing.
     """
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
@@ -89,18 +89,20 @@ def _quantize_pt2e(model: nn.Module, images: Tensor, quantizer: Any, strict: boo
 
 
 def require_quantized(converted: Any) -> None:
-    """Raise WrongResultError unless the weight of every linear of a converted graph is a dequantized one."""
+    """Raise WrongResultError unless the weight of every linear of a converted graph is dequantized."""
     linears = [node for node in converted.graph.nodes if node.target is torch.ops.aten.linear.default]
     floats = [node.name for node in linears if "dequantize" not in str(node.args[1].target)]
     if floats or not linears:
-        raise WrongResultError(f"{len(floats)} of {len(linears)} linears were left in float: {', '.join(floats[:5])}")
+        raise WrongResultError(
+            f"all linears must be quantized, got {len(floats)} of {len(linears)} in float: {', '.join(floats[:5])}"
+        )
 
 
 def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any]:
     """The ``error``, ``sqnr_db`` and ``worst_sqnr_db`` of logits ``(batch, classes)`` against FP32's.
 
-    Raises WrongResultError where an image falls below SQNR_FLOOR_DB[precision] or holds NaN, and where the whole is
-    more exact than the precision can be (SQNR_CEILING_DB).
+    Raises WrongResultError if an image is below SQNR_FLOOR_DB[precision] or holds NaN, or if the batch exceeds
+    SQNR_CEILING_DB.
     """
     require_shape(output, reference)
     output, reference = output.double().cpu(), reference.double().cpu()
@@ -108,8 +110,9 @@ def accuracy(output: Tensor, reference: Tensor, precision: str) -> dict[str, Any
     worst = min(sqnr_db(expected, row) for row, expected in zip(output, reference, strict=True))
     floor = SQNR_FLOOR_DB[precision]
     if not worst >= floor:  # also NaN
-        raise WrongResultError(f"worst image has an SQNR of {worst:.1f} dB, at least {floor:g} dB accepted", error)
+        raise WrongResultError(f"SQNR of the worst image must be at least {floor:g} dB, got {worst:.1f} dB", error)
     overall, ceiling = sqnr_db(reference, output), SQNR_CEILING_DB.get(precision, float("inf"))
     if overall > ceiling:
-        raise WrongResultError(f"SQNR of {overall:.1f} dB: too exact for {precision}, at most {ceiling:g} dB", error)
+        message = f"too exact for {precision}: SQNR must be at most {ceiling:g} dB, got {overall:.1f} dB"
+        raise WrongResultError(message, error)
     return {"error": error, "sqnr_db": overall, "worst_sqnr_db": worst}

@@ -1,9 +1,9 @@
-"""Where the seconds of a compiled vision transformer's first call go: phase by phase, each provider in a new process.
+"""The phases of a compiled vision transformer's first call, in seconds, for each provider in a new process.
 
-Phases are PyTorch's own (``torch._dynamo.utils.compile_times``), the passes of the backend, and what our kernels take
-in threads of their own beside Inductor: wall-clock seconds, and seconds a thread was on a core. A phase holds those
-inside it, so that rows do not add up; phases of other threads and processes run beside the first call. Compilation
-caches are empty. ``--cprofile`` tells functions apart and slows all of them down.
+Phases are PyTorch's own (``torch._dynamo.utils.compile_times``), the passes of the backend, and the compilation of our
+kernels in threads beside Inductor, in wall-clock time and CPU time of the thread. Phases are nested and run in parallel
+threads and processes, so rows do not add up. Compilation caches are empty. ``--cprofile`` profiles single functions,
+which slows all of them down.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import cProfile
 import functools
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -29,21 +28,20 @@ from typing import Any
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.harness import argument_parser, comma_separated
-from benchmarks.machine import describe_machine
 from benchmarks.models import Forward
+from benchmarks.profile_vit import profile_each, profile_parser
 from benchmarks.tables import number, table
-from benchmarks.vit_gpu import choose_device, cold_caches
+from benchmarks.vit_gpu import cold_caches
 from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
-from qframework.outputs import output_file, output_folder
+from qframework.outputs import output_folder
 
 DEFAULT = ("fp16_compiled", "qframework_static")
 WHOLE = "torch.compile and first call"
-LEAST_S = 0.01  # phases shorter than this are left out of the printed table, not of the file
+LEAST_S = 0.01  # shorter phases are only in the file, not in the printed table
 
 _BACKEND = "qframework.backend.compile"
 _PASSES = "qframework.backend.passes"
-# Module, function, the phase it is.
+# Module, function, phase.
 TIMED = (
     *((_BACKEND, name, f"qframework: {name}") for name in ("release_prepared_models", "run_passes")),
     ("qframework.backend.warm_up", "_compile", "beside: qframework's kernels, all"),
@@ -57,7 +55,7 @@ class Phase:
 
     calls: int = 0
     s: float = 0.0
-    cpu_s: float | None = None  # on a core, of the thread that ran it; None where PyTorch measured
+    cpu_s: float | None = None  # CPU time of the thread; None for PyTorch's phases
 
     def add(self, s: float, cpu_s: float) -> None:
         self.calls, self.s, self.cpu_s = self.calls + 1, self.s + s, (self.cpu_s or 0.0) + cpu_s
@@ -93,7 +91,7 @@ class Clock:
         return run
 
     def waiting(self, name: str, manager: Callable[..., Any]) -> Callable[..., Any]:
-        """A context manager whose leaving is a phase."""
+        """A context manager whose exit is a phase."""
 
         @contextlib.contextmanager
         def managed(*args: Any, **kwargs: Any) -> Iterator[None]:
@@ -110,7 +108,7 @@ class Clock:
 
 @contextlib.contextmanager
 def timed_functions(clock: Clock) -> Iterator[None]:
-    """``TIMED``, every pass and the wait for our kernels, measured inside."""
+    """Measure ``TIMED``, every pass and the wait for our kernels inside the block."""
     with contextlib.ExitStack() as patches:
         for module, name, phase in TIMED:
             with contextlib.suppress(ImportError):  # Triton, on some machines
@@ -132,7 +130,7 @@ def _replace(patches: contextlib.ExitStack, module: Any, name: str, change: Call
 def first_call(
     compile: Callable[[], Forward], images: Tensor, cprofile: Path | None = None
 ) -> tuple[Tensor, dict[str, Phase]]:
-    """The output of the first call of what ``compile`` returns, and the phases of both; nothing is left changed."""
+    """The output of the first call of what ``compile`` returns, and the phases of both; restores all patches."""
     from torch._dynamo.utils import compilation_time_metrics
 
     clock, profiler = Clock(), cProfile.Profile()
@@ -153,7 +151,7 @@ def first_call(
 def profile_provider(
     name: str, model: str, batch: int, device: str, smoke: bool, cprofile: Path | None = None
 ) -> dict[str, Phase]:
-    """One provider's phases. The output is checked first."""
+    """One provider's phases; checks the output."""
     provider = PROVIDERS[name]
     subject = Subject.build(model, batch, device, smoke)
     images = subject.images.to(device, provider.dtype)
@@ -171,7 +169,7 @@ def _in_this_process(caches: str, *arguments: Any) -> dict[str, Phase]:
 
 
 def profile_in_a_new_process(*arguments: Any) -> dict[str, Phase]:
-    """``profile_provider`` with nothing compiled or imported before."""
+    """``profile_provider`` without anything compiled or imported before."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as caches, ProcessPoolExecutor(1, mp_context=spawn) as process:
         return process.submit(_in_this_process, caches, *arguments).result()
@@ -192,27 +190,20 @@ def show(phases: dict[str, Phase]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Print a table for each provider; returns the exit status."""
-    parser = argument_parser("profile_first_call", __doc__, output=False)
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="write the phases here")
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))
+    parser = profile_parser("profile_first_call", __doc__, DEFAULT)
     parser.add_argument("--cprofile", type=output_folder, metavar="FOLDER", help="write PROVIDER.prof here, for pstats")
     arguments = parser.parse_args(argv)
-    device = choose_device(arguments.smoke)
-    model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)
-    document: dict[str, Any] = {"machine": describe_machine(device), "model": model, "batch": batch, "providers": {}}
-    for name in arguments.providers:
+
+    def profile(name: str, model: str, batch: int, device: str) -> dict[str, Any]:
         stats = None
         if arguments.cprofile is not None:
             arguments.cprofile.mkdir(parents=True, exist_ok=True)
             stats = arguments.cprofile / f"{name}.prof"
         phases = profile_in_a_new_process(name, model, batch, device, arguments.smoke, stats)
         print(f"{name}, {model}, batch {batch}\n\n{show(phases)}", flush=True)
-        document["providers"][name] = {phase: took.to_json() for phase, took in phases.items()}
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        return {phase: took.to_json() for phase, took in phases.items()}
+
+    profile_each(arguments, profile)
     return 0
 
 

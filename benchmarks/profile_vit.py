@@ -1,23 +1,23 @@
 """The kernels of one forward pass of a vision transformer, and of one of its blocks: names, launches, milliseconds.
 
-The kernels of a block are what a model of ``DEPTH + 1`` blocks launches beyond one of ``DEPTH``: patch embedding,
-head and the first and last block, whose neighbours differ, cancel. Names that Inductor numbers are taken together.
-Without a GPU, for ``--smoke``, PyTorch's operators take the place of kernels.
+The kernels of a block are the difference between models of ``DEPTH + 1`` and ``DEPTH`` blocks, in which patch
+embedding, head, first and last block cancel. Kernels whose names differ only in Inductor's numbers are added up.
+Without a GPU, for ``--smoke``, PyTorch's operators replace kernels.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, profiler
 from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity
 
 from benchmarks import models
 from benchmarks.harness import argument_parser, comma_separated
@@ -26,7 +26,7 @@ from benchmarks.models import Forward
 from benchmarks.tables import number, table
 from benchmarks.vit_gpu import choose_device
 from benchmarks.vit_gpu_cases import PROVIDERS, Subject, inference, prepare
-from qframework.outputs import output_file
+from qframework.files import write_json
 
 DEFAULT = ("qframework_static", "qframework_dynamic", "fp16_compiled")
 DEPTH, SMOKE_DEPTH = 3, 1
@@ -45,7 +45,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """What a provider launches for one forward pass."""
+    """The launches of a provider in one forward pass."""
 
     kernels: tuple[Kernel, ...]  # the longest first
 
@@ -63,7 +63,7 @@ class Profile:
         return sum(kernel.ms for kernel in self.kernels)
 
     def beyond(self, smaller: Profile) -> Profile:
-        """What this launches that ``smaller`` does not."""
+        """The launches of this profile beyond those of ``smaller``."""
         before = {kernel.name: kernel for kernel in smaller.kernels}
         after = {kernel.name: kernel for kernel in self.kernels}
         none = Kernel("", 0.0, 0.0)
@@ -99,11 +99,11 @@ def plain_name(name: str) -> str:
 
 
 def profile_forward(forward: Forward, images: Tensor, device: str) -> Profile:
-    """Mean of ``FORWARDS`` passes after ``WARM_UP``; compiled, and inside an inference context, before."""
+    """Mean of ``FORWARDS`` passes after ``WARM_UP`` passes of a compiled ``forward``, in an inference context."""
     for _ in range(WARM_UP):
         forward(images)
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == "cuda")
-    with profile(activities=activities) as profiled:
+    with profiler.profile(activities=activities) as profiled:
         for _ in range(FORWARDS):
             forward(images)
         if device == "cuda":
@@ -116,7 +116,7 @@ def profile_forward(forward: Forward, images: Tensor, device: str) -> Profile:
 
 
 def _launches(profiled: Any, device: str) -> Iterator[tuple[str, float]]:
-    """Name and microseconds of everything the GPU did, or of PyTorch's outermost operators on the CPU."""
+    """Name and microseconds of all GPU activities, or of PyTorch's outermost operators on the CPU."""
     for event in profiled.events():
         on_gpu = event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False)
         if on_gpu if device == "cuda" else _is_outermost(event):
@@ -134,7 +134,7 @@ def _is_outermost(event: Any) -> bool:
 
 
 def profile_provider(name: str, model: str, batch: int, device: str, smoke: bool, **arguments: Any) -> Profile:
-    """One provider's kernels; ``arguments`` go to timm. The output is checked before anything is counted."""
+    """One provider's kernels; ``arguments`` go to timm. Checks the output first."""
     torch._dynamo.reset()
     provider = PROVIDERS[name]
     subject = Subject.build(model, batch, device, smoke, **arguments)
@@ -158,27 +158,40 @@ def profile_block(name: str, model: str, batch: int, device: str, smoke: bool) -
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print both tables of every provider; returns the exit status."""
-    parser = argument_parser("profile_vit", __doc__, output=False)
-    parser.add_argument("--output", type=output_file, metavar="FILE.json", help="write the profiles here")
-    parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(DEFAULT))
-    parser.add_argument("--block-only", action="store_true", help="leave out the whole model, which compiles longer")
+    parser = profile_parser("profile_vit", __doc__, DEFAULT)
+    parser.add_argument("--block-only", action="store_true", help="skip the whole model, which compiles longer")
     arguments = parser.parse_args(argv)
-    device = choose_device(arguments.smoke)
-    model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)
-    document: dict[str, Any] = {"machine": describe_machine(device), "model": model, "batch": batch, "providers": {}}
-    for name in arguments.providers:
+
+    def profile(name: str, model: str, batch: int, device: str) -> dict[str, Any]:
         found = {"block": profile_block(name, model, batch, device, arguments.smoke)}
         if not arguments.block_only:
             found["forward"] = profile_provider(name, model, batch, device, arguments.smoke)
         for part, kernels in found.items():
             print(f"{name}, {model}, batch {batch}: one {part}, {kernels.launches:g} kernels\n\n{kernels}", flush=True)
-        document["providers"][name] = {part: kernels.to_json() for part, kernels in found.items()}
-        if arguments.output is not None:
-            arguments.output.parent.mkdir(parents=True, exist_ok=True)
-            arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+        return {part: kernels.to_json() for part, kernels in found.items()}
+
+    profile_each(arguments, profile)
     return 0
+
+
+def profile_parser(benchmark: str, description: str | None, providers: Sequence[str]) -> argparse.ArgumentParser:
+    """The options of a profile: a model, a batch and the providers; ``--output`` takes all of them."""
+    parser = argument_parser(benchmark, description, "document")
+    parser.add_argument("--model", default="vit_base_patch16_224", help="a vision transformer of timm")
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(providers))
+    return parser
+
+
+def profile_each(arguments: argparse.Namespace, profile: Callable[[str, str, int, str], dict[str, Any]]) -> None:
+    """Call ``profile`` with each provider, the model, the batch and the device, and write what it returns so far."""
+    device = choose_device(arguments.smoke)
+    model, batch = (models.SMOKE_MODEL, 2) if arguments.smoke else (arguments.model, arguments.batch)
+    document: dict[str, Any] = {"machine": describe_machine(device), "model": model, "batch": batch, "providers": {}}
+    for name in arguments.providers:
+        document["providers"][name] = profile(name, model, batch, device)
+        if arguments.output is not None:
+            write_json(arguments.output, document)
 
 
 if __name__ == "__main__":

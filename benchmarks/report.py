@@ -1,14 +1,15 @@
-"""``docs/performance.md`` and its plots from the files in ``benchmarks/results/``; never edited by hand.
+"""Generates ``docs/performance.md`` and its plots from the files in ``benchmarks/results/``.
 
-``python -m benchmarks.report`` writes the page and beside it ``docs/accuracy.md`` from ``benchmarks/results/accuracy/``
-and ``docs/training-results.md`` from ``benchmarks/results/training/``; ``--check`` exits with 1 when a page or plot is
-stale. Equal results give an equal page. Beside every table stand machine, versions, commit and date; every ratio is
-computed here; what is slower than a peer is listed first.
+``python -m benchmarks.report`` also writes ``docs/accuracy.md`` from ``benchmarks/results/accuracy/`` and
+``docs/training-results.md`` from ``benchmarks/results/training/``. ``--check`` exits with 1 if a page or plot is stale.
+Equal results give identical pages. Every table comes with machine, versions, commit and date; the cases where a peer is
+faster come first.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import hashlib
 import json
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from benchmarks import report_accuracy, report_training
 from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.machine import REPOSITORY
+from benchmarks.pages import Page, Plot
 from benchmarks.plots import draw, mark
 from benchmarks.report_attention import PARTS, attention_tables
 from benchmarks.report_targets import targets_section
@@ -34,6 +36,7 @@ from benchmarks.tables import (
     ratio,
     scientific,
     shown,
+    slower,
     speed,
     split,
     table,
@@ -43,35 +46,37 @@ from qframework.outputs import output_file
 
 RESULTS = REPOSITORY / "benchmarks" / "results"
 PAGE = REPOSITORY / "docs" / "performance.md"
-# What every other provider's speed is also given as a multiple of.
+# The providers that every other speed is also divided by.
 BASELINES = {"int8_linear": "torch_fp16", "attention": "torch_flash", "vit_cpu": "fp32_eager", "vit_gpu": "fp32"}
 HEAD = """# Performance
 
-Written by `python -m benchmarks.report` from the files in `benchmarks/results/`: change those, not this page.
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/`. Do not edit it.
 
-A result is compared with an FP64 or FP32 oracle before it is timed, and a wrong one gets no time. On a GPU, CUDA events
-with the L2 cache flushed before every call, or, for calls of microseconds, many of them in one CUDA graph; before a
-GEMM the GPU rests for half a millisecond, so that the host does not count. On a CPU, wall clock with the providers
-taking turns. Tables hold medians; of several runs in one file their geometric mean, and as the spread what the fastest
-took less than the slowest. Of what was measured more than once on a machine, the newest is shown; every measurement,
-with its percentiles, memory and errors, is in the files. Absolute figures belong to one machine; ratios travel better.
+Results are compared with an FP64 or FP32 oracle before they are timed, and wrong results get no time. GPU times are
+CUDA events with the L2 cache flushed before each call; calls of microseconds are timed many at once in a CUDA graph.
+The GPU sleeps for half a millisecond before a GEMM, which excludes launch overhead. CPU times are wall clock, with the
+providers taking turns. Tables show medians. For several runs in one file they show the geometric mean, and as spread
+how much less time the fastest run took than the slowest. Only the newest measurement on each machine is shown; the
+files hold all of them, with percentiles, memory and errors. Ratios carry over to other machines better than absolute
+figures.
 """
-SHAPES_NOTE = """TFLOP/s of 2MNK at the median, the fastest of a row in bold. `torch_int_mm` leaves out scales and bias,
-`scaled_mm_fp8` and `scaled_mm_fp8_precise` the bias; `qframework_int8_out` and `qframework_gelu_int8_out` also quantize
-their result. Small shapes are timed as calls replayed in one CUDA graph, whoever is called.
+SHAPES_NOTE = """Median TFLOP/s, counting 2MNK operations, with the fastest of each row in bold. `torch_int_mm` applies
+neither scales nor bias, `scaled_mm_fp8` and `scaled_mm_fp8_precise` no bias; `qframework_int8_out` and
+`qframework_gelu_int8_out` also quantize their result. Small shapes are timed as calls replayed in one CUDA graph, for
+every provider.
 """
 NOISE = 0.02  # of speed, between runs of the same code
-SLOWER_THAN_BEFORE = """Slower than in the run before it on the same device, by more than 2 percent:
+SLOWER_THAN_BEFORE = """More than 2 percent slower than in the previous run on the same device:
 """
 NOTHING = """
 ## Nothing measured yet
 
-There are no results. `python -m benchmarks.vit_cpu --output benchmarks/results/vit_cpu.json` makes the first.
+There are no results. `python -m benchmarks.vit_cpu --output benchmarks/results/vit_cpu.json` creates the first.
 """
 
 
 def load_run(path: Path) -> Run | None:
-    """Read a result file; None for a smoke run's, whose times mean nothing. Raises FileFormatError on any other."""
+    """Read a result file; None for one of a smoke run. Raises FileFormatError for other files."""
     results = Results.load(path)
     if results.smoke:
         return None
@@ -82,7 +87,7 @@ def load_run(path: Path) -> Run | None:
 
 
 def load_runs(folder: Path) -> list[Run]:
-    """All runs in ``folder``: by benchmark, the newest first."""
+    """All runs in ``folder``, sorted by benchmark, then newest first."""
     runs = [run for path in sorted(folder.glob("*.json")) if (run := load_run(path)) is not None]
     runs.sort(key=lambda run: str(run.machine.get("date")), reverse=True)
     order = list(TITLES)
@@ -100,31 +105,16 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _losses(runs: Sequence[Run]) -> str:
-    """Every place where the best of qframework is slower than a peer, and every provider that was faster before."""
-    rows = [row for run in shown(runs) for group in run.groups() if (row := _lost(run, group))]
-    text = "## Where qframework is slower\n\n"
-    text += (
-        table(["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"], rows)
-        if rows
-        else ("Nowhere in these runs.\n")
-    )
+    """The cases where a peer is faster than the best of qframework, and regressions."""
+    text = f"## Where qframework is slower\n\n{slower(shown(runs), speed, lambda record: record.subject)}"
     if regressions := _regressions(runs):
-        header = [
-            "what",
-            "provider",
-            "run",
-            "speed",
-            "the run before",
-            "speed",
-            "ratio",
-            "what the note of the newer run says first",
-        ]
+        header = ["what", "provider", "run", "speed", "previous run", "speed", "ratio", "note of the newer run"]
         text += f"\n{SLOWER_THAN_BEFORE}\n{table(header, regressions)}"
     return text
 
 
 def _regressions(runs: Sequence[Run]) -> list[list[str]]:
-    """Providers of qframework whose newest run is slower than the one before it, by more than ``NOISE``."""
+    """Providers of qframework whose newest run is slower than the previous one by more than ``NOISE``."""
     newest_first = sorted(runs, key=lambda run: str(run.machine.get("date")), reverse=True)
     speeds: dict[tuple[object, ...], list[tuple[Run, float]]] = {}
     for run in newest_first:
@@ -140,18 +130,6 @@ def _regressions(runs: Sequence[Run]) -> list[list[str]]:
         for key, ((now, new), (before, old), *_) in ((key, pairs) for key, pairs in speeds.items() if len(pairs) > 1)
         if new < (1 - NOISE) * old
     ]
-
-
-def _lost(run: Run, group: Sequence[Record]) -> list[str]:
-    """The row of one shape or model, empty where nothing is faster than the best of qframework."""
-    ours, peers = split(group)
-    best = max(ours, key=speed, default=None)
-    faster = [peer for peer in peers if best and speed(peer) > speed(best)]
-    if best is None or not faster:
-        return []
-    faster.sort(key=speed, reverse=True)
-    multiples = ", ".join(f"{ratio(speed(best), speed(peer))} {peer.provider}" for peer in faster)
-    return [run.title, best.subject, best.provider, multiples]
 
 
 def _section(run: Run) -> str:
@@ -181,10 +159,10 @@ def _shapes_table(run: Run) -> str:
 
 
 def _broken(run: Run) -> str:
-    """What has no time, and why."""
+    """The records without a time, and why."""
     broken = [record for record in run.records if record.status in BROKEN]
     rows = [[record.subject, record.provider, f"{record.status}: {record.reason}"] for record in broken]
-    return table(["M,N,K", "provider", "no time because"], rows)
+    return table(["M,N,K", "provider", "reason for no time"], rows)
 
 
 def _best_ratio(group: Sequence[Record]) -> str:
@@ -193,7 +171,7 @@ def _best_ratio(group: Sequence[Record]) -> str:
 
 
 def _group_table(run: Run, group: Sequence[Record]) -> str:
-    """Everything measured for one shape, or for one model and batch; columns nobody filled are left out."""
+    """All measurements of one shape, or of one model and batch; empty columns are left out."""
     baseline = next((speed(record) for record in group if record.provider == BASELINES.get(run.benchmark)), 0.0)
     best_peer = max((speed(record) for record in split(group)[1]), default=0.0)
     columns: dict[str, Callable[[Record], str]] = {
@@ -218,7 +196,7 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
         "worst image dB": lambda record: number(record.worst_sqnr_db),
         "prepare s": lambda record: number(record.prepare_s),
         "first call s": lambda record: number(record.first_call_s),
-        "no time because": lambda record: "" if record.status == "ok" else f"{record.status}: {record.reason}",
+        "reason for no time": lambda record: "" if record.status == "ok" else f"{record.status}: {record.reason}",
     }
     filled = {name: [column(record) for record in group] for name, column in columns.items()}
     used = {name: cells for name, cells in filled.items() if any(cells)}
@@ -229,34 +207,14 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
 # Command line ---------------------------------------------------------------------------------------------------------
 
 
-def stale_files(runs: Sequence[Run], page: Path) -> list[Path]:
-    """The page and plots that are missing, differ from what ``runs`` give, or belong to no run."""
-    assets = page.parent / "assets"
-    stale = [] if page.exists() and page.read_text() == render(runs) else [page]
-    plots = {assets / run.plot: run for run in shown(runs)}
-    stale += [path for path, run in plots.items() if not (path.exists() and mark(run) in path.read_text())]
-    return stale + _orphans(runs, assets)
-
-
-def _orphans(runs: Sequence[Run], assets: Path) -> list[Path]:
-    return sorted(set(assets.glob("performance-*.svg")) - {assets / run.plot for run in shown(runs)})
-
-
-def write(runs: Sequence[Run], page: Path) -> None:
-    """Write the page, draw the plots that are not up to date, remove those of runs that are gone."""
-    assets = page.parent / "assets"
-    assets.mkdir(parents=True, exist_ok=True)
-    stale = stale_files(runs, page)
-    for run in shown(runs):
-        if assets / run.plot in stale:
-            draw(run, assets / run.plot)
-    for orphan in _orphans(runs, assets):
-        orphan.unlink()
-    page.write_text(render(runs))
+def performance_page(runs: Sequence[Run], path: Path) -> Page:
+    """The performance page of ``runs`` with a plot for each run shown."""
+    plots = {run.plot: Plot(mark(run), functools.partial(draw, run)) for run in shown(runs)}
+    return Page(path, render(runs), plots, "performance-*.svg")
 
 
 def _smoke() -> int:
-    """A page with one made-up run, written and checked in a temporary folder."""
+    """Write and check a page with one made-up run in a temporary folder."""
     record = Record(benchmark="int8_linear", op="int8_linear", shape=[1, 2, 3], provider=OURS, p50_ms=1.0, tflops=1.0)
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder, "results")
@@ -272,8 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of result files")
     parser.add_argument("--page", type=output_file, default=PAGE, help="the page; plots go to assets/ beside it")
-    parser.add_argument("--smoke", action="store_true", help="draw a page of made-up results and throw it away")
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 when something is stale")
+    parser.add_argument("--smoke", action="store_true", help="write a page of made-up results to a temporary folder")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if something is stale")
     arguments = parser.parse_args(argv)
     if arguments.smoke:
         return _smoke()
@@ -286,16 +244,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     folder = arguments.page.parent
-    accuracy_page, training_page = folder / report_accuracy.NAME, folder / report_training.NAME
+    pages = [
+        performance_page(runs, arguments.page),
+        Page(folder / report_accuracy.NAME, accuracy),
+        report_training.training_page(trained, folder / report_training.NAME),
+    ]
     if not arguments.check:
-        write(runs, arguments.page)
-        accuracy_page.write_text(accuracy)
-        report_training.write(trained, training_page)
-        print(f"{arguments.page}: {len(runs)} runs; {accuracy_page}; {training_page}: {len(trained.runs)} runs")
+        for page in pages:
+            page.write()
+            print(page.path)
         return 0
-    stale = stale_files(runs, arguments.page)
-    stale += [accuracy_page] * (not accuracy_page.exists() or accuracy_page.read_text() != accuracy)
-    stale += report_training.stale_files(trained, training_page)
+    stale = [path for page in pages for path in page.stale()]
     for path in stale:
         print(f"{path} is stale: run python -m benchmarks.report", file=sys.stderr)
     return int(bool(stale))

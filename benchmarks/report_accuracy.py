@@ -1,4 +1,4 @@
-"""``docs/accuracy.md`` from the files in ``benchmarks/results/accuracy/``; written and checked by benchmarks.report."""
+"""Generates ``docs/accuracy.md`` from the files in ``benchmarks/results/accuracy/``, called by benchmarks.report."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ FOLDER = "accuracy"  # below the folder of results
 NAME = "accuracy.md"
 HEAD = """# Accuracy
 
-Written by `python -m benchmarks.report` from the files in `benchmarks/results/accuracy/`: change those, not this page.
-[Choosing a configuration](accuracy-guide.md) says what to do with it.
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/accuracy/`. Do not edit it.
+[Keeping accuracy](accuracy-guide.md) explains how to choose a configuration.
 
-Every model is trained here, from a seed; `python -m benchmarks.accuracy` trains what `build/` does not hold and
-measures all of it on a CPU. The same seed gives the same figures. INT8 has static, calibrated scales, by min-max where
-nothing else is said, INT8-D dynamic ones. Converted graphs run in PyTorch, which computes in float what their integers
-stand for. Points lost are those below FP32 of the same model; negative ones are gained.
+`python -m benchmarks.accuracy` trains the models, unless `build/` holds them, and measures them on a CPU; equal seeds
+give equal figures. INT8 has static scales, from min-max calibration unless noted otherwise, INT8-D has dynamic scales.
+Converted graphs run in PyTorch, which simulates INT8 in float. Points lost are relative to the same model in FP32;
+negative values are gains.
 """
 NOTHING = """
 ## Nothing measured yet
 
-There are no results. `python -m benchmarks.accuracy --output benchmarks/results/accuracy/cpu.json` makes the first.
+There are no results. `python -m benchmarks.accuracy --output benchmarks/results/accuracy/cpu.json` creates the first.
 """
 TITLES = {
     "digits": "Digits ViTs with outlier channels, top-1",
     "shapes": "Segmentation of textured shapes, mean IoU",
 }
 NOTES = {
-    "digits": f"""timm's VisionTransformer on scikit-learn's handwritten digits, in several sizes. Behind
-every LayerNorm {OUTLIER_CHANNELS} channels are made {OUTLIER_FACTOR:g} times as large, and the weights that read them
-as much smaller, which changes nothing in FP32: the outliers of real transformers. A seed decides training, the
-third of the images that is held out, and the outliers.
+    "digits": f"""timm's VisionTransformer on scikit-learn's handwritten digits, in several sizes, with the outliers of
+large transformers: {OUTLIER_CHANNELS} channels behind every LayerNorm are {OUTLIER_FACTOR:g} times as large, and the
+weights that read them smaller by the same factor, which does not change the function in FP32. The seed determines the
+training, the held-out third of the images, and the outliers.
 """,
-    "shapes": """A small SamModel of transformers, trained with box prompts on shapes cut from scikit-image's
-photographs. Windows, global attention and relative positions are as in SAM. The image encoder is quantized, prompts and
-masks stay in FP32. Held-out pictures share no photograph with training or calibration.
-`python examples/train_sam_shapes.py` makes model and pictures, on which `examples/coco_sam.py build/shapes/model
---images build/shapes/held_out/images --annotations build/shapes/held_out/instances.json` runs as on COCO.
+    "shapes": """A small SamModel of transformers, trained with box prompts on shapes with textures from scikit-image's
+photographs. It has windows, global attention and relative positions as in SAM. The image encoder is quantized; prompts
+and masks stay in FP32. Held-out pictures share no photograph with training or calibration. After
+`python examples/train_sam_shapes.py`, which makes the model and the pictures, `examples/coco_sam.py build/shapes/model
+--images build/shapes/held_out/images --annotations build/shapes/held_out/instances.json` evaluates them as for COCO.
 """,
 }
 
 
 @dataclass(frozen=True)
 class Promise:
-    """That a configuration loses at most ``drop`` points; or, with ``at_least``, so many or more."""
+    """A promise that a configuration loses at most ``drop`` points, or with ``at_least`` no fewer."""
 
     task: str
     configuration: str
@@ -60,7 +60,7 @@ class Promise:
     at_least: bool = False
 
     def holds(self, drop: float) -> bool:
-        """Whether a mean drop over the seeds keeps it."""
+        """Whether a mean drop over the seeds meets the promise."""
         return drop >= self.drop if self.at_least else drop <= self.drop
 
     @property
@@ -83,7 +83,7 @@ PROMISES = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest rows of one model of a task, and where they come from."""
+    """The newest rows of one model of a task, and their machine."""
 
     task: str
     model: str
@@ -99,7 +99,7 @@ class Measured:
         return {row.seed: row.value for row in self.rows if row.configuration == configuration}
 
     def drops(self, configuration: str) -> list[float]:
-        """Points below FP32, for each seed that has both."""
+        """Points below FP32, for each seed measured in both."""
         fp32 = self.values(FP32)
         return [fp32[seed] - value for seed, value in self.values(configuration).items() if seed in fp32]
 
@@ -111,7 +111,7 @@ class Measured:
 
 
 def load(folder: Path) -> list[Measured]:
-    """The newest file's rows of each model, by task; smoke runs do not count. Raises FileFormatError on others."""
+    """The newest rows of each model, by task, without smoke runs. Raises FileFormatError for other files."""
     found: dict[tuple[str, str], Measured] = {}
     files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
     for machine, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
@@ -138,7 +138,7 @@ def _promises(measured: Sequence[Measured]) -> str:
         if each.task == promise.task
     ]
     header = ["what", "model", "configuration", "points lost must be", "mean", "worst seed", ""]
-    return f"## What was promised\n\n{table(header, rows)}"
+    return f"## Targets\n\n{table(header, rows)}"
 
 
 def _outcome(promise: Promise, measured: Measured) -> list[str]:
@@ -150,12 +150,12 @@ def _outcome(promise: Promise, measured: Measured) -> list[str]:
 
 
 def _section(task: str, measured: Sequence[Measured]) -> str:
-    """One task's models; empty where there is none."""
+    """The section of a task; empty without models."""
     return "\n".join([f"## {TITLES[task]}\n", NOTES[task], *map(_model, measured)]) if measured else ""
 
 
 def _model(measured: Measured) -> str:
-    """All configurations of one model, and where they were measured."""
+    """The table of a model, and its machine."""
     rows = []
     for name in measured.configurations():
         values, drops = list(measured.values(name).values()), measured.drops(name)
@@ -168,5 +168,5 @@ def _model(measured: Measured) -> str:
 
 
 def points(value: float) -> str:
-    """Two digits, and no negative zero."""
+    """Two decimals, without negative zero."""
     return f"{round(value, 2) + 0.0:.2f}"

@@ -8,24 +8,24 @@ from benchmarks.harness import Record
 from benchmarks.tables import OURS, Run, bold_if, is_ours, number, ratio, speed, split, table
 
 SHAPE = "B,H,N,D"
-SPLIT_NOTE = """A whole call may take less than the sum, where it quantizes inside the kernel, and elsewhere more.
+SPLIT_NOTE = """A whole call can take less than the sum, if it quantizes inside the kernel, or more.
 """
 PARTS = ("attention_quantize", "attention_kernel")  # op of the records that time a part of a call
-NOTE = """TOP/s of 4 B H N N D (half if causal) at the median, of whole calls: smoothing, quantization and the kernel.
-The fastest of a row is in bold. `mixed_static` starts from INT8 and ends in INT8, all others start and end in float16.
-Relative L1 errors are against float32 attention on normal Q and V and on K with a bias per channel.
+NOTE = """Median TOP/s of whole calls (smoothing, quantization and kernel), counting 4 B H N N D operations, or half of
+them if causal. The fastest of each row is in bold. `mixed_static` has INT8 inputs and outputs, all others float16.
+Relative L1 errors are against float32 attention, with normal Q and V and a bias per channel of K.
 """
 
 
 def attention_tables(run: Run) -> str:
-    """Peers beside the fastest variant, every variant, what each costs in accuracy, and what a call is made of."""
+    """The fastest variant against the peers, all variants, their errors, and the parts of a call."""
     groups = [group for group in run.groups() if group[0].op == "attention"]
     parts = [NOTE, _against_peers(groups), "### Every variant, TOP/s\n", _by_provider(groups, speed, number, is_ours)]
     parts += ["### Relative L1 error\n", _by_provider(groups, _error, _four_digits, lambda record: True)]
     if refused := _refused(groups):
-        parts += ["### Wrong, so not timed\n", refused]
+        parts += ["### Wrong and not timed\n", refused]
     if split_times := _split_times(run):
-        parts += ["### Milliseconds of quantization and of the kernel, each alone\n", SPLIT_NOTE, split_times]
+        parts += ["### Milliseconds of quantization and of the kernel alone\n", SPLIT_NOTE, split_times]
     return "\n".join(parts)
 
 
@@ -46,11 +46,11 @@ def _against_peers(groups: Sequence[Sequence[Record]]) -> str:
 
 
 def _refused(groups: Sequence[Sequence[Record]]) -> str:
-    """Providers whose result the check refused, with the shapes and the reason; empty where all were right."""
+    """Providers with wrong results, with shapes and reasons; empty if there are none."""
     wrong = [record for group in groups for record in group if record.status == "wrong"]
     wrong.sort(key=is_ours)
     rows = [[record.provider, record.subject, record.reason or ""] for record in wrong]
-    return table(["provider", SHAPE, "what the check found"], rows) if rows else ""
+    return table(["provider", SHAPE, "failed check"], rows) if rows else ""
 
 
 def _by_provider(
@@ -59,7 +59,7 @@ def _by_provider(
     text: Callable[[float | None], str],
     wanted: Callable[[Record], bool],
 ) -> str:
-    """One row for each shape, one column for each provider; empty where nothing was measured."""
+    """One row for each shape, one column for each provider; empty cells were not measured."""
     names = _names(groups, wanted)
     rows = []
     for group in groups:
@@ -69,7 +69,7 @@ def _by_provider(
 
 
 def _split_times(run: Run) -> str:
-    """``quantization + kernel`` for each shape and variant that was split; empty where none was."""
+    """``quantization + kernel`` for each shape and variant measured in parts; empty if none was."""
     times: dict[str, dict[tuple[str, str | None], str]] = {}
     for record in run.records:
         if record.op in PARTS and record.status == "ok":
@@ -83,7 +83,7 @@ def _split_times(run: Run) -> str:
 
 
 def _names(groups: Sequence[Sequence[Record]], wanted: Callable[[Record], bool]) -> list[str]:
-    """Providers that are ``wanted`` and have a time somewhere, in the order measured."""
+    """Providers that are ``wanted`` and succeeded at some shape, in the order measured."""
     records = (record for group in groups for record in group if record.status == "ok" and wanted(record))
     return list(dict.fromkeys(record.provider for record in records))
 

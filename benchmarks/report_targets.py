@@ -1,4 +1,4 @@
-"""The section of the performance page on what was promised: every target beside the newest run that measured it."""
+"""The section of the performance page on targets: each with the newest run that measured it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from benchmarks.tables import Run
 from benchmarks.target_table import TARGETS, Outcome, Target, evaluate, rows
 
-NOTE = """Of speeds, ours over the peer's: the geometric mean over the shapes, the fastest of ours against the fastest
-peer of the same run. Of times and memory, our cost over the peer's. PASS: every run of the file holds what must be,
-with all shapes and all peers; `open`: some are still to be measured. Each row is from one file, whose name says
-whether from an H100 or an H200: the same processor, with faster memory. Rows without a `must` show what a choice
-costs.
+NOTE = """Ratios of qframework over the peer. For speed, they are geometric means over the shapes, of the fastest of
+qframework over the fastest peer in the same run; for times and memory, lower is better. PASS means that every run of
+the file meets `must` with all shapes and all peers; `open` means that some are missing. Each row comes from
+one file, whose name says H100 or H200 (the same processor with faster memory). Rows without `must` are informational.
 """
 
 
@@ -22,9 +21,9 @@ def targets_section(runs: Sequence[Run]) -> str:
 
 
 def newest(target: Target, runs: Sequence[Run], any_device: bool = False) -> tuple[Outcome | None, str]:
-    """The outcome of the newest file with all shapes and peers, else of the newest with some; the file and its commit.
+    """The outcome of the newest file with all shapes and peers, or of the newest with some; the file and its commit.
 
-    Of files from the device the target is promised for, unless ``any_device``.
+    Only files from the target's devices count, unless ``any_device``.
     """
     found = []
     for run in runs:

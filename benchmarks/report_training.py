@@ -1,11 +1,12 @@
-"""``docs/training-results.md`` from ``benchmarks/results/training/``; written and checked by benchmarks.report.
+"""Generates ``docs/training-results.md`` from ``benchmarks/results/training/``, called by benchmarks.report.
 
-Files of block_operators, block_linear and training_block lie in that folder, the runs of training_parity in one folder
-for each task below it, those of training_gradients and of training_processes in folders of their own.
+That folder holds the files of block_operators, block_linear and training_block. The runs of training_parity are in a
+subfolder for each task, those of training_gradients and training_processes in subfolders of their own.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import json
@@ -17,8 +18,9 @@ from typing import Any, NamedTuple
 
 from benchmarks import training_gradients, training_parity, training_processes
 from benchmarks.harness import Record
+from benchmarks.pages import Page, Plot
 from benchmarks.report_targets import newest
-from benchmarks.tables import Run, bold_if, machine_line, number, scientific, split, table
+from benchmarks.tables import Run, bold_if, machine_line, number, scientific, slower, table
 from benchmarks.target_table import Target, rows
 from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
 from benchmarks.training_parity import SUBJECTS, Comparison, per_block
@@ -29,43 +31,44 @@ FOLDER = "training"  # below the folder of results
 NAME = "training-results.md"
 HEAD = """# INT8 training: results
 
-Written by `python -m benchmarks.report` from the files in `benchmarks/results/training/`: change those, not this page.
-[INT8 training](training.md) says how to use it.
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/training/`. Do not edit it.
+[INT8 training](training.md) describes how to use it.
 
 `benchmarks.block_operators`, `benchmarks.block_linear` and `benchmarks.training_block` measure speed and memory,
-`benchmarks.training_parity` what it costs in accuracy, `benchmarks.training_gradients` what in a single step,
-`benchmarks.training_processes` what several GPUs bring. A result is compared with an FP64 or FP32 oracle before it is
-timed, and a wrong one gets no time. CUDA events, the L2 cache flushed before operators and linears.
+`benchmarks.training_parity` the accuracy of trained models, `benchmarks.training_gradients` the error of a single step,
+and `benchmarks.training_processes` the speedup by several GPUs. Results are compared with an FP64 or FP32 oracle before
+they are timed, and wrong results get no time. Times are CUDA events, with the L2 cache flushed before operators and
+linears.
 """
-TARGETS_NOTE = """Of speeds, ours over the peer's: the geometric mean over operators or shapes. Of memory, what is kept
-from forward to backward, ours over the peer's. PASS: every run of the file holds what must be, all of it measured. Rows
-without a `must` are reported only. Where several block sizes are ours, the fastest counts.
+TARGETS_NOTE = """Ratios of qframework over the peer: of speed, as geometric mean over operators or shapes, or of the
+memory kept from forward to backward. PASS means that every run of the file meets `must`, with all cases measured. Rows
+without `must` are informational. Where qframework has several block sizes, the fastest counts.
 """
-ACCURACY_NOTE = """Behind BF16: the mean over seeds of the distance after the last step, on equal seeds, in points of
-top-1 or percent of the loss; negative is ahead.
+ACCURACY_NOTE = """Behind BF16 is the difference after the last step, averaged over equal seeds, in points of top-1 or
+percent of the loss; negative values are better than BF16.
 """
-SIZES_NOTE = """What a block size (B x B values, or tokens x channels) buys, as multiples of speed and memory of 16 bit,
-and what it costs. The error is that of a linear's results and gradients, against the FP64 products of its float
-operands.
+SIZES_NOTE = """Speed and memory of each block size (B x B values, or tokens x channels) as multiples of 16 bit, and its
+accuracy. The error is that of a linear's results and gradients against the FP64 products of its float operands.
 """
-STEP_NOTE = """A GPT that has learned in FP32, with the same weights on the same batches: how far the mean gradient is
-from FP32's, and by how much the loss is above FP32's. In the last columns its first token is as large in two channels
-as those of language models are, and FP32 has had some steps to live with it; `per_token` and `per_tensor` never see it:
-they pass floats between linears.
+STEP_NOTE = """A GPT trained in FP32, evaluated with the same weights on the same batches: relative error of the mean
+gradient against FP32, and increase of the loss over FP32. In the last columns, two channels of the first token are as
+large as in language models, and the model has been trained in FP32 for some steps with it. `per_token` and
+`per_tensor` are not affected, since they pass floats between linears.
 """
-PROCESSES_NOTE = """`examples/train_gpt.py` alone and under `torchrun`, a GPU for each process, which share every
-batch. The seed is the same, so losses differ by rounding only. Examples a second are of training steps, without the
-first 20, in which models are compiled.
+PROCESSES_NOTE = """`examples/train_gpt.py` in one process and under `torchrun`, with a GPU for each process and every
+batch split over the processes. Seeds are equal, so losses differ only by rounding. Examples per second exclude the
+first 20 steps, in which models are compiled.
 """
 GRADIENTS, PROCESSES = "gradients", "processes"  # below the folder of training results
 PROMISED = tuple(map(per_block, BLOCK_SIZES))
 PER_TENSOR = "per_tensor"
+NOTHING = "Nothing measured yet.\n"
 Parity = Mapping[str, dict[str, list[dict[str, Any]]]]
 """Runs by task and configuration."""
 
 
 class Results(NamedTuple):
-    """All that the page shows; ``step``, ``processes``: the newest of training_gradients and training_processes."""
+    """The content of the page; ``step``, ``processes``: the newest of training_gradients and training_processes."""
 
     runs: Sequence[Run]
     parity: Parity
@@ -74,19 +77,19 @@ class Results(NamedTuple):
 
 
 def load(folder: Path, runs: Sequence[Run]) -> Results:
-    """``runs``, the files in ``folder`` itself, with what lies in the folders below it."""
+    """``runs``, which are the files in ``folder``, with the files in its subfolders."""
     return Results(runs, load_parity(folder), _load_newest(folder / GRADIENTS), _load_newest(folder / PROCESSES))
 
 
 def _load_newest(folder: Path) -> dict[str, Any] | None:
-    """The newest document in a folder, smoke runs apart; None where there is none."""
+    """The newest document in a folder that is not a smoke run, or None."""
     documents = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     real = [document for document in documents if not document["smoke"]]
     return max(real, key=lambda document: str(document["machine"]["date"]), default=None)
 
 
 def load_parity(folder: Path) -> Parity:
-    """The runs of each task that has any, smoke runs apart. Raises QFrameworkError where they are of several kinds."""
+    """The runs of each task, without smoke runs. Raises QFrameworkError if a task has runs with different settings."""
     found = {task: training_parity.read(folder, task) for task in SUBJECTS}
     return {task: runs for task, runs in found.items() if runs and not any(_is_smoke(rows) for rows in runs.values())}
 
@@ -137,10 +140,10 @@ def _comparison(task: str, name: str, parity: Parity) -> Comparison | None:
 
 
 def _per_tensor(parity: Parity) -> list[str]:
-    """Why there are blocks: a scale for each tensor loses more than blocks may, on one task at least."""
+    """The row that justifies blocks: one scale per tensor exceeds the bound of blocks on at least one task."""
     found = {task: _comparison(task, PER_TENSOR, parity) for task in SUBJECTS}
     behind = {task: each.behind for task, each in found.items() if each is not None and each.behind is not None}
-    head = ["per_tensor, visibly worse on one of them", "BF16", "more than blocks may"]
+    head = ["per_tensor, worse on one of them", "BF16", "more than the bound"]
     if not behind:
         return [*head, "", "", "not measured", ""]
     shown = ", ".join(f"{task} {value:+.2f} {SUBJECTS[task].units_behind}" for task, value in behind.items())
@@ -169,7 +172,7 @@ def plot_name(task: str) -> str:
 
 
 def _task(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
-    """Curves, the table, and the machine of the newest run."""
+    """The section of a task: curves, table, and the machine of the newest run."""
     documents = [document for rows in runs.values() for document in rows]
     latest = max((document.get("machine", {}) for document in documents), key=lambda each: str(each.get("date")))
     settings = ", ".join(f"{key} {value}" for key, value in documents[0]["settings"].items() if key != "text")
@@ -185,7 +188,7 @@ def _task(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def mark(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
-    """What a plot carries to show which runs it was drawn from, and by which code."""
+    """The text stored in a plot that identifies the runs and the code it was drawn from."""
     results = json.dumps(runs, sort_keys=True)
     code = inspect.getsource(draw_curves) + inspect.getsource(training_parity.draw)
     digests = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (results, code))
@@ -257,22 +260,13 @@ def _processes(document: dict[str, Any]) -> str:
 
 
 def _slower(runs: Sequence[Run]) -> str:
-    """Every place where a peer takes less time than the best of qframework."""
-    found = [row for run in runs for group in run.groups() if (row := _lost(run, group))]
-    header = ["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"]
-    text = table(header, found) if found else "Nowhere in these runs.\n" if runs else "Nothing measured yet.\n"
-    return f"## Where qframework is slower\n\n{text}"
+    """The cases where a peer takes less time than the best of qframework."""
+    text = slower(runs, _calls_per_ms, lambda record: f"{record.op} {record.subject}")
+    return f"## Where qframework is slower\n\n{text if runs else NOTHING}"
 
 
-def _lost(run: Run, group: Sequence[Record]) -> list[str]:
-    """The row of one operation and shape, empty where nothing is faster than the best of qframework."""
-    ours, peers = split([record for record in group if record.p50_ms])
-    if not ours:
-        return []
-    best = min(ours, key=_time)
-    faster = sorted((peer for peer in peers if _time(peer) < _time(best)), key=_time)
-    multiples = ", ".join(f"{_time(peer) / _time(best):.2f} {peer.provider}" for peer in faster)
-    return [run.title, f"{best.op} {best.subject}", best.provider, multiples] if faster else []
+def _calls_per_ms(record: Record) -> float:
+    return 1 / record.p50_ms if record.p50_ms else 0.0
 
 
 def _time(record: Record) -> float:
@@ -280,9 +274,9 @@ def _time(record: Record) -> float:
 
 
 def _section(run: Run) -> str:
-    peaks = "".join(f"A copy of a gigabyte reaches {number(peak)} {unit}.\n" for unit, peak in run.peaks.items())
+    peaks = "".join(f"Copying a gigabyte reaches {number(peak)} {unit}.\n" for unit, peak in run.peaks.items())
     parts = [f"## {run.title}\n", machine_line(run.machine, {}), *([f"{run.note}\n"] if run.note else []), peaks]
-    parts.append(f"Milliseconds, the median; the fastest in bold.\n\n{_pivot(run, _time)}")
+    parts.append(f"Median milliseconds, with the fastest in bold.\n\n{_pivot(run, _time)}")
     if any(record.activation_mb for record in run.records):
         once = [record for record in run.records if record.activation_mb and record.op != "gpt_block_forward"]
         text = _pivot(replace(run, records=once), lambda record: record.activation_mb or 0)
@@ -293,7 +287,7 @@ def _section(run: Run) -> str:
 
 
 def _pivot(run: Run, value: Callable[[Record], float]) -> str:
-    """A row for each operation and shape, a column for each provider; the least in bold."""
+    """A row for each operation and shape, a column for each provider; the lowest in bold."""
     providers = sorted(
         dict.fromkeys(record.provider for record in run.records), key=lambda name: "qframework" not in name
     )
@@ -307,7 +301,7 @@ def _pivot(run: Run, value: Callable[[Record], float]) -> str:
 
 
 def _reasons(run: Run) -> str:
-    """Why a provider has no time, once for each reason."""
+    """The reasons why providers have no time."""
     without = [record for record in run.records if record.status != "ok"]
     found = dict.fromkeys(f"- {record.provider}, {record.op}: {record.status}, {record.reason}" for record in without)
     return "No time:\n\n" + "\n".join(found) + "\n" if found else ""
@@ -316,29 +310,11 @@ def _reasons(run: Run) -> str:
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
-def stale_files(results: Results, page: Path) -> list[Path]:
-    """The page and plots that are missing, differ from what the results give, or belong to none."""
-    assets = page.parent / "assets"
-    stale = [] if page.exists() and page.read_text() == render(results) else [page]
+def training_page(results: Results, path: Path) -> Page:
+    """The page of ``results`` with a plot for each task."""
+    plots = {}
     for task, found in results.parity.items():
-        path = assets / plot_name(task)
-        if not (path.exists() and mark(task, found).encode() in path.read_bytes()):
-            stale.append(path)
-    return stale + _orphans(results.parity, assets)
-
-
-def _orphans(parity: Parity, assets: Path) -> list[Path]:
-    return sorted(set(assets.glob(plot_name("*"))) - {assets / plot_name(task) for task in parity})
-
-
-def write(results: Results, page: Path) -> None:
-    """Write the page, draw the plots that are not up to date, remove those of tasks that are gone."""
-    assets = page.parent / "assets"
-    assets.mkdir(parents=True, exist_ok=True)
-    stale = stale_files(results, page)
-    for task, found in results.parity.items():
-        if assets / plot_name(task) in stale:
-            training_parity.draw(task, found, assets / plot_name(task), mark(task, found))
-    for orphan in _orphans(results.parity, assets):
-        orphan.unlink()
-    page.write_text(render(results))
+        text = mark(task, found)
+        draw = functools.partial(training_parity.draw, task, found, description=text)
+        plots[plot_name(task)] = Plot(text, draw)
+    return Page(path, render(results), plots, plot_name("*"))

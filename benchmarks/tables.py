@@ -1,9 +1,9 @@
-"""What the performance page is made of: one run's records in groups that may be compared, and Markdown tables."""
+"""The parts of the generated pages: records in comparable groups, and Markdown tables."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ TITLES = {
     "vit_cpu": "Vision transformers on the CPU",
     "vit_gpu": "Vision transformers on a GPU",
     "vit_first_call": "First calls of vision transformers on a GPU",
-    "host_calls": "What the host spends on a call",
+    "host_calls": "Host time of a call",
     "training_block": "GPT blocks, INT8 training",
     "block_linear": "Linears of INT8 training",
     "block_operators": "Operators between INT8 blocks",
@@ -32,9 +32,9 @@ class Run:
     machine: dict[str, Any]
     peaks: dict[str, float]
     records: list[Record]
-    digest: str  # of the file's content; the plot carries it
+    digest: str  # of the file's content; stored in the plot
     note: str | None = None
-    measured: tuple[Record, ...] = ()  # each run's records, which ``records`` combines
+    measured: tuple[Record, ...] = ()  # the records of each run, which ``records`` combines
 
     @property
     def plot(self) -> str:
@@ -51,7 +51,7 @@ class Run:
         return f"{TITLES.get(self.benchmark, self.benchmark)}: {self.machine.get('device') or 'device unknown'}, {date}"
 
     def groups(self) -> list[list[Record]]:
-        """Records that may be compared: of one shape, or of one model and batch, in the order measured."""
+        """Comparable records, those of one shape or of one model and batch, in the order measured."""
         groups: dict[tuple[str | None, str], list[Record]] = {}
         for record in self.records:
             groups.setdefault((record.op, record.subject), []).append(record)
@@ -64,10 +64,9 @@ AVERAGED = (
 
 
 def shown(runs: Sequence[Run]) -> list[Run]:
-    """What a page shows of ``runs``, the newest first: what nobody has measured again on the same device.
+    """The parts of ``runs`` that a page shows: for each device and shape or model, the newest run that measured it.
 
-    Of the runs that measured a shape or a model there, the newest that has at least half of its providers: a later run
-    of a few providers does not hide the comparison with the others.
+    A run with less than half of the providers does not count, so that it cannot hide a full comparison.
     """
     groups: dict[tuple[object, ...], list[tuple[Run, set[str]]]] = {}
     for run in runs:
@@ -92,9 +91,9 @@ def _place(run: Run, record: Record) -> tuple[object, ...]:
 
 
 def combined(records: Sequence[Record]) -> list[Record]:
-    """One record for each thing measured: of several runs the geometric means and the spread.
+    """One record per measured case, with the geometric means and the spread of several runs.
 
-    A wrong or failed run is not hidden by a good one; one that was stopped is.
+    A wrong or failed run is shown even if another one passed; a timeout is not.
     """
     runs: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
@@ -119,14 +118,28 @@ def is_ours(record: Record) -> bool:
 
 
 def split(group: Sequence[Record]) -> tuple[list[Record], list[Record]]:
-    """Timed records of qframework, and of its peers."""
+    """The successful records of qframework and of its peers."""
     timed = [record for record in group if record.status == "ok"]
     return [record for record in timed if is_ours(record)], [record for record in timed if not is_ours(record)]
 
 
 def speed(record: Record) -> float:
-    """Larger is faster; 0 for a record without a time."""
+    """The rate of a record, higher is faster; 0 without a time."""
     return record.images_per_second or record.tflops or record.gbps or 0.0
+
+
+def slower(runs: Sequence[Run], value: Callable[[Record], float], what: Callable[[Record], str]) -> str:
+    """A Markdown table of the cases where a peer is faster than the best of qframework, by ``value``."""
+    rows = []
+    for run, group in [(each, group) for each in runs for group in each.groups()]:
+        ours, peers = split([record for record in group if value(record)])
+        best = max(ours, key=value, default=None)
+        faster = sorted((peer for peer in peers if best and value(peer) > value(best)), key=value, reverse=True)
+        if best and faster:
+            multiples = ", ".join(f"{ratio(value(best), value(peer))} {peer.provider}" for peer in faster)
+            rows.append([run.title, what(best), best.provider, multiples])
+    header = ["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"]
+    return table(header, rows) if rows else "Nowhere in these runs.\n"
 
 
 def ratio(value: float, base: float) -> str:
@@ -134,7 +147,7 @@ def ratio(value: float, base: float) -> str:
 
 
 def number(value: float | None) -> str:
-    """Three significant digits, thousands in full."""
+    """Three significant digits, and all digits before the decimal point."""
     if value is None or value == 0:
         return "" if value is None else "0"
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,8 +1,8 @@
-"""What qframework has to reach, as ratios of one run's records, and which of it has been reached.
+"""The targets of qframework as ratios of records of one run, and their outcomes.
 
-A target compares the best of ``ours`` with the best of ``peers``, case by case (a subject, or an operation at one), and
-takes the geometric mean over them. Both are measured in the same run of the same file. ``must`` is what is promised,
-``aim`` what is hoped for; of a cost (a time, memory) they are the most it may be, of a speed the least.
+A target compares the best of ``ours`` with the best of ``peers``, measured in the same run of the same file, case by
+case (a subject, or an operation at one), and takes the geometric mean. ``must`` is required, ``aim`` is desired; they
+are upper limits of a cost (time, memory) and lower limits of a speed.
 """
 
 from __future__ import annotations
@@ -20,54 +20,54 @@ from benchmarks.tables import speed, table
 Measure = Literal["speed", "calls_per_ms", "p50_ms", "first_call_s", "peak_mb", "activation_mb"]
 
 
-HOPPER = ("H100", "H200")  # the same processor; the second one's memory is faster, for all who are compared
+HOPPER = ("H100", "H200")  # the same processor; the H200 has faster memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """One promise."""
+    """One target."""
 
     what: str
     against: str
     benchmark: str
     subjects: tuple[str, ...]
     ours: tuple[str, ...]
-    peers: tuple[str, ...]  # each has to have been tried
-    also: tuple[str, ...] = ()  # peers that count where they were measured
+    peers: tuple[str, ...]  # all of them must have been tried
+    also: tuple[str, ...] = ()  # optional peers, which count if measured
     measure: Measure = "speed"
-    ops: tuple[str, ...] = ()  # each of them at every subject; none: whatever op the records have
+    ops: tuple[str, ...] = ()  # each at every subject; empty: any op
     must: float | None = None
     aim: float | None = None
-    devices: tuple[str, ...] = HOPPER  # parts of the names of those it is promised for; none: whatever device
+    devices: tuple[str, ...] = HOPPER  # parts of the names of the devices it applies to; empty: any device
 
     @property
     def is_cost(self) -> bool:
         return self.measure not in ("speed", "calls_per_ms")
 
     def is_for(self, device: str) -> bool:
-        """Whether it is promised for the device of this name."""
+        """Whether the target applies to the device of this name."""
         return not self.devices or any(name in device for name in self.devices)
 
     @property
     def cases(self) -> list[tuple[str, str]]:
-        """Operation, empty for any, and subject of everything that is to be measured."""
+        """Operation, empty for any, and subject of every case."""
         return [(op, subject) for op in self.ops or ("",) for subject in self.subjects]
 
     def case(self, record: Record) -> tuple[str, str]:
-        """Which of the cases ``record`` belongs to, if any."""
+        """The case that ``record`` belongs to, if any."""
         return (record.op or "") if self.ops else "", record.subject
 
     def reached(self, ratio: float, limit: float | None) -> bool:
         return limit is not None and (ratio <= limit if self.is_cost else ratio >= limit)
 
     def best(self, records: Iterable[Record]) -> Record | None:
-        """The fastest or the cheapest of those that have a value."""
+        """The fastest or cheapest record with a value."""
         valued = [record for record in records if self.value(record)]
         key = self.value
         return (min if self.is_cost else max)(valued, key=key, default=None)
 
     def value(self, record: Record) -> float:
-        """What is compared; 0 where there is none."""
+        """The compared value; 0 if there is none."""
         if record.status != "ok":
             return 0.0
         if self.measure == "calls_per_ms":
@@ -77,16 +77,16 @@ class Target:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A target's ratio in each run of a file, and what it is made of."""
+    """A target's ratio in each run of a file, with the providers compared."""
 
     target: Target
     ratios: tuple[float, ...]  # one for each run
-    which: tuple[str, ...]  # of ours, where it was the best
-    rivals: tuple[str, ...]  # of the peers, where it was the best
+    which: tuple[str, ...]  # of ours, the best in some case
+    rivals: tuple[str, ...]  # of the peers, the best in some case
     measured: int  # cases with a ratio in every run
-    open: tuple[str, ...]  # peers that have no value and may still get one: not measured, or stopped
-    without: tuple[str, ...]  # peers that have no value since they do not run or are wrong
-    wrong: tuple[str, ...] = ()  # of ours, at a case where none of ours is right
+    open: tuple[str, ...]  # peers without a value that may still get one: not measured, or timed out
+    without: tuple[str, ...]  # peers without a value because they do not run or are wrong
+    wrong: tuple[str, ...] = ()  # of ours, in cases where none of ours is right
 
     @property
     def worst(self) -> float:
@@ -98,12 +98,12 @@ class Outcome:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing that is still to be measured can change the verdict."""
+        """Whether no missing measurement can change the verdict."""
         return bool(self.wrong) or (self.measured == len(self.target.cases) and not self.open)
 
     @property
     def verdict(self) -> str:
-        """PASS where every run holds the promise, with all its subjects and peers; else what is missing."""
+        """PASS if every run meets the target with all subjects and peers, else what is missing."""
         target = self.target
         if self.wrong:
             return f"wrong: {', '.join(self.wrong)}"
@@ -166,7 +166,7 @@ def evaluate(target: Target, records: Sequence[Record]) -> Outcome | None:
 
 
 def _wrong(target: Target, run: Sequence[Record]) -> list[str]:
-    """Ours whose result is wrong, at cases where no other of ours is right."""
+    """Our providers with wrong results, in cases where no other of ours is right."""
     names: list[str] = []
     for case in target.cases:
         ours = [record for record in run if record.provider in target.ours and target.case(record) == case]
@@ -176,7 +176,7 @@ def _wrong(target: Target, run: Sequence[Record]) -> list[str]:
 
 
 def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tuple[Record, Record]]:
-    """The best of ours and the best peer by case, where there are both."""
+    """The best of ours and the best peer by case, if both exist."""
     pairs = {}
     for case in target.cases:
         records = [record for record in run if target.case(record) == case]
@@ -188,7 +188,7 @@ def _compare(target: Target, run: Sequence[Record]) -> dict[tuple[str, str], tup
 
 
 def _why_absent(peer: str, target: Target, records: Sequence[Record]) -> str:
-    """Empty where ``peer`` has a value for every case, "open" where it may still get one, else its status."""
+    """Empty if ``peer`` has a value for every case, "open" if it may still get one, else its status."""
     seen = [record for record in records if record.provider == peer and target.case(record) in target.cases]
     if {target.case(record) for record in seen} < set(target.cases):
         return "open"
@@ -199,7 +199,7 @@ def _why_absent(peer: str, target: Target, records: Sequence[Record]) -> str:
 
 
 def rows(outcomes: Sequence[tuple[Target, Outcome | None, str]]) -> str:
-    """A Markdown table of targets, their outcomes and where each was measured."""
+    """A Markdown table of targets, their outcomes and their files."""
     header = ["what", "against", "must", "aim", "measured", "verdict", "which of ours", "best peers", "where"]
     lines = []
     for target, outcome, where in outcomes:
@@ -266,7 +266,7 @@ def _linear_targets() -> list[Target]:
 
 STATIC = tuple(f"qframework_static{form}" for form in ("", "_sage", "_int8_attention", "_graphs", "_sage_graphs"))
 DYNAMIC = tuple(f"qframework_dynamic{form}" for form in ("", "_sage", "_graphs", "_sage_graphs"))
-BEFORE = ("_attention_off", "_attention_off_graphs")  # in files from before "auto" left attention to PyTorch on Hopper
+BEFORE = ("_attention_off", "_attention_off_graphs")  # in older files, when "auto" quantized attention on Hopper
 ANY_STATIC = (*STATIC, *(f"qframework_static{form}" for form in BEFORE))
 ANY_DYNAMIC = (*DYNAMIC, *(f"qframework_dynamic{form}" for form in BEFORE))
 FAST_16_BIT = ("fp16_compiled", "fp16_max_autotune")
@@ -275,7 +275,7 @@ ALSO = ("fp16", "fp16_compiled_graphs", "torchao_int8_dynamic", *(f"{name}_max_a
 
 
 def _model_targets(model: str, must: float, aim: float) -> list[Target]:
-    """What a vision transformer has to reach at batch 256; ``must`` and ``aim`` are static's."""
+    """The targets of a vision transformer at batch 256; ``must`` and ``aim`` are those of static INT8."""
     subjects, what = (f"{model}, batch 256",), f"{model}, batch 256"
 
     def faster(mode: str, ours: tuple[str, ...], must: float, aim: float) -> Target:

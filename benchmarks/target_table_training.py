@@ -1,4 +1,4 @@
-"""What INT8 training has to reach, as targets of target_table.py; what accuracy has to be is in training_parity.py."""
+"""The targets of INT8 training for target_table.py; those of accuracy are in training_parity.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HIDDEN = training_block.HIDDEN
 PROMISED_AT = 8192  # columns
 STEP = "gpt_block_forward_backward"
 LINEAR = "linear_training"
-# Each operator once: layer_norm_alone and add are the same work with its row statistics made elsewhere.
+# layer_norm_alone and add do the same work as layer_norm and add_statistics, with the row statistics elsewhere.
 DIRECTIONS = tuple(
     f"{name} {direction}"
     for name, operator in OPERATORS.items()
@@ -35,7 +35,7 @@ def _operators(what: str, ours: Sequence[BlockSize], against: str, ops: tuple[st
 
 
 def _operator_targets() -> list[Target]:
-    """All of them with each block size, and each of them with the best."""
+    """All operators together for each block size, and each operator with the best block size."""
     what = f"non-linear operators, hidden {PROMISED_AT}"
     return [
         *(
@@ -64,7 +64,7 @@ LINEARS = tuple(map(linear_in_blocks, BLOCK_SIZES))
 
 
 def subjects_of_linear(hidden: int) -> tuple[str, ...]:
-    """As records of block_linear name them."""
+    """The subjects of block_linear's records."""
     return tuple(",".join(map(str, shape)) for shape in SHAPES if shape[2] == hidden)
 
 
@@ -79,7 +79,7 @@ def _linear_targets() -> list[Target]:
 
 
 def subject_of_block(hidden: int) -> str:
-    """As records of training_block name it."""
+    """The subject of training_block's records."""
     return f"{training_block.BATCH},{training_block.TOKENS},{hidden}"
 
 
@@ -126,7 +126,7 @@ TRAINING_TARGETS: tuple[Target, ...] = (*_block_targets(), *_linear_targets(), *
 
 
 def single_size(size: BlockSize) -> list[Target]:
-    """What one block size gives: of a GPT block, of all linears, of all operators, of activation memory."""
+    """The targets of one block size: GPT block, all linears, all operators, activation memory."""
     name = block_size_name(size)
     found = {(target.what, target.against): target for target in TRAINING_TARGETS}
     block = found[f"GPT block, forward and backward, hidden {HIDDEN[-1]}", "BF16 compiled"]

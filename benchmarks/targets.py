@@ -1,10 +1,10 @@
-"""Everything that was promised, measured against every peer that is installed: one command, and the ratios.
+"""Measures all targets against every installed peer, and prints the ratios.
 
 ``python -m benchmarks.targets --output-dir DIR --name NAME`` measures part by part into ``DIR/NAME-<part>.json``,
 prints every ratio of benchmarks/target_table.py with its verdict, and writes them to ``DIR/other/NAME-targets.json``
-and, as a page with plots, to ``DIR/page/``. A long measurement can be made in several calls: ``--parts`` chooses.
-``--add-run`` keeps the runs that the files hold and adds another, for the spread; ``--runs 2`` makes two in one call.
-``--parts none`` measures nothing and prints what the files say.
+and, as a page with plots, to ``DIR/page/``. ``--parts`` selects parts, to split a long measurement; ``--parts none``
+only prints the results in the files. ``--add-run`` adds a run to the files, for the spread; ``--runs 2`` makes two in
+one call.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from benchmarks.harness import Results, argument_parser, comma_separated
 from benchmarks.machine import git_state
 from benchmarks.report_targets import newest
 from benchmarks.target_table import BASE, DYNAMIC, FAST_16_BIT, LARGE, STATIC, TARGETS, TORCHAO_FP8, rows
+from qframework.files import write_text
 from qframework.outputs import output_folder
 
 THROUGHPUT = (
@@ -39,7 +40,7 @@ CHECK_LIMIT, TIME_LIMIT = 400.0, 60.0
 
 @dataclass(frozen=True)
 class Call:
-    """How parts are measured: on which device, until when, how many processes compile at a time."""
+    """How parts are measured: device, deadline, and the number of processes that compile in parallel."""
 
     device: str
     smoke: bool
@@ -52,7 +53,7 @@ class Call:
 
 
 Part = tuple[str, Callable[[Results, Call], None]]
-"""The name of a benchmark, and what adds its records."""
+"""The name of a benchmark, and the function that adds its records."""
 
 
 def _int8_linear(results: Results, call: Call) -> None:
@@ -95,7 +96,7 @@ SMOKE_PARTS = ("int8_linear", "vit_base")
 
 
 def measure(parts: Sequence[str], files: Callable[[str], Path], call: Call, arguments: argparse.Namespace) -> int:
-    """Measure ``parts`` in turn, ``arguments.runs`` times; returns 1 where something failed."""
+    """Measure ``parts`` in turn, ``arguments.runs`` times; returns 1 if something failed."""
     broken = 0
     for turn in range(arguments.runs):
         for part in parts:
@@ -125,20 +126,18 @@ def conclude(folder: Path, name: str) -> None:
         }
         for target, outcome, where in outcomes
     ]
-    path = folder / "other" / f"{name}-targets.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
     lines = ",\n".join(f"  {json.dumps(row)}" for row in document)
-    path.write_text(f'{{\n "targets": [\n{lines}\n ]\n}}\n')
+    write_text(folder / "other" / f"{name}-targets.json", f'{{\n "targets": [\n{lines}\n ]\n}}\n')
     _write_page(runs, folder)
 
 
 def _write_page(runs: Sequence[Any], folder: Path) -> None:
-    """The page of docs/ for the tracked results, else one of these results alone."""
+    """Write the page in docs/ for the tracked results, or a page of these results alone."""
     if importlib.util.find_spec("matplotlib") is None:
         print("no page and no plots: matplotlib is not installed")
         return
     page = report.PAGE if folder.resolve() == report.RESULTS.resolve() else folder / "page" / "performance.md"
-    report.write(runs, page)
+    report.performance_page(runs, page).write()
     print(f"{page}: {len(runs)} runs")
 
 
@@ -146,25 +145,25 @@ def _write_page(runs: Sequence[Any], folder: Path) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argument_parser("targets", __doc__, output=False)
+    parser = argument_parser("targets", __doc__, "none")
     parser.add_argument("--output-dir", type=output_folder, help="folder of the results (default: a temporary one)")
-    parser.add_argument("--name", default="targets", help="how the files' names begin, such as 2026-11-22-h100")
+    parser.add_argument("--name", default="targets", help="prefix of the files' names, such as 2026-11-22-h100")
     parser.add_argument(
         "--parts", type=comma_separated([*PARTS, "none"]), help=f"of {', '.join(PARTS)} (default: all; or none)"
     )
-    parser.add_argument("--add-run", action="store_true", help="keep the runs of the same code that the files hold")
-    parser.add_argument("--runs", type=int, default=1, help="how often everything is measured")
-    parser.add_argument("--jobs", type=int, default=8, help="providers that compile and are checked at a time")
+    parser.add_argument("--add-run", action="store_true", help="add a run to those in the files, of the same code")
+    parser.add_argument("--runs", type=int, default=1, help="number of runs")
+    parser.add_argument("--jobs", type=int, default=8, help="providers to compile and check in parallel")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds for everything")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print the ratios and write them; returns 1 where a provider failed, not where a target is missed."""
+    """Measure, print the ratios and write them; returns 1 if a provider failed, but not if a target is missed."""
     parser = _parser()
     arguments = parser.parse_args(argv)
-    if (arguments.add_run or arguments.runs > 1) and git_state()[1]:  # said now, not after the first run
-        parser.error("several runs of a tree with local changes may differ; accepted: a commit as it is")
+    if (arguments.add_run or arguments.runs > 1) and git_state()[1]:  # before the first run
+        parser.error("several runs need committed code, got a tree with local changes")
     parts = [part for part in arguments.parts or (SMOKE_PARTS if arguments.smoke else PARTS) if part != "none"]
     device = vit_gpu.choose_device(arguments.smoke or not parts)
     call = Call(device, arguments.smoke, time.monotonic() + arguments.limit, arguments.jobs)

@@ -1,4 +1,4 @@
-"""How things are timed: every call on its own, or many in one CUDA graph, or providers taking turns."""
+"""Timing: of single calls, of many calls in one CUDA graph, or of providers that take turns."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-SLEEP_CYCLES = 1_000_000  # about half a millisecond, more than any host takes to launch
+SLEEP_CYCLES = 1_000_000  # about half a millisecond, longer than a launch takes
 FLUSH_BYTES = 256 * 2**20  # several times the largest L2 cache
-GRAPH_CALLS = 200  # a launch of the graph itself costs about one call, half a percent of them
+GRAPH_CALLS = 200  # launching the graph costs about one call, half a percent
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def time_provider(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, 
 
 
 def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
-    """CUDA events around each call, the L2 cache flushed before it (``triton.testing.do_bench``)."""
+    """CUDA events around each call, with the L2 cache flushed before it (``triton.testing.do_bench``)."""
     from triton.testing import do_bench
 
     once_ms = _wall_ms(fn, torch.cuda.synchronize)
@@ -48,7 +48,7 @@ def time_cuda(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
 def time_kernel(
     fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10, sleep_cycles: int = SLEEP_CYCLES
 ) -> Timing:
-    """As ``time_provider``, but the GPU sleeps before each call until the host has launched it."""
+    """As ``time_provider``, but the GPU sleeps until the host has launched the call."""
     if device != "cuda":
         return time_cpu(fn, rep_ms, min_runs)
     once_ms = min(_wall_ms(fn, torch.cuda.synchronize) for _ in range(3))
@@ -66,9 +66,9 @@ def time_kernel(
 
 
 def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, min_runs: int = 10) -> Timing:
-    """Time of one of ``GRAPH_CALLS`` calls replayed in one CUDA graph: what the host does to launch one is not counted.
+    """Time per call of ``GRAPH_CALLS`` calls replayed in one CUDA graph, which excludes launch overhead.
 
-    The operands stay in the L2 cache where they fit. Without a GPU, as ``time_provider``.
+    The operands stay in the L2 cache if they fit. Without a GPU, as ``time_provider``.
     """
     if device != "cuda":
         return time_cpu(fn, rep_ms, min_runs)
@@ -87,14 +87,14 @@ def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, 
 
 
 def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """``GRAPH_CALLS`` calls of ``fn`` in one graph; the calls before it compile, tune and allocate."""
+    """A graph of ``GRAPH_CALLS`` calls of ``fn``, after warm-up calls that compile, tune and allocate."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         for _ in range(3):
             fn()
         torch.cuda.synchronize()
-        graph.capture_begin()  # torch.cuda.graph would collect garbage first, for longer than all calls take
+        graph.capture_begin()  # unlike torch.cuda.graph, does not collect garbage, which takes longer than the calls
         try:
             for _ in range(GRAPH_CALLS):
                 fn()
@@ -105,14 +105,14 @@ def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def time_cpu(fn: Callable[[], Any], rep_ms: float, min_runs: int) -> Timing:
-    """Wall clock of each call, after two that do not count."""
+    """Wall-clock time of each call, after two warm-up calls."""
     once_ms = min(_wall_ms(fn), _wall_ms(fn))
     runs = max(min_runs, int(rep_ms / max(once_ms, 1e-6)))
     return Timing(tuple(_wall_ms(fn) for _ in range(runs)))
 
 
 def time_interleaved(providers: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, Timing]:
-    """Wall clock, ``A B C A B C ...``: drift of the machine hits all alike. One round before them does not count."""
+    """Wall-clock times in the order ``A B C A B C ...``, so that drift affects all alike; one warm-up round first."""
     samples: dict[str, list[float]] = {name: [] for name in providers}
     for fn in providers.values():
         fn()
@@ -123,9 +123,9 @@ def time_interleaved(providers: Mapping[str, Callable[[], Any]], rounds: int) ->
 
 
 def peak_mb(fn: Callable[[], Any], device: str) -> float | None:
-    """Most memory in MB that is in use during one call, and at least what CUDA graphs keep between calls; GPU only.
+    """Peak memory of one call in MB, at least the memory that CUDA graphs keep between calls; GPU only.
 
-    A call of its own: what flushes the L2 cache while timing takes memory as well.
+    Makes a separate call, since the buffer that flushes the L2 cache also takes memory.
     """
     if device != "cuda":
         return None
@@ -134,7 +134,7 @@ def peak_mb(fn: Callable[[], Any], device: str) -> float | None:
     fn()
     torch.cuda.synchronize()
     allocated = torch.cuda.max_memory_allocated()
-    torch.cuda.empty_cache()  # what is left belongs to tensors and to graphs
+    torch.cuda.empty_cache()  # leaves the memory of tensors and graphs
     return max(allocated, torch.cuda.memory_reserved()) / 2**20
 
 

@@ -1,4 +1,4 @@
-"""torchao's training in INT8 and FP8, which the benchmarks of training compare with."""
+"""torchao's INT8 and FP8 training, the peers in the benchmarks of training."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from benchmarks.harness import UnavailableError
 
 
 def quantize_for_training(model: nn.Module) -> nn.Module:
-    """Have torchao multiply in INT8, in all three products of every linear, a scale a row; in place.
+    """Convert all three products of every linear to torchao's INT8 with a scale per row, in place.
 
-    torchao 0.18 files its linear under ATen's operators, where a call of ``F.linear`` is not looked up, and so
-    multiplies in 16 bit without a word; filed rightly, it does what it promises. With ``module_swap`` instead, Dynamo
-    refuses to compile. Raises UnavailableError where torchao has none.
+    torchao 0.18 registers its linear for ATen's operators but not for ``F.linear``, so it silently multiplies in 16
+    bit; this function registers it for ``F.linear``. Dynamo cannot compile the alternative ``module_swap``. Raises
+    UnavailableError if torchao has no INT8 training.
     """
     try:
         from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
@@ -29,9 +29,9 @@ def quantize_for_training(model: nn.Module) -> nn.Module:
 
 
 def quantize_for_fp8_training(model: nn.Module) -> nn.Module:
-    """Have torchao multiply in FP8 by cuBLAS, a scale a tensor, gradients in E5M2 and all else in E4M3; in place.
+    """Convert to torchao's FP8 products by cuBLAS, with a scale per tensor, gradients in E5M2 and the rest in E4M3.
 
-    Raises UnavailableError where torchao has none.
+    Works in place. Raises UnavailableError if torchao has no FP8 training.
     """
     try:
         from torchao.float8 import convert_to_float8_training

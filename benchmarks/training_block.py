@@ -2,11 +2,11 @@
 
     python -m benchmarks.training_block --output benchmarks/results/training/2026-11-22-h100-block.json
 
-A stack of a few pre-norm blocks with causal attention takes ``(batch, tokens, hidden)`` in BF16, so that what it costs
-to enter and leave the INT8 data flow is shared. Weights are FP32 under autocast (``bf16_weights``: BF16 throughout, as
-torchao's are). Times are of the whole stack, forward alone and forward with backward; ``activation_mb`` is what one
-block keeps from forward to backward. Output and gradients are held against FP32 before anything is timed. On a GPU
-every provider has a process of its own; some compile and are checked at a time, then each is timed alone.
+The model is a stack of a few pre-norm blocks with causal attention for ``(batch, tokens, hidden)`` in BF16, which share
+the cost of entering and leaving the INT8 data flow. Weights are FP32 under autocast (``bf16_weights``: BF16 throughout,
+like torchao's). Times are of the whole stack, forward alone and forward with backward; ``activation_mb`` is the memory
+that one block keeps from forward to backward. Output and gradients are compared with FP32 before anything is timed. On
+a GPU, every provider runs in its own process; several are checked in parallel, then each is timed alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks.boxed import Answers, Limits, Phase, check_then_time
+from benchmarks.boxed import Answers, Phase, add_limits, limits_of, run_plans
 from benchmarks.harness import (
     Record,
     Results,
@@ -33,6 +32,7 @@ from benchmarks.harness import (
     argument_parser,
     comma_separated,
     guarded,
+    integers,
     relative_error,
     require_quantized,
 )
@@ -45,15 +45,16 @@ from qframework.training.convert import convert_to_int8_training
 HIDDEN, SMOKE_HIDDEN = (1024, 2048, 4096), (64,)
 BATCH, TOKENS, LAYERS, HEAD = 8, 2048, 2, 128
 OPS = ("gpt_block_forward", "gpt_block_forward_backward")
-# Relative L2 errors against FP32. INT8: each of the six quantizations of a block adds about 0.01 to values and
-# gradients of a normal distribution, up to twice that at 128 x 128; errors of two blocks add up as random ones do.
-# FP8: 0.061 of a product with a gradient (FP8_TOLERANCE in block_linear_cases.py). Eight products in two blocks would
-# make 0.17 of it, were no part of each gradient carried past them by the residuals.
+# Relative L2 errors against FP32. INT8: each of the six quantizations of a block adds about 0.01 to normal values and
+# gradients, up to twice that at 128 x 128; the errors of two blocks add up like random ones. FP8: 0.061 for a product
+# with a gradient (FP8_TOLERANCE in block_linear_cases.py); eight products in two blocks give at most 0.17, less because
+# the residuals carry a part of each gradient past them.
 TOLERANCE = {"bf16": 0.02, "int8": 0.1, "fp8": 0.15}
-# Under causal attention the n-th value's gradient falls as n^-1/2, here to a fiftieth, and most with one scale for all
-# are less than a step: over T tokens the error is step (T / 12 / sum of 1 / n)^1/2, with a step of 4.5 / 127 about 0.2.
+# Under causal attention the gradient of the n-th value falls as n^-1/2, here to a fiftieth, and with a single scale
+# most are below one step: over T tokens the error is step (T / 12 / sum of 1 / n)^1/2, about 0.2 with a step of 4.5 /
+# 127.
 PER_TENSOR_TOLERANCE = 0.4
-INT8_LEAST = 0.012  # twice what BF16 is off by, half of what INT8 is: who is nearer has not quantized
+INT8_LEAST = 0.012  # twice the error of BF16, half of INT8's: a smaller error means that nothing was quantized
 
 
 class Attention(nn.Module):
@@ -104,14 +105,14 @@ class Provider:
 
     convert: Callable[[nn.Module], nn.Module] = lambda model: model
     compiled: bool = False
-    graphs: bool = False  # compiled, and replayed as CUDA graphs: what it takes without the host
+    graphs: bool = False  # compiled and replayed as CUDA graphs, without host time
     weights: torch.dtype = torch.float32
     precision: str = "bf16"
     lenient: float | None = None
 
     @property
     def tolerance(self) -> float:
-        """How far it may be from FP32."""
+        """The maximum relative error against FP32."""
         return TOLERANCE[self.precision] if self.lenient is None else self.lenient
 
     def prepare(self, model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -143,7 +144,7 @@ def _torchao(quantize: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module]
     return convert
 
 
-GRAPHS_SIZE: BlockSize = (1, 128)  # the one that is timed under CUDA graphs too
+GRAPHS_SIZE: BlockSize = (1, 128)  # also timed under CUDA graphs
 GRAPHS = f"{compiled_in_blocks(GRAPHS_SIZE)}_graphs"
 PROVIDERS = {
     "bf16_eager": Provider(),
@@ -168,7 +169,7 @@ PROVIDERS = {
 
 @dataclass
 class Subject:
-    """The stack in FP32 with its input, the gradient of its output, and what FP32 makes of them."""
+    """The stack in FP32 with its input, the gradient of its output, and the FP32 results."""
 
     model: nn.Module
     x: Tensor
@@ -185,8 +186,8 @@ class Subject:
         shape = (options.batch, options.tokens, hidden)
         x, grad = (torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(2))
         expected = []
-        if checked and not options.dropout:  # every provider draws masks of its own
-            # An example after the other: FP32 keeps twice as much as BF16.
+        if checked and not options.dropout:  # providers draw different masks
+            # One example at a time, since FP32 needs twice the memory of BF16.
             parts = [
                 _values(model, part.float(), dpart.float())
                 for part, dpart in zip(x.split(1), grad.split(1), strict=True)
@@ -215,7 +216,7 @@ class Plan:
     device: str
 
     def identities(self, hidden: int) -> list[Record]:
-        """Of the rows at one width; graphs of a forward pass alone wait for a backward pass that does not come."""
+        """The rows at one width; graphs need the backward pass, so they have no forward row."""
         shape, dtype = [self.options.batch, self.options.tokens, hidden], PROVIDERS[self.provider].precision
         return [
             Record(benchmark="training_block", provider=self.provider, op=op, shape=shape, dtype=dtype, batch=shape[0])
@@ -224,7 +225,7 @@ class Plan:
 
 
 class Measurement:
-    """A process's side: checks its provider at all widths, then times what was right; compiled code is kept."""
+    """A worker: checks its provider at all widths, then times those that passed, keeping compiled code."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -239,7 +240,7 @@ class Measurement:
                 yield from self._attempt(self.checked[hidden], self._time)
 
     def _attempt(self, rows: list[Record], measure: Callable[[Stack, list[Record]], list[Record]]) -> list[Record]:
-        """What ``measure`` makes of the rows, or they with the reason that it does not."""
+        """The rows that ``measure`` returns, or ``rows`` with the reason for its failure."""
         found: list[Record] = []
 
         def attempt() -> Record:
@@ -259,7 +260,7 @@ class Measurement:
         error = check(values, stack.subject.expected, stack.provider.tolerance)
         if error is not None and stack.provider.precision != "bf16":
             require_quantized(error, INT8_LEAST)
-        memory = None  # graphs keep memory of their own from call to call
+        memory = None  # graphs keep their memory between calls
         if not stack.provider.graphs:
             memory = activation_mb(stack.output, self.plan.device, stack.weights) / self.plan.options.layers
         return [replace(row, error=error, activation_mb=memory) for row in rows]
@@ -310,25 +311,27 @@ class Stack:
 
 
 def check(values: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> float | None:
-    """The largest relative error of output and gradients; None where there is nothing to compare with."""
+    """The largest relative error of output and gradients; None if there is no reference."""
     errors = {
         what: relative_error(value.cpu(), reference)
         for what, value, reference in zip(("output", "dX", "dW"), values, expected, strict=False)
     }
     for what, error in errors.items():
         if not error <= tolerance:
-            raise WrongResultError(f"{what} is {error:.3g} from FP32's, at most {tolerance:g} accepted", error)
+            raise WrongResultError(
+                f"relative error of {what} against FP32 must be at most {tolerance:g}, got {error:.3g}", error
+            )
     return max(errors.values(), default=None)
 
 
 def forward_flops(x: Tensor, layers: int) -> float:
-    """Of the products of linears and of causal attention."""
+    """Floating-point operations of linears and causal attention in a forward pass."""
     batch, tokens, hidden = x.shape
     return layers * (24.0 * batch * tokens * hidden**2 + 2.0 * batch * tokens**2 * hidden)
 
 
 def activation_mb(forward: Callable[[], Tensor], device: str, weights: Sequence[Tensor]) -> float:
-    """MB that forward keeps for backward, weights apart: what is allocated on a GPU, else what autograd saves."""
+    """MB that forward keeps for backward, without weights: allocated memory on a GPU, else what autograd saves."""
     if device != "cuda":
         return saved_bytes(forward, weights) / 2**20
     forward()
@@ -343,9 +346,9 @@ def activation_mb(forward: Callable[[], Tensor], device: str, weights: Sequence[
 
 
 def saved_bytes(forward: Callable[[], Any], weights: Sequence[Tensor] = ()) -> int:
-    """Bytes of all memory that autograd keeps for the backward pass of a call, each counted once, weights apart."""
+    """Bytes of the storages that autograd saves for the backward pass of a call, without weights."""
     storages: dict[int, int] = {}
-    kept: list[Tensor] = []  # alive, so that no address is used twice
+    kept: list[Tensor] = []  # keeps tensors alive, so that addresses are unique
 
     def pack(tensor: Tensor) -> Tensor:
         insides = [tensor.q, tensor.scale] if isinstance(tensor, BlockTensor) else [tensor]
@@ -363,37 +366,32 @@ def saved_bytes(forward: Callable[[], Any], weights: Sequence[Tensor] = ()) -> i
 
 
 def run(results: Results, options: argparse.Namespace, hidden: Sequence[int], device: str) -> None:
-    """All providers: each in a process of its own, or, where times mean little, one after the other in this one."""
+    """Measure all providers: each in its own process, or on a CPU and in smoke runs, all in this one."""
     plans = [Plan(name, tuple(hidden), options, device) for name in options.providers]
-    limits = Limits(options.check_limit, options.time_limit, time.monotonic() + options.limit)
-    apart = device == "cuda" and not options.smoke
-    for answers in check_then_time(Measurement, plans, limits, options.jobs) if apart else map(_answers, plans):
-        plan = answers.plan
-        results.add(*answers.complete([row for size in plan.hidden for row in plan.identities(size)]))
+    if device == "cuda" and not options.smoke:
+        run_plans(results, Measurement, plans, _identities, limits_of(options), options.jobs)
+        return
+    for plan in plans:
+        measurement = Measurement(plan)
+        answers = Answers(plan, list(measurement("check")), list(measurement("time")))
+        torch._dynamo.reset()
+        results.add(*answers.complete(_identities(plan)))
 
 
-def _answers(plan: Plan) -> Answers[Plan]:
-    measurement = Measurement(plan)
-    answers = Answers(plan, list(measurement("check")), list(measurement("time")))
-    torch._dynamo.reset()
-    return answers
+def _identities(plan: Plan) -> list[Record]:
+    return [row for size in plan.hidden for row in plan.identities(size)]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; returns the exit status."""
     parser = argument_parser("training_block", __doc__)
-    parser.add_argument(
-        "--hidden", type=lambda text: [int(size) for size in text.split(",")], help="default: 1024,2048,4096"
-    )
+    parser.add_argument("--hidden", type=integers, help="default: 1024,2048,4096")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
     parser.add_argument("--batch", type=int, default=BATCH)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks in the stack (default: %(default)s)")
-    parser.add_argument("--dropout", type=float, default=0.0, help="results are then not checked (default: 0)")
-    parser.add_argument("--jobs", type=int, default=4, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=300.0, help="seconds for one provider, all widths")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds for one provider, all widths")
-    parser.add_argument("--limit", type=float, default=500.0, help="seconds for everything")
+    parser.add_argument("--dropout", type=float, default=0.0, help="disables the check of results (default: 0)")
+    add_limits(parser, jobs=4, check=300.0, time=60.0, total=500.0, subjects="widths")
     options = parser.parse_args(argv)
     if options.smoke:
         options.batch, options.tokens, options.layers = 2, 32, 1

@@ -1,12 +1,12 @@
-"""What a block size costs in a single step, on any machine: the error of a GPT's gradient, and what an outlier does.
+"""The cost of a block size in a single step, on any machine: the error of a GPT's gradient, and the effect of outliers.
 
     python -m benchmarks.training_gradients --output benchmarks/results/training/gradients/DATE-cpu.json
 
-A GPT learns in FP32 for a while. Then its weights stay, and every configuration computes the mean gradient of the same
-batches: how far is it from FP32's? Errors that average out between batches shrink with their number, those of one sign
-stay. Language models also have a first token that is far larger than all others in a few channels ("massive
-activations"): it is put in through its position's embedding, FP32 gets some steps to live with it, and the loss in
-INT8 shows whether other tokens suffer from the scale they share with it.
+A GPT is trained in FP32 for a while. Every configuration then computes the mean gradient of the same batches with the
+same weights, to be compared with FP32's. Random errors average out over batches, systematic errors do not. In language
+models, the first token is also far larger than all others in a few channels ("massive activations"). This is reproduced
+through its position embedding, followed by some more steps in FP32; the loss in INT8 then shows whether other tokens
+suffer from sharing a scale with it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,11 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks.harness import argument_parser
 from benchmarks.machine import describe_machine
+from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS
 from demos.training_tasks import TextTask
 from qframework.evaluation.progress import progress_bar
-from qframework.files import atomic_write
-from qframework.outputs import output_file
+from qframework.files import write_text
 from qframework.training import convert_to_int8_training
 
 SCHEMA = 1
@@ -41,18 +40,18 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Row:
-    """A configuration beside FP32 with the same weights on the same batches."""
+    """A configuration compared with FP32, with the same weights on the same batches."""
 
     configuration: str
-    massive: float  # what was added to the first token's embedding; 0 for the model as it learned
+    massive: float  # added to the first token's embedding; 0 for the trained model
     times_median: float  # the first token's largest value at the first block, over the median token's
     loss: float
     loss_fp32: float
-    gradient_error: float | None = None  # |mean gradient - FP32's| / |FP32's|; None where only the loss was measured
+    gradient_error: float | None = None  # |mean gradient - FP32's| / |FP32's|; None if only the loss was measured
 
     @property
     def percent(self) -> float:
-        """The loss above FP32's."""
+        """The increase of the loss over FP32 in percent."""
         return 100 * (self.loss / self.loss_fp32 - 1)
 
 
@@ -65,7 +64,7 @@ def shown(items: Sequence[Any], description: str) -> Iterator[Any]:
 
 
 def learn(task: TextTask, model: nn.Module, steps: int, batch: int, first: int = 0) -> nn.Module:
-    """Some steps of AdamW in FP32."""
+    """Train by AdamW in FP32."""
     optimizer = torch.optim.AdamW(model.parameters(), LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.1)
     for step in shown(range(first, first + steps), "FP32"):
         optimizer.zero_grad()
@@ -76,7 +75,7 @@ def learn(task: TextTask, model: nn.Module, steps: int, batch: int, first: int =
 
 
 def int8(model: nn.Module, configuration: str) -> nn.Module:
-    """A copy in INT8."""
+    """A copy converted to INT8 training."""
     options = {name: value for name, value in CONFIGURATIONS[configuration].items() if name != "precision"}
     converted = copy.deepcopy(model)
     convert_to_int8_training(converted, **options)
@@ -84,7 +83,7 @@ def int8(model: nn.Module, configuration: str) -> nn.Module:
 
 
 def mean_gradient(task: TextTask, model: nn.Module, batches: Sequence[Batch]) -> tuple[Tensor, float]:
-    """Over the batches, of all parameters in one vector; and the mean loss."""
+    """The mean gradient of all parameters over the batches, in one vector, and the mean loss."""
     model.zero_grad()
     total = 0.0
     for inputs, targets in batches:
@@ -98,7 +97,7 @@ def mean_gradient(task: TextTask, model: nn.Module, batches: Sequence[Batch]) ->
 
 @torch.no_grad()
 def mean_loss(task: TextTask, model: nn.Module, batches: Sequence[Batch]) -> float:
-    """Over the batches."""
+    """The mean loss over the batches."""
     return sum(task.loss(model, *batch).item() for batch in batches) / len(batches)
 
 
@@ -116,14 +115,14 @@ def compare_gradients(task: TextTask, model: nn.Module, batches: Sequence[Batch]
 def compare_massive(
     task: TextTask, model: nn.Module, batches: Sequence[Batch], names: Sequence[str], massive: float
 ) -> list[Row]:
-    """One row for each configuration, of a model that has learned to live with a first token of that size."""
+    """One row for each configuration, of a model trained with a first token of that size."""
     loss_fp32, times = mean_loss(task, model, batches), times_median(model, batches[0])
     losses = {name: mean_loss(task, int8(model, name), batches) for name in shown(names, f"massive {massive:g}")}
     return [Row(name, massive, times, loss, loss_fp32) for name, loss in losses.items()]
 
 
 def with_massive_token(task: TextTask, model: Any, massive: float) -> nn.Module:
-    """A copy whose first position adds ``massive`` to a few channels."""
+    """A copy whose first position embedding is larger by ``massive`` in a few channels."""
     changed = copy.deepcopy(model)
     part = task.width // MASSIVE_CHANNELS
     with torch.no_grad():
@@ -150,29 +149,22 @@ def table(rows: Sequence[Row]) -> str:
         "error of the gradient",
         *(f"loss, first token {times[massive]:.3g} times the median" for massive in cases),
     ]
-    lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
+    lines = []
     for name in dict.fromkeys(row.configuration for row in rows):
         error = found[name, 0.0].gradient_error
         losses = [f"{found[name, massive].percent:+.2f} %" for massive in cases]
-        lines.append(f"| {' | '.join([name, '' if error is None else f'{error:.4f}', *losses])} |")
-    return "\n".join(lines) + "\n"
-
-
-def read(path: Path) -> tuple[dict[str, Any], list[Row]]:
-    """The document and its rows."""
-    document = json.loads(path.read_text())
-    return document, [Row(**row) for row in document["rows"]]
+        lines.append([name, "" if error is None else f"{error:.4f}", *losses])
+    return markdown(header, lines)
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_gradients", __doc__, output=False)
+    parser = argument_parser("training_gradients", __doc__, "document")
+    parser.add_argument("--steps", type=int, default=800, help="training steps in FP32 (default: %(default)s)")
     parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+        "--settle", type=int, default=60, help="training steps with a massive token (default: %(default)s)"
     )
-    parser.add_argument("--steps", type=int, default=800, help="that FP32 learns before (default: %(default)s)")
-    parser.add_argument("--settle", type=int, default=60, help="steps with a massive token (default: %(default)s)")
-    parser.add_argument("--batches", type=int, default=16, help="of 4 windows, compared (default: %(default)s)")
+    parser.add_argument("--batches", type=int, default=16, help="compared batches of 4 windows (default: %(default)s)")
     parser.add_argument("--massive", type=float, nargs="*", default=[12.0, 50.0], help="added to the first token")
     options = parser.parse_args(argv)
     if options.smoke:
@@ -208,9 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             },
             "rows": [asdict(row) for row in rows],
         }
-        options.output.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(options.output) as file:
-            file.write((json.dumps(document, indent=1) + "\n").encode())
+        write_text(options.output, json.dumps(document, indent=1) + "\n")
     return 0
 
 

@@ -1,12 +1,11 @@
-"""What INT8 training costs in accuracy: a ViT on digits and a GPT on bytes of Python, against BF16, over several seeds.
+"""The accuracy of INT8 training against BF16 over several seeds: a ViT on digits and a GPT on bytes of Python.
 
     python -m benchmarks.training_parity --device cuda --jobs 6 --compile --limit 480
 
-Every run (task, configuration, seed) is a file of its own under ``--output``, written when it has ended; the same
-command skips those and goes on with the others from their last checkpoints, which are made every 100 steps. After
-``--limit`` seconds what still runs is ended. A configuration's seeds are trained by one process, which compiles once.
-``--report`` only compares what is there: a table and a plot for each task, and exit status 1 where a configuration with
-a bound misses it.
+Every finished run (task, configuration, seed) is a file under ``--output``. The same command skips finished runs and
+resumes the others from their last checkpoints, made every 100 steps. After ``--limit`` seconds, running workers are
+killed. One process trains all seeds of a configuration and compiles once. ``--report`` only compares existing runs,
+with a table and a plot for each task, and exit status 1 if a configuration misses its bound.
 """
 
 from __future__ import annotations
@@ -29,13 +28,14 @@ import torch
 from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
+from benchmarks.tables import table as markdown
 from demos.training_files import Curves, draw_curves
 from demos.training_loop import Place, RunConfig, TrainingTask, train
 from demos.training_tasks import DigitsTask, TextTask
 from qframework.devices import device_name
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits_vit
-from qframework.files import atomic_write
+from qframework.files import write_text
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 from qframework.outputs import output_folder
 
@@ -56,7 +56,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "per_token": {"precision": "int8", "mode": "per_token"},
     "per_tensor": {"precision": "int8", "mode": "per_tensor"},
 }
-# What is most wanted first, for those at the end may find no time.
+# The most important first, in case the time runs out.
 DEFAULT = (
     BASELINE,
     per_block((1, 128)),
@@ -69,28 +69,28 @@ DEFAULT = (
 )
 PROMISED_SEEDS = 3
 NO_LIMIT = 1e6  # seconds
-KEPT_EVERY = 10  # steps that a tracked file holds one mean of
+KEPT_EVERY = 10  # steps per mean in a tracked file
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A task, how it is trained, and the figure that counts."""
+    """A task, its training settings, and its metric."""
 
     task: TrainingTask
     config: RunConfig
     metric: str
     unit: str
     evaluate_every: int
-    bound: float  # of INT8 per block behind BF16: points where more is better, a share where less is
+    bound: float  # of INT8 per block behind BF16: points if more is better, else a share
     more_is_better: bool
 
     def behind(self, value: float, baseline: float) -> float:
-        """How far ``value`` is behind ``baseline``, in what ``bound`` is; negative where it is ahead."""
+        """How far ``value`` is behind ``baseline``, in the unit of ``bound``; negative if it is better."""
         return baseline - value if self.more_is_better else value / baseline - 1
 
     @property
     def scale(self) -> float:
-        """From what ``bound`` is to what is shown."""
+        """The factor from the unit of ``bound`` to the displayed unit."""
         return 1.0 if self.more_is_better else 100.0
 
     @property
@@ -135,7 +135,7 @@ class Case:
 
 
 def run(case: Case, options: argparse.Namespace) -> None:
-    """Train and write the file; nothing where it is there."""
+    """Train and write the file, unless it exists."""
     subject = (SMOKE if options.smoke else SUBJECTS)[case.task]
     config = replace(subject.config, seed=case.seed, **CONFIGURATIONS[case.configuration])
     path = case.path(options.output)
@@ -164,9 +164,7 @@ def run(case: Case, options: argparse.Namespace) -> None:
         "losses_every": KEPT_EVERY,
         "losses": _thinned(outcome.curves.losses),
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
+    write_text(path, json.dumps(document, indent=1) + "\n")
     figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
     print(f"{case}: {figures}, {outcome.examples_per_second:.0f} examples/s", flush=True)
 
@@ -177,12 +175,12 @@ def _thinned(losses: Sequence[float]) -> list[float]:
 
 
 def run_all(groups: Sequence[Sequence[Case]], options: argparse.Namespace) -> int:
-    """Every group in a process of its own, ``--jobs`` at a time; how many runs failed."""
+    """Run every group in its own process, ``--jobs`` at a time; returns the number of failed runs."""
     if options.jobs == 1 and options.limit is None:
         for group in groups:
             for case in group:
                 run(case, options)
-            torch._dynamo.reset()  # what was compiled for one configuration only costs the next
+            torch._dynamo.reset()  # frees the compiled code of this configuration
         return 0
     deadline = time.monotonic() + (NO_LIMIT if options.limit is None else options.limit)
     with ThreadPoolExecutor(options.jobs) as pool:
@@ -190,7 +188,7 @@ def run_all(groups: Sequence[Sequence[Case]], options: argparse.Namespace) -> in
 
 
 def _run_apart(group: Sequence[Case], options: argparse.Namespace, deadline: float) -> int:
-    """One run after the other, until the time is up; how many failed."""
+    """Make one run after the other until the deadline; returns the number of failed runs."""
     missing = [case for case in group if not case.path(options.output).exists()]
     worker, failed = None, 0
     for case in missing:
@@ -210,7 +208,7 @@ def _run_apart(group: Sequence[Case], options: argparse.Namespace, deadline: flo
 
 
 def _runner(options: argparse.Namespace) -> Callable[[Any], Iterator[Any]]:
-    """What a process does with each case; the result is a file."""
+    """The function of a worker that trains a case and writes its file."""
 
     def train_one(case: Case) -> Iterator[Any]:
         run(case, options)
@@ -220,7 +218,7 @@ def _runner(options: argparse.Namespace) -> Callable[[Any], Iterator[Any]]:
 
 
 def _share(jobs: int) -> dict[str, str]:
-    """Each process's part of the cores."""
+    """The environment that gives each process its share of the cores."""
     return {**shared_cores(jobs), "OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // jobs, 1))}
 
 
@@ -232,7 +230,7 @@ def read(folder: Path, task: str) -> dict[str, list[dict[str, Any]]]:
     documents = [json.loads(path.read_text()) for path in sorted((folder / task).glob("*.json"))]
     settings = {json.dumps(document["settings"], sort_keys=True) for document in documents}
     if len(settings) > 1:
-        raise QFrameworkError(f"{folder / task} holds runs of {len(settings)} kinds; accepted: one, remove the others")
+        raise QFrameworkError(f"{folder / task}: all runs must have the same settings, got {len(settings)} kinds")
     documents.sort(key=lambda document: document["seed"])
     found = {name: [row for row in documents if row["configuration"] == name] for name in CONFIGURATIONS}
     return {name: rows for name, rows in found.items() if rows}
@@ -245,7 +243,7 @@ def final(document: dict[str, Any], metric: str) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A configuration beside BF16 on equal seeds; ``behind`` in points or percent, None where nothing is beside it."""
+    """A configuration compared with BF16 on equal seeds; ``behind`` in points or percent, None without a pair."""
 
     configuration: str
     seeds: int
@@ -256,12 +254,12 @@ class Comparison:
 
     @property
     def keeps(self) -> bool:
-        """Whether no bound is missed."""
+        """Whether the bound is met, if there is one."""
         return self.bound is None or self.behind is None or self.behind <= self.bound
 
     @property
     def verdict(self) -> str:
-        """Empty where nothing is promised."""
+        """PASS or what is missing; empty without a bound."""
         if self.bound is None:
             return ""
         if self.behind is None:
@@ -272,7 +270,7 @@ class Comparison:
 
 
 def compare(task: str, runs: dict[str, list[dict[str, Any]]]) -> list[Comparison]:
-    """The mean distances of the runs' last figures from BF16's, by configuration."""
+    """The mean differences of the runs' last figures from BF16's, by configuration."""
     subject = SUBJECTS[task]
     baseline = {row["seed"]: final(row, subject.metric) for row in runs.get(BASELINE, [])}
     found = []
@@ -286,21 +284,19 @@ def compare(task: str, runs: dict[str, list[dict[str, Any]]]) -> list[Comparison
 
 
 def table(task: str, runs: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
-    """A Markdown table of the means and the distances from BF16 on equal seeds; whether all bounds are kept."""
+    """A Markdown table of the means and the differences from BF16 on equal seeds, and whether all bounds are met."""
     subject, found = SUBJECTS[task], compare(task, runs)
-    lines = [
-        f"| {task}, {subject.unit} | seeds | mean | behind BF16, {subject.units_behind} | must be at most |  |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+    header = [f"{task}, {subject.unit}", "seeds", "mean", f"behind BF16, {subject.units_behind}", "must be at most", ""]
+    lines = []
     for each in found:
         shown = "" if each.configuration == BASELINE or each.behind is None else f"{each.behind:+.2f}"
         bound = "" if each.bound is None else f"{each.bound:g}"
-        lines.append(f"| {each.configuration} | {each.seeds} | {each.mean:.4g} | {shown} | {bound} | {each.verdict} |")
-    return "\n".join(lines) + "\n", all(each.keeps for each in found)
+        lines.append([each.configuration, str(each.seeds), f"{each.mean:.4g}", shown, bound, each.verdict])
+    return markdown(header, lines), all(each.keeps for each in found)
 
 
 def report(folder: Path, tasks: Sequence[str]) -> bool:
-    """Write ``<task>.md`` and ``<task>.png`` for the runs that are there; whether all bounds are kept."""
+    """Write ``<task>.md`` and ``<task>.png`` for the existing runs; returns whether all bounds are met."""
     kept = True
     for task in tasks:
         runs = read(folder, task)
@@ -309,8 +305,7 @@ def report(folder: Path, tasks: Sequence[str]) -> bool:
         text, fine = table(task, runs)
         print(text)
         kept &= fine
-        with atomic_write(folder / f"{task}.md") as file:
-            file.write(text.encode())
+        write_text(folder / f"{task}.md", text)
         draw(task, runs, folder / f"{task}.png")
     return kept
 
@@ -322,7 +317,7 @@ def draw(task: str, runs: dict[str, list[dict[str, Any]]], path: Path, descripti
 
 
 def _curves(document: dict[str, Any]) -> Curves:
-    """Each kept mean stands for its steps."""
+    """The curves of a run, with each stored mean repeated for its steps."""
     losses = [loss for loss in document["losses"] for _ in range(document["losses_every"])]
     return Curves.from_dict({"losses": losses, "validation": document["validation"]})
 
@@ -332,24 +327,26 @@ def _curves(document: dict[str, Any]) -> Curves:
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_parity", __doc__, output=False)
+    parser = argument_parser("training_parity", __doc__, "none")
     parser.add_argument("--tasks", type=comma_separated(SUBJECTS), default=list(SUBJECTS))
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
-    parser.add_argument("--jobs", type=int, default=1, help="configurations at a time, on one device (default: 1)")
-    parser.add_argument("--limit", type=float, help="seconds; the same command goes on later (default: none)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="configurations to train in parallel on one device (default: 1)"
+    )
+    parser.add_argument("--limit", type=float, help="seconds; the same command resumes later (default: none)")
     parser.add_argument(
         "--output", type=output_folder, default=RESULTS, metavar="FOLDER", help="default: the tracked one"
     )
     parser.add_argument("--build", type=output_folder, default=BUILD, metavar="FOLDER", help="checkpoints")
-    parser.add_argument("--report", action="store_true", help="train nothing, compare what is there")
+    parser.add_argument("--report", action="store_true", help="only compare existing runs")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what is missing, then compare."""
+    """Make the missing runs, then compare."""
     options = parse_arguments(argv)
     if options.smoke and options.output == RESULTS:
         with tempfile.TemporaryDirectory() as folder:

@@ -1,10 +1,10 @@
-"""A GPT trained by one process and by several that share every batch: the same losses, and how much faster.
+"""A GPT trained by one process and by several that share every batch: equality of losses, and speedup.
 
     python -m benchmarks.training_processes --device cuda --compile --output DATE-h200.json
 
-Runs ``examples/train_gpt.py`` as a user does, alone and under ``torchrun``, on CUDA one GPU for each process. The seed
-is the same, and with it every batch: the gradients differ by rounding only, so the loss after the last step may be as
-far from a single process's as INT8 may be from BF16's. Exit status 1 where a run fails or is further away.
+Runs ``examples/train_gpt.py`` as a user does, alone and under ``torchrun``, with one GPU per process on CUDA. Seeds and
+batches are equal, so gradients differ only by rounding. The final loss may differ from that of a single process by the
+bound of INT8 against BF16; otherwise, and if a run fails, the exit status is 1.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from benchmarks.harness import argument_parser, comma_separated
+from benchmarks.harness import argument_parser, comma_separated, integers
 from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.tables import table as markdown
 from benchmarks.training_parity import CONFIGURATIONS, SUBJECTS, per_block
 from demos.training_files import LOSSES, SUMMARY
-from qframework.files import atomic_write
+from qframework.files import write_text
 from qframework.kernels.blocks.format import block_size_name
-from qframework.outputs import output_file
 
 SCHEMA = 1
-PATIENCE = 30.0  # seconds, for processes to end
+PATIENCE = 30.0  # seconds to wait for processes to end
 SCRIPT = REPOSITORY / "examples" / "train_gpt.py"
 DEFAULT = ("bf16", per_block((1, 128)))
-# Wide enough that on a fast GPU the products count, not the host; slow enough that losses fall without a jump, after
-# which runs that differ by rounding are as far apart as seeds are.
+# Wide enough for products rather than the host to limit a fast GPU, and with a learning rate low enough to avoid jumps
+# of the loss, after which rounding differences would grow to those between seeds.
 SETTINGS = {
     "width": 2048, "heads": 16, "depth": 2, "context": 512, "batch_size": 64, "learning_rate": 1e-4, "steps": 200,
 }  # fmt: skip
@@ -46,7 +44,7 @@ BOUND = 100 * SUBJECTS["gpt"].bound  # percent of the loss
 
 @dataclass(frozen=True)
 class Run:
-    """What one run left: its speed, its losses, and why there are none."""
+    """The speed and losses of one run, or why it failed."""
 
     configuration: str
     processes: int
@@ -56,17 +54,17 @@ class Run:
     failed: str = ""
 
     def apart(self, alone: Run) -> float:
-        """How far the loss after the last step is from that of a single process, in percent."""
+        """The difference of the final loss from that of a single process, in percent."""
         return 100 * abs(self.validation_loss / alone.validation_loss - 1)
 
     def furthest(self, alone: Run) -> float:
-        """The same of training losses, at the step where it is most."""
+        """The largest difference of a training loss, in percent."""
         pairs = zip(self.losses, alone.losses, strict=True)
         return max(100 * abs(mine / other - 1) for mine, other in pairs)
 
 
 def train(configuration: str, processes: int, options: argparse.Namespace, folder: Path) -> Run:
-    """One run of the script, from its start to its files."""
+    """Run the script and read its files."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if processes > 1 else []
     threads = max((os.cpu_count() or 1) // processes, 1)
     process = subprocess.Popen(
@@ -91,7 +89,7 @@ def train(configuration: str, processes: int, options: argparse.Namespace, folde
 
 
 def script_arguments(configuration: str, options: argparse.Namespace) -> list[str]:
-    """How the script is told."""
+    """The arguments of the script."""
     chosen = {**CONFIGURATIONS[configuration], **(SMOKE if options.smoke else SETTINGS), "device": options.device}
     if "block_size" in chosen:
         chosen["block_size"] = block_size_name(chosen["block_size"])
@@ -101,7 +99,7 @@ def script_arguments(configuration: str, options: argparse.Namespace) -> list[st
 
 
 def read_run(configuration: str, processes: int, folder: Path) -> Run:
-    """What the script wrote."""
+    """Read the script's files."""
     summary = json.loads((folder / SUMMARY).read_text())
     with (folder / LOSSES).open() as file:
         losses = [float(f"{float(row['loss']):.7g}") for row in csv.DictReader(file)]
@@ -112,19 +110,19 @@ def read_run(configuration: str, processes: int, folder: Path) -> Run:
 
 
 def missed(runs: Sequence[Run]) -> list[str]:
-    """What failed, and which losses are too far apart."""
+    """Messages for failed runs and for losses that are too far apart."""
     reasons = [f"{run.configuration}, {run.processes} processes: {run.failed}" for run in runs if run.failed]
     for run, alone in beside_alone(runs):
         if not run.apart(alone) <= BOUND:
             reasons.append(
-                f"{run.configuration}: the loss of {run.processes} processes is {run.apart(alone):.3g} percent from "
-                f"one process's, at most {BOUND:g} accepted"
+                f"{run.configuration}: the loss of {run.processes} processes must be within {BOUND:g} percent of one "
+                f"process's, got {run.apart(alone):.3g}"
             )
     return reasons
 
 
 def beside_alone(runs: Sequence[Run]) -> list[tuple[Run, Run]]:
-    """Each run of several processes with that of one."""
+    """Each run of several processes with the run of one process."""
     alone = {run.configuration: run for run in runs if run.processes == 1 and not run.failed}
     several = (run for run in runs if run.processes > 1 and not run.failed)
     return [(run, alone[run.configuration]) for run in several if run.configuration in alone]
@@ -158,14 +156,8 @@ def table(runs: Sequence[Run]) -> str:
     return markdown(header, lines)
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Run]]:
-    """The document and its runs."""
-    document = json.loads(path.read_text())
-    return document, [Run(**row) for row in document["runs"]]
-
-
 def write(path: Path, runs: Sequence[Run], options: argparse.Namespace) -> None:
-    """As JSON."""
+    """Write the runs as JSON."""
     document = {
         "schema": SCHEMA,
         "benchmark": "training_processes",
@@ -174,30 +166,20 @@ def write(path: Path, runs: Sequence[Run], options: argparse.Namespace) -> None:
         "settings": {**(SMOKE if options.smoke else SETTINGS), "compiled": options.compile},
         "runs": [asdict(run) for run in runs],
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_write(path) as file:
-        file.write((json.dumps(document, indent=1) + "\n").encode())
+    write_text(path, json.dumps(document, indent=1) + "\n")
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argument_parser("training_processes", __doc__, output=False)
+    parser = argument_parser("training_processes", __doc__, "document")
     parser.add_argument(
-        "--output", type=output_file, metavar="FILE.json", help="where to write results (default: print only)"
+        "--processes", type=integers, default=[1, 2], help="numbers of processes, 1 first (default: 1,2)"
     )
-    parser.add_argument("--processes", type=_parse_counts, default=[1, 2], help="how many, 1 first (default: 1,2)")
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for one run (default: %(default)s)")
     return parser.parse_args(argv)
-
-
-def _parse_counts(text: str) -> list[int]:
-    counts = [int(part) for part in text.split(",")]
-    if min(counts) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a number of processes below 1")
-    return counts
 
 
 def main(argv: Sequence[str] | None = None) -> int:

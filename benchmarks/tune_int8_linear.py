@@ -1,9 +1,9 @@
 """Measure int8_linear's tiles on this GPU and write the table that ships with the package.
 
 For every shape of the models below, every bucket of rows and every epilogue, all candidates are checked against
-``torch._int_mm`` and timed, few rows in a CUDA graph as ``benchmarks.int8_linear`` does; the fastest goes into
-``qframework/kernels/tiles/int8_linear_<chip>.json``. Run it on a chip that has none, or after a change of the kernel.
-``--output`` keeps all timings. Takes a few minutes on an H100.
+``torch._int_mm`` and timed as in ``benchmarks.int8_linear``. The fastest is written to
+``qframework/kernels/linear/tiles_<chip>.json``. Run this on a chip without a table, or after a change of the kernel.
+``--output`` saves all timings. Takes a few minutes on an H100.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.harness import integers
 from benchmarks.int8_linear import SMALL_M
 from benchmarks.machine import describe_machine
 from benchmarks.timing import time_in_graph, time_kernel
@@ -43,13 +44,13 @@ _BIG = Tile(128, 128, 128, 4, 3, programs=2, subtiles=4, tma=True, tma_store=Tru
 _SPECIALIZED = [
     *(PINGPONG._replace(group_m=group) for group in (1, 4, 8)),
     *(COOPERATIVE._replace(group_m=group) for group in (1, 4)),
-    COOPERATIVE._replace(num_stages=3),  # where the residual takes a stage's room
+    COOPERATIVE._replace(num_stages=3),  # leaves room for the residual
 ]
 LARGE = [*_SPECIALIZED, _BIG, _BIG._replace(subtiles=2)]
-SMALL = [  # the winners of a sweep over many times as many
+SMALL = [  # the winners of a much larger sweep
     PINGPONG,
     PINGPONG._replace(group_m=8),
-    PINGPONG._replace(block_n=64, num_stages=7),  # what fits beside a 16-bit result
+    PINGPONG._replace(block_n=64, num_stages=7),  # fits beside a 16-bit result
     PINGPONG._replace(block_n=64, block_k=256, num_stages=3),
     COOPERATIVE._replace(num_stages=3),
     _BIG._replace(programs=0, subtiles=2),
@@ -65,7 +66,7 @@ SMALL = [  # the winners of a sweep over many times as many
 
 @dataclass(frozen=True)
 class Problem:
-    """A shape and what becomes of its product."""
+    """A shape and its epilogue."""
 
     m: int
     n: int
@@ -77,9 +78,9 @@ class Problem:
 
 
 def problems(chosen: Sequence[int] | None, widths: Sequence[int]) -> Iterator[Problem]:
-    """All four in 16 and 8 bit, proj and fc2 with the residual as well, fc1 with GELU in 8 and 16 bit.
+    """The linears of models with these widths: all four in 16 and 8 bit, proj and fc2 with residual, fc1 with GELU.
 
-    Of all numbers of rows, or of the chosen ones, of models with these widths.
+    Yields all numbers of rows, or the chosen ones.
     """
     epilogues: dict[tuple[int, int], tuple[Epilogue, ...]] = {
         (3, 1): ("float", "int8"), (1, 1): ("float", "int8", "residual"),
@@ -93,7 +94,7 @@ def problems(chosen: Sequence[int] | None, widths: Sequence[int]) -> Iterator[Pr
 
 
 def make_operands(problem: Problem) -> Int8LinearArguments:
-    """Random operands, a scale per token where the result is 16 bit without a residual; activation and output dtype."""
+    """Random operands; the activation has a scale per token for 16-bit results without a residual."""
     m, n, k, epilogue = problem.m, problem.n, problem.k, problem.epilogue
     a, b = (torch.randint(-127, 128, size, dtype=torch.int8, device="cuda") for size in ((m, k), (n, k)))
     a_scale = torch.rand((m, 1) if epilogue.endswith("float") else (1,), device="cuda") + 0.5
@@ -116,7 +117,7 @@ def expected(operands: Int8LinearArguments) -> Tensor:
 
 
 def is_right(out: Tensor, exact: Tensor) -> bool:
-    """One step of INT8 where a quotient lies next to a tie; else the rounding to float16."""
+    """Whether INT8 is off by at most one step on few elements, or float16 by rounding."""
     off = (out.float() - exact).abs()
     if out.dtype == torch.int8:
         return bool(off.max() <= 1) and float((off > 0).float().mean()) < 1e-3
@@ -124,7 +125,7 @@ def is_right(out: Tensor, exact: Tensor) -> bool:
 
 
 def compile_candidate(job: tuple[Epilogue, Tile, bool]) -> str | None:
-    """Compile into Triton's cache by launching on a small problem; the error, if there is one."""
+    """Compile into Triton's cache by launching on a small problem; returns the error, if any."""
     from triton.runtime.errors import OutOfResources
 
     epilogue, tile, even = job
@@ -137,7 +138,7 @@ def compile_candidate(job: tuple[Epilogue, Tile, bool]) -> str | None:
 
 
 def measure(problem: Problem) -> list[dict[str, Any]]:
-    """Every candidate's median in milliseconds, fastest first; wrong and impossible ones are left out and printed."""
+    """Every candidate's median in milliseconds, fastest first; prints wrong and impossible ones and leaves them out."""
     from triton.runtime.errors import OutOfResources
 
     operands = make_operands(problem)
@@ -160,7 +161,7 @@ def measure(problem: Problem) -> list[dict[str, Any]]:
 
 
 def tune(found: Sequence[Problem], jobs: int) -> list[dict[str, Any]]:
-    """All candidates of all problems, as ``measure`` gives them."""
+    """The results of ``measure`` for all problems."""
     kernels = {(p.epilogue, tile, p.k % tile.block_k == 0) for p in found for tile in p.candidates()}
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         list(pool.map(compile_candidate, sorted(kernels)))
@@ -176,7 +177,7 @@ def tune(found: Sequence[Problem], jobs: int) -> list[dict[str, Any]]:
 
 
 def table_of(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The fastest tile of each bucket of rows, of the largest where a bucket holds several; else what was there."""
+    """The fastest tile of each bucket of rows, for its largest number of rows; other rows of ``old`` stay."""
     best = {(row["m"], row["n"], row["k"], row["epilogue"]): row for row in old}
     for row in sorted(results, key=lambda row: row["m"]):
         bucket = 1 << (row["m"] - 1).bit_length()
@@ -185,17 +186,13 @@ def table_of(results: Sequence[dict[str, Any]], old: Sequence[dict[str, Any]]) -
     return [best[key] for key in sorted(best)]
 
 
-def _integers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Tune, and write the table; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tune_int8_linear", description=__doc__)
-    parser.add_argument("--jobs", type=int, default=8, help="processes that compile")
-    parser.add_argument("--output", type=output_file, help="keep all timings as JSON")
-    parser.add_argument("--rows", type=_integers, help="only these, added to the table")
-    parser.add_argument("--widths", type=_integers, help=f"of {', '.join(map(str, WIDTHS))}; only these, likewise")
+    parser.add_argument("--jobs", type=int, default=8, help="number of compiling processes")
+    parser.add_argument("--output", type=output_file, help="save all timings as JSON")
+    parser.add_argument("--rows", type=integers, help="tune only these numbers of rows")
+    parser.add_argument("--widths", type=integers, help=f"tune only these widths, of {', '.join(map(str, WIDTHS))}")
     parser.add_argument("--table", type=output_file, help="the table (default: where the package looks for it)")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():

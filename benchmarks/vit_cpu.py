@@ -1,8 +1,8 @@
 """A vision transformer on the CPU: FP32, BF16, Inductor's X86InductorQuantizer and qframework in one run.
 
-All providers are built and checked first, then timed in turns (A B C A B C ...), so that drift of the machine hits all
-alike; the table holds medians. Preparing (export, calibrate, convert) and the first call (compilation) are recorded
-apart. Weights and images are random and seeded; every output is checked against FP32 eager's.
+All providers are built and checked first, then timed in turns (A B C A B C ...), so that drift of the machine affects
+all alike. Preparation (export, calibrate, convert) and the first call (compilation) are recorded separately. Weights
+and images are random and seeded; every output is checked against FP32 eager.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Context = Callable[[], AbstractContextManager[Any]]
 
 @contextmanager
 def _freezing() -> Iterator[None]:
-    """Constants folded and packed, as X86InductorQuantizer's tutorial asks; read by Dynamo and by Inductor."""
+    """Inductor's freezing, which X86InductorQuantizer's tutorial requires; read by Dynamo and Inductor."""
     import torch._inductor.config as inductor_config
 
     with inductor_config.patch(freezing=True):
@@ -48,7 +48,7 @@ def _autocast_bf16() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class Provider:
-    """From the float model to what is timed: ``quantize``, then ``compile``, called in ``context``."""
+    """How the float model becomes the timed one: ``quantize``, then ``compile``, called in ``context``."""
 
     precision: str  # a key of models.SQNR_FLOOR_DB
     dtype: str
@@ -100,7 +100,7 @@ PROVIDERS: dict[str, Provider] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What every provider starts from and is held against."""
+    """The float model, the images and the reference output."""
 
     model: nn.Module
     images: Tensor  # (batch, 3, H, W) fp32
@@ -109,7 +109,7 @@ class Subject:
 
 @dataclass
 class Entry:
-    """One provider on its way to being timed; its record grows with every step."""
+    """One provider; its record grows with every step."""
 
     provider: Provider
     record: Record
@@ -118,7 +118,7 @@ class Entry:
 
 
 def quantize(entry: Entry, subject: Subject) -> Record:
-    """Replace the float model by the quantized one where the provider does so."""
+    """Quantize the model, if the provider does so."""
     start = time.perf_counter()
     if entry.provider.quantize:
         entry.module = entry.provider.quantize(subject.model, subject.images)
@@ -143,9 +143,10 @@ def compile_and_check(entry: Entry, subject: Subject) -> Record:
 
 
 def get_ready(results: Results, entries: Sequence[Entry], subject: Subject) -> list[Entry]:
-    """The entries whose results are right; a record says why for each of the others.
+    """The entries with right results; adds a record with the reason for each of the others.
 
-    All are quantized before any is compiled: a strict export drops what Dynamo has compiled of the same ``forward``.
+    All are quantized before any is compiled, since a strict export drops Dynamo's compiled code of the same
+    ``forward``.
     """
     right = list(entries)
     for step in (quantize, compile_and_check):
@@ -174,7 +175,7 @@ def measure(results: Results, name: str, batch: int, providers: Sequence[str], r
     compiled_before = _compiled_graphs()
     timings = time_interleaved({provider: entry.fn for provider, entry in ready.items() if entry.fn}, rounds)
     if _compiled_graphs() != compiled_before:
-        raise QFrameworkError("a provider was compiled again while it was timed: the timings mean nothing")
+        raise QFrameworkError("vit_cpu: no provider must recompile while it is timed, got a recompilation")
     for provider, timing in timings.items():
         results.add(replace(ready[provider].record, **timing.fields(), images_per_second=batch / timing.median_s))
 

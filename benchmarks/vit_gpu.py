@@ -1,12 +1,12 @@
 """Vision transformers on a GPU: throughput at a large batch and latency at batch 1, whole model, inference mode.
 
-Every provider at every batch runs in a process of its own with two deadlines, so that neither memory, nor compiled
-code, nor a crash of one reaches another: one to prepare, compile and be checked against FP32 eager, ``--jobs`` at a
-time (max-autotune, which times kernels to choose between them, with nothing beside it), and one to be timed, alone on
-the GPU. Weights and images are random and seeded. The file is rewritten after every provider.
+Every provider runs at every batch in its own process, so that memory, compiled code and crashes do not affect others.
+It has two deadlines: to prepare, compile and be checked against FP32 eager, ``--jobs`` at a time (max-autotune, which
+times kernels to choose between them, alone), and to be timed, alone on the GPU. Weights and images are random and
+seeded. The file is rewritten after every provider.
 
-``--first-call`` measures something else: how long preparation takes, and ``torch.compile`` with the first call, one
-provider after the other with nothing beside it, each with empty compilation caches.
+``--first-call`` instead measures the time of preparation, and of ``torch.compile`` with the first call, for one
+provider at a time with empty compilation caches.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from benchmarks import models
-from benchmarks.boxed import Answers, Limits, Phase, Worker, check_then_time
-from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
+from benchmarks.boxed import Answers, Limits, Phase, Worker, add_limits, limits_of, run_plans
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, integers
 from benchmarks.models import Forward
 from benchmarks.timing import peak_mb, time_provider
 from benchmarks.vit_gpu_cases import PROVIDERS, Provider, Subject, inference, prepare
@@ -64,7 +64,7 @@ class Plan:
 
 
 class Measurement:
-    """A process's side: compiles and checks its cases, then times what was right."""
+    """A worker: compiles and checks its cases, then times those that passed."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -85,14 +85,14 @@ class Measurement:
                 yield guarded(identity, functools.partial(self.time, case))
 
     def check(self, case: Case, identity: Record) -> Record:
-        """Prepare, compile and check; what is right is kept to be timed."""
+        """Prepare, compile and check; keeps right cases to be timed."""
         (name, batch), subject = case, self.subject
         provider = PROVIDERS[name]
         images = subject.images[:batch].to(subject.device, provider.dtype)
         start = time.perf_counter()
         module = prepare(subject, provider, images)
         prepare_s = time.perf_counter() - start
-        start = time.perf_counter()  # torch.compile imports Inductor and starts its processes
+        start = time.perf_counter()  # includes torch.compile, which imports Inductor and starts its processes
         forward: Forward = provider.compile(module) if provider.compile else module
         with inference(provider):
             output = forward(images).cpu()
@@ -122,7 +122,7 @@ class Measurement:
 def check_three(
     forward: Forward, images: Tensor, first: Tensor, reference: Tensor, provider: Provider
 ) -> dict[str, Any]:
-    """The accuracy of three calls, the third's; under CUDA graphs the second call records and the third replays."""
+    """Check three calls and return the accuracy of the third: CUDA graphs record the second and replay the third."""
     models.accuracy(first, reference, provider.precision)
     models.accuracy(forward(images).cpu(), reference, provider.precision)
     return models.accuracy(forward(images).cpu(), reference, provider.precision)
@@ -133,11 +133,10 @@ def check_three(
 
 def run(results: Results, model: str, cases: Sequence[Case], device: str, limits: Limits, jobs: int) -> None:
     """Measure the speed of ``cases`` of one model and add their records."""
-    # A smoke run shares one process among the providers: it asks whether they run, not how fast.
+    # The providers of a smoke run share a process: it only shows that they run.
     groups = [tuple(cases)] if results.smoke else [(case,) for case in cases]
     plans = [Plan(model, group, device, results.smoke) for group in groups]
-    for answers in check_then_time(Measurement, plans, limits, jobs, alone=_alone):
-        results.add(*answers.complete(answers.plan.identities()))
+    run_plans(results, Measurement, plans, Plan.identities, limits, jobs, alone=_alone)
 
 
 def _alone(plan: Plan) -> bool:
@@ -156,7 +155,7 @@ def run_first_calls(results: Results, model: str, cases: Sequence[Case], device:
 
 
 def cold_caches(folder: str) -> dict[str, str]:
-    """The environment of empty compilation caches in ``folder``: a first call means a first call."""
+    """The environment with empty compilation caches in ``folder``."""
     return {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
 
 
@@ -172,21 +171,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--models", type=lambda text: text.split(","), help=f"timm models (default: {','.join(MODELS)})"
     )
-    parser.add_argument("--batches", type=_parse_batches, help="batch sizes (default: 256,1; with --smoke 2,1)")
+    parser.add_argument("--batches", type=integers, help="batch sizes (default: 256,1; with --smoke 2,1)")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--first-call", action="store_true", help="measure first calls, not speed")
-    parser.add_argument("--jobs", type=int, default=6, help="providers that compile and are checked at a time")
-    parser.add_argument("--check-limit", type=float, default=400.0, help="seconds to compile and check one provider")
-    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds to time one provider")
-    parser.add_argument("--limit", type=float, default=1500.0, help="seconds for everything")
+    add_limits(parser, jobs=6, check=400.0, time=60.0, total=1500.0, subjects="batches")
     return parser
-
-
-def _parse_batches(text: str) -> list[int]:
-    sizes = [int(size) for size in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} holds a batch size below 1")
-    return sizes
 
 
 def choose_device(smoke: bool) -> str:
@@ -195,7 +184,7 @@ def choose_device(smoke: bool) -> str:
         return "cuda"
     if smoke:
         return "cpu"
-    raise QFrameworkError("no CUDA device: vit_gpu needs one unless --smoke is given; vit_cpu measures on the CPU")
+    raise QFrameworkError("vit_gpu: there must be a CUDA device, got none. Pass --smoke, or use vit_cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -203,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     batches: list[int] = arguments.batches or list(SMOKE_BATCHES if arguments.smoke else BATCHES)
     names: list[str] = arguments.models or ([models.SMOKE_MODEL] if arguments.smoke else list(MODELS))
-    limits = Limits(arguments.check_limit, arguments.time_limit, time.monotonic() + arguments.limit)
+    limits = limits_of(arguments)
     device = choose_device(arguments.smoke)
     default = list(FIRST_CALL_PROVIDERS) if arguments.first_call else default_providers()
     cases = [(name, batch) for batch in batches for name in arguments.providers or default]

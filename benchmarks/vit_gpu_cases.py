@@ -1,4 +1,4 @@
-"""What the benchmark of vision transformers on a GPU compares: the float model, and what each provider makes of it."""
+"""The cases of the benchmark of vision transformers on a GPU: the float model, and how each provider transforms it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from benchmarks.models import Forward, quantize_qframework, quantize_with_attent
 
 @dataclass(frozen=True)
 class Provider:
-    """What a provider does to the FP32 model: cast, ``quantize``, ``compile``."""
+    """How a provider transforms the FP32 model: cast, ``quantize``, ``compile``."""
 
     dtype: torch.dtype = torch.float16
     precision: str = "float16"  # a key of models.SQNR_FLOOR_DB
     quantize: Callable[[nn.Module, Tensor], nn.Module] | None = None
     compile: Callable[[nn.Module], Forward] | None = None
     tf32: bool = False
-    alone: bool = False  # times kernels to choose between them, so nothing may run beside it
+    alone: bool = False  # times kernels to choose between them, so it must run alone
     optional: bool = False  # only run when named
 
     @property
@@ -72,13 +72,13 @@ def _qframework(graphs: bool = False, **options: Any) -> Callable[[nn.Module], F
     return functools.partial(torch.compile, backend="qframework", dynamic=False, options=options or None)
 
 
-_OVERLAP = {"triton.enable_pdl": True}  # Inductor's kernels too begin while the one before them still runs
+_OVERLAP = {"triton.enable_pdl": True}  # programmatic dependent launch for Inductor's kernels too
 _LIVE: dict[str, Any] = {"linear": "int8_dynamic"}
 _FROZEN: dict[str, Any] = {**_LIVE, "freeze_weights": True}
 _int8 = functools.partial(Provider, precision="int8")
 _static = functools.partial(quantize_qframework, preset="static_int8")
 _dynamic = functools.partial(quantize_qframework, preset="dynamic_int8")
-# torchao's PerRow takes weights in bfloat16 alone.
+# torchao's PerRow supports only bfloat16 weights.
 _fp8 = functools.partial(Provider, torch.bfloat16, "fp8")
 _fp8_rowwise = functools.partial(_fp8, functools.partial(_quantize_fp8, granularity="PerRow"))
 _fp8_tensorwise = functools.partial(_fp8, functools.partial(_quantize_fp8, granularity="PerTensor"))
@@ -106,7 +106,7 @@ PROVIDERS: dict[str, Provider] = {
     "qframework_dynamic_sage_graphs": _int8(quantize=_dynamic, compile=_qframework(graphs=True, attention="sage")),
     "qframework_static_overlap": _int8(quantize=_static, compile=_qframework(**_OVERLAP), optional=True),
     "qframework_static_graphs_overlap": _int8(quantize=_static, compile=_qframework(True, **_OVERLAP), optional=True),
-    # A float model through the backend alone: weights quantized at each call, or once.
+    # A float model compiled by the backend, which quantizes weights at each call, or once.
     "qframework_dynamic_float": _int8(compile=_qframework(**_LIVE), optional=True),
     "qframework_dynamic_float_graphs": _int8(compile=_qframework(graphs=True, **_LIVE), optional=True),
     "qframework_dynamic_frozen": _int8(compile=_qframework(**_FROZEN), optional=True),
@@ -116,7 +116,7 @@ PROVIDERS: dict[str, Provider] = {
 
 @dataclass(frozen=True)
 class Subject:
-    """The float model and what its providers are held against; on the CPU, so that no provider's memory counts it."""
+    """The float model and the reference of its providers, on the CPU to keep it out of their memory."""
 
     model: nn.Module
     images: Tensor  # (largest batch, 3, H, W) fp32; a smaller batch is its beginning
@@ -135,18 +135,18 @@ class Subject:
 
 
 def prepare(subject: Subject, provider: Provider, images: Tensor) -> nn.Module:
-    """A copy of the model on the device in the provider's dtype, quantized with ``images`` if the provider does so."""
+    """A copy of the model on the device in the provider's dtype, quantized if the provider does so."""
     model = copy.deepcopy(subject.model).to(subject.device, provider.dtype)
     return model if provider.quantize is None else provider.quantize(model, images)
 
 
 @contextlib.contextmanager
 def allow_tf32(allowed: bool) -> Iterator[None]:
-    """TensorFloat-32 for matrix products and convolutions, on or off, and back to what it was."""
+    """Allow or forbid TensorFloat-32 for matrix products and convolutions inside the block."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32
     kept = {name: getattr(cudnn, name) for name in ("enabled", "benchmark", "deterministic")}
-    with cudnn.flags(**kept, allow_tf32=allowed):  # also where global flags are frozen
+    with cudnn.flags(**kept, allow_tf32=allowed):  # works even if global flags are frozen
         matmul.allow_tf32 = allowed
         try:
             yield
@@ -156,7 +156,7 @@ def allow_tf32(allowed: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def inference(provider: Provider) -> Iterator[None]:
-    """How a provider is called. What Dynamo gives up to compile would run in eager mode unseen: that is an error."""
+    """The context of a provider's calls. Exceeding Dynamo's recompile limit is an error, not a silent fall back."""
     import torch._dynamo.config as dynamo_config
 
     limits = dynamo_config.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)

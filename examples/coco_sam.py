@@ -1,12 +1,12 @@
-"""Mean IoU of Segment Anything prompted by boxes, in float and in INT8: a row for each configuration.
+"""Measure the mean IoU of Segment Anything with box prompts, in float and in INT8: one row per configuration.
 
     python examples/coco_sam.py facebook/sam-vit-base --images coco/val2017 --annotations coco/instances_val2017.json \\
         --calibration-folder coco/train2017 --calibration-annotations coco/instances_train2017.json
     torchrun --nproc-per-node 4 examples/coco_sam.py sam --device cuda ... --output results/sam_base.json
 
-The model is a folder of ``save_pretrained`` or a name of the Hugging Face hub. Its image encoder is what is quantized;
-``--encoder samvit_base_patch16.sa1b`` puts one of timm's in its place. ``--output`` is written as it comes: run the
-same command again to go on after an interruption.
+The model is a folder of ``save_pretrained`` or a name on the Hugging Face hub. Its image encoder is quantized;
+``--encoder samvit_base_patch16.sa1b`` replaces it by one of timm's. Results are saved to ``--output`` as they are
+measured, so running the same command again resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from qframework.evaluation.tasks import BoxSegmentation
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = comparison_parser(__doc__)
-    parser.add_argument("model", help="a folder of save_pretrained, or a name of the hub")
-    parser.add_argument("--encoder", metavar="NAME", help="one of timm's samvit encoders, instead of the model's own")
+    parser.add_argument("model", help="a folder of save_pretrained, or a name on the hub")
+    parser.add_argument("--encoder", metavar="NAME", help="one of timm's samvit encoders, to replace the model's own")
     parser.add_argument("--encoder-checkpoint", type=Path, metavar="FILE", help="its weights (default: timm's own)")
     parser.add_argument("--images", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--annotations", type=Path, required=True, metavar="FILE.json", help="COCO instances")
     parser.add_argument("--calibration-folder", type=Path, metavar="FOLDER", help="default: that of --images")
     parser.add_argument(
-        "--calibration-annotations", type=Path, metavar="FILE.json", help="which images to calibrate with"
+        "--calibration-annotations", type=Path, metavar="FILE.json", help="the images to calibrate with"
     )
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="default: %(default)s")
-    parser.add_argument("--smoke", action="store_true", help="a few images and two rows, eagerly: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a quick check: a few images, two rows, not compiled")
     parser.set_defaults(calibration_images=64)
     options = parser.parse_args(arguments)
     if options.smoke:
@@ -62,7 +62,7 @@ def _sam(options: argparse.Namespace) -> Sam:
     name, weights = options.encoder, options.encoder_checkpoint
     if name is None:
         if weights is not None:
-            raise QFrameworkError("--encoder-checkpoint needs --encoder NAME, which says what the weights are of")
+            raise QFrameworkError("--encoder-checkpoint must be given with --encoder NAME, got no --encoder")
         return load_sam(options.model)
     encoder = load_timm_encoder(name, sam_image_size(options.model), weights, pretrained=weights is None)
     return load_sam(options.model, encoder, encoder_name=name)

@@ -1,10 +1,10 @@
-"""Train a ViT on handwritten digits, quantize it statically and dynamically, and compare: what ``make demo`` runs.
+"""Train a ViT on handwritten digits, quantize it statically and dynamically, and compare; ``make demo`` runs this.
 
-Linear layers alone, and attention with them.
+Quantizes the linear layers, without and with attention.
 
     python examples/digits_demo.py [--device cuda] [--smoke]
 
-Exit code 1 when INT8 loses more than 0.5 points of top-1 or takes more than 30 percent of the FP32 weight bytes.
+Exit code 1 if INT8 loses more than 0.5 points of top-1 or takes more than 30 percent of the FP32 weight bytes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from qframework.outputs import output_folder
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A quantized vision transformer on handwritten digits.")
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--build", type=output_folder, default=Path("build"), help="of the checkpoint and demo.json")
-    parser.add_argument("--smoke", action="store_true", help="train and measure hardly at all: shows that it runs")
+    parser.add_argument(
+        "--build", type=output_folder, default=Path("build"), help="folder for the checkpoint and demo.json"
+    )
+    parser.add_argument("--smoke", action="store_true", help="a quick check with hardly any training")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
-    # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does.
+    # Silences a deprecation warning that torchao 0.18 causes in PyTorch 2.15.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.TrainingConfig()
     name = "digits_vit_smoke" if options.smoke else "digits_vit"

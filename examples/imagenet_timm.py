@@ -1,12 +1,13 @@
-"""Top-1 of a timm model in float and in INT8, on a folder of images: a row for each configuration.
+"""Measure the top-1 accuracy of a timm model on a folder of images, in float and in INT8: one row per configuration.
 
     python examples/imagenet_timm.py vit_small_patch16_224 --pretrained --data imagenet/val --calibration imagenet/train
     torchrun --nproc-per-node 8 examples/imagenet_timm.py vit_base_patch16_224 --pretrained --device cuda \\
         --data imagenet/val --calibration imagenet/train --output results/vit_base.json
 
 ``--data`` holds one folder of images per class, in the order of the model's classes or named after ImageNet's
-identifiers (n01440764). ``--output`` is written as it comes: run the same command again to go on after an interruption.
-Images are resized and normalized as timm says for the model. ``digits`` as model and data needs no files.
+identifiers (n01440764). Images are resized and normalized as timm defines for the model. Results are saved to
+``--output`` as they are measured, so running the same command again resumes an interrupted run. ``digits`` as model and
+data needs no files.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     weights.add_argument("--pretrained", action="store_true", help="timm's weights, downloaded")
     weights.add_argument("--checkpoint", type=Path, metavar="FILE", help="weights of your own")
     parser.add_argument("--data", default=DIGITS, metavar="FOLDER", help="images to evaluate on")
-    parser.add_argument("--calibration", metavar="FOLDER", help="images to calibrate with; their classes do not matter")
+    parser.add_argument("--calibration", metavar="FOLDER", help="images to calibrate with, of any classes")
     parser.add_argument(
         "--class-names", type=Path, metavar="FILE", help="the class folders' names, a line for each class"
     )
     parser.add_argument("--batch-size", type=int, default=64, metavar="N", help="default: %(default)s")
-    parser.add_argument("--smoke", action="store_true", help="a few images and two rows, eagerly: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a quick check: a few images, two rows, not compiled")
     options = parser.parse_args(arguments)
     if options.smoke:
         options.limit, options.calibration_images, options.batch_size, options.repeats = 64, 64, 32, 1
@@ -47,7 +48,7 @@ def make_task(options: argparse.Namespace) -> Classification:
     check_model_name(options.model)
     if options.model != DIGITS and not (options.pretrained or options.checkpoint):
         raise QFrameworkError(
-            f"model {options.model!r} would have random weights; pass --pretrained or --checkpoint FILE"
+            f"model {options.model!r} would have random weights. Pass --pretrained or --checkpoint FILE"
         )
     check_data_fits(options.model, options.data)  # before anything is trained or downloaded
     classifier = load_classifier(options.model, options.checkpoint, pretrained=options.pretrained)

@@ -1,13 +1,13 @@
-"""Quantization-aware training: a ViT with outlier channels gets back what static INT8 lost, in a few epochs.
+"""Quantization-aware training: recovers in a few epochs what static INT8 loses on a ViT with outlier channels.
 
     python examples/qat_digits.py [--device cuda] [--epochs 8] [--smoke]
 
-A ViT trained on handwritten digits is given the outlier channels that large transformers have; what it computes in
-float stays the same. Min-max static INT8 then loses accuracy. A few epochs of training with fake quantization bring
-most of it back: gradients pass the rounding straight through, and the float model's outputs are what is learned. The
-converted model has the same nodes as without training and runs as fast.
+A ViT trained on handwritten digits gets the outlier channels of large transformers, without a change of its float
+outputs. Min-max static INT8 then loses accuracy. A few epochs with fake quantization recover most of it: the model
+learns the float model's outputs, with straight-through gradients for the rounding. The converted model has the same
+nodes as without training and runs as fast.
 
-Exit code 1 when training wins back less than half of what static INT8 lost.
+Exit code 1 if training recovers less than half of the loss.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description="Quantization-aware training of a vision transformer on digits.")
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
-    parser.add_argument("--build", type=output_folder, default=Path("build"), help="where the checkpoint goes")
-    parser.add_argument("--epochs", type=int, default=8, help="of quantization-aware training (default: 8)")
+    parser.add_argument("--build", type=output_folder, default=Path("build"), help="folder for the checkpoint")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of quantization-aware training (default: 8)")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--smoke", action="store_true", help="train hardly at all: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a quick check with hardly any training")
     return parser.parse_args(arguments)
 
 
@@ -68,17 +68,17 @@ def trained_model(model: nn.Module, data: digits.Digits, options: argparse.Names
     images = data.calibration.tensors[0][:2].to(options.device)
     # an exported program shares its parameters with the model it was made from: train a copy
     exported = export_model(copy.deepcopy(model), images)
-    # ranges that follow what training makes of the activations
+    # moving averages follow the activations as they change in training
     quantizer = QFrameworkQuantizer(is_qat=True).set_global(static_int8(observer="moving_average"))
     prepared = prepare_qat_pt2e(exported, quantizer)
     calibrate(prepared, digits.loader(data.calibration))
     fine_tune(prepared, model, data, options)
-    prepared.apply(disable_observer)  # from here on what was trained is what will be converted
+    prepared.apply(disable_observer)  # keep the ranges that were trained with
     return convert_pt2e(prepared)
 
 
 def fine_tune(prepared: GraphModule, model: nn.Module, data: digits.Digits, options: argparse.Namespace) -> None:
-    """Train in place to give what ``model`` gives, on images moved by a pixel; the learning rate falls to zero."""
+    """Train in place to match the outputs of ``model`` on shifted images; the learning rate falls to zero."""
     images, _ = data.train.tensors
     batches = -(-len(images) // BATCH_SIZE)
     steps = 2 if options.smoke else options.epochs * batches
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace) -> dict[str, float]:
 def main(arguments: list[str] | None = None) -> int:
     """Train or load, quantize, fine-tune, compare."""
     options = parse_arguments(arguments)
-    # torchao 0.18 says at import that PyTorch 2.15 deprecates something it does.
+    # Silences a deprecation warning that torchao 0.18 causes in PyTorch 2.15.
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
     found = run(options)
     table = Table("", "top-1 %", title="digits ViT with outlier channels")

@@ -1,11 +1,11 @@
-"""Train a GPT-2 of transformers, its blocks in INT8, on text that every machine has: Python's standard library.
+"""Train transformers' GPT-2 with its blocks in INT8, on the source files of Python's standard library.
 
     python examples/train_gpt.py [--precision fp32|bf16|int8] [--device cuda --compile] [--output runs/gpt]
     torchrun --nproc-per-node 2 examples/train_gpt.py --device cuda --output runs/gpt
 
-A token is a byte, every twentieth file is held out, the loss is in nats a byte. ``--output`` keeps a checkpoint, the
-losses as CSV and PNG, and the last figures: run the same command again to go on after an interruption, with the losses
-there would have been.
+A token is a byte, every twentieth file is held out, and the loss is in nats per byte. ``--output`` saves a checkpoint,
+the losses as CSV and PNG, and the last figures. Running the same command again resumes an interrupted run, with the
+same losses as without the interruption.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/train_sam_shapes.py [--device cuda] [--folder build/shapes]
 
-The model is trained where the folder does not hold it yet. The folder gets it as ``SamModel.from_pretrained`` and
-``SamProcessor.from_pretrained`` read it, and the held-out images as a COCO set.
+The model is trained unless the folder already holds it. The folder then contains the model in the format of
+``from_pretrained``, and the held-out images as a COCO data set.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument(
-        "--folder", type=output_folder, default=FOLDER, help=f"where all of it is kept (default: {FOLDER})"
+        "--folder", type=output_folder, default=FOLDER, help=f"where to save model and images (default: {FOLDER})"
     )
     parser.add_argument(
         "--device", type=device_name, default="cpu", help="where to train: cpu, cuda, cuda:1, ... (default: cpu)"

@@ -1,10 +1,11 @@
-"""Train a timm vision transformer on handwritten digits, its blocks in INT8.
+"""Train a timm vision transformer with its blocks in INT8, on handwritten digits.
 
     python examples/train_vit_digits.py [--precision fp32|bf16|int8] [--device cuda] [--output runs/digits]
     torchrun --nproc-per-node 2 examples/train_vit_digits.py --device cuda --output runs/digits
 
-The digits come with scikit-learn; a third is held out. ``--output`` keeps a checkpoint, the losses as CSV and PNG, and
-the last figures: run the same command again to go on after an interruption, with the losses there would have been.
+The digits come with scikit-learn; a third is held out. ``--output`` saves a checkpoint, the losses as CSV and PNG, and
+the last figures. Running the same command again resumes an interrupted run, with the same losses as without the
+interruption.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Write a segmentation set in COCO format: textured shapes over photographs that come with scikit-image.
+"""Write a segmentation data set in COCO format: textured shapes over photographs that come with scikit-image.
 
     python examples/write_shapes.py build/shapes --images 200
 

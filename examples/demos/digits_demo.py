@@ -1,4 +1,4 @@
-"""The whole way on real images: a trained ViT in FP32, static and dynamic INT8, with attention too, in one table."""
+"""The whole workflow on real images: compares a trained ViT in FP32 and in static and dynamic INT8 in one table."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ class DemoRow:
 
 @dataclass(frozen=True)
 class Demo:
-    """What ``run_demo`` measured: FP32 and CONFIGURATIONS, and FP32 compiled by Inductor for comparison."""
+    """The result of ``run_demo``: FP32 and CONFIGURATIONS, and FP32 compiled by Inductor for comparison."""
 
     rows: list[DemoRow]
     compiled_fp32_images_per_second: float
 
     def failures(self) -> list[str]:
-        """What is worse than promised: more than 0.5 points of top-1 lost, more than 30 percent of the weight bytes."""
+        """The failed checks: more than 0.5 points of top-1 lost, or more than 30 percent of the weight bytes."""
         fp32, *quantized = self.rows
         return [message for row in quantized for message in _failures(row, fp32)]
 
     def write_json(self, path: Path) -> None:
-        """The rows as a list of objects."""
+        """Write the rows as a list of objects."""
         write_json(path, [asdict(row) for row in self.rows], indent=2)
 
     def table(self) -> Table:
-        """The rows for people; weight bytes also as a share of FP32's."""
+        """The rows as a table for the terminal."""
         table = Table(
             title="A vision transformer on handwritten digits",
             caption="FP32: the float model, eager. INT8: compiled with backend='qframework'.\n"
             "SQNR: of the worst layer's output, in dB. Lowered: linear layers in INT8.\n"
-            "INT8 attention on a CPU is its kernels' reference: exact, not fast.\n"
+            "INT8 attention on a CPU runs the kernels' reference, which is exact but slow.\n"
             f"FP32 compiled by Inductor: {self.compiled_fp32_images_per_second:,.0f} images/s.",
         )
         table.add_column("configuration", no_wrap=True)
@@ -120,9 +120,9 @@ def run_demo(
     repeats: int = 20,
     show_progress: bool = True,
 ) -> Demo:
-    """Measure ``model`` in FP32, quantize it through PT2E as CONFIGURATIONS say, compile and measure each.
+    """Measure ``model`` in FP32, then quantize it by PT2E, compile and measure it under each of CONFIGURATIONS.
 
-    Top-1 is that of the held-out images; SQNR is measured on one batch of them, throughput on the same batch.
+    Top-1 is measured on the held-out images, SQNR and throughput on one batch of them.
     """
     bench = _Bench(model.to(device), data, torch.device(device), batch_size, repeats)
     steps = len(CONFIGURATIONS) + 2
@@ -140,7 +140,7 @@ def run_demo(
 
 @dataclass(frozen=True)
 class _Bench:
-    """One model, one machine, one batch: what all configurations have in common."""
+    """What all configurations share: the model, the data and the device."""
 
     model: nn.Module
     data: digits.Digits

@@ -1,4 +1,4 @@
-"""Real text that every machine with Python has: the sources of its standard library, as bytes."""
+"""Text that every machine with Python has: the source files of the standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torch import Tensor
 from qframework.errors import QFrameworkError
 
 VOCABULARY = 256
-# Not written to be read, or not part of every installation.
+# Tests, third-party code, and folders that some installations lack.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "ensurepip"}
 _VALIDATION_EVERY = 20  # every twentieth file
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes ``(N,)`` uint8 in two parts; no file lies in both. ``digest``: SHA-256 of all of them."""
+    """Bytes ``(N,)`` uint8, split by file, and ``digest``, the SHA-256 of all of them."""
 
     train: Tensor
     validation: Tensor
@@ -30,12 +30,12 @@ class Text:
 
 @cache
 def load_text(folder: str | None = None, limit: int | None = None) -> Text:
-    """The sources under ``folder`` in the order of their paths, every twentieth file for validation.
+    """The sources under ``folder``, sorted by path; every twentieth file is for validation.
 
     Args:
-        folder: searched for ``*.py``; None is the standard library of this Python. Another version of Python has
-            other sources, so figures compare only where ``digest`` is the same.
-        limit: only the first files, until they hold this many bytes.
+        folder: searched for ``*.py``; None uses the standard library. Its sources differ between Python versions, so
+            figures are comparable only for equal ``digest``.
+        limit: stop after the file that reaches this many bytes.
 
     Raises:
         QFrameworkError: there are fewer than 20 files.
@@ -51,7 +51,7 @@ def load_text(folder: str | None = None, limit: int | None = None) -> Text:
         if limit is not None and total >= limit and validation:
             break
     if not validation:
-        raise QFrameworkError(f"{root} holds fewer than {_VALIDATION_EVERY} Python files; accepted: a folder with more")
+        raise QFrameworkError(f"{root} must hold at least {_VALIDATION_EVERY} Python files, got fewer")
     digest = hashlib.sha256(b"".join((*train, b"\0", *validation))).hexdigest()
     return Text(_tensor(b"".join(train)), _tensor(b"".join(validation)), digest)
 
@@ -66,12 +66,12 @@ def _tensor(content: bytes) -> Tensor:
 
 
 def random_windows(text: Tensor, count: int, length: int, generator: torch.Generator) -> Tensor:
-    """``(count, length)`` int64 from random places of ``text`` ``(N,)`` uint8."""
+    """``(count, length)`` int64 from random positions of ``text`` ``(N,)`` uint8."""
     starts = torch.randint(0, len(text) - length + 1, (count, 1), generator=generator)
     return text[starts + torch.arange(length)].long()
 
 
 def even_windows(text: Tensor, count: int, length: int) -> Tensor:
-    """``(count, length)`` int64 from places evenly spread over ``text`` ``(N,)`` uint8: the same in every run."""
+    """``(count, length)`` int64 from evenly spaced positions of ``text`` ``(N,)`` uint8."""
     starts = torch.linspace(0, len(text) - length, count, dtype=torch.float64).long().unsqueeze(1)
     return text[starts + torch.arange(length)].long()

@@ -63,7 +63,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Scene:
-    """One picture and what is on it."""
+    """A picture and its shapes."""
 
     image: Image
     shapes: tuple[Shape, ...]
@@ -72,7 +72,7 @@ class Scene:
 def make_scene(index: int, split: Split = "held_out", *, size: int = 128, seed: int = 0) -> Scene:
     """Image ``index`` of a split: two to five shapes over a part of a photograph.
 
-    Every shape differs from what it covers, and most of it is seen.
+    Every shape stands out from what it covers, and is mostly visible.
 
     Raises:
         QFrameworkError: the split is unknown, or ``size`` is too small for shapes or too large for the photographs.
@@ -80,7 +80,8 @@ def make_scene(index: int, split: Split = "held_out", *, size: int = 128, seed: 
     """
     if split not in get_args(Split) or not 32 <= size <= 256:
         raise QFrameworkError(
-            f"shapes: split={split!r}, size={size}; accepted: {', '.join(get_args(Split))}, 32 to 256 pixels"
+            f"make_scene: split must be of {', '.join(get_args(Split))} and size 32 to 256 pixels, got {split!r} and "
+            f"{size}"
         )
     generator = np.random.default_rng([seed, get_args(Split).index(split), index])
     image = _part_of_a_photograph(generator, split, size)
@@ -102,7 +103,7 @@ def scenes(count: int, split: Split = "held_out", *, size: int = 128, seed: int 
 def _with_another(
     image: NDArray[np.float64], shapes: list[Shape], generator: np.random.Generator, split: Split
 ) -> tuple[NDArray[np.float64], list[Shape]]:
-    """The picture with one more shape on top, or as it was where that one would hide too much or not be seen."""
+    """Add a shape on top, unless it would hide too much or not stand out."""
     size = len(image)
     category = int(generator.integers(len(CATEGORIES)))
     radius = generator.uniform(0.15, 0.32) * size
@@ -116,12 +117,12 @@ def _with_another(
     if any(shape is None for shape in covered):
         return image, shapes
     below = [shape for shape in covered if shape is not None]
-    # What lies outside the picture is cut off a mask, but not off a polygon: pycocotools cuts it itself.
+    # Masks end at the border of the picture. Polygons may exceed it, since pycocotools clips them.
     return np.where(drawn[..., None], texture, image), [*below, Shape(category, drawn, outline, True)]
 
 
 def _covered(shape: Shape, above: Mask) -> Shape | None:
-    """What is left of a shape with another above it; None where that is too little."""
+    """The visible part of a shape with another above it; None if too little remains."""
     if not (shape.mask & above).any():
         return shape
     mask = shape.mask & ~above

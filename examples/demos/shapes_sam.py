@@ -34,7 +34,7 @@ UPSCALING = 4  # pixels of SAM's masks along a side of one patch
 
 @dataclass(frozen=True)
 class SamTrainingConfig:
-    """Everything the trained weights depend on; the checkpoint is kept only while all of it is unchanged."""
+    """Everything the trained weights depend on; a checkpoint with other values is trained again."""
 
     image_size: int = 96
     patch_size: int = 8
@@ -57,7 +57,8 @@ class SamTrainingConfig:
         object.__setattr__(self, "global_blocks", tuple(self.global_blocks))
         if self.image_size % self.patch_size:
             raise QFrameworkError(
-                f"SamTrainingConfig: image_size={self.image_size} is no multiple of patch_size={self.patch_size}"
+                f"SamTrainingConfig: image_size must be a multiple of patch_size {self.patch_size}, got "
+                f"{self.image_size}"
             )
 
 
@@ -95,7 +96,7 @@ def build_model(config: SamTrainingConfig | None = None) -> SamModel:
 
 @torch.no_grad()
 def _initialize(model: SamModel) -> None:
-    """transformers leaves these to a checkpoint: it starts the encoder at 1e-10, positions at a random hash of them."""
+    """Initialize for training: transformers starts the encoder at 1e-10 and leaves positions to a checkpoint."""
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
             nn.init.trunc_normal_(module.weight, std=module.weight[0].numel() ** -0.5)
@@ -112,7 +113,7 @@ def _initialize(model: SamModel) -> None:
 
 
 class Batch(NamedTuple):
-    """Images, prompts and what they should give.
+    """Images, prompts and the wanted masks.
 
     ``pixel_values (B, 3, S, S)`` float32, normalized; ``boxes (B, K, 4)`` float32, left, top, right, bottom in pixels;
     ``masks (B, K, M, M)`` float32, the share of each of SAM's mask pixels that the object covers.
@@ -127,7 +128,7 @@ class Batch(NamedTuple):
 
 
 def normalize(images: Tensor) -> Tensor:
-    """``(B, 3, H, W)`` uint8 to what SAM's image processor makes of it, float32."""
+    """Normalize ``(B, 3, H, W)`` uint8 as SAM's image processor does, to float32."""
     mean, std = (torch.tensor(values, device=images.device).view(3, 1, 1) for values in (PIXEL_MEAN, PIXEL_STD))
     return (images.float() / 255 - mean) / std
 
@@ -149,7 +150,7 @@ class _TrainingSet:
             advance()
 
     def epoch(self) -> Iterator[Batch]:
-        """Every image once, mirrored and transposed at random, with ``config.boxes`` of its objects."""
+        """Every image once, mirrored and transposed at random, with ``config.boxes`` of its objects as prompts."""
         for chosen in torch.randperm(len(self._images)).split(self._config.batch_size):
             yield self._moved(self._batch(chosen.tolist()))
 
@@ -162,7 +163,7 @@ class _TrainingSet:
         return Batch(normalize(colours), _shaken(boxes, self._config.image_size), masks.float() / 255)
 
     def _moved(self, batch: Batch) -> Batch:
-        """The whole batch mirrored, upside down, or transposed, each as likely as not."""
+        """Mirror, flip and transpose the whole batch, each with probability one half."""
         images, boxes, masks = batch
         size = self._config.image_size
         for dim, (low, high) in ((-1, (0, 2)), (-2, (1, 3))):
@@ -176,7 +177,7 @@ class _TrainingSet:
 
 
 def _shaken(boxes: Tensor, size: int, share: float = 0.05) -> Tensor:
-    """Boxes as a person draws them: each side off by a normal 5 percent of the box."""
+    """Boxes with normal noise of 5 percent of the box on each side, as if drawn by hand."""
     extent = (boxes[..., 2:] - boxes[..., :2]).repeat(1, 1, 2)
     return (boxes + share * extent * torch.randn_like(boxes)).clamp(0, size)
 
@@ -187,7 +188,7 @@ def _shaken(boxes: Tensor, size: int, share: float = 0.05) -> Tensor:
 def train(
     config: SamTrainingConfig | None = None, *, device: torch.device | str = "cpu", show_progress: bool = True
 ) -> SamModel:
-    """Train from ``config.seed``; returned on the CPU in eval mode. The CPU's generator is not touched."""
+    """Train from ``config.seed``; returns the model on the CPU in eval mode. Leaves the CPU's generator alone."""
     config = config or SamTrainingConfig()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -216,7 +217,7 @@ def _fit(model: SamModel, config: SamTrainingConfig, device: torch.device, show_
 
 
 def _loss(model: SamModel, batch: Batch) -> Tensor:
-    """Cross entropy and dice of the masks, and the error of the quality that the model predicts of its own masks."""
+    """Cross entropy and dice loss of the masks, and the error of the predicted mask quality."""
     output = model(pixel_values=batch.pixel_values, input_boxes=batch.boxes, multimask_output=False)
     logits, quality = output.pred_masks[:, :, 0], output.iou_scores[:, :, 0]
     probability, wanted = logits.sigmoid(), batch.masks
@@ -236,12 +237,12 @@ def load_or_train(
     device: torch.device | str = "cpu",
     show_progress: bool = True,
 ) -> SamModel:
-    """The trained model in eval mode, from ``path`` if that file holds exactly this configuration, else trained, kept.
+    """The trained model in eval mode on the CPU; see ``checkpoint.load_or_train``.
 
     Args:
-        path: of the checkpoint; one of another configuration, or damaged, is replaced, and a warning says why.
+        path: of the checkpoint.
         config: what to train.
-        device: where to train; the model returned is on the CPU.
+        device: where to train.
         show_progress: draw progress bars on stderr.
     """
     return checkpoint.load_or_train(
@@ -253,7 +254,7 @@ def load_or_train(
 
 
 def save_pretrained(model: SamModel, folder: str | Path) -> None:
-    """Write the model and a processor for it as transformers' ``from_pretrained`` reads them."""
+    """Write the model and its processor for transformers' ``from_pretrained``."""
     from transformers import SamImageProcessor, SamProcessor
 
     side = model.config.vision_config.image_size

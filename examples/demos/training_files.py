@@ -1,4 +1,4 @@
-"""What a training run leaves on disk: a checkpoint to go on from, its losses as CSV and PNG, its figures as JSON."""
+"""The files of a training run: a checkpoint to resume from, the losses as CSV and PNG, and the figures as JSON."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from qframework.files import atomic_write
 
 CHECKPOINT, LOSSES, PLOT, SUMMARY = "checkpoint.pt", "losses.csv", "losses.png", "summary.json"
 _COLOURS = ("#44403c", "#c2410c", "#1d4ed8", "#15803d", "#7e22ce", "#a16207", "#0e7490")
-_SMOOTHED_OVER = 50  # steps; single batches are too noisy to be told apart
+_SMOOTHED_OVER = 50  # steps; the losses of single batches are too noisy
 
 
 @dataclass
 class Curves:
-    """The training loss of every step, and the validation's figures after some of them."""
+    """The training loss of every step, and the validation figures after some of them."""
 
     losses: list[float] = field(default_factory=list)
     validation: dict[int, dict[str, float]] = field(default_factory=dict)
 
     @property
     def last(self) -> dict[str, float]:
-        """The validation's figures after the last step that has any; empty before the first."""
+        """The latest validation figures; empty before the first."""
         return self.validation[max(self.validation)] if self.validation else {}
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, as a checkpoint and a JSON file hold them."""
+        """Plain numbers, for checkpoints and JSON."""
         return {"losses": self.losses, "validation": [[step, row] for step, row in sorted(self.validation.items())]}
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Curves:
-        """What ``as_dict`` gave."""
+        """Inverse of ``as_dict``."""
         return cls(list(fields["losses"]), {int(step): dict(row) for step, row in fields["validation"]})
 
     def write_csv(self, path: Path) -> None:
-        """A row for each step: ``step, loss``, and the validation's figures where there are any. Floats read back."""
+        """A row per step: ``step, loss``, and validation figures if any. Floats are written exactly."""
         names = sorted({name for row in self.validation.values() for name in row})
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -92,7 +92,7 @@ def draw_curves(curves: Mapping[str, Sequence[Curves]], path: Path, title: str =
 
 
 def _smooth(losses: Sequence[float]) -> list[float]:
-    """Each step's mean with those before it, fewer at the start."""
+    """The trailing mean of each step, over fewer steps at the start."""
     windows = (losses[max(0, end - _SMOOTHED_OVER) : end] for end in range(1, len(losses) + 1))
     return [sum(window) / len(window) for window in windows]
 
@@ -102,9 +102,9 @@ def _smooth(losses: Sequence[float]) -> list[float]:
 
 @dataclass
 class Checkpoint:
-    """A run after ``step`` steps. There is no state of random generators: every step seeds them anew.
+    """A run after ``step`` steps, without the state of random generators, which every step seeds anew.
 
-    ``model`` and ``optimizer`` are state dicts; ``settings`` says what the run is, and only the same may go on.
+    ``model`` and ``optimizer`` are state dicts. Only a run with equal ``settings`` can resume from it.
     """
 
     settings: dict[str, Any]
@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
-    """Write ``path`` as a whole or not at all, with its folder."""
+    """Write ``path`` atomically; creates its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fields = {**vars(checkpoint), "curves": checkpoint.curves.as_dict()}
     with atomic_write(path) as file:
@@ -123,11 +123,11 @@ def save_checkpoint(path: Path, checkpoint: Checkpoint) -> None:
 
 
 def load_checkpoint(path: Path, settings: Mapping[str, Any], map_location: torch.device | str = "cpu") -> Checkpoint:
-    """What ``save_checkpoint`` wrote.
+    """Read a file of ``save_checkpoint``.
 
     Raises:
-        FileFormatError: the file is damaged or no checkpoint.
-        QFrameworkError: the checkpoint is of a run with other settings.
+        FileFormatError: the file is damaged or not a checkpoint.
+        QFrameworkError: the checkpoint belongs to a run with other settings.
     """
     try:
         fields = torch.load(path, map_location=map_location, weights_only=True)
@@ -143,11 +143,11 @@ def load_checkpoint(path: Path, settings: Mapping[str, Any], map_location: torch
         ValueError,
         AttributeError,
     ) as error:
-        raise FileFormatError(f"{path} is no checkpoint of a training run: {error!r}"[:300]) from error
+        raise FileFormatError(f"{path} is not a checkpoint of a training run: {error!r}"[:300]) from error
     wanted = json.loads(json.dumps(dict(settings)))
     names = sorted({*checkpoint.settings, *wanted})
     changed = [name for name in names if checkpoint.settings.get(name) != wanted.get(name)]
     if changed:
         told = "; ".join(f"{name} was {checkpoint.settings.get(name)!r}, is {wanted.get(name)!r}" for name in changed)
-        raise QFrameworkError(f"{path} is of a run with other settings ({told}); accepted: the same, or a new folder")
+        raise QFrameworkError(f"{path} is of a run with other settings ({told}). Use the same, or a new folder")
     return checkpoint

@@ -1,7 +1,7 @@
-"""Training by one process or several, that goes on after an interruption with the losses it would have had.
+"""Training in one process or several that resumes after an interruption with exactly the same losses.
 
-Nothing random outlives a step: before each one the generators are seeded from (seed, step, process), and what a batch
-holds depends on (seed, step) alone. A checkpoint is then the weights, the optimizer and the step.
+Before each step, the generators are seeded from (seed, step, process), and a batch depends on (seed, step) alone. A
+checkpoint therefore needs only the weights, the optimizer and the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qframework.kernels.blocks.format import BlockSize, block_size_name, check_b
 from qframework.training.convert import Mode, convert_to_int8_training
 
 PRECISIONS = ("fp32", "bf16", "int8")
-_FLUSH_EVERY = 20  # steps; reading a loss waits for the GPU
+_FLUSH_EVERY = 20  # steps between reading losses, which waits for the GPU
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class RunConfig:
 
     Args:
         steps: of the optimizer.
-        batch_size: examples of a step, over all processes and micro-batches.
-        learning_rate: its peak; it rises in a line over ``warmup`` of the steps and falls in a cosine to zero.
+        batch_size: examples per step, over all processes and micro-batches.
+        learning_rate: peak; rises linearly over ``warmup`` of the steps, then falls to zero along a cosine.
         weight_decay: of AdamW, for matrices; vectors have none.
-        clip: norm that gradients are scaled down to.
-        accumulate: micro-batches of a step.
+        clip: maximum norm of the gradients.
+        accumulate: micro-batches per step.
         seed: of the weights, the batches and dropout.
         precision: ``"fp32"``, ``"bf16"`` (autocast) or ``"int8"`` (bf16 with INT8 blocks).
         mode: of INT8, see convert_to_int8_training.
@@ -63,12 +63,15 @@ class RunConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "block_size", check_block_size("RunConfig", self.block_size))
         if self.precision not in PRECISIONS:
-            raise UnsupportedError(f"precision {self.precision!r} is unknown; accepted: {', '.join(PRECISIONS)}")
+            raise UnsupportedError(
+                f"RunConfig: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"
+            )
         if self.mode not in get_args(Mode):
-            raise UnsupportedError(f"mode {self.mode!r} is unknown; accepted: {', '.join(get_args(Mode))}")
+            raise UnsupportedError(f"RunConfig: mode must be one of {', '.join(get_args(Mode))}, got {self.mode!r}")
         if min(self.steps, self.batch_size, self.accumulate) < 1:
             raise QFrameworkError(
-                f"steps={self.steps}, batch_size={self.batch_size}, accumulate={self.accumulate}; accepted: 1 or more"
+                f"RunConfig: steps, batch_size and accumulate must be at least 1, got {self.steps}, {self.batch_size}, "
+                f"{self.accumulate}"
             )
 
     @property
@@ -80,7 +83,7 @@ class RunConfig:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its fields as JSON gives them back: lists, no tuples."""
+        """The fields after a JSON round trip, with lists for tuples."""
         return json.loads(json.dumps(asdict(self)))
 
 
@@ -89,36 +92,36 @@ class TrainingTask(Protocol):
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """JSON-able; with the RunConfig all that the losses depend on."""
+        """JSON-able; with the RunConfig, everything the losses depend on."""
 
     def build(self, seed: int) -> nn.Module:
         """The untrained float model, on the CPU; its weights from the global generator."""
 
     def batch(self, seed: int, step: int, size: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of a step on the CPU, ``size`` examples; the same in every process."""
+        """Inputs and targets of ``size`` examples on the CPU; equal in all processes."""
 
     def loss(self, model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
         """The mean over the examples."""
 
     def evaluate(self, model: nn.Module, seed: int, device: torch.device) -> dict[str, float]:
-        """Figures on data the model was not trained on, ``"loss"`` among them; ``model`` is in eval mode."""
+        """Figures on held-out data, including ``"loss"``; ``model`` is in eval mode."""
 
 
 @dataclass
 class Place:
-    """Where and how a run is carried out: nothing that its losses depend on, up to rounding.
+    """Where and how a run is carried out; up to rounding, the losses do not depend on it.
 
     Args:
         device: of this process.
-        processes: that share the run, each with a part of every batch.
-        folder: of the checkpoint; None keeps none.
-        evaluate_every: steps between two validations; 0: only at the end.
-        checkpoint_every: steps between two checkpoints; 0: only at the end.
-        stop_after: steps after which to stop early, as an interruption would; None: at the end.
-        compiled: torch.compile the model.
+        processes: the processes that share every batch.
+        folder: for the checkpoint; None writes none.
+        evaluate_every: steps between validations; 0 validates only at the end.
+        checkpoint_every: steps between checkpoints; 0 writes one only at the end.
+        stop_after: stop early after this many steps; None trains to the end.
+        compiled: compile the model with ``torch.compile``.
         check_finite: report NaN and infinity with the layer's name; INT8 only.
-        restart: forget the checkpoint that is there.
-        show_progress: draw a bar.
+        restart: discard an existing checkpoint.
+        show_progress: draw a progress bar.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -135,10 +138,10 @@ class Place:
 
 @dataclass
 class Outcome:
-    """What a run gave.
+    """The result of a run.
 
-    ``examples_per_second`` is of the steps made now, all processes together; of more than 20, without the first 20,
-    in which models are compiled and kernels tuned.
+    ``examples_per_second`` counts the steps of this call in all processes, without the first 20 if there are more,
+    which compile and tune.
     """
 
     model: nn.Module
@@ -148,17 +151,17 @@ class Outcome:
 
 
 def train(task: TrainingTask, config: RunConfig, place: Place | None = None) -> Outcome:
-    """Train from the checkpoint in ``place.folder`` on, or from the start.
+    """Train from the checkpoint in ``place.folder``, or from the start.
 
     Raises:
-        QFrameworkError: the batch cannot be dealt out evenly, or the checkpoint is of another run.
+        QFrameworkError: the batch cannot be split evenly, or the checkpoint belongs to another run.
     """
     place = place or Place()
     share = config.batch_size // (place.processes.size * config.accumulate)
     if share * place.processes.size * config.accumulate != config.batch_size:
         raise QFrameworkError(
-            f"batch_size={config.batch_size} for {place.processes.size} processes with {config.accumulate} "
-            "micro-batches each; accepted: a multiple of their product"
+            f"train: batch_size must be a multiple of {place.processes.size} processes times {config.accumulate} "
+            f"micro-batches, got {config.batch_size}"
         )
     with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), _deterministic():
         return _Run(task, config, place).finish()
@@ -173,12 +176,12 @@ class _Run:
         self.model = prepared_model(task, config, place)
         self.optimizer = _optimizer(self.model, config)
         self.curves = Curves()
-        self.pending: list[Tensor] = []  # losses of this process that were not read yet
+        self.pending: list[Tensor] = []  # losses of this process that have not been read
         self.step = self._restore()
         self.module = _wrapped(self.model, place)
 
     def finish(self) -> Outcome:
-        """Make all steps that are left."""
+        """Make all remaining steps."""
         config, place = self.config, self.place
         first, last = self.step, min(config.steps, place.stop_after or config.steps)
         warm = first + _FLUSH_EVERY
@@ -204,7 +207,7 @@ class _Run:
         return Outcome(self.model, self.curves, rate, self.step == config.steps)
 
     def _due(self, every: int) -> bool:
-        """Whether what happens ``every`` so many steps, and at the end, happens now; 0 is only at the end."""
+        """Whether something that happens ``every`` N steps and at the end is due; 0 means only at the end."""
         return self.step == self.config.steps or (every > 0 and self.step % every == 0)
 
     def _make_step(self) -> None:
@@ -222,7 +225,7 @@ class _Run:
         self.step += 1
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Gradients of this process's part of the batch; its mean loss, a scalar on the device."""
+        """Compute the gradients of this process's part of the batch; returns its mean loss, a scalar on the device."""
         rank, parts, device = self.place.processes.rank, self.config.accumulate, self.place.device
         size = len(inputs) // (self.place.processes.size * parts)
         total = torch.zeros((), device=device)
@@ -237,20 +240,20 @@ class _Run:
         return total
 
     def _without_exchange(self, more_to_come: bool) -> AbstractContextManager[None]:
-        """Gradients are exchanged once a step, with the last micro-batch."""
+        """Skip the exchange of gradients except for the last micro-batch of a step."""
         if more_to_come and isinstance(self.module, DistributedDataParallel):
             return self.module.no_sync()
         return nullcontext()
 
     def _read_losses(self) -> None:
-        """The mean over all processes, in the order of their ranks: every process keeps the same curve."""
+        """Append the means over all processes, so that every process has the same curve."""
         mine = torch.stack(self.pending).double().cpu().tolist()
         everyones = self.place.processes.gather([mine])
         self.curves.losses += [sum(losses) / len(losses) for losses in zip(*everyones, strict=True)]
         self.pending.clear()
 
     def _evaluate(self) -> None:
-        """By the first process; the others wait where losses are next exchanged."""
+        """Evaluate in the first process; the others wait at the next exchange."""
         if not self.place.processes.is_first:
             return
         self.model.eval()
@@ -270,7 +273,7 @@ class _Run:
         )
 
     def _restore(self) -> int:
-        """The step to go on with."""
+        """Load the checkpoint, if any; returns the step to resume at."""
         path = None if self.place.folder is None else self.place.folder / CHECKPOINT
         if path is None or self.place.restart or not path.exists():
             return 0
@@ -282,7 +285,7 @@ class _Run:
 
 
 def prepared_model(task: TrainingTask, config: RunConfig, place: Place) -> nn.Module:
-    """The untrained model on its device, converted where the precision is INT8."""
+    """The untrained model on its device, converted if the precision is INT8."""
     torch.manual_seed(config.seed)
     model = task.build(config.seed).to(place.device)
     if config.precision == "int8":
@@ -291,12 +294,12 @@ def prepared_model(task: TrainingTask, config: RunConfig, place: Place) -> nn.Mo
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    """BF16 wherever PyTorch's autocast says so; nothing for ``"fp32"``."""
+    """PyTorch's autocast to BF16; disabled for ``"fp32"``."""
     return torch.autocast(device.type, torch.bfloat16, enabled=precision != "fp32")
 
 
 def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW; biases and the weights of norms do not decay."""
+    """AdamW without weight decay for biases and norms."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
@@ -306,7 +309,7 @@ def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
 
 
 def _wrapped(model: nn.Module, place: Place) -> nn.Module:
-    """What a step calls: compiled and with gradients exchanged, as the place says."""
+    """The model as a step calls it: compiled, and with gradient exchange."""
     module: Any = torch.compile(model) if place.compiled else model
     if place.processes.size > 1:
         module = DistributedDataParallel(module, [place.device] if place.device.type == "cuda" else None)
@@ -314,7 +317,7 @@ def _wrapped(model: nn.Module, place: Place) -> nn.Module:
 
 
 def _mixed(*numbers: int) -> int:
-    """A seed that differs wherever one of a few numbers does."""
+    """A seed that depends on all ``numbers``."""
     seed = 0
     for number in numbers:
         seed = (seed * 1_000_003 + number + 1) % 2**63
@@ -323,12 +326,12 @@ def _mixed(*numbers: int) -> int:
 
 @contextmanager
 def _deterministic() -> Iterator[None]:
-    """PyTorch's deterministic algorithms where it has them; it warns where it has none."""
+    """Use PyTorch's deterministic algorithms; it warns where it has none."""
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     settings: Any = torch.utils.deterministic  # a module whose attributes checkers do not see
     filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    settings.fill_uninitialized_memory = False  # every empty tensor would be written twice
+    settings.fill_uninitialized_memory = False  # saves filling every empty tensor
     try:
         yield
     finally:

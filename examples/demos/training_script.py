@@ -1,4 +1,4 @@
-"""What ``examples/train_vit_digits.py`` and ``examples/train_gpt.py`` have in common: options, processes, output."""
+"""Options, processes and output that ``examples/train_vit_digits.py`` and ``examples/train_gpt.py`` share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from demos.training_loop import PRECISIONS, Outcome, Place, RunConfig, TrainingT
 from qframework.compat.logs import silence_torchao_at_import
 from qframework.errors import QFrameworkError
 from qframework.evaluation.distributed import Processes, device_of_process, joined_processes
-from qframework.files import atomic_write
+from qframework.files import write_text
 from qframework.kernels.blocks.format import BLOCK_SIZES, block_size_name, parse_block_size
 from qframework.outputs import check_output_folder
 from qframework.training.convert import Mode
@@ -26,7 +26,7 @@ BAD_INPUT = 2
 
 
 def training_parser(description: str | None, defaults: RunConfig) -> argparse.ArgumentParser:
-    """A parser with the options that both scripts have; ``defaults`` are the run's."""
+    """A parser with the options of both scripts; ``defaults`` are those of the run."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -51,16 +51,16 @@ def training_parser(description: str | None, defaults: RunConfig) -> argparse.Ar
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches of a step")
     parser.add_argument("--learning-rate", type=float, default=defaults.learning_rate, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu", help="cpu, cuda (torchrun: one GPU a process), cuda:1, ...")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda (with torchrun: one GPU per process), cuda:1, ...")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
     parser.add_argument("--check-finite", action="store_true", help="name the layer in which NaN or infinity appears")
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="checkpoint, losses as CSV and PNG, figures")
     parser.add_argument("--evaluate-every", type=int, default=100, metavar="N", help="steps; default: %(default)s")
     parser.add_argument("--checkpoint-every", type=int, default=200, metavar="N", help="steps; default: %(default)s")
-    parser.add_argument("--stop-after", type=int, metavar="N", help="stop after N steps, to go on later")
-    parser.add_argument("--restart", action="store_true", help="forget the checkpoint in --output")
+    parser.add_argument("--stop-after", type=int, metavar="N", help="stop after N steps, to resume later")
+    parser.add_argument("--restart", action="store_true", help="discard the checkpoint in --output")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
-    parser.add_argument("--smoke", action="store_true", help="a tiny model and a few steps: shows that it runs")
+    parser.add_argument("--smoke", action="store_true", help="a quick check: a tiny model and a few steps")
     return parser
 
 
@@ -82,7 +82,7 @@ def run_config(options: argparse.Namespace, defaults: RunConfig) -> RunConfig:
 
 
 def run_training(task: TrainingTask, defaults: RunConfig, options: argparse.Namespace) -> int:
-    """Train, print, write; the exit code: 2 for bad input, said in one line on stderr."""
+    """Train, print and write; returns the exit code, 2 for bad input with one line on stderr."""
     silence_torchao_at_import()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its results only with this
     processes = Processes()
@@ -121,15 +121,14 @@ def _place(options: argparse.Namespace, device: torch.device, processes: Process
 
 
 def _report(outcome: Outcome, label: str, folder: Path | None) -> None:
-    """A line on stdout, and the files."""
+    """Print one line and write the files."""
     figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
     steps, speed = len(outcome.curves.losses), outcome.examples_per_second
-    ended = f"validation {figures}" if outcome.finished else "stopped: the same command goes on"
+    ended = f"validation {figures}" if outcome.finished else "stopped: run the same command to resume"
     print(f"{label}: {steps} steps, {speed:.1f} examples/s, {ended}")
     if folder is None:
         return
     outcome.curves.write_csv(folder / LOSSES)
     summary = {"label": label, "steps": steps, "finished": outcome.finished, "validation": outcome.curves.last}
-    with atomic_write(folder / SUMMARY) as file:
-        file.write((json.dumps({**summary, "examples_per_second": round(speed, 1)}, indent=1) + "\n").encode())
+    write_text(folder / SUMMARY, json.dumps({**summary, "examples_per_second": round(speed, 1)}, indent=1) + "\n")
     draw_curves({label: [outcome.curves]}, folder / PLOT)

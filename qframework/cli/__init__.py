@@ -1,7 +1,7 @@
 """The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | doctor``.
 
-Exit codes: 0 success, 1 a check failed, 2 bad usage or bad input, said in one line on standard error. Results go to
-standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
+Exit codes: 0 for success, 1 for a failed check, 2 for bad usage or input, with one line on standard error. Results go
+to standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from qframework.cli.command import BatchSize, Checkpoint, Device, Json, Target
+from qframework.cli import command
 from qframework.cli.output import print_rows
 from qframework.cli.targets import compiled, device_named, dtype_named, dtype_of, is_file, open_target
 
@@ -22,16 +22,16 @@ qframework benchmark vit.pt2 --device cuda --batch-size 256 --json
 
 
 def benchmark(
-    target: Target,
-    checkpoint: Checkpoint = None,
-    batch_size: BatchSize = 8,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls, of which the median counts.")] = 20,
-    device: Device = "cpu",
-    as_json: Json = False,
+    target: command.Target,
+    checkpoint: command.Checkpoint = None,
+    batch_size: command.BatchSize = 8,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed calls; the result is their median.")] = 20,
+    device: command.Device = "cpu",
+    as_json: command.Json = False,
 ) -> None:
     """Measure images per second on random images: float eager, float compiled, static and dynamic INT8.
 
-    A saved model is measured compiled. Without --checkpoint a timm model has random weights, which are as fast.
+    A saved model is measured compiled. A timm model has random weights unless --checkpoint is given; speed is the same.
     """
     from rich.progress import track
 
@@ -48,7 +48,7 @@ def benchmark(
 
 
 def _candidates(target: str, checkpoint: Path | None, batch_size: int, device: Any) -> dict[str, tuple[Any, Any]]:
-    """Configurations to measure, each with its input."""
+    """The modules to measure by configuration, each with its input."""
     import torch
 
     from qframework.evaluation import quantize_model

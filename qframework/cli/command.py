@@ -1,4 +1,4 @@
-"""The command ``qframework`` itself: its options, its exit codes, and what all of its commands share."""
+"""The ``qframework`` command: its options, its exit codes, and the options that its subcommands share."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _state = {"debug": False}
 
 
 class _Commands(TyperGroup):
-    """Turns what a user can mend into one line and exit code 2; anything else is a bug and keeps its traceback."""
+    """Prints errors that a user can fix as one line, with exit code 2; other errors keep their traceback."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -26,7 +26,7 @@ class _Commands(TyperGroup):
         except (QFrameworkError, OSError, ModuleNotFoundError) as error:
             if _state["debug"]:
                 raise
-            # No markup and no wrapping: the message may hold brackets and should stay one line for grep.
+            # No markup, since the message may hold brackets, and no wrapping, so that grep finds one line.
             Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"qframework: {_one_line(error)}")
             raise typer.Exit(BAD_INPUT) from error
 
@@ -44,25 +44,24 @@ app = typer.Typer(
 Model = Annotated[str, typer.Argument(help="A timm model, or [bold]digits[/]: the ViT of handwritten digits.")]
 Target = Annotated[str, typer.Argument(help="A file of [bold]qframework quantize[/], a timm model, or digits.")]
 Checkpoint = Annotated[
-    Path | None, typer.Option(help="Weights of the timm model; for digits where the trained model is kept.")
+    Path | None,
+    typer.Option(help="Weights of the timm model; for digits, where the trained model is saved."),
 ]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download timm's weights.")]
 Data = Annotated[str, typer.Option(help="A folder with one folder of images per class, or digits.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
 BatchSize = Annotated[int, typer.Option(min=2, help="Images in a batch.")]
-CalibrationData = Annotated[str | None, typer.Option(help="What to calibrate with; --data if not given.")]
+CalibrationData = Annotated[str | None, typer.Option(help="Data to calibrate with; default: --data.")]
 Batches = Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")]
 Limit = Annotated[
-    int | None, typer.Option("--limit", min=1, help="Measure top-1 on so many images, spread evenly over the data.")
+    int | None, typer.Option("--limit", min=1, help="Measure top-1 on at most this many images, spread evenly.")
 ]
 Observer = Annotated[str, typer.Option(help="Static only: minmax, moving_average, percentile, mse or entropy.")]
 RecipeName = Annotated[
-    Literal["none", "best"], typer.Option("--recipe", help="Steps around the calibration that keep accuracy.")
+    Literal["none", "best"], typer.Option("--recipe", help="Steps around the calibration that preserve accuracy.")
 ]
-Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Draw OUTPUT as a PNG; needs matplotlib.")]
-DType = Annotated[
-    Literal["float32", "float16", "bfloat16"], typer.Option(help="Of what is not INT8: weights in float, activations.")
-]
+Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Plot the result beside OUTPUT; needs matplotlib.")]
+DType = Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Of everything that is not INT8.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
@@ -84,7 +83,7 @@ def _options(
 
 
 def failed_check(message: str) -> typer.Exit:
-    """Say that a check failed; raise the result."""
+    """Print that a check failed; the caller raises the returned exit."""
     typer.echo(f"qframework: check failed: {message}", err=True)
     return typer.Exit(CHECK_FAILED)
 

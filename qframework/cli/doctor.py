@@ -20,7 +20,7 @@ qframework doctor --json
 
 
 def doctor(as_json: Json = False) -> None:
-    """Show what this machine has and which kernels will run; exit with 1 when the backend cannot work."""
+    """Show devices, versions and the kernels that will run on this machine; exit with 1 if the backend cannot work."""
     from qframework.diagnosis import diagnose
 
     report = diagnose()

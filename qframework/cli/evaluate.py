@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from qframework.cli.command import BatchSize, Checkpoint, Data, Device, Json, Pretrained, Target, failed_check
+from qframework.cli import command
 from qframework.cli.output import print_result
 from qframework.cli.targets import (
     InDtype,
@@ -30,17 +30,17 @@ qframework evaluate vit_base_patch16_224 --pretrained --data imagenet/val
 
 
 def evaluate(
-    target: Target,
-    data: Data = "digits",
-    checkpoint: Checkpoint = None,
-    pretrained: Pretrained = False,
-    batch_size: BatchSize = 128,
+    target: command.Target,
+    data: command.Data = "digits",
+    checkpoint: command.Checkpoint = None,
+    pretrained: command.Pretrained = False,
+    batch_size: command.BatchSize = 128,
     eager: Annotated[
-        bool, typer.Option("--eager", help="Do not compile; a saved model then computes in float.")
+        bool, typer.Option("--eager", help="Do not compile; a saved model then simulates INT8 in float.")
     ] = False,
-    min_top1: Annotated[float, typer.Option(min=0, max=100, help="Exit with 1 when top-1 is below.")] = 0.0,
-    device: Device = "cpu",
-    as_json: Json = False,
+    min_top1: Annotated[float, typer.Option(min=0, max=100, help="Exit with 1 if top-1 is lower.")] = 0.0,
+    device: command.Device = "cpu",
+    as_json: command.Json = False,
 ) -> None:
     """Measure top-1 of a saved or a float model."""
     from qframework.evaluation import top1
@@ -58,4 +58,4 @@ def evaluate(
     result = {"target": target, "data": data, "top1": accuracy, "damaged_images": damaged}
     print_result(f"{target} on {data}", result, as_json)
     if accuracy < min_top1:
-        raise failed_check(f"top-1 {accuracy:.2f} % is below {min_top1} %")
+        raise command.failed_check(f"top-1 {accuracy:.2f} % is below {min_top1} %")

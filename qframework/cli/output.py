@@ -1,11 +1,11 @@
-"""Results on standard output, tables for people and JSON for programs, and the files beside an output."""
+"""Prints results as tables or JSON, and checks the files that a command writes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -15,28 +15,19 @@ from qframework.errors import QFrameworkError
 from qframework.outputs import check_output_file
 
 
-class Beside(NamedTuple):
-    """The files that a command writes beside its output."""
-
-    journal: Path
-    plot: Path
-
-
-def check_outputs(output: Path, plot: bool) -> Beside:
-    """What is written beside ``output``. Raises QFrameworkError where that or one of them cannot be written."""
+def journal_and_plot(output: Path, plot: bool) -> tuple[Path, Path | None]:
+    """The files to write beside ``output``. Raises QFrameworkError if any of the three cannot be written."""
     check_output_file(output, "--output", make_folder=True)
-    beside = Beside(output.with_suffix(".journal.jsonl"), output.with_suffix(".png"))
-    for path in (beside.journal, *([beside.plot] if plot else [])):
-        if path == output:
-            raise QFrameworkError(
-                f"--output {output} is the name of its own plot; accepted: another ending, or --no-plot"
-            )
+    journal, drawn = output.with_suffix(".journal.jsonl"), output.with_suffix(".png") if plot else None
+    if drawn == output:
+        raise QFrameworkError(f"--output must not be the name of its own plot, got {output}. Pass --no-plot")
+    for path in filter(None, (journal, drawn)):
         check_output_file(path, f"--output {output}")
-    return beside
+    return journal, drawn
 
 
 def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
-    """One object: a table of names and values, or JSON."""
+    """Print one object as a table of names and values, or as JSON."""
     if as_json:
         typer.echo(json.dumps(result, indent=2))
     else:
@@ -44,7 +35,7 @@ def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
 
 
 def print_table(title: str, values: Mapping[str, Any]) -> None:
-    """Names and values, one to a line."""
+    """Print names and values, one per line."""
     table = Table(title=title, show_header=False, title_justify="left")
     for name, value in values.items():
         table.add_row(name.replace("_", " "), _format(value))
@@ -52,7 +43,7 @@ def print_table(title: str, values: Mapping[str, Any]) -> None:
 
 
 def print_rows(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
-    """Objects of the same keys: a table with a column for each key, or JSON."""
+    """Print objects with the same keys as a table with a column for each key, or as JSON."""
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
@@ -65,7 +56,7 @@ def print_rows(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
 
 
 def print_rich(table: Table) -> None:
-    """A table as it is."""
+    """Print a table without interpreting markup."""
     Console(markup=False, highlight=False).print(table)
 
 

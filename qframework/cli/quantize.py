@@ -8,19 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from qframework.cli.command import (
-    Batches,
-    BatchSize,
-    Checkpoint,
-    Data,
-    Device,
-    DType,
-    Json,
-    Model,
-    Observer,
-    Pretrained,
-    RecipeName,
-)
+from qframework.cli import command
 from qframework.cli.output import print_result
 from qframework.cli.targets import InDtype, check_model_and_data, device_named, first_images, recipe_named
 from qframework.errors import QFrameworkError
@@ -47,36 +35,36 @@ qframework quantize vit_base_patch16_224 --pretrained --data imagenet/train --co
 
 def quantize(
     context: typer.Context,
-    model: Model,
-    data: Data = "digits",
-    checkpoint: Checkpoint = None,
-    pretrained: Pretrained = False,
+    model: command.Model,
+    data: command.Data = "digits",
+    checkpoint: command.Checkpoint = None,
+    pretrained: command.Pretrained = False,
     static: Annotated[
-        bool, typer.Option("--static/--dynamic", help="Activation scales: calibrated or computed.")
+        bool, typer.Option("--static/--dynamic", help="Activation scales from calibration, or computed at run time.")
     ] = True,
-    observer: Observer = "minmax",
+    observer: command.Observer = "minmax",
     activation: Annotated[
         Literal["per_tensor", "per_token"] | None,
-        typer.Option(help="Granularity of activations; per_tensor if static, per_token if dynamic."),
+        typer.Option(help="Granularity of activations; default: per_tensor if static, per_token if dynamic."),
     ] = None,
     weight: Annotated[
         Literal["per_channel", "per_tensor"], typer.Option(help="Granularity of weights.")
     ] = "per_channel",
     attention: Annotated[
-        str, typer.Option(help="off, static (calibrated, with the observer of --observer), auto, or a variant: sage_b.")
+        str, typer.Option(help="off, static (calibrated with --observer), auto, or a variant such as sage_b.")
     ] = "off",
-    recipe: RecipeName = "none",
+    recipe: command.RecipeName = "none",
     config: Annotated[
-        Path | None, typer.Option(help="A file of [bold]qframework tune[/], in place of the options above.")
+        Path | None, typer.Option(help="A file of [bold]qframework tune[/], instead of the options above.")
     ] = None,
-    batches: Batches = 8,
-    batch_size: BatchSize = 32,
-    output: Annotated[Path | None, typer.Option(help="File to write; MODEL_int8.pt2 if not given.")] = None,
-    device: Device = "cpu",
-    dtype: DType = "float32",
-    as_json: Json = False,
+    batches: command.Batches = 8,
+    batch_size: command.BatchSize = 32,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_int8.pt2.")] = None,
+    device: command.Device = "cpu",
+    dtype: command.DType = "float32",
+    as_json: command.Json = False,
 ) -> None:
-    """Quantize the linear layers of a classifier, and its attention where --attention says so, and save it."""
+    """Quantize the linear layers of a classifier, and with --attention its attention, and save it."""
     from qframework.backend import explain
     from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
     from qframework.evaluation.models import images_for, load_classifier
@@ -131,12 +119,12 @@ _INSTEAD_OF_CONFIG = ("static", "observer", "activation", "weight", "attention",
 
 
 def _refuse_beside_config(context: typer.Context) -> None:
-    """Raise where an option was given that --config decides."""
+    """Raise QFrameworkError if an option was given that --config replaces."""
     sources = {name: context.get_parameter_source(name) for name in _INSTEAD_OF_CONFIG}
     given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
     if given:
         names = ", ".join("--static/--dynamic" if name == "static" else f"--{name}" for name in given)
-        raise QFrameworkError(f"--config says what is quantized; leave out {names}")
+        raise QFrameworkError(f"--config must be given without {names}, which it replaces")
 
 
 def _plan(static: bool, observer: str, activation: Any, weight: Any, attention: str, recipe: str) -> Plan:
@@ -155,7 +143,9 @@ def _linear_config(static: bool, observer: str, activation: Any, weight: Any) ->
     if static:
         return static_int8(activation=activation or "per_tensor", weight=weight, observer=observer)
     if observer != "minmax":
-        raise QFrameworkError(f"--observer {observer} needs --static: dynamic scales come from the data")
+        raise QFrameworkError(
+            f"--observer must be minmax with --dynamic, whose scales are computed at run time, got {observer}"
+        )
     return dynamic_int8(activation=activation or "per_token", weight=weight)
 
 

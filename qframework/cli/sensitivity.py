@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from qframework.cli.command import (
-    Batches,
-    BatchSize,
-    CalibrationData,
-    Checkpoint,
-    Data,
-    Device,
-    DType,
-    Json,
-    Limit,
-    Model,
-    Observer,
-    Plot,
-    Pretrained,
-    RecipeName,
-)
-from qframework.cli.output import check_outputs, print_rich
-from qframework.cli.targets import load_subject, names, recipe_named
+from qframework.cli import command
+from qframework.cli.targets import Study, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -39,61 +22,33 @@ qframework sensitivity digits --linear static,dynamic --attention static,sage_b 
 
 
 def sensitivity(
-    model: Model,
-    data: Data = "digits",
-    calibration_data: CalibrationData = None,
-    checkpoint: Checkpoint = None,
-    pretrained: Pretrained = False,
-    linear: Annotated[str, typer.Option(help="What to try on each linear: static,dynamic or off.")] = "static",
+    model: command.Model,
+    data: command.Data = "digits",
+    calibration_data: command.CalibrationData = None,
+    checkpoint: command.Checkpoint = None,
+    pretrained: command.Pretrained = False,
+    linear: Annotated[str, typer.Option(help="Choices to try on each linear: static,dynamic or off.")] = "static",
     attention: Annotated[
-        str, typer.Option(help="What to try on each attention: static, variants (sage_b,sage2_int8), or off.")
+        str, typer.Option(help="Choices to try on each attention: static, variants (sage_b,sage2_int8), or off.")
     ] = "static",
-    observer: Observer = "minmax",
-    recipe: RecipeName = "none",
-    limit: Limit = None,
-    batches: Batches = 8,
-    batch_size: BatchSize = 32,
-    output: Annotated[Path | None, typer.Option(help="File to write; MODEL_sensitivity.json if not given.")] = None,
-    plot: Plot = True,
-    device: Device = "cpu",
-    dtype: DType = "float32",
-    as_json: Json = False,
+    observer: command.Observer = "minmax",
+    recipe: command.RecipeName = "none",
+    limit: command.Limit = None,
+    batches: command.Batches = 8,
+    batch_size: command.BatchSize = 32,
+    output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_sensitivity.json.")] = None,
+    plot: command.Plot = True,
+    device: command.Device = "cpu",
+    dtype: command.DType = "float32",
+    as_json: command.Json = False,
 ) -> None:
     """Quantize each linear and each attention alone, and measure its SQNR and the drop of top-1.
 
-    Beside OUTPUT stand a plot and a journal, from which an interrupted run goes on.
+    Also writes a plot and a journal beside OUTPUT; with the journal, an interrupted run resumes.
     """
-    from qframework.quantizer import static_attention, static_int8
-    from qframework.tuning.assignment import Meanings
-    from qframework.tuning.journal import Journal
     from qframework.tuning.layer_sensitivity import sensitivity as measure
-    from qframework.tuning.plots import require_matplotlib
 
-    if plot:
-        require_matplotlib()
-    output = output or Path(f"{model}_sensitivity.json")
-    beside = check_outputs(output, plot)
-    meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
+    study = Study("sensitivity", output or Path(f"{model}_sensitivity.json"), plot, observer, recipe, batches)
     subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
-    settings = {**subject.settings, "batches": batches, "observer": observer, "recipe": recipe}
-    result = measure(
-        subject.model,
-        subject.images,
-        subject.metric,
-        subject.calibration,
-        linear=names(linear),
-        attention=names(attention),
-        meanings=meanings,
-        recipe=recipe_named(recipe),
-        batches=batches,
-        journal=Journal(beside.journal, {"command": "sensitivity", **settings}),
-        show_progress=True,
-    )
-    subject.held_out.report_damaged()
-    result.save(output)
-    if plot:
-        result.plot(beside.plot)
-    if as_json:
-        typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
-    else:
-        print_rich(result.table())
+    result = measure(*subject.measured, linear=names(linear), attention=names(attention), **study.arguments(subject))
+    study.finish(subject, result, as_json)

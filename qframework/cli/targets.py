@@ -1,13 +1,15 @@
-"""What a command works on: a saved model, a timm model or the digits ViT, and the device it runs on."""
+"""Models, data and devices that the commands work on: a saved model, a timm model or the digits ViT."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
+from qframework.cli.output import journal_and_plot, print_rich
 from qframework.errors import QFrameworkError
 
 if TYPE_CHECKING:
@@ -17,41 +19,40 @@ if TYPE_CHECKING:
 
 
 def check_model_and_data(model: str, checkpoint: Path | None, pretrained: bool, *data: str | None) -> None:
-    """Raise, before anything is loaded, for an unknown model, one of random weights, and data that does not fit."""
+    """Raise QFrameworkError for an unknown model, random weights or unsuitable data, before anything is loaded."""
     from qframework.evaluation.models import check_data_fits, check_model_name
 
     check_model_name(model)
     if model != "digits" and checkpoint is None and not pretrained:
-        raise QFrameworkError(f"model {model!r} would have random weights; pass --checkpoint FILE or --pretrained")
+        raise QFrameworkError(f"model {model!r} would have random weights. Pass --checkpoint FILE or --pretrained")
     for each in data:
         if each is not None:
             check_data_fits(model, each)
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
-    """The first batch; PyTorch exports a batch of 1 as a constant, so a folder of one image is used twice."""
-    for images, _ in batches:
-        images = images.to(device)
-        return images if len(images) > 1 else images.repeat(2, *(1 for _ in images.shape[1:]))
-    raise QFrameworkError("the data holds no image that can be read")
+    """The first batch on ``device``, of at least two images."""
+    from qframework.evaluation.tasks import first_batch
+
+    return first_batch(images for images, _ in batches).to(device)
 
 
 def device_named(name: str) -> Any:
-    """``name`` as a device that is there and that the kernels support."""
+    """The device ``name``, checked to be present and supported by the kernels."""
     from qframework.devices import checked_device
 
     return checked_device(name, "--device")
 
 
 def dtype_named(name: str) -> Any:
-    """``"float16"`` as PyTorch's dtype."""
+    """PyTorch's dtype of this name, such as ``"float16"``."""
     import torch
 
     return getattr(torch, name)
 
 
 class InDtype:
-    """Batches of ``(images, labels)`` with the images in a dtype, each time they are gone through."""
+    """Batches of ``(images, labels)`` with the images cast to a dtype; can be iterated over repeatedly."""
 
     def __init__(self, batches: Any, dtype: str) -> None:
         self._batches, self._dtype = batches, dtype_named(dtype)
@@ -63,7 +64,7 @@ class InDtype:
         return len(self._batches)
 
     def report_damaged(self) -> int:
-        """How many images the last pass left out; said on standard error."""
+        """The number of images that the last pass left out; also printed on standard error."""
         damaged = self._batches.damaged
         if damaged:
             some = "; ".join(f"{image.path} ({image.reason})" for image in damaged[:5])
@@ -73,12 +74,12 @@ class InDtype:
 
 
 def is_file(target: str) -> bool:
-    """Whether a target names a saved model."""
+    """Whether a target is a saved model."""
     return target != "digits" and (Path(target).exists() or Path(target).suffix == ".pt2")
 
 
 def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple[Any, dict[str, Any]]:
-    """A saved or a float model and what ``images_for`` needs to know of it."""
+    """A saved or a float model, and its description for ``images_for``."""
     from qframework.evaluation.models import load_classifier
     from qframework.serialization import load, read_metadata
 
@@ -88,27 +89,66 @@ def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple
     description = read_metadata(target)["config"]
     if "data_config" not in description:
         raise QFrameworkError(
-            f"{target} does not say how its images are prepared; accepted: a file of 'qframework quantize'"
+            f"{target} must be a file of 'qframework quantize', got one without the preparation of its images"
         )
     return load(target), description
 
 
 def compiled(module: Any, description: dict[str, Any], *, dynamic: bool | None = None) -> Any:
-    """``module`` compiled with the options that were kept with it."""
+    """Compile ``module`` with the options that were saved with it."""
     import torch
 
     return torch.compile(module, backend="qframework", dynamic=dynamic, options=description.get("options"))
 
 
 class Subject(NamedTuple):
-    """A float model on its device, with what its accuracy is measured on and calibrated with."""
+    """A float model on its device, and the images that its accuracy is measured on."""
 
-    model: nn.Module
-    images: Tensor
-    metric: Callable[[Any], float]
-    calibration: InDtype
+    measured: tuple[nn.Module, Tensor, Callable[[Any], float], InDtype]
+    """The model, a batch, the metric and the calibration data: the first arguments of ``sensitivity`` and ``tune``."""
     held_out: InDtype
     settings: dict[str, Any]
+    """All that the metric depends on."""
+
+
+class Study:
+    """The files, arguments and printing that ``sensitivity`` and ``tune`` share.
+
+    Raises:
+        QFrameworkError: a file cannot be written, or the observer is unknown.
+        ModuleNotFoundError: a plot is wanted and matplotlib is missing.
+    """
+
+    def __init__(self, command: str, output: Path, plot: bool, observer: str, recipe: str, batches: int) -> None:
+        from qframework.quantizer import static_attention, static_int8
+        from qframework.tuning.assignment import Meanings
+        from qframework.tuning.plots import require_matplotlib
+
+        if plot:
+            require_matplotlib()
+        self.output = output
+        self._journal, self._plot = journal_and_plot(output, plot)
+        meanings = Meanings(static=static_int8(observer=observer), static_attention=static_attention(observer=observer))
+        self._arguments = {"meanings": meanings, "recipe": recipe_named(recipe), "batches": batches}
+        self._settings = {"command": command, "batches": batches, "observer": observer, "recipe": recipe}
+
+    def arguments(self, subject: Subject, **settings: Any) -> dict[str, Any]:
+        """The other arguments of both functions; ``settings`` must match those of an existing journal."""
+        from qframework.tuning.journal import Journal
+
+        journal = Journal(self._journal, {**self._settings, **subject.settings, **settings})
+        return {**self._arguments, "journal": journal, "show_progress": True}
+
+    def finish(self, subject: Subject, result: Any, as_json: bool) -> None:
+        """Write the result and its plot, and print the result."""
+        subject.held_out.report_damaged()
+        result.save(self.output)
+        if self._plot is not None:
+            result.plot(self._plot)
+        if as_json:
+            typer.echo(json.dumps(result.to_dict(), indent=2, allow_nan=False))
+        else:
+            print_rich(result.table())
 
 
 def load_subject(
@@ -122,7 +162,9 @@ def load_subject(
     device: str,
     dtype: str,
 ) -> Subject:
-    """A classifier whose top-1 on ``limit`` images of ``data`` counts; ``settings`` is all that it depends on."""
+    """A classifier, with top-1 on ``limit`` images of ``data`` as its metric."""
+    import torch
+
     from qframework import __version__
     from qframework.evaluation import top1
     from qframework.evaluation.checkpoint import state_digest
@@ -143,44 +185,27 @@ def load_subject(
         "calibration_data": calibration_data,
         "limit": limit,
         "batch_size": batch_size,
-        "device": _described(on),
+        "device": torch.cuda.get_device_name(on) if on.type == "cuda" else str(on),
         "dtype": dtype,
-        "versions": {"qframework": __version__, "torch": _torch_version()},
+        "versions": {"qframework": __version__, "torch": torch.__version__},
     }
-    return Subject(
-        classifier.model.to(on, dtype_named(dtype)),
-        images,
-        lambda module: top1(module, held_out, device=on),
-        calibration,
-        held_out,
-        settings,
-    )
-
-
-def _described(device: Any) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-
-
-def _torch_version() -> str:
-    import torch
-
-    return torch.__version__
+    model_on_device = classifier.model.to(on, dtype_named(dtype))
+    measured = (model_on_device, images, lambda module: top1(module, held_out, device=on), calibration)
+    return Subject(measured, held_out, settings)
 
 
 def recipe_named(name: str) -> Recipe | None:
-    """``"none"`` or ``"best"``."""
+    """The recipe ``"none"`` or ``"best"``."""
     from qframework.quantizer import Recipe
 
     return Recipe.best() if name == "best" else None
 
 
 def names(listed: str) -> tuple[str, ...]:
-    """``"static,dynamic"`` as its parts; ``"off"`` as none."""
+    """The parts of ``"static,dynamic"``; none of ``"off"``."""
     return () if listed == "off" else tuple(dict.fromkeys(part.strip() for part in listed.split(",")))
 
 
 def dtype_of(description: dict[str, Any]) -> str:
-    """The dtype of a model's images; files of older versions do not name it."""
+    """The dtype of a model's images; float32 for files of older versions, which do not name it."""
     return description.get("dtype", "float32")

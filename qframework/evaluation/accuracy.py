@@ -12,28 +12,27 @@ from qframework.evaluation.progress import progress_bar
 
 
 def label_ranks(logits: Tensor, labels: Tensor) -> Tensor:
-    """``(B,)`` int64: how many classes stand before the label, 0 where it is the prediction.
+    """``(B,)`` int64: the rank of each label among the logits, 0 for the largest.
 
-    Of equal logits the first class stands before the others, on every device. Where a row holds NaN there is no
-    prediction and the label stands behind all classes.
+    Of equal logits the class with the lower index ranks first, on every device. In a row with NaN the label ranks last.
 
     Args:
         logits: ``(B, classes)`` floating point.
         labels: ``(B,)`` integers in [0, classes), on the same device.
 
     Raises:
-        QFrameworkError: another shape, or a label that is no class of the model.
+        QFrameworkError: wrong shapes, labels that are not integers, or a label outside of the classes.
     """
     if logits.dim() != 2 or labels.shape != logits.shape[:1] or labels.is_floating_point():
         raise QFrameworkError(
-            f"logits have shape {tuple(logits.shape)}, labels {tuple(labels.shape)} and {labels.dtype}; accepted: "
-            "(B, classes) and (B,) of integers"
+            f"label_ranks: logits must have shape (B, classes) and labels (B,) of integers, got "
+            f"{tuple(logits.shape)} and {tuple(labels.shape)} of {labels.dtype}"
         )
     classes = logits.shape[1]
     outside = labels[(labels < 0) | (labels >= classes)]
     if len(outside):
         raise QFrameworkError(
-            f"label {int(outside[0])} is out of range: the model has {classes} classes; accepted: 0 to {classes - 1}"
+            f"label_ranks: labels must be 0 to {classes - 1}, the classes of the model, got {int(outside[0])}"
         )
     labels = labels.long().unsqueeze(1)
     own = logits.gather(1, labels)
@@ -50,7 +49,7 @@ def top1(
     device: torch.device | str = "cpu",
     show_progress: bool = False,
 ) -> float:
-    """Share of images whose largest logit is at the label, in percent.
+    """Top-1 accuracy in percent: the share of images whose label has the largest logit.
 
     Args:
         model: ``(B, ...)`` to logits ``(B, classes)``; it must already be in eval mode and on ``device``.
@@ -59,7 +58,7 @@ def top1(
         show_progress: draw a progress bar on stderr.
 
     Raises:
-        QFrameworkError: the loader was empty, or a label is no class of the model.
+        QFrameworkError: the loader was empty, or a label is outside of the model's classes.
     """
     correct = total = 0
     with progress_bar("Measuring top-1", _length(loader), show_progress) as advance:
@@ -69,7 +68,7 @@ def top1(
             total += len(labels)
             advance()
     if total == 0:
-        raise QFrameworkError("top1 saw no images: the loader is empty; give one with at least one batch")
+        raise QFrameworkError("top1: loader must yield at least one image, got none")
     return 100.0 * correct / total
 
 

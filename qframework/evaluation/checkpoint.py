@@ -1,4 +1,4 @@
-"""Models trained here, kept on disk: a file is trusted only while it holds exactly what its configuration describes."""
+"""Checkpoints of models trained here: loaded only if file and configuration match exactly, else trained again."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ Config = TypeVar("Config", bound="DataclassInstance")
 def load_or_train(
     path: str | Path, config: Config, build: Callable[[Config], Model], train: Callable[[Config], Model]
 ) -> Model:
-    """The trained model in eval mode, from ``path`` if that file holds exactly this configuration, else made and kept.
+    """The trained model in eval mode: loaded from ``path`` if it holds this configuration, else trained and saved.
 
-    A checkpoint of another configuration, or one whose weights are damaged, is replaced; a warning says why. A file
-    that this function did not write stays as it is.
+    A checkpoint of another configuration or with damaged weights is replaced, with a warning. A file that this function
+    did not write is left alone.
 
     Args:
-        path: a safetensors file, which need not exist; its folder neither.
-        config: a dataclass of JSON-able fields: everything the weights depend on.
+        path: a safetensors file; it and its folder need not exist.
+        config: a dataclass of JSON-able fields, everything the weights depend on.
         build: the untrained model of ``config``.
         train: the trained model of ``config``.
 
     Raises:
-        FileFormatError: ``path`` is no regular file, or one that this function did not write.
+        FileFormatError: ``path`` is not a regular file, or this function did not write it.
         QFrameworkError: the model has to be trained and ``path`` cannot be written.
     """
     path = Path(path)
@@ -56,13 +56,13 @@ def load_or_train(
 
 
 class _StaleCheckpoint(Exception):
-    """The checkpoint cannot stand for the model that the configuration describes."""
+    """The checkpoint does not hold the model that the configuration describes."""
 
 
 def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
     from safetensors.torch import save
 
-    # Copies: tied weights share their memory, which safetensors refuses.
+    # Copied because safetensors refuses tied weights, which share memory.
     weights = {
         name: weight.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, weight in model.state_dict().items()
@@ -75,7 +75,7 @@ def _save(model: nn.Module, path: Path, config: DataclassInstance) -> None:
 
 def _is_empty(path: Path) -> bool:
     try:
-        with open_regular(path) as file:  # a FIFO would be waited on
+        with open_regular(path) as file:  # opening a FIFO would block
             return not file.read(1)
     except FileFormatError as error:
         raise FileFormatError(f"checkpoint: {error}") from error
@@ -102,14 +102,14 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     except SafetensorError as error:
         raise _not_ours(path, str(error)) from error
     if not {"config", "weights"} <= metadata.keys():
-        raise _not_ours(path, "it names no configuration")
+        raise _not_ours(path, "no configuration in its metadata")
     return metadata, weights
 
 
 def _not_ours(path: Path, reason: str) -> FileFormatError:
     return FileFormatError(
-        f"checkpoint: {path} is no checkpoint of a model trained here ({reason}) and is left as it is; "
-        "accepted: such a checkpoint, or a new name"
+        f"checkpoint: path must be a checkpoint of a model trained here or a new file, got {path} ({reason}), which is "
+        "left as it is"
     )
 
 
@@ -118,7 +118,7 @@ def _fingerprint(config: DataclassInstance) -> str:
 
 
 def state_digest(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 of names, dtypes, shapes and bytes of a ``state_dict()``, on whatever device."""
+    """SHA-256 of the names, dtypes, shapes and bytes of a ``state_dict()`` on any device."""
     digest = hashlib.sha256()
     for name, weight in sorted(weights.items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())

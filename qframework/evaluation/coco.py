@@ -1,4 +1,4 @@
-"""COCO instance annotations: images with boxes and masks, checked where they are read."""
+"""COCO instance annotations: reads and checks images, boxes and masks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qframework.errors import FileFormatError, QFrameworkError
 
 
 class Instance(NamedTuple):
-    """One object: its annotation's id, its box (left, top, right, bottom, in pixels) and its mask as COCO keeps it."""
+    """One object: annotation id, box (left, top, right, bottom, in pixels), and mask in COCO's format."""
 
     id: int
     box: tuple[float, float, float, float]
@@ -28,7 +28,7 @@ class Instance(NamedTuple):
 
 @dataclass(frozen=True)
 class AnnotatedImage:
-    """One image file, relative to the folder of images, its size in pixels, and the objects on it."""
+    """An image file, relative to the image folder, its size in pixels, and its objects."""
 
     file_name: str
     height: int
@@ -41,10 +41,10 @@ class AnnotatedImage:
         return torch.tensor([instance.box for instance in self.instances], dtype=torch.float32)
 
     def masks(self) -> Tensor:
-        """``(K, height, width)`` bool; one of an object smaller than a pixel may hold none.
+        """``(K, height, width)`` bool; the mask of an object smaller than a pixel may be empty.
 
         Raises:
-            FileFormatError: a segmentation that pycocotools cannot decode, or of another size.
+            FileFormatError: a segmentation cannot be decoded or has another size than the image.
         """
         return torch.stack([self._mask(instance) for instance in self.instances])
 
@@ -54,15 +54,15 @@ class AnnotatedImage:
         name = f"annotation {instance.id} of {self.file_name}"
         try:
             mask = coco_mask.decode(_run_lengths(instance.segmentation, self.height, self.width))
-        except Exception as error:  # what pycocotools raises is not written down: plain Exception among it
-            raise FileFormatError(f"{name}: its segmentation cannot be decoded: {error}") from error
+        except Exception as error:  # pycocotools does not document what it raises, plain Exception included
+            raise FileFormatError(f"{name}: segmentation cannot be decoded: {error}") from error
         if mask.shape != (self.height, self.width):
-            raise FileFormatError(f"{name}: its mask has size {mask.shape}; accepted: {(self.height, self.width)}")
+            raise FileFormatError(f"{name}: mask must have shape {(self.height, self.width)}, got {mask.shape}")
         return torch.from_numpy(mask).bool()
 
 
 def _run_lengths(segmentation: Any, height: int, width: int) -> Any:
-    """Any of COCO's three forms as one compressed run-length encoding: polygons, run lengths as numbers, or as text."""
+    """COCO's polygons, run lengths as numbers, or run lengths as text, converted to one compressed encoding."""
     from pycocotools import mask as coco_mask
 
     if isinstance(segmentation, list):
@@ -73,32 +73,34 @@ def _run_lengths(segmentation: Any, height: int, width: int) -> Any:
 
 
 def read_instances(annotations: Path, limit: int | None = None) -> list[AnnotatedImage]:
-    """The images of a COCO instances file that have objects, by their ids; crowds, which are no objects, left out.
+    """The images with objects in a COCO instances file, sorted by id; crowd annotations are left out.
 
     Args:
         annotations: the JSON file.
-        limit: only so many images, spread evenly over all.
+        limit: maximum number of images, spread evenly over all.
 
     Raises:
-        FileFormatError: the file is no such file, contradicts itself or has an object without box or mask.
-        FileNotFoundError: it is not there.
+        FileFormatError: the file is not in COCO's format, contradicts itself or has an object without box or mask.
+        FileNotFoundError: the file does not exist.
         QFrameworkError: no image has an object, or ``limit`` is not positive.
     """
     if limit is not None and not is_count(limit):
-        raise QFrameworkError(f"limit={limit}; accepted: None or a positive number of images")
+        raise QFrameworkError(f"read_instances: limit must be None or a positive number of images, got {limit}")
     images, objects = _read(annotations)
     by_image: dict[int, list[Instance]] = defaultdict(list)
     for annotation in objects:
         if annotation.get("image_id") not in images:
             raise FileFormatError(
-                f"{annotations}: annotation {annotation.get('id')} is of image {annotation.get('image_id')}, which is "
-                f"out of range: the file lists {len(images)} images and not this one"
+                f"{annotations}: annotation {annotation.get('id')} must refer to one of the {len(images)} images in "
+                f"the file, got image_id {annotation.get('image_id')}"
             )
         if not annotation.get("iscrowd"):
             by_image[annotation["image_id"]].append(_instance(annotation, annotations))
     found = [_annotated(images[image], by_image[image], annotations) for image in sorted(by_image)]
     if not found:
-        raise QFrameworkError(f"{annotations}: none of its {len(images)} images has an object that is no crowd")
+        raise QFrameworkError(
+            f"{annotations}: at least one image must have an object other than a crowd, got none of {len(images)}"
+        )
     count = min(len(found), limit or len(found))
     return [found[place * len(found) // count] for place in range(count)]
 
@@ -110,8 +112,8 @@ def _read(annotations: Path) -> tuple[dict[int, Mapping[str, Any]], Sequence[Map
         return {image["id"]: image for image in images}, [dict(annotation) for annotation in objects]
     except (ValueError, KeyError, TypeError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise FileFormatError(
-            f"{annotations} is no file of COCO instances ({type(error).__name__}: {error}); accepted: JSON with "
-            "'images' and 'annotations'"
+            f"{annotations} must be COCO instances, JSON with 'images' and 'annotations', got {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 
@@ -119,11 +121,11 @@ def _instance(annotation: Mapping[str, Any], path: Path) -> Instance:
     box, segmentation = annotation.get("bbox"), annotation.get("segmentation")
     name = f"{path}: annotation {annotation.get('id')}"
     if not (isinstance(box, list) and len(box) == 4 and all(_is_finite(side) for side in box) and min(box[2:]) > 0):
-        raise FileFormatError(f"{name} has bbox {box}; accepted: x, y, width and height, the last two positive")
+        raise FileFormatError(f"{name}: bbox must be x, y, width and height, the last two positive, got {box}")
     if not _is_segmentation(segmentation):
         raise FileFormatError(
-            f"{name} has a segmentation {str(segmentation)[:60]}; accepted: polygons of at least three points, or run "
-            "lengths with 'counts' and 'size'"
+            f"{name}: segmentation must be polygons of at least three points, or run lengths with 'counts' and 'size', "
+            f"got {str(segmentation)[:60]}"
         )
     x, y, width, height = box
     return Instance(annotation.get("id", -1), (x, y, x + width, y + height), segmentation)  # type: ignore[arg-type]
@@ -134,7 +136,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _is_segmentation(value: Any) -> bool:
-    """Polygons of four numbers are refused: pycocotools would take them for boxes."""
+    """Polygons of four numbers are refused, since pycocotools would read them as boxes."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(p, list) and len(p) >= 6 and len(p) % 2 == 0 for p in value)
     return isinstance(value, dict) and {"counts", "size"} <= value.keys()
@@ -145,12 +147,12 @@ def _annotated(image: Mapping[str, Any], instances: Iterable[Instance], path: Pa
         return AnnotatedImage(image["file_name"], int(image["height"]), int(image["width"]), tuple(instances))
     except (KeyError, TypeError, ValueError) as error:
         raise FileFormatError(
-            f"{path}: image {image.get('id')} lacks a proper file_name, height or width ({error})"
+            f"{path}: image {image.get('id')} must have a file_name, a height and a width ({error})"
         ) from error
 
 
 def describe(images: Sequence[AnnotatedImage]) -> dict[str, Any]:
-    """How many images and masks, and the SHA-256 of all of their annotations in the order they are used."""
+    """The number of images and masks, and the SHA-256 of all their annotations in order."""
     digest = hashlib.sha256()
     for image in images:
         fields = [image.file_name, image.height, image.width, [list(instance) for instance in image.instances]]

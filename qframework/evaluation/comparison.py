@@ -1,6 +1,6 @@
-"""Several configurations of one model on one task: a row each with accuracy, speed and memory.
+"""Compare configurations of one model on one task: one row each with accuracy, speed and memory.
 
-What is kept after every few batches is enough to go on after an interruption, with as many processes as there are then.
+Counts are saved every few batches, so an interrupted comparison resumes, even with another number of processes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.pt2e import export_model, quantize_exported
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
-from qframework.evaluation.tasks import Task, weights_digest
+from qframework.evaluation.tasks import Mapped, Task, weights_digest
 from qframework.quantizer import (
     QFrameworkQuantizer,
     QuantizationConfig,
@@ -44,14 +44,14 @@ _BATCHES_BETWEEN_SAVES = 16  # of each process
 
 @dataclass(frozen=True)
 class Configuration:
-    """How the module of a task is run: in float, or quantized by ``config`` with the steps of ``recipe``."""
+    """How a task's module runs: in float, or quantized by ``config`` with the steps of ``recipe``."""
 
     config: QuantizationConfig | None = None
     recipe: Recipe | None = None
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a scale is static, or a recipe looks at data."""
+        """Whether a scale is static, or a recipe reads data."""
         if self.config is None:
             return False
         linear, attention = self.config.linear, self.config.attention
@@ -70,10 +70,12 @@ def standard_configurations(dtype: torch.dtype = torch.float32) -> dict[str, Con
     """Float, static INT8 and dynamic INT8 (INT8-D), without and with attention, and static INT8 with the best recipe.
 
     Raises:
-        QFrameworkError: ``dtype`` is none of float32, float16 and bfloat16.
+        QFrameworkError: ``dtype`` is not float32, float16 or bfloat16.
     """
     if dtype not in FLOAT_NAMES:
-        raise QFrameworkError(f"dtype {dtype}; accepted: {', '.join(map(str, FLOAT_NAMES))}")
+        raise QFrameworkError(
+            f"standard_configurations: dtype must be one of {', '.join(map(str, FLOAT_NAMES))}, got {dtype}"
+        )
     static, dynamic = QuantizationConfig(static_int8()), QuantizationConfig(dynamic_int8())
     with_attention = QuantizationConfig(static_int8(), static_attention())
     return {
@@ -94,8 +96,8 @@ class Settings:
     Attributes:
         device: of this process.
         dtype: of the module outside its INT8 operators.
-        compiled: by Inductor, quantized modules with ``backend="qframework"``; else everything runs eagerly, where
-            quantized modules compute in float what their integers stand for.
+        compiled: compile with Inductor, quantized modules with ``backend="qframework"``. Otherwise everything runs
+            eagerly, and quantized modules simulate INT8 in float.
         repeats: timed calls.
         show_progress: draw progress bars on stderr.
     """
@@ -107,7 +109,7 @@ class Settings:
     show_progress: bool = True
 
     def to_dict(self) -> dict[str, Any]:
-        """What the figures depend on."""
+        """Everything the figures depend on."""
         on = torch.device(self.device)
         name = torch.cuda.get_device_name(on) if on.type == "cuda" else on.type
         packages = ("torch", "torchao", "timm", "transformers")
@@ -124,33 +126,33 @@ def compare(
     processes: Processes | None = None,
     results: Results | None = None,
 ) -> Results:
-    """Measure the task's module under each configuration; all processes call this alike.
+    """Measure the task's module under each configuration; every process calls this with equal arguments.
 
-    The same task, settings and configurations give the same figures, with any number of processes. The float module is
-    left as it is, except that it is moved to the settings' device.
+    The figures do not depend on the number of processes. The float module is moved to the settings' device and is not
+    changed otherwise.
 
     Args:
         task: what is measured.
         configurations: by the name of their row.
         settings: how it is measured.
         processes: those that share the batches.
-        results: rows measured before, which are kept, and where to write; see ``Results.open``. None: nothing is kept.
+        results: rows measured before, which are kept, and the file to write; see ``Results.open``. None writes nothing.
 
     Returns:
         The results with a row for each configuration, in this order.
 
     Raises:
-        CalibrationError: a configuration needs data to calibrate with and the task has none.
-        QFrameworkError: ``results`` are those of another comparison; every image is damaged; the processes made
-            different models of the same configuration.
+        CalibrationError: a configuration needs calibration data and the task has none.
+        QFrameworkError: ``results`` belong to another comparison; every image is damaged; the processes made different
+            models from the same configuration.
     """
     settings, processes = settings or Settings(), processes or Processes()
     chosen = dict(configurations)
     needing = [name for name, configuration in chosen.items() if configuration.needs_calibration]
     if needing and task.calibration() is None:
         raise QFrameworkError(
-            f"configuration {needing[0]!r} needs images to calibrate with and got none; accepted: calibration images, "
-            "or configurations without static scales and recipes"
+            f"compare: task must have calibration images for configuration {needing[0]!r}, got none. Give it some, or "
+            "choose configurations without static scales and recipes"
         )
     results = results or Results()
     results.begin(description(task, settings), {name: each.to_dict() for name, each in chosen.items()})
@@ -161,7 +163,7 @@ def compare(
 
 
 def description(task: Task, settings: Settings) -> dict[str, Any]:
-    """All that the figures of a comparison depend on beside the configurations."""
+    """Everything the figures depend on besides the configurations."""
     return {**task.describe(), **settings.to_dict()}
 
 
@@ -199,7 +201,7 @@ class _Bench:
     def _module(self, configuration: Configuration) -> nn.Module:
         float_module = self.task.module.to(self.settings.device)
         if self.settings.dtype != torch.float32:
-            float_module = _cast(float_module, self.settings.dtype)
+            float_module = copy.deepcopy(float_module).to(self.settings.dtype)
         if configuration.config is None:
             return float_module
         quantizer = QFrameworkQuantizer().set_global(configuration.config)
@@ -212,16 +214,16 @@ class _Bench:
 
     def _calibration(self) -> Iterable[Tensor]:
         batches = self.task.calibration()
-        assert batches is not None, "compare() has seen to it"
-        return _Cast(batches, self.example.device, self.settings.dtype)
+        assert batches is not None, "compare() checks this"
+        return Mapped(batches, lambda batch: batch.to(self.example.device, self.settings.dtype))
 
     def _check_alike(self, converted: torch.fx.GraphModule) -> None:
-        """Every process calibrates for itself, on the same images: the same model, or the counts mean nothing."""
+        """Every process calibrates on its own; raise QFrameworkError unless all of them got the same model."""
         digest = _digest(converted)
         if len(set(self.processes.gather([digest]))) > 1:
             raise QFrameworkError(
-                "the processes made different models of the same configuration; accepted: devices of one kind for "
-                "all of them, or one process"
+                "compare: all processes must make the same model from a configuration, got different ones. Give all of "
+                "them devices of one kind, or use one process"
             )
 
     def _compiled(self, module: nn.Module, configuration: Configuration) -> Callable[[Tensor], Tensor]:
@@ -231,7 +233,7 @@ class _Bench:
         return torch.compile(module, backend=backend, dynamic=True)
 
     def _count(self, name: str, run: Callable[[Tensor], Tensor]) -> Partial:
-        """Counts of all batches, from where the results left off."""
+        """The counts of all batches, resumed from the results."""
         counted = self.results.partial(name, self.task.counted)
         todo = range(counted.batches, len(self.task))
         mine = self.processes.mine(todo)
@@ -262,29 +264,15 @@ class _Bench:
         return Partial(before.configuration, batches, counts, damaged)
 
     def _speed(self, run: Callable[[Tensor], Tensor]) -> float:
-        self.processes.wait()  # all at once: they may share what limits them
+        self.processes.wait()  # all measure at the same time, since they may share the bottleneck
         return self.processes.add_speeds(throughput(run, self.example, repeats=self.settings.repeats))
 
     def _forget(self) -> None:
-        """Compiled code keeps its module alive, and a process may compile only so many versions of a module."""
+        """Free compiled code: it keeps its module alive and counts toward Dynamo's recompile limit."""
         torch.compiler.reset()
         gc.collect()
         if self.example.is_cuda:
             torch.cuda.empty_cache()
-
-
-class _Cast:
-    """Batches on a device and in a dtype, each time they are gone through."""
-
-    def __init__(self, batches: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> None:
-        self._batches, self._device, self._dtype = batches, device, dtype
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (batch.to(self._device, self._dtype) for batch in self._batches)
-
-
-def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    return copy.deepcopy(module).to(dtype)
 
 
 def _stages(batches: range, size: int) -> Iterator[range]:
@@ -296,7 +284,7 @@ def _linears(module: nn.Module) -> int:
 
 
 def _digest(converted: torch.fx.GraphModule) -> str:
-    """Of the graph with the scales written into it, and of all weights."""
+    """SHA-256 of the graph's code, which holds the scales, and of all weights."""
     return hashlib.sha256((converted.code + weights_digest(converted)).encode()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The rows of a comparison: kept in a file as they come, shown as a table, JSON and Markdown."""
+"""The rows of a comparison: saved to a file after each, shown as a table, JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Row:
     Attributes:
         configuration: its name.
         figures: in percent, the most important first.
-        counts: the integers they come from.
+        counts: the integers that ``figures`` are computed from.
         damaged: ``[path, reason]`` of each image that was skipped.
         lowered_linears: linear layers that run in INT8.
-        linears: how many there are.
+        linears: all linear layers.
         lowered_attentions: attentions that run in INT8.
         weight_bytes: of parameters and buffers.
-        peak_bytes: these and the most that one batch needs beside them.
-        images_per_second: of the module alone, all processes together.
-        processes: how many there were.
+        peak_bytes: ``weight_bytes`` and the peak of activations for one batch.
+        images_per_second: of the module alone, summed over the processes.
+        processes: number of processes.
     """
 
     configuration: str
@@ -50,7 +50,7 @@ class Row:
     processes: int
 
     def to_json(self) -> dict[str, Any]:
-        """JSON-able; what differs from run to run is under ``timing``."""
+        """JSON-able; values that differ from run to run are under ``timing``."""
         values = asdict(self)
         timing = {name: values.pop(name) for name in ("images_per_second", "processes")}
         return {**values, "timing": timing}
@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Partial:
-    """A configuration of which the first so many batches have been counted."""
+    """The counts of a configuration after its first ``batches`` batches."""
 
     configuration: str
     batches: int
@@ -73,9 +73,9 @@ class Partial:
 
 @dataclass
 class Results:
-    """The rows of a comparison in the order of its configurations; written to ``path``, if any, as they come.
+    """The rows of a comparison, by configuration; written to ``path``, if any, after each.
 
-    While a row is being measured, the file also holds what has been counted of it.
+    While a row is being measured, the file also holds its partial counts.
     """
 
     path: Path | None = None
@@ -87,15 +87,15 @@ class Results:
 
     @classmethod
     def open(cls, path: Path | None, *, restart: bool = False, processes: Processes | None = None) -> Results:
-        """Results to be kept in ``path``: with the rows it holds already, unless ``restart``.
+        """Results that are written to ``path``, with the rows it already holds unless ``restart``.
 
         Args:
-            path: a JSON file, which need not exist; None: nothing is kept.
-            restart: forget what the file holds.
-            processes: the first of them reads and writes; the others are told.
+            path: a JSON file, which need not exist; None writes nothing.
+            restart: discard the rows in the file.
+            processes: the first one reads and writes; the others receive the rows from it.
 
         Raises:
-            FileFormatError: the file is no comparison.
+            FileFormatError: the file is not a comparison.
         """
         processes = processes or Processes()
         results = cls(path)
@@ -108,7 +108,7 @@ class Results:
             with open_regular(path) as file:
                 document = json.loads(file.read())  # a metric can be NaN
             if document["schema"] != SCHEMA:
-                raise FileFormatError(f"{path} has schema {document['schema']!r}; accepted: {SCHEMA}")
+                raise FileFormatError(f"{path}: schema must be {SCHEMA}, got {document['schema']!r}")
             rows = [Row.from_json(row) for row in document["rows"]]
             partial = document.get("partial")
             self._partial = None if partial is None else Partial(**partial)
@@ -116,14 +116,14 @@ class Results:
         except FileFormatError:
             raise
         except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise FileFormatError(f"{path} is no file of a comparison: {error!r}") from error
+            raise FileFormatError(f"{path} is not a file of a comparison: {error!r}") from error
         self.rows = {row.configuration: row for row in rows}
 
     def begin(self, description: dict[str, Any], configurations: dict[str, Any]) -> None:
-        """Say what is measured; rows and counts of configurations that are asked for alike are kept.
+        """Set what is measured; keeps the rows and counts of configurations that have not changed.
 
         Raises:
-            QFrameworkError: there are rows already, and they were measured otherwise.
+            QFrameworkError: there are rows that were measured under another description.
         """
         description = json.loads(json.dumps(description))
         configurations = json.loads(json.dumps(configurations))
@@ -133,7 +133,7 @@ class Results:
         partial = self._partial
         if partial and self.configurations.get(partial.configuration) != configurations.get(partial.configuration):
             self._partial = None
-        # Rows that are not asked for now stay: the file may be one of several calls, some configurations each.
+        # Rows of other configurations stay: a file may be filled by several calls.
         others = {name: value for name, value in self.configurations.items() if name not in configurations}
         self.rows = {name: row for name, row in self.rows.items() if name in kept or name in others}
         self.description, self.configurations = description, {**configurations, **others}
@@ -145,17 +145,17 @@ class Results:
             before = self.description
             differences = "; ".join(f"{key} {before.get(key)!r}, now {description.get(key)!r}" for key in apart)
             raise QFrameworkError(
-                f"{self.path} holds another comparison ({differences}); accepted: another file, or to restart"
+                f"{self.path} holds another comparison ({differences}). Choose another file, or restart"
             )
 
     def partial(self, configuration: str, counted: Sequence[str]) -> Partial:
-        """What has been counted of a configuration: nothing, or what an interrupted run left."""
+        """The counts of a configuration so far: those of an interrupted run, or zeros."""
         if self._partial is not None and self._partial.configuration == configuration:
             return self._partial
         return Partial(configuration, 0, dict.fromkeys(counted, 0), [])
 
     def keep(self, partial: Partial) -> None:
-        """Write what has been counted so far."""
+        """Write the counts so far."""
         self._partial = partial
         self._write()
 
@@ -168,7 +168,6 @@ class Results:
     def _write(self) -> None:
         if self.path is None or not self.is_writer:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, json.dumps(self.to_json(), indent=2) + "\n")
 
     @property
@@ -177,7 +176,7 @@ class Results:
         return [self.rows[name] for name in self.configurations if name in self.rows]
 
     def to_json(self) -> dict[str, Any]:
-        """The whole file; the same but for each row's ``timing`` whenever the same is measured."""
+        """The whole file; equal measurements differ only in the ``timing`` of each row."""
         document = {
             "schema": SCHEMA,
             "description": self.description,
@@ -187,7 +186,7 @@ class Results:
         return document if self._partial is None else {**document, "partial": asdict(self._partial)}
 
     def table(self) -> Table:
-        """The rows for people."""
+        """The rows as a table for the terminal."""
         table = Table(title=self._title(), caption="\n".join(self._notes()), caption_justify="left")
         first, *others = self._header()
         table.add_column(first, no_wrap=True)
@@ -198,7 +197,7 @@ class Results:
         return table
 
     def markdown(self) -> str:
-        """The rows as a page."""
+        """The rows as a Markdown page."""
         header = self._header()
         lines = [f"# {self._title()}", "", _line(header), _line([":---", *["---:"] * (len(header) - 1)])]
         lines += [_line(self._cells(row)) for row in self.ordered]
@@ -223,10 +222,10 @@ class Results:
         ]
 
     def _notes(self) -> list[str]:
-        """What a reader must know beside the rows: where they were measured, and what is not in them."""
+        """How the rows were measured, and what was skipped."""
         data, processes = self.description.get("data") or {}, sorted({row.processes for row in self.ordered})
         where = f"{self.description.get('device')}, {self.description.get('dtype')}, {data.get('images')} images"
-        how = "compiled" if self.description.get("compiled") else "eager: INT8 is computed in float"
+        how = "compiled" if self.description.get("compiled") else "eager: INT8 is simulated in float"
         number = " or ".join(map(str, processes))
         notes = [f"{where}, {number} process{'' if processes == [1] else 'es'}, {how}."]
         return notes + self._skipped()
@@ -239,7 +238,7 @@ class Results:
             notes.append(f"{len(damaged)} damaged images skipped: {some}{'; ...' if len(damaged) > 5 else '.'}")
         empty = max((row.counts.get("masks_without_pixels", 0) for row in self.ordered), default=0)
         if empty:
-            notes.append(f"{empty} annotated masks without a pixel skipped.")
+            notes.append(f"{empty} empty annotated masks skipped.")
         nan = {row.configuration: row.counts.get("nan", 0) for row in self.ordered}
         notes += [
             f"{name}: NaN in the logits of {count} images, counted as wrong." for name, count in nan.items() if count

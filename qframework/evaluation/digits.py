@@ -1,7 +1,7 @@
-"""scikit-learn's handwritten digits: 1,797 real 8x8 images that come with the package, so nothing is downloaded.
+"""scikit-learn's handwritten digits: 1,797 real 8x8 images that ship with the package, so nothing is downloaded.
 
-The split is stratified and depends on ``seed`` alone: a third is held out, and calibration images are drawn from the
-training images, so that neither training nor calibration ever sees a held-out image.
+A third is held out, stratified by class. Calibration images are drawn from the training images. The split depends on
+``seed`` alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Digits:
 
 
 def load_digits(seed: int = 0, calibration_images: int = 256) -> Digits:
-    """Read and split the digits; the same ``seed`` gives the same split everywhere.
+    """Read and split the digits.
 
     Raises:
         ModuleNotFoundError: scikit-learn is not installed (``pip install qframework[vision]``).
@@ -48,7 +48,7 @@ def load_digits(seed: int = 0, calibration_images: int = 256) -> Digits:
 
 
 def _stratified_split(labels: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Shuffled indices of the training and the held-out images, every class in the same proportion in both."""
+    """Shuffled indices of the training and the held-out images, with equal class proportions."""
     train, held_out = [], []
     for digit in labels.unique():
         indices = torch.nonzero(labels == digit).squeeze(1)

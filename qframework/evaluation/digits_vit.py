@@ -1,4 +1,4 @@
-"""A timm VisionTransformer for the handwritten digits, trained in about a minute on two CPU cores and kept on disk."""
+"""A timm VisionTransformer for the handwritten digits: trains in a minute on two CPU cores, then loads from disk."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from qframework.evaluation.schedule import warmup_cosine
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """Everything the trained weights depend on; the checkpoint is kept only while all of it is unchanged.
+    """Everything the trained weights depend on; a checkpoint with other values is trained again.
 
-    With 192 channels the INT8 weights, their scales and zero points and what stays in float make up about 27 percent
-    of the FP32 bytes.
+    With 192 channels, the quantized model takes about 27 percent of the FP32 bytes, scales and float layers included.
     """
 
     embed_dim: int = 192
@@ -37,7 +36,7 @@ class TrainingConfig:
     seed: int = 0
 
 
-# "small" is trained in seconds, "deep" lets errors add up over twice as many blocks.
+# "small" trains in seconds; "deep" has twice the blocks for errors to accumulate.
 SIZES = {
     "small": TrainingConfig(embed_dim=96, depth=2, learning_rate=1.5e-3),
     "base": TrainingConfig(),
@@ -62,14 +61,13 @@ def build_model(config: TrainingConfig | None = None) -> nn.Module:
         global_pool="avg",
         weight_init="jax",
     )
-    # timm's 0.02 is lost beside the patches: positions this large are told apart from the first step on, which takes a
-    # fifth of the epochs.
+    # timm's 0.02 is small next to the patches. Larger position embeddings train in a fifth of the epochs.
     nn.init.normal_(model.get_parameter("pos_embed"), std=config.position_std)
     return model
 
 
 def train(config: TrainingConfig | None = None, *, show_progress: bool = True) -> nn.Module:
-    """Train the ViT on the CPU from ``config.seed``; returned in eval mode. The caller's generators are not touched."""
+    """Train the ViT on the CPU from ``config.seed``, in eval mode at the end; leaves the caller's generators alone."""
     config = config or TrainingConfig()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
@@ -98,7 +96,7 @@ def _fit(model: nn.Module, config: TrainingConfig, show_progress: bool) -> None:
 
 
 def shift_by_a_pixel(images: Tensor) -> Tensor:
-    """Each image of ``(B, 1, H, W)`` moved by -1, 0 or 1 pixel along both axes; the background (-1) moves in."""
+    """Each image of ``(B, 1, H, W)`` shifted by -1, 0 or 1 pixel along both axes and filled with background (-1)."""
     batch, _, height, width = images.shape
     padded = F.pad(images, (1, 1, 1, 1), value=-1.0)
     top, left = torch.randint(0, 3, (2, batch, 1))
@@ -108,10 +106,7 @@ def shift_by_a_pixel(images: Tensor) -> Tensor:
 
 
 def load_or_train(path: str | Path, config: TrainingConfig | None = None, *, show_progress: bool = True) -> nn.Module:
-    """The trained ViT in eval mode, from ``path`` if that file holds exactly this configuration, else trained and kept.
-
-    A checkpoint of another configuration, or one that is damaged, is replaced; a warning says why.
-    """
+    """The trained ViT in eval mode; see ``checkpoint.load_or_train``."""
     return checkpoint.load_or_train(
         path, config or TrainingConfig(), build_model, lambda wanted: train(wanted, show_progress=show_progress)
     )
@@ -124,5 +119,5 @@ def sized(size: str, seed: int = 0) -> TrainingConfig:
         QFrameworkError: there is no such size.
     """
     if size not in SIZES:
-        raise QFrameworkError(f"size {size!r} is unknown; accepted: {', '.join(SIZES)}")
+        raise QFrameworkError(f"sized: size must be one of {', '.join(SIZES)}, got {size!r}")
     return replace(SIZES[size], seed=seed)

@@ -1,8 +1,7 @@
-"""One process or several, as ``torchrun`` starts them: who does what, and exact sums of what all have counted.
+"""Split work over the processes that ``torchrun`` starts, and add up their counts exactly.
 
-Work is dealt out by whole batches: batch ``b`` goes to process ``b % size``. Every image is seen once, in the company
-it has in a single process, so that even scales taken over a batch, and with them all counts, are the same. Counts are
-integers and are added on the CPU through gloo, whatever device the models run on.
+Batch ``b`` goes to process ``b % size``. Batches hold the same images as in a single process, so scales that are
+computed over a batch, and all counts, are the same too. Counts are integers, added on the CPU through gloo.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from torch import distributed
 from qframework.devices import checked_device
 from qframework.errors import QFrameworkError
 
-# One process may wait for another that reads slower images; torchrun ends all of them when one fails.
+# A process may wait long for one that reads slower images; torchrun ends all of them when one fails.
 _PATIENCE = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes that share a task, seen from one of them; ``Processes()`` is a process of its own."""
+    """The group of processes that share a task, as seen by one of them; ``Processes()`` is a single process."""
 
     rank: int = 0
     size: int = 1
@@ -37,19 +36,19 @@ class Processes:
         return self.rank == 0
 
     def mine(self, batches: range) -> list[int]:
-        """Those of ``batches`` (indices into all of them) that this process takes."""
+        """The indices in ``batches`` that this process handles."""
         return [batch for batch in batches if batch % self.size == self.rank]
 
     def sum(self, counts: Sequence[int]) -> list[int]:
-        """Every process's ``counts`` added up, exactly: int64."""
+        """The sums of ``counts`` over all processes, in int64."""
         return self._add(torch.tensor(counts, dtype=torch.int64)).tolist()
 
     def add_speeds(self, speed: float) -> float:
-        """The sum of one speed from each process."""
+        """The sum of ``speed`` over all processes."""
         return float(self._add(torch.tensor(speed, dtype=torch.float64)))
 
     def gather(self, items: Sequence[Any]) -> list[Any]:
-        """The items of all processes, those of the first one first. They are pickled."""
+        """The items of all processes, ordered by rank. They are pickled."""
         if self.size == 1:
             return list(items)
         everyones: list[Any] = [None] * self.size
@@ -57,7 +56,7 @@ class Processes:
         return [item for items_of_one in everyones for item in items_of_one]
 
     def wait(self) -> None:
-        """Return when all processes have called this."""
+        """Wait until all processes have called this."""
         if self.size > 1:
             distributed.barrier()
 
@@ -69,19 +68,19 @@ class Processes:
 
 @contextmanager
 def joined_processes(backend: str = "gloo") -> Iterator[Processes]:
-    """The processes that ``torchrun`` started, joined while the block runs; one alone where it was not used.
+    """Open the process group of ``torchrun`` for the block; without ``torchrun``, yield a single process.
 
     Args:
         backend: of torch.distributed; counts need gloo on the CPU, training on GPUs ``"cpu:gloo,cuda:nccl"``.
 
     Raises:
-        QFrameworkError: a process group exists already, which is not ours to end.
+        QFrameworkError: a process group is already open.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield Processes()
         return
     if distributed.is_initialized():
-        raise QFrameworkError("joined_processes: a process group is open; accepted: none, this opens its own")
+        raise QFrameworkError("joined_processes: no process group must be open, got one")
     distributed.init_process_group(backend, timeout=_PATIENCE)
     try:
         yield Processes(distributed.get_rank(), distributed.get_world_size())
@@ -90,10 +89,10 @@ def joined_processes(backend: str = "gloo") -> Iterator[Processes]:
 
 
 def device_of_process(name: str) -> torch.device:
-    """The device of this process: ``"cuda"`` means one GPU for each process of this machine, in their order.
+    """The device of this process; ``"cuda"`` gives each process of this machine its own GPU.
 
     Raises:
-        QFrameworkError: ``name`` is no device, or is one that is not there; one GPU for several processes.
+        QFrameworkError: ``name`` is not a device or not present, or several processes would share one GPU.
     """
     device = checked_device(name, "device")
     return _gpu(device) if device.type == "cuda" else device
@@ -103,8 +102,10 @@ def _gpu(device: torch.device) -> torch.device:
     here = torch.cuda.device_count()
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.index is not None and processes > 1:
-        raise QFrameworkError(f"device {device} for {processes} processes; accepted: 'cuda', a GPU for each of them")
+        raise QFrameworkError(f"device must be 'cuda', a GPU each, for {processes} processes, got {str(device)!r}")
     index = device.index if device.index is not None else int(os.environ.get("LOCAL_RANK", "0"))
     if index >= here or processes > here:
-        raise QFrameworkError(f"device {device} for {processes} processes: this machine has {here} CUDA devices")
+        raise QFrameworkError(
+            f"device {str(device)!r}: {processes} processes must have a GPU each, got {here} CUDA devices"
+        )
     return torch.device("cuda", index)

@@ -1,4 +1,4 @@
-"""A folder with one folder of images per class, in batches that can be dealt out, without its damaged images."""
+"""Batches of a folder with one folder of images per class; damaged images are skipped and reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Sample = tuple[Path, int]
 
 
 class LabelledBatch(NamedTuple):
-    """Images ``(B, C, H, W)`` with labels ``(B,)`` int64, and the images of the batch that are missing from it."""
+    """Images ``(B, C, H, W)`` with labels ``(B,)`` int64, and the damaged images left out of the batch."""
 
     images: Tensor
     labels: Tensor
@@ -26,9 +26,9 @@ class LabelledBatch(NamedTuple):
 
 
 class FolderBatches:
-    """Batches of ``(images, labels)`` of a folder; can be gone through any number of times.
+    """Batches of ``(images, labels)`` of a folder; can be iterated over repeatedly.
 
-    ``damaged`` holds what the last pass skipped. A batch of damaged images alone is left out.
+    ``damaged`` lists the images that the last pass skipped. A batch with damaged images only is left out.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class FolderBatches:
                 yield batch.images, batch.labels
 
     def selected(self, indices: Sequence[int]) -> Iterator[LabelledBatch]:
-        """The batches of these indices, in this order; one of damaged images alone holds none."""
+        """The batches of these indices, in this order; a batch with damaged images only is empty."""
         sampler = [self._batches[index] for index in indices]
         return iter(DataLoader(self._files, batch_sampler=sampler, num_workers=self._workers, collate_fn=_collate))
 
     def describe(self) -> dict[str, Any]:
-        """How many images, and the SHA-256 of their names, sizes and labels in the order they are used."""
+        """The number of images, and the SHA-256 of their names, sizes and labels in order."""
         digest = hashlib.sha256()
         for path, label in self._samples:
             digest.update(f"{path.relative_to(self._root).as_posix()} {path.stat().st_size} {label}\n".encode())
@@ -72,7 +72,7 @@ class FolderBatches:
 
 
 class TensorBatches:
-    """The same for images that are in memory."""
+    """The same for images in memory."""
 
     def __init__(self, data: TensorDataset, batch_size: int) -> None:
         self._images, self._labels = data.tensors
@@ -92,14 +92,14 @@ class TensorBatches:
             yield LabelledBatch(self._images[chosen], self._labels[chosen])
 
     def describe(self) -> dict[str, Any]:
-        """How many images, and the SHA-256 of images and labels."""
+        """The number of images, and the SHA-256 of images and labels."""
         digest = hashlib.sha256(self._images.numpy().tobytes())
         digest.update(self._labels.numpy().tobytes())
         return {"images": len(self._labels), "sha256": digest.hexdigest()}
 
 
 class _Files(Dataset):
-    """``(image, label)``, or what is known of a damaged one."""
+    """``(image, label)``, or a DamagedImage."""
 
     def __init__(self, root: Path, samples: Sequence[Sample], transform: Callable[[Any], Tensor], grey: bool) -> None:
         self._root, self._samples, self._transform, self._grey = root, samples, transform, grey
@@ -128,43 +128,40 @@ def _split(everything: range, size: int) -> list[range]:
 
 
 def folder_samples(root: Path, class_index: Mapping[str, int] | None = None) -> list[Sample]:
-    """Every image of a folder of class folders with its label, by class folder and then by path.
+    """The images of a folder of class folders with their labels, sorted by class folder and path.
 
     Args:
-        root: the folder. Images are what has a name of an image, at any depth.
-        class_index: the label of each class folder; None: their place in alphabetical order.
+        root: the folder. Files with an image extension count, at any depth.
+        class_index: the label of each class folder; None numbers them in alphabetical order.
 
     Raises:
-        QFrameworkError: no such folder, no class folder in it, or one without an image.
+        QFrameworkError: the folder does not exist, has no class folder, or one without images.
     """
     from torchvision.datasets.folder import IMG_EXTENSIONS, find_classes, make_dataset
 
     if not root.is_dir():
-        raise QFrameworkError(f"data {str(root)!r} is no directory; accepted: 'digits' or a folder of class folders")
+        raise QFrameworkError(f"data must be 'digits' or a folder of class folders, got {str(root)!r}")
     try:
         own_index = find_classes(str(root))[1]
         found = make_dataset(str(root), own_index, extensions=IMG_EXTENSIONS)
     except FileNotFoundError as error:  # no class folder, or one without an image
-        raise QFrameworkError(f"data {str(root)!r} does not hold one folder of images per class: {error}") from error
+        raise QFrameworkError(f"data must hold one folder of images per class, got {str(root)!r}: {error}") from error
     names = {label: name for name, label in own_index.items()}
     labels = own_index if class_index is None else class_index
     return [(Path(path), labels[names[label]]) for path, label in found]
 
 
 def class_index(root: Path, classes: int | None, class_names: Sequence[str] | None = None) -> dict[str, int] | None:
-    """Which of a model's classes each class folder is, where their alphabetical order does not say it.
+    """The model's class of each class folder, or None where the alphabetical order of the folders gives it.
 
     Args:
         root: a folder of class folders.
-        classes: of the model; None: unknown, and nothing is held against it.
-        class_names: the folders' names in the order of the model's classes. Where not given, folders named after
-            ImageNet's WordNet identifiers (``n01440764``) are known by them, so that a part of ImageNet will do.
-
-    Returns:
-        None where there is a folder for each class, whose order is theirs.
+        classes: number of classes of the model; None if unknown.
+        class_names: the folders' names in the order of the model's classes. Without it, folders named after ImageNet's
+            WordNet identifiers (``n01440764``) are recognized, so a subset of ImageNet works.
 
     Raises:
-        QFrameworkError: the folders are not those of the model's classes.
+        QFrameworkError: the folders do not match the model's classes.
     """
     folders = sorted(entry.name for entry in root.iterdir() if entry.is_dir()) if root.is_dir() else []
     if class_names is None and classes is not None and folders:
@@ -173,15 +170,14 @@ def class_index(root: Path, classes: int | None, class_names: Sequence[str] | No
         return _named_index(root, folders, class_names, classes)
     if classes is not None and folders and len(folders) != classes:
         raise QFrameworkError(
-            f"data {str(root)!r} holds {len(folders)} class folders, the model has {classes} classes; accepted: one "
-            "folder for each class in their order, folders named after ImageNet's identifiers (n01440764), or a list "
-            "of the model's class folders"
+            f"data {str(root)!r} must hold {classes} class folders, one for each class, got {len(folders)}. "
+            "Name the folders after ImageNet's identifiers (n01440764), or list the model's class folders"
         )
     return None
 
 
 def _imagenet_names(classes: int, folders: Sequence[str]) -> list[str] | None:
-    """The identifiers of ImageNet's classes in the order of a model with so many, if all folders are among them."""
+    """The ImageNet identifiers of a model with this many classes, in order, if all folders are among them."""
     from timm.data import ImageNetInfo, infer_imagenet_subset
 
     subset = infer_imagenet_subset({"num_classes": classes})
@@ -191,10 +187,10 @@ def _imagenet_names(classes: int, folders: Sequence[str]) -> list[str] | None:
 
 def _named_index(root: Path, folders: Sequence[str], names: Sequence[str], classes: int | None) -> dict[str, int]:
     if classes is not None and len(names) != classes:
-        raise QFrameworkError(f"{len(names)} class names for a model of {classes} classes; accepted: one for each")
+        raise QFrameworkError(f"class_names must hold a name for each of the {classes} classes, got {len(names)}")
     index = {name: place for place, name in enumerate(names)}
     unknown = [folder for folder in folders if folder not in index]
     if unknown or len(index) != len(names):
-        wrong = f"does not name the folders {', '.join(unknown[:5])}" if unknown else "names a class twice"
-        raise QFrameworkError(f"data {str(root)!r}: the list of {len(names)} class names {wrong}")
+        wrong = f"none for the folders {', '.join(unknown[:5])}" if unknown else "one twice"
+        raise QFrameworkError(f"data {str(root)!r}: class_names must name each class folder once, got {wrong}")
     return index

@@ -1,4 +1,4 @@
-"""Images read from files, with damaged ones told from everything else that can go wrong."""
+"""Reads images from files, and tells damaged images from other I/O errors."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ class DamagedImageError(FileFormatError):
     """A file that cannot be decoded as an image."""
 
 
-# What Pillow's decoders raise on bytes that are not what they claim to be. OSError is looked at more closely.
+# What Pillow's decoders raise on malformed data, besides OSError.
 _DECODING = (SyntaxError, ValueError, EOFError, LookupError, TypeError, struct.error, zlib.error, OverflowError)
 
 
 def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB") -> Image:
-    """The image, decoded as a whole and converted to ``mode``; not turned as EXIF says, as annotations are not either.
+    """The whole image converted to ``mode``. EXIF orientation is ignored, since annotations ignore it too.
 
     Raises:
-        DamagedImageError: cut off, empty, too large to be true, or of no format that Pillow knows.
-        OSError: it cannot be read at all: it is not there, may not be opened, the disk fails.
+        DamagedImageError: the file is truncated, empty, implausibly large or of an unknown format.
+        OSError: the file cannot be read: it does not exist, permission is denied, the disk fails.
     """
     from PIL import Image
 
@@ -41,7 +41,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB") -> Image:
         with Image.open(path) as image:
             return image.convert(mode)
     except OSError as error:
-        if error.errno is not None:  # the system's: Pillow's own have no number
+        if error.errno is not None:  # errors of the system; Pillow's own have no number
             raise
         raise DamagedImageError(_reason(error, path)) from error
     except (*_DECODING, Image.DecompressionBombError) as error:
@@ -49,7 +49,7 @@ def read_image(path: Path, mode: Literal["RGB", "L"] = "RGB") -> Image:
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """In one line, without the path: it is kept beside it, and where data lies is no property of the data."""
+    """One line without the path, so that results do not depend on where the data is."""
     if path.stat().st_size == 0:
         return "the file is empty"
     text = " ".join(str(error).split()).replace(repr(str(path)), "the file").replace(str(path), "the file")

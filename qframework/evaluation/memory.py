@@ -1,4 +1,4 @@
-"""The most memory that a model needs while it runs."""
+"""The peak memory of a model's activations."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from torch import Tensor
 
 @torch.no_grad()
 def activation_bytes(model: Callable[[Tensor], Any], inputs: Tensor) -> int:
-    """The most bytes that one call of ``model`` holds at a time beside its weights and ``inputs``, result included.
+    """The peak of bytes that one call of ``model`` allocates, result included, without its weights and ``inputs``.
 
-    On a GPU PyTorch's allocator keeps the maximum. On a CPU it is read off PyTorch's profiler, which sees every
-    allocation: the resident memory of a process holds what came before as well, and differs from run to run. What
-    libraries such as oneDNN allocate past PyTorch's allocator is not counted. The first of two calls warms up.
+    On a GPU this is the maximum of PyTorch's allocator, on a CPU that of the allocations in a profile: resident memory
+    would include earlier calls and vary between runs. Memory that libraries such as oneDNN allocate on their own is not
+    counted. Calls the model twice, first to warm up.
     """
     model(inputs)
     if inputs.is_cuda:
         return _bytes_on_gpu(model, inputs)
-    blocks: dict[int, int] = {}  # by address: a block that an earlier call left behind is not this call's to free
+    blocks: dict[int, int] = {}  # by address, since this call may also free blocks of earlier calls
     held = most = 0
     for address, change in _changes_on_cpu(model, inputs):
         if change > 0:
@@ -47,7 +47,7 @@ def _bytes_on_gpu(model: Callable[[Tensor], Any], inputs: Tensor) -> int:
 
 
 def _changes_on_cpu(model: Callable[[Tensor], Any], inputs: Tensor) -> list[tuple[int, int]]:
-    """Address and size of what one call allocates (positive) and frees (negative), in order of time."""
+    """Address and size of each allocation (positive) and free (negative) of one call, in order."""
     from torch.profiler import ProfilerActivity, profile
 
     with _quiet_profiler(), tempfile.TemporaryDirectory() as folder:
@@ -64,7 +64,7 @@ def _changes_on_cpu(model: Callable[[Tensor], Any], inputs: Tensor) -> list[tupl
 
 @contextmanager
 def _quiet_profiler() -> Iterator[None]:
-    """The profiler's library says on stderr that it started, that there is no GPU. Read at its first use."""
+    """Silence the profiler's log messages on stderr; the profiler reads the level at its first use."""
     name = "KINETO_LOG_LEVEL"
     before = os.environ.get(name)
     os.environ.setdefault(name, "99")

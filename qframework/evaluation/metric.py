@@ -1,4 +1,4 @@
-"""A task's accuracy with one module, nothing else: for searches and benchmarks that make their own modules."""
+"""A task's accuracy with a given module, for searches and benchmarks that make their own modules."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from qframework.evaluation.tasks import Module, Task
 
 @torch.no_grad()
 def task_counts(task: Task, module: Module, *, device: torch.device | str = "cpu") -> dict[str, int]:
-    """The counts of all batches with ``module`` in place of the task's own; see ``Task.counted``.
+    """The counts of all batches, with ``module`` in place of the task's own; see ``Task.counted``.
 
     Args:
         task: what is measured.
         module: float32 in and out, in eval mode, on ``device``.
-        device: where the batches go.
+        device: where to move the batches.
     """
     counts = dict.fromkeys(task.counted, 0)
     for batch in task.batches(range(len(task))):
@@ -27,7 +27,7 @@ def task_counts(task: Task, module: Module, *, device: torch.device | str = "cpu
 
 
 def task_figures(task: Task, module: Module, *, device: torch.device | str = "cpu") -> dict[str, float]:
-    """What these counts come to, in percent, the most important first.
+    """The figures of these counts in percent, the most important first.
 
     Raises:
         QFrameworkError: nothing could be counted.

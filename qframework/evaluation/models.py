@@ -1,4 +1,4 @@
-"""A classifier by name, with the images it is meant for: any timm model, or ``"digits"``."""
+"""Classifiers by name, any timm model or ``"digits"``, and batches of the images they take."""
 
 from __future__ import annotations
 
@@ -34,71 +34,75 @@ class Classifier:
 
     @property
     def classes(self) -> int | None:
-        """How many classes it tells apart; None where the model does not say."""
+        """Number of classes; None if the model does not say."""
         return getattr(self.model, "num_classes", None) or None
 
     def describe(self) -> dict[str, Any]:
-        """What ``images_for`` needs, to be kept with a saved model."""
+        """What ``images_for`` needs; saved with a quantized model."""
         return {"model": self.name, "data_config": self.data_config, "classes": self.classes}
 
 
 def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bool = False) -> Classifier:
-    """A timm model by name, or the digits ViT, which is trained when ``checkpoint`` does not hold it yet.
+    """A timm model by name, or the digits ViT, which is trained unless ``checkpoint`` holds it.
 
     Args:
         name: ``"digits"`` or a name of ``timm.list_models()``.
-        checkpoint: weights of a timm model as ``timm.create_model(checkpoint_path=...)`` reads them; for the digits
-            where the trained model is kept (default ``build/digits_vit.safetensors``).
-        pretrained: download timm's weights; the only thing here that needs a network. With neither, they are random.
+        checkpoint: weights for ``timm.create_model(checkpoint_path=...)``; for the digits, the file that the trained
+            model is saved to (default ``build/digits_vit.safetensors``).
+        pretrained: download timm's weights. Without weights or a checkpoint, a timm model is random.
 
     Raises:
         QFrameworkError: timm has no such model, or the checkpoint does not fit it.
-        FileNotFoundError: a timm model's checkpoint is missing.
+        FileNotFoundError: the checkpoint of a timm model does not exist.
     """
     if name == DIGITS:
         model = digits_vit.load_or_train(checkpoint or Path("build", "digits_vit.safetensors"))
         return Classifier(DIGITS, model, {})
-    model = _timm_model(name, checkpoint, pretrained)
-    return Classifier(name, model, _data_config(model))
+    from timm.data import resolve_model_data_config
+
+    check_model_name(name)
+    model = timm_model("model", name, checkpoint, pretrained)
+    return Classifier(name, model, resolve_model_data_config(model))
 
 
 def check_model_name(name: str) -> None:
-    """Raise QFrameworkError unless ``name`` is ``"digits"`` or timm's."""
+    """Raise QFrameworkError unless ``name`` is ``"digits"`` or a model of timm."""
     import timm
 
     if name != DIGITS and not timm.is_model(name):
-        close = difflib.get_close_matches(name, timm.list_models())
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise QFrameworkError(f"model {name!r} is unknown; {hint}accepted: 'digits' or a name of timm.list_models()")
+        message = f"model must be 'digits' or a name of timm.list_models(), got {name!r}"
+        raise QFrameworkError(message + did_you_mean(name, timm.list_models()))
 
 
-def _timm_model(name: str, checkpoint: Path | None, pretrained: bool) -> nn.Module:
+def did_you_mean(name: str, known: Sequence[str]) -> str:
+    """The end of an error message that suggests names close to ``name``; empty if there are none."""
+    close = difflib.get_close_matches(name, known)
+    return f". Did you mean {' or '.join(close)}?" if close else ""
+
+
+def timm_model(what: str, name: str, checkpoint: Path | None, pretrained: bool, **settings: Any) -> nn.Module:
+    """``timm.create_model`` in eval mode; errors name the model as ``what``.
+
+    Raises:
+        QFrameworkError: the checkpoint does not fit the model.
+        FileNotFoundError: the checkpoint does not exist.
+    """
     import timm
 
-    check_model_name(name)
     if checkpoint is not None and not checkpoint.is_file():
         raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
     try:
-        return timm.create_model(name, pretrained=pretrained, checkpoint_path=str(checkpoint or "")).eval()
-    except RuntimeError as error:  # what load_state_dict raises
-        raise QFrameworkError(f"checkpoint {checkpoint} does not fit model {name!r}: {error}") from error
-
-
-def _data_config(model: nn.Module) -> dict[str, Any]:
-    from timm.data import resolve_model_data_config
-
-    return resolve_model_data_config(model)
+        return timm.create_model(name, pretrained=pretrained, checkpoint_path=str(checkpoint or ""), **settings).eval()
+    except RuntimeError as error:  # from load_state_dict
+        raise QFrameworkError(f"checkpoint {checkpoint} does not fit {what} {name!r}: {error}") from error
 
 
 def check_data_fits(model: str, data: str) -> None:
-    """Raise QFrameworkError where one of a model's and a data set's name is ``"digits"`` and the other is not.
-
-    Any other data set is a folder, which must be there.
-    """
+    """Raise QFrameworkError unless model and data set are both ``"digits"``, or the data set is an existing folder."""
     if (data == DIGITS) != (model == DIGITS):
-        raise QFrameworkError(f"data {data!r} does not fit model {model!r}; digits go with digits")
+        raise QFrameworkError(f"data {data!r} does not fit model {model!r}: the digits need the model 'digits'")
     if data != DIGITS and not (data and Path(data).is_dir()):
-        raise QFrameworkError(f"data {data!r} is no directory; accepted: 'digits' or a folder of class folders")
+        raise QFrameworkError(f"data must be 'digits' or a folder of class folders, got {data!r}")
 
 
 def images_for(
@@ -111,23 +115,23 @@ def images_for(
     class_names: Sequence[str] | None = None,
     workers: int = 0,
 ) -> LabelledBatches:
-    """Batches of ``(images, labels)`` for a ``Classifier.describe()``, to evaluate or, shuffled, to calibrate with.
+    """Batches of ``(images, labels)`` for a classifier, to evaluate it or to calibrate.
 
-    Damaged images of a folder are left out; the batches' ``damaged`` says which and why.
+    Damaged images of a folder are left out; ``damaged`` of the batches lists them with reasons.
 
     Args:
-        description: of the classifier the images are for.
-        data: ``"digits"``, or a directory with one folder of images per class, in the order of the model's classes or
+        description: ``Classifier.describe()``.
+        data: ``"digits"``, or a folder with one folder of images per class, in the order of the model's classes or
             named after ImageNet's identifiers (``n01440764``).
         batch_size: images in a batch; the last one may be smaller.
-        calibration: images to calibrate with: of the digits, training images; of a folder, in shuffled order and
-            whatever its classes.
-        limit: use only so many images, spread evenly over all, or when calibrating the first of the shuffled ones.
+        calibration: choose images to calibrate with: the training images of the digits, or the images of a folder in
+            shuffled order, with any classes.
+        limit: maximum number of images: spread evenly over all, or the first of the shuffled ones.
         class_names: the names of the class folders in the order of the model's classes.
-        workers: processes that read a folder's images; 0: this one.
+        workers: processes that read a folder's images; 0 reads them in this process.
 
     Raises:
-        QFrameworkError: ``data`` is neither, holds no image, or does not fit the model.
+        QFrameworkError: ``data`` does not exist, holds no image, or does not fit the model.
     """
     check_data_fits(description["model"], data)
     if data == DIGITS:
@@ -139,7 +143,7 @@ def images_for(
     index = None if calibration else class_index(root, description.get("classes"), class_names)
     samples = folder_samples(root, index)
     if calibration:
-        # By a fixed seed: calibration sees all classes, and the same images every time.
+        # Shuffled with a fixed seed, so that calibration sees all classes and always the same images.
         order = torch.randperm(len(samples), generator=torch.Generator().manual_seed(0)).tolist()
         samples = [samples[place] for place in order]
     samples = list(_chosen(samples, limit, spread=not calibration))
@@ -157,9 +161,9 @@ def _folder_batches(
 
 
 def _chosen(items: Sequence[Item], limit: int | None, *, spread: bool) -> Sequence[Item]:
-    """The first ``limit`` items, or so many at equal distances."""
+    """``limit`` items: evenly spaced, or the first ones."""
     if limit is not None and limit < 1:
-        raise QFrameworkError(f"limit={limit}; accepted: None or a positive number of images")
+        raise QFrameworkError(f"images_for: limit must be None or a positive number of images, got {limit}")
     if limit is None or limit >= len(items):
         return items
     return [items[place * len(items) // limit] for place in range(limit)] if spread else items[:limit]

@@ -1,9 +1,8 @@
-"""Outlier channels for any trained transformer: what large models have, given to small ones that can be tested with.
+"""Gives small trained transformers the outlier channels of large ones, to test quantization with.
 
-A few channels of the activations of large transformers are 10 to 100 times as large as all others, in every layer the
-same ones (arXiv:2208.07339), and min-max INT8 spends its steps on them. The same is brought about here without
-training: chosen channels of every norm are multiplied, and the columns of the next linears divided, so that the model
-computes what it did before.
+In large transformers, a few activation channels are 10 to 100 times as large as the others, the same ones in every
+layer (arXiv:2208.07339), and ruin min-max INT8. ``transplant_outliers`` multiplies chosen channels of every norm and
+divides the matching columns of the next linears, so the model computes the same function.
 """
 
 from __future__ import annotations
@@ -28,28 +27,30 @@ def transplant_outliers(
     factor: float | tuple[float, float] = (10.0, 100.0),
     seed: int = 0,
 ) -> nn.Module:
-    """A copy of ``model`` that computes the same, to rounding, with outlier channels behind its norms.
+    """A copy of ``model`` with outlier channels behind its norms, which computes the same function up to rounding.
 
     Args:
-        model: in eval mode; its norms are LayerNorm, RMSNorm, or end in a product with a parameter. Norms whose output
-            something else than linears reads stay as they are.
-        example: what the model is called with, to export it: one tensor or a tuple of arguments.
-        channels: how many channels become outliers. Norms of one width get the same ones.
-        factor: how many times as large: one number, or the ends of a range to draw from, evenly in the logarithm.
+        model: in eval mode; its norms are LayerNorm, RMSNorm, or end in a product with a parameter. Norms that feed
+            anything but linears are left as they are.
+        example: the arguments to export the model with: one tensor or a tuple.
+        channels: number of outlier channels; norms of equal width get the same ones.
+        factor: how many times as large, or a range to draw from, uniformly in the logarithm.
         seed: of the choice of channels and factors.
 
     Raises:
-        UnsupportedError: a factor that is not positive, more channels than there are, or no norm to give them to.
+        UnsupportedError: a factor is not positive, there are fewer channels than asked for, or no norm is suitable.
     """
     low, high = factor if isinstance(factor, tuple) else (factor, factor)
     if not 0 < low <= high < math.inf:
-        raise UnsupportedError(f"transplant_outliers: factor={factor!r}; accepted: a positive number or a rising pair")
+        raise UnsupportedError(
+            f"transplant_outliers: factor must be a positive number or a rising pair, got {factor!r}"
+        )
     arguments = example if isinstance(example, tuple) else (example,)
     found = find_channel_groups(torch.export.export(model, arguments).module())
     groups = [group for group in found if group.is_norm]
     if not groups:
         raise UnsupportedError(
-            f"{type(model).__name__} has no norm whose output only linears read; accepted: one or more"
+            f"transplant_outliers: model must have a norm that feeds only linears, got {type(model).__name__}"
         )
     changed = copy.deepcopy(model)
     for group in groups:
@@ -58,9 +59,9 @@ def transplant_outliers(
 
 
 def _factors(group: ChannelGroup, channels: int, ends: tuple[float, float], seed: int) -> Tensor:
-    """``(group.size,)`` float64: the same for all groups of one size, 1 for what cannot be scaled."""
+    """``(group.size,)`` float64: equal for groups of equal size, 1 for channels that cannot be scaled."""
     if not is_count(channels) or channels > group.size:
-        raise UnsupportedError(f"transplant_outliers: channels={channels!r}; accepted: 1 to {group.size}")
+        raise UnsupportedError(f"transplant_outliers: channels must be 1 to {group.size}, got {channels!r}")
     generator = torch.Generator().manual_seed(seed)
     chosen = torch.randperm(group.size, generator=generator)[:channels]
     low, high = ends

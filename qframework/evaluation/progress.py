@@ -1,4 +1,4 @@
-"""One progress bar for every long step."""
+"""The progress bar of every long step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def progress_bar(description: str, total: int | None, show: bool = True) -> Iterator[Callable[[], None]]:
-    """A rich progress bar on stderr of ``total`` steps (None: unknown); yields a function that advances it by one.
-
-    On stderr, so that what a command prints on stdout can be piped. Nothing is drawn where ``show`` is false.
-    """
+    """A progress bar of ``total`` steps (None: unknown) on stderr; yields a function that advances it by one."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -1,4 +1,4 @@
-"""Export, prepare, calibrate and convert a classifier in one call, keeping the float graph to compare with."""
+"""Exports, prepares, calibrates and converts a classifier in one call; keeps the float graph for comparison."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
 
 class QuantizedModel(NamedTuple):
-    """The same exported program in float and as converted to INT8; both take any batch size."""
+    """An exported program in float and converted to INT8; both take any batch size."""
 
     float_exported: fx.GraphModule
     converted: fx.GraphModule
 
 
 def export_model(model: nn.Module, images: Tensor) -> fx.GraphModule:
-    """``model``, in eval mode, as a graph in float that takes any batch size.
+    """Export ``model``, which must be in eval mode, as a float graph that takes any batch size.
 
     Args:
         model: a classifier of images, or another module of one tensor.
-        images: an example ``(B, C, H, W)`` with B of at least 2, since PyTorch takes a batch of 1 for a constant.
+        images: an example ``(B, C, H, W)`` with B of at least 2: ``torch.export`` makes a batch of 1 a constant.
     """
     return torch.export.export(model, (images,), dynamic_shapes=BATCH_IS_DYNAMIC).module()
 
@@ -45,9 +45,9 @@ def quantize_exported(
     batches: int | None = None,
     show_progress: bool = False,
 ) -> fx.GraphModule:
-    """Prepare, calibrate and convert ``exported``, which is used up, with a recipe's steps around the calibration.
+    """Prepare, calibrate and convert ``exported`` in place, with a recipe's steps around the calibration.
 
-    Arguments and errors are those of ``quantize_model``; batches go to the device of the graph.
+    Arguments and errors are those of ``quantize_model``; batches are moved to the device of the graph.
     """
     from qframework.compat.torchao import convert_pt2e, prepare_pt2e
 
@@ -70,13 +70,13 @@ def _check_can_be_read_again(data: _FirstBatches | None) -> None:
     batches = None if data is None else data.all
     if batches is None or isinstance(batches, Iterator):
         raise CalibrationError(
-            f"a recipe reads the calibration data more than once; got {type(batches).__name__}; accepted: a list or a "
-            "DataLoader"
+            "quantize_model: a recipe reads calibration more than once, so it must be a list or a DataLoader, got "
+            f"{type(batches).__name__}"
         )
 
 
 class _FirstBatches:
-    """The first ``count`` batches, or all; as often as they are asked for."""
+    """The first ``count`` batches, or all; can be iterated over repeatedly."""
 
     def __init__(self, batches: Iterable[Any], count: int | None) -> None:
         self.all = batches
@@ -104,22 +104,22 @@ def quantize_model(
 
     Args:
         model: a classifier of images.
-        images: an example ``(B, C, H, W)`` with B of at least 2, since PyTorch takes a batch of 1 for a constant.
-        quantizer: says what is quantized and how.
-        calibration: batches of images or of ``(images, labels)``; None where every activation is dynamic.
+        images: an example ``(B, C, H, W)`` with B of at least 2: ``torch.export`` makes a batch of 1 a constant.
+        quantizer: the rules of what is quantized and how.
+        calibration: batches of images or of ``(images, labels)``; None if every activation is dynamic.
         recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times.
-        batches: use only so many of them.
+        batches: maximum number of calibration batches.
         show_progress: draw a progress bar while calibrating.
 
     Raises:
-        UnsupportedError: no kernel can do what the quantizer asks for.
-        CalibrationError: an activation is static and there was nothing, NaN or infinity to calibrate it with; a recipe
-            without data that can be read again.
+        UnsupportedError: no kernel supports what the quantizer asks for.
+        CalibrationError: an activation is static and ``calibration`` is None or empty, or holds NaN or infinity; or
+            ``recipe`` is given and ``calibration`` cannot be read again.
     """
     exported = export_model(model, images)
     converted = quantize_exported(
         copy.deepcopy(exported), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
     )
     if recipe is not None and recipe.split_gelu:
-        split_gelu_ranges(exported, quantizer)  # so that both graphs hold the same linears
+        split_gelu_ranges(exported, quantizer)  # so that both graphs have the same linears
     return QuantizedModel(exported, converted)

@@ -1,17 +1,16 @@
-"""Segment Anything with box prompts: transformers' SamModel, its image encoder apart, so that this can be quantized.
+"""Segment Anything with box prompts: transformers' SamModel, split into image encoder and decoder.
 
-The encoder takes nearly all of the time and is what is quantized; prompts and masks stay in float32. One of timm's
-``samvit_*`` encoders may stand in its place.
+The encoder takes nearly all of the time and is quantized; prompts and masks stay in float32. One of timm's ``samvit_*``
+encoders can replace it.
 """
 
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +18,13 @@ from torch import Tensor, nn
 from qframework.compat.dispatch import FakeTensorMode
 from qframework.compat.modules import with_submodules
 from qframework.errors import QFrameworkError
+from qframework.evaluation.models import did_you_mean, timm_model
 
 if TYPE_CHECKING:
     from PIL.Image import Image
     from transformers import SamImageProcessor, SamModel
 
-_BOXES_AT_ONCE = 32  # their masks are scaled up to the size of the image, in float32
+_BOXES_AT_ONCE = 32  # bounds memory: their masks are scaled up to the size of the image in float32
 
 
 class SamEncoder(nn.Module):
@@ -39,7 +39,7 @@ class SamEncoder(nn.Module):
 
 
 class TimmSamEncoder(nn.Module):
-    """timm's ``samvit_*`` as the same function: with its neck, without pooling and head."""
+    """timm's ``samvit_*`` as the same function, with its neck and without pooling and head."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class TimmSamEncoder(nn.Module):
 
 
 class Picture(NamedTuple):
-    """An image as the encoder sees it: ``pixel_values (3, S, S)`` float32, and its size before and after scaling."""
+    """An encoder input ``pixel_values (3, S, S)`` float32, and the image's size before and after scaling."""
 
     pixel_values: Tensor
     original_size: tuple[int, int]
@@ -58,7 +58,7 @@ class Picture(NamedTuple):
 
 
 def prepare_picture(processor: SamImageProcessor, image: Image) -> Picture:
-    """An RGB image of any size, made what the encoder takes."""
+    """Scale, normalize and pad an RGB image of any size for the encoder."""
     made = processor(image, return_tensors="pt")
     (original,), (scaled,) = made["original_sizes"].tolist(), made["reshaped_input_sizes"].tolist()
     return Picture(made["pixel_values"][0], tuple(original), tuple(scaled))
@@ -66,13 +66,13 @@ def prepare_picture(processor: SamImageProcessor, image: Image) -> Picture:
 
 @dataclass(frozen=True)
 class Sam:
-    """A model in eval mode in its parts.
+    """A model in eval mode, in parts.
 
     Attributes:
-        name: what it was loaded as; kept with the results.
-        encoder: ``(B, 3, S, S)`` to image embeddings; what is quantized.
-        decoder: the SamModel without an encoder: embeddings and boxes to masks.
-        processor: scales, pads and normalizes images as the model was trained.
+        name: the name it was loaded by, for results.
+        encoder: ``(B, 3, S, S)`` to image embeddings; the part that is quantized.
+        decoder: the SamModel without its encoder: embeddings and boxes to masks.
+        processor: scales, pads and normalizes images.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Sam:
 
     @property
     def image_size(self) -> int:
-        """Height and width in pixels of what the encoder takes."""
+        """Height and width of the encoder's input in pixels."""
         return self.processor.pad_size["height"]
 
     @torch.no_grad()
@@ -90,9 +90,9 @@ class Sam:
         """The mask of each box.
 
         Args:
-            embedding: ``(C, S / patch, S / patch)`` of the encoder, for one image.
+            embedding: ``(C, S / patch, S / patch)``, the encoder's output for one image.
             boxes: ``(K, 4)`` float32: left, top, right, bottom in pixels of the original image.
-            picture: says how the image was scaled.
+            picture: the image, for its sizes.
 
         Returns:
             ``(K, H, W)`` bool on the device of ``embedding``, in the original size.
@@ -113,10 +113,10 @@ class Sam:
 
 
 def sam_image_size(name: str) -> int:
-    """Height and width in pixels of what a SamModel's encoder takes; reads its configuration alone.
+    """Height and width of a SamModel's encoder input in pixels, from its configuration file.
 
     Raises:
-        QFrameworkError: there is no such model, or it is none of SAM's.
+        QFrameworkError: there is no such model, or it is not a SAM model.
     """
     from transformers import AutoConfig
 
@@ -125,7 +125,7 @@ def sam_image_size(name: str) -> int:
     except (OSError, ValueError) as error:
         raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
     if config.model_type != "sam":
-        raise QFrameworkError(f"model {name!r} is of type {config.model_type!r}; accepted: 'sam'")
+        raise QFrameworkError(f"model {name!r} must have the type 'sam', got {config.model_type!r}")
     return config.vision_config.image_size
 
 
@@ -133,20 +133,19 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
     """A SamModel with its image processor.
 
     Args:
-        name: a folder of ``save_pretrained``, or a name of the Hugging Face hub, which needs a network.
-        encoder: used in place of the model's own: ``(B, 3, S, S)`` to embeddings of the same shape; see
-            ``load_timm_encoder``.
-        encoder_name: what to call it in results.
+        name: a folder of ``save_pretrained``, or a name on the Hugging Face hub, which needs a network.
+        encoder: replaces the model's own: ``(B, 3, S, S)`` to embeddings of the same shape; see ``load_timm_encoder``.
+        encoder_name: its name in results.
 
     Raises:
-        QFrameworkError: there is no such model, it is none of SAM's, or the encoder does not fit it.
+        QFrameworkError: there is no such model, it is not a SAM model, or the encoder does not fit it.
         ModuleNotFoundError: transformers is not installed (``pip install qframework[segmentation]``).
     """
     model = _load_model(name)
     vision, prompt = model.config.vision_config, model.config.prompt_encoder_config
     processor = _processor(name, vision.image_size)
     parts = encoder or SamEncoder(model.vision_encoder)
-    # The decoder without the encoder: it would be kept and moved to the device for nothing.
+    # Without the encoder, which the decoder would otherwise keep in memory and move to the device.
     decoder = copy.copy(model)
     with_submodules(decoder, vision_encoder=None)
     grid = prompt.image_embedding_size
@@ -157,19 +156,19 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
 def _load_model(name: str) -> SamModel:
     from transformers import SamModel
 
-    sam_image_size(name)  # refuses other models, which transformers would fill with random weights
+    sam_image_size(name)  # refuses other models, for which transformers would use random weights
     try:
         model, info = SamModel.from_pretrained(name, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError) as error:  # no weights, or of other shapes
+    except (OSError, ValueError, RuntimeError) as error:  # no weights, or wrong shapes
         raise QFrameworkError(f"SAM {name!r} cannot be loaded: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        raise QFrameworkError(f"SAM {name!r} lacks {len(missing)} of its weights, {missing[0]} among them")
+        raise QFrameworkError(f"SAM {name!r} lacks {len(missing)} of its weights, such as {missing[0]}")
     return model.eval()
 
 
 def _processor(name: str, size: int) -> SamImageProcessor:
-    """The processor saved with the model; where there is none, SAM's own at the model's image size."""
+    """The processor saved with the model, or SAM's default at the model's image size."""
     from transformers import SamImageProcessor
 
     if Path(name).is_dir() and not any(Path(name, file).is_file() for file in _PROCESSOR_FILES):
@@ -179,9 +178,7 @@ def _processor(name: str, size: int) -> SamImageProcessor:
     except (OSError, ValueError) as error:
         raise QFrameworkError(f"the image processor of SAM {name!r} cannot be loaded: {error}") from error
     if (processor.pad_size["height"], processor.pad_size["width"]) != (size, size):
-        raise QFrameworkError(
-            f"SAM {name!r}: images are padded to {dict(processor.pad_size)}; accepted: {size}, {size}"
-        )
+        raise QFrameworkError(f"SAM {name!r}: images must be padded to {size} x {size}, got {dict(processor.pad_size)}")
     return processor
 
 
@@ -190,16 +187,14 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 @torch.no_grad()
 def _check_encoder(encoder: nn.Module, size: int, expected: Sequence[int], name: str) -> None:
-    """On fake tensors: shapes cost nothing."""
+    """Raise QFrameworkError unless the encoder's output has the expected shape; computes on fake tensors."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
             shape = tuple(encoder(torch.empty(1, 3, size, size)).shape[1:])
         except (RuntimeError, AssertionError, ValueError, TypeError) as error:
             raise QFrameworkError(f"encoder {name!r} does not take images of {size} x {size}: {error}") from error
     if shape != tuple(expected):
-        raise QFrameworkError(
-            f"encoder {name!r} gives embeddings of shape {shape}; the decoder takes {tuple(expected)}"
-        )
+        raise QFrameworkError(f"encoder {name!r} must give embeddings of shape {tuple(expected)}, got {shape}")
 
 
 def load_timm_encoder(
@@ -208,27 +203,20 @@ def load_timm_encoder(
     """One of timm's ``samvit_*`` encoders.
 
     Args:
-        name: of ``timm.list_models("samvit*")``, a tag included (``samvit_base_patch16.sa1b``).
-        image_size: height and width in pixels of the images it will see.
-        checkpoint: its weights, as ``timm.create_model(checkpoint_path=...)`` reads them.
-        pretrained: download timm's weights. With neither, they are random.
+        name: one of ``timm.list_models("samvit*")``, with or without a tag (``samvit_base_patch16.sa1b``).
+        image_size: height and width of its images in pixels.
+        checkpoint: weights for ``timm.create_model(checkpoint_path=...)``.
+        pretrained: download timm's weights. Without weights or a checkpoint, the encoder is random.
 
     Raises:
         QFrameworkError: timm has no such model, or the checkpoint does not fit it.
-        FileNotFoundError: the checkpoint is missing.
+        FileNotFoundError: the checkpoint does not exist.
     """
     import timm
 
     if not timm.is_model(name) or not name.startswith("samvit"):
         known = timm.list_models("samvit*")
-        close = difflib.get_close_matches(name, known)
-        hint = f"did you mean {' or '.join(close)}? " if close else ""
-        raise QFrameworkError(f"encoder {name!r} is unknown; {hint}accepted: {', '.join(known)}")
-    if checkpoint is not None and not checkpoint.is_file():
-        raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
-    settings: dict[str, Any] = {"img_size": image_size, "num_classes": 0}
-    try:
-        model = timm.create_model(name, pretrained=pretrained, checkpoint_path=str(checkpoint or ""), **settings)
-    except RuntimeError as error:  # what load_state_dict raises
-        raise QFrameworkError(f"checkpoint {checkpoint} does not fit encoder {name!r}: {error}") from error
+        message = f"encoder must be one of {', '.join(known)}, got {name!r}"
+        raise QFrameworkError(message + did_you_mean(name, known))
+    model = timm_model("encoder", name, checkpoint, pretrained, img_size=image_size, num_classes=0)
     return TimmSamEncoder(model).eval()

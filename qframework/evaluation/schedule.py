@@ -1,4 +1,4 @@
-"""The learning rate of the models trained here."""
+"""The learning rate schedule of the models trained here."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def warmup_cosine(step: int, total: int, warmup: float) -> float:
-    """Share of the learning rate at a step: up in a line over the first ``warmup`` of all steps, then down a cosine."""
+    """Factor of the learning rate: a linear rise over the first ``warmup`` of all steps, then a cosine to zero."""
     rising = max(1, round(warmup * total))
     if step < rising:
         return (step + 1) / rising

@@ -1,4 +1,4 @@
-"""How many images a model takes in a second."""
+"""Throughput of a model in images per second."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from qframework.errors import QFrameworkError
 def throughput(model: Callable[[Tensor], Tensor], inputs: Tensor, *, warmup: int = 3, repeats: int = 20) -> float:
     """Images per second: ``len(inputs)`` over the median time of ``repeats`` calls.
 
-    ``warmup`` calls come first and are not timed, so compilation is not either. The median, because on a shared
-    machine the mean measures the neighbours. On a GPU every call is synchronized.
+    The first ``warmup`` calls, and with them compilation, are not timed. The median is robust against other load on the
+    machine. On a GPU every call is synchronized.
 
     Raises:
-        QFrameworkError: ``inputs`` holds no image or ``repeats`` is not positive.
+        QFrameworkError: ``inputs`` is empty or ``repeats`` is not positive.
     """
     if len(inputs) == 0 or repeats < 1:
-        raise QFrameworkError(f"throughput needs inputs and repeats; got {len(inputs)} images and repeats={repeats}")
+        raise QFrameworkError(
+            f"throughput: inputs and repeats must be at least 1, got {len(inputs)} images and repeats={repeats}"
+        )
     for _ in range(warmup):
         model(inputs)
     return len(inputs) / median(_seconds(model, inputs) for _ in range(repeats))

@@ -1,4 +1,4 @@
-"""What quantization does to the output of every linear layer."""
+"""The signal-to-quantization-noise ratio of every linear layer's output."""
 
 from __future__ import annotations
 
@@ -15,27 +15,25 @@ from qframework.numerics import sqnr_db
 
 
 def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs: Tensor) -> dict[str, float]:
-    """SQNR in dB of each linear's output in ``converted`` against the same linear's in ``float_exported``.
+    """SQNR in dB of each linear's output in ``converted`` against ``float_exported``.
 
-    Both graphs run on ``inputs`` from the start, so a layer's figure holds its own error and what reached it from the
-    layers before. A layer called more than once is listed as ``name``, ``name#2``, ...
+    Both graphs run from the start, so a layer's SQNR includes the errors of the layers before it. Further calls of a
+    layer are listed as ``name#2``, ``name#3``, ...
 
     Args:
         float_exported: ``torch.export.export(...).module()``, before ``prepare_pt2e``.
-        converted: what ``convert_pt2e`` made of it.
+        converted: the result of ``convert_pt2e``.
         inputs: the model's input, a batch of real images.
 
     Raises:
-        QFrameworkError: the two graphs do not hold the same linears.
+        QFrameworkError: the graphs have different linears.
     """
     _check_same_layers(float_exported, converted)
     expected: dict[str, Tensor] = {}
     result: dict[str, float] = {}
 
     def compare(name: str, value: Tensor) -> None:
-        result[name] = sqnr_db(
-            expected.pop(name), value
-        )  # popped: only the outputs still to be compared stay in memory
+        result[name] = sqnr_db(expected.pop(name), value)  # pop frees the output
 
     with torch.no_grad():
         _LinearOutputs(float_exported, expected.__setitem__).run(inputs)
@@ -44,7 +42,7 @@ def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs
 
 
 def linear_names(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Every linear's node with the dotted name of its layer; the second call of a layer is ``name#2``."""
+    """The node of every linear with its layer's dotted name; the second call of a layer is ``name#2``."""
     seen: Counter[str] = Counter()
     names = {}
     for node in module.graph.nodes:
@@ -56,7 +54,7 @@ def linear_names(module: fx.GraphModule) -> dict[fx.Node, str]:
 
 
 class _LinearOutputs(fx.Interpreter):
-    """Runs a graph and hands every linear's name and output to ``keep``."""
+    """Runs a graph and passes every linear's name and output to ``keep``."""
 
     def __init__(self, module: fx.GraphModule, keep: Callable[[str, Tensor], None]) -> None:
         super().__init__(module)
@@ -74,6 +72,6 @@ def _check_same_layers(float_exported: fx.GraphModule, converted: fx.GraphModule
     expected, found = set(linear_names(float_exported).values()), set(linear_names(converted).values())
     if expected != found:
         raise QFrameworkError(
-            f"the graphs hold different linears: only in float_exported {sorted(expected - found)}, "
-            f"only in converted {sorted(found - expected)}; pass the module that was prepared and converted"
+            f"layer_sqnr: graphs must have the same linears, got only in float_exported {sorted(expected - found)}, "
+            f"only in converted {sorted(found - expected)}. Pass the module that was prepared and converted"
         )

@@ -1,6 +1,6 @@
-"""What a comparison needs to know of a task: a float module, data to calibrate with, batches to count on.
+"""Tasks that a comparison measures: a float module, calibration data, and batches to count on.
 
-Two tasks: classification of images (top-1, top-5) and segmentation by box prompts (mean IoU).
+There are two: image classification (top-1, top-5) and segmentation with box prompts (mean IoU).
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ Module = Callable[[Tensor], Tensor]
 
 
 class TaskBatch(Protocol):
-    """What a task hands out and takes back; its ``damaged`` images are missing from it."""
+    """A batch of a task, and the ``damaged`` images left out of it."""
 
     @property
     def damaged(self) -> Sequence[DamagedImage]: ...
 
 
 class Task(Protocol):
-    """What can be compared under several configurations.
+    """A module and its data, to be measured under several configurations.
 
     Attributes:
         module: the float module that is quantized, in eval mode.
-        counted: the names of what is counted.
+        counted: the names of the counts.
     """
 
     @property
@@ -52,22 +52,22 @@ class Task(Protocol):
         """Batches to evaluate on."""
 
     def example(self) -> Tensor:
-        """One batch of at least two inputs of the module, float32, on the CPU: exported and timed with."""
+        """One batch of at least two inputs of the module, float32, on the CPU, to export and time it with."""
 
     def calibration(self) -> Iterable[Tensor] | None:
-        """Batches of inputs; can be gone through more than once. None: there is no data to calibrate with."""
+        """Batches of inputs that can be iterated over repeatedly; None if there is no calibration data."""
 
     def batches(self, indices: Sequence[int]) -> Iterator[Any]:
         """The batches of these indices in this order, each a ``TaskBatch``."""
 
     def count(self, module: Module, batch: Any, device: torch.device, dtype: torch.dtype) -> Mapping[str, int]:
-        """Run ``module``, which stands in for the float one, on a batch and count; all of ``counted``."""
+        """Run ``module`` in place of the float one on a batch; returns all of ``counted``."""
 
     def figures(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """What the counts of all batches come to, the most important first. Raises QFrameworkError on no counts."""
+        """The figures of the summed counts, the most important first. Raises QFrameworkError if nothing was counted."""
 
     def describe(self) -> dict[str, Any]:
-        """All that the figures depend on, JSON-able: comparisons with equal descriptions measure the same."""
+        """Everything the figures depend on, JSON-able."""
 
 
 class Classification:
@@ -79,7 +79,7 @@ class Classification:
         calibration: batches to calibrate with, or None.
 
     Raises:
-        QFrameworkError: no images.
+        QFrameworkError: ``data`` is empty.
     """
 
     counted = ("images", "top1", "top5", "nan")
@@ -88,7 +88,9 @@ class Classification:
         self, classifier: Classifier, data: LabelledBatches, calibration: LabelledBatches | None = None
     ) -> None:
         if not len(data):
-            raise QFrameworkError(f"data for model {classifier.name!r} holds no image; accepted: at least one")
+            raise QFrameworkError(
+                f"Classification: data for model {classifier.name!r} must hold at least one image, got none"
+            )
         self.module = classifier.model
         self._name, self._data, self._calibration = classifier.name, data, calibration
 
@@ -97,18 +99,18 @@ class Classification:
 
     def example(self) -> Tensor:
         """The first batch that holds an image."""
-        return _first(images for images, _ in self._data)
+        return first_batch(images for images, _ in self._data)
 
     def calibration(self) -> Iterable[Tensor] | None:
         """The images without their labels."""
-        return None if self._calibration is None else _Inputs(self._calibration, lambda pair: pair[0])
+        return None if self._calibration is None else Mapped(self._calibration, lambda pair: pair[0])
 
     def batches(self, indices: Sequence[int]) -> Iterator[LabelledBatch]:
         """Images and labels."""
         return self._data.selected(indices)
 
     def count(self, module: Module, batch: LabelledBatch, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-        """How many labels stand first, and among the first five; how many images have NaN among their logits."""
+        """Images, labels ranked first and among the first five, and images with NaN in their logits."""
         if not len(batch.labels):
             return dict.fromkeys(self.counted, 0)
         logits = module(batch.images.to(device, dtype))
@@ -117,9 +119,9 @@ class Classification:
         return {"images": len(ranks), **hits, "nan": int(logits.isnan().any(dim=1).sum())}
 
     def figures(self, counts: Mapping[str, int]) -> dict[str, float]:
-        """``top1`` and ``top5`` in percent of the images that are not damaged."""
+        """``top1`` and ``top5`` in percent of the undamaged images."""
         if not counts["images"]:
-            raise QFrameworkError("every image is damaged: there is nothing to measure")
+            raise QFrameworkError("Classification: at least one image must be readable, got damaged ones only")
         return {name: 100.0 * counts[name] / counts["images"] for name in ("top1", "top5")}
 
     def describe(self) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class Classification:
 
 
 class PromptedBatch(NamedTuple):
-    """Pictures with what should be found on them."""
+    """Pictures with their annotations."""
 
     pictures: tuple[Picture, ...]
     images: tuple[AnnotatedImage, ...]
@@ -148,14 +150,14 @@ class BoxSegmentation:
     Args:
         sam: the model.
         root: the folder of the images.
-        images: what is on them, from ``read_instances``.
-        calibration: the same for images to calibrate with, or None.
-        calibration_root: their folder; default: ``root``.
+        images: their annotations, from ``read_instances``.
+        calibration: the same for calibration images, or None.
+        calibration_root: the folder of the calibration images; default: ``root``.
         batch_size: images in a batch.
-        workers: processes that read images; 0: this one.
+        workers: processes that read images; 0 reads them in this process.
 
     Raises:
-        QFrameworkError: no images, or none of the files is there.
+        QFrameworkError: none of the image files exists.
     """
 
     counted = ("images", "masks", "iou_units", "intersection", "union", "masks_without_pixels")
@@ -183,10 +185,10 @@ class BoxSegmentation:
 
     def example(self) -> Tensor:
         """The first batch that holds a picture."""
-        return _first(self._data)
+        return first_batch(self._data)
 
     def calibration(self) -> Iterable[Tensor] | None:
-        """What the encoder takes."""
+        """Inputs of the encoder."""
         return self._calibration
 
     def batches(self, indices: Sequence[int]) -> Iterator[PromptedBatch]:
@@ -194,7 +196,7 @@ class BoxSegmentation:
         return self._data.selected(indices)
 
     def count(self, module: Module, batch: PromptedBatch, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-        """Masks, their IoUs and pixels; objects smaller than a pixel are left out and counted."""
+        """Masks, IoUs and pixels; objects with an empty mask are left out and counted apart."""
         counts = dict.fromkeys(self.counted, 0)
         if not batch.pictures:
             return counts
@@ -218,7 +220,7 @@ class BoxSegmentation:
         return mean_iou(counts)
 
     def describe(self) -> dict[str, Any]:
-        """Model, weights of encoder and decoder, annotations."""
+        """Model, weights of encoder and decoder, and annotations."""
         weights = {"encoder": weights_digest(self.module), "decoder": weights_digest(self._sam.decoder)}
         calibration = None if self._calibration is None else coco.describe(self._calibration.images)
         data = {"data": coco.describe(self._data.images), "calibration": calibration}
@@ -226,14 +228,16 @@ class BoxSegmentation:
 
 
 class _Pictures(Dataset):
-    """Annotated images, read and made what the encoder takes; iterating gives the encoder's inputs alone."""
+    """Annotated images, read and prepared for the encoder; iterating yields the encoder's inputs alone."""
 
     def __init__(self, sam: Sam, root: Path, images: Sequence[AnnotatedImage], batch_size: int, workers: int) -> None:
         self.images = images
-        # Of the model the processor alone: the processes that read images get a copy.
+        # Only the processor of the model, since the processes that read images get a copy of it.
         self._processor, self._root, self._batch_size, self._workers = sam.processor, root, batch_size, workers
         if not any((root / image.file_name).is_file() for image in images):
-            raise QFrameworkError(f"folder {str(root)!r} holds none of the {len(images)} annotated images")
+            raise QFrameworkError(
+                f"BoxSegmentation: root must hold annotated images, got {str(root)!r} with none of the {len(images)}"
+            )
 
     def __len__(self) -> int:
         return -(-len(self.images) // self._batch_size)
@@ -248,9 +252,11 @@ class _Pictures(Dataset):
         except DamagedImageError as error:
             return DamagedImage(image.file_name, str(error))
         except FileNotFoundError:
-            return DamagedImage(image.file_name, "the file is missing")
+            return DamagedImage(image.file_name, "the file does not exist")
         if (pixels.height, pixels.width) != (image.height, image.width):
-            sizes = f"{pixels.height} x {pixels.width} pixels, annotated are {image.height} x {image.width}"
+            sizes = (
+                f"must have {image.height} x {image.width} pixels as annotated, got {pixels.height} x {pixels.width}"
+            )
             return DamagedImage(image.file_name, sizes)
         return prepare_picture(self._processor, pixels), image
 
@@ -266,23 +272,27 @@ def _collate(items: list[tuple[Picture, AnnotatedImage] | DamagedImage]) -> Prom
     return PromptedBatch(tuple(picture for picture, _ in whole), tuple(image for _, image in whole), damaged)
 
 
-class _Inputs:
-    """What is asked of each batch, each time it is gone through."""
+class Mapped:
+    """``function`` of each batch; can be iterated over repeatedly."""
 
-    def __init__(self, batches: Iterable[Any], part: Callable[[Any], Tensor]) -> None:
-        self._batches, self._part = batches, part
+    def __init__(self, batches: Iterable[Any], function: Callable[[Any], Tensor]) -> None:
+        self._batches, self._function = batches, function
 
     def __iter__(self) -> Iterator[Tensor]:
-        return map(self._part, self._batches)
+        return map(self._function, self._batches)
 
 
-def _first(batches: Iterable[Tensor]) -> Tensor:
-    """The first batch, an image alone in it twice: PyTorch exports a batch of 1 as a constant."""
+def first_batch(batches: Iterable[Tensor]) -> Tensor:
+    """The first batch. A single image is repeated, since ``torch.export`` makes a batch of 1 a constant.
+
+    Raises:
+        QFrameworkError: there is no batch.
+    """
     for images in batches:
         return images if len(images) > 1 else images.repeat(2, *(1 for _ in images.shape[1:]))
-    raise QFrameworkError("every image is damaged: there is nothing to measure")
+    raise QFrameworkError("the data must hold an image that can be read, got none")
 
 
 def weights_digest(module: nn.Module) -> str:
-    """SHA-256 of a module's parameters and buffers with their names."""
+    """SHA-256 of a module's parameters, buffers and their names."""
     return state_digest(module.state_dict())

@@ -1,4 +1,4 @@
-"""Which layers quantization hurts, and the fastest mixed precision inside a budget: measured, kept, applied."""
+"""Finds the layers that quantization hurts, and the fastest mixed precision within an accuracy budget."""
 
 from qframework.tuning.assignment import Assignment, Meanings
 from qframework.tuning.journal import Journal

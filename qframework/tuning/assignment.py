@@ -1,4 +1,4 @@
-"""A choice for each layer: float, static, dynamic, or a variant of attention; as rules and the backend's options."""
+"""Assignments of a choice to each layer (float, static, dynamic or an attention variant), as rules and options."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Key = tuple[LayerKind, str]
 
 @dataclass(frozen=True)
 class Meanings:
-    """What the choices stand for; a variant of attention stands for itself."""
+    """The configurations behind the choices; an attention variant is a choice by its own name."""
 
     static: LinearConfig = field(default_factory=static_int8)
     dynamic: LinearConfig = field(default_factory=dynamic_int8)
@@ -34,10 +34,10 @@ class Meanings:
 
     def linear(self, choice: str) -> LinearConfig | None:
         """The configuration of a linear. Raises UnsupportedError for an unknown choice."""
-        accepted = {FLOAT: None, STATIC: self.static, DYNAMIC: self.dynamic}
-        if choice not in accepted:
-            raise UnsupportedError(f"a linear cannot be {choice!r}; accepted: {', '.join(accepted)}")
-        return accepted[choice]
+        configs = {FLOAT: None, STATIC: self.static, DYNAMIC: self.dynamic}
+        if choice not in configs:
+            raise UnsupportedError(f"Meanings: a linear must be one of {', '.join(configs)}, got {choice!r}")
+        return configs[choice]
 
     def attention(self, choice: str) -> AttentionConfig | None:
         """The configuration of an attention. Raises UnsupportedError for an unknown choice."""
@@ -87,15 +87,15 @@ class Assignment(Mapping[Key, str]):
         return STATIC in self._choices.values()
 
     def quantizer(self, meanings: Meanings | None = None) -> QFrameworkQuantizer:
-        """The quantizer that does this and nothing else: one rule for each module, an inner one after the outer one.
+        """The quantizer of this assignment: one rule for each module, outer modules first.
 
         Raises:
-            UnsupportedError: a choice that its kind of layer does not have.
+            UnsupportedError: the kind of layer does not have the choice.
         """
         meanings = meanings or Meanings()
         quantizer = QFrameworkQuantizer()
         names = dict.fromkeys(name for _, name in self)
-        # A module may hold others: rules also cover what is inside, and of two the later one counts.
+        # Rules also cover submodules, and the last rule wins: inner modules must come last.
         for name in sorted(names, key=lambda name: name.count(".")):
             linear = meanings.linear(self._choices.get(("linear", name), FLOAT))
             attention = meanings.attention(self._choices.get(("attention", name), FLOAT))
@@ -103,7 +103,7 @@ class Assignment(Mapping[Key, str]):
         return quantizer
 
     def options(self) -> dict[str, Any]:
-        """Options for ``torch.compile(..., backend="qframework")``: attention that is float here stays in float."""
+        """Options for ``torch.compile(..., backend="qframework")`` that keep float attention in float."""
         variants = {
             name: choice
             for (kind, name), choice in self.items()
@@ -121,7 +121,7 @@ class Assignment(Mapping[Key, str]):
         return cls({(kind, name): choice for kind in KINDS for name, choice in values[kind].items()})
 
     def count(self) -> dict[str, int]:
-        """How many layers of a kind have a choice, as ``{"linear static": 12, ...}``."""
+        """The number of layers by kind and choice, as ``{"linear static": 12, ...}``."""
         counts: dict[str, int] = {}
         for (kind, _), choice in self.items():
             counts[f"{kind} {choice}"] = counts.get(f"{kind} {choice}", 0) + 1

@@ -1,4 +1,4 @@
-"""Quantize one model in many ways: exported once, every assignment prepared, calibrated and converted by PT2E."""
+"""Quantizes one model in many ways: exports it once, then prepares, calibrates and converts each assignment."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class Candidates:
     """A float graph and how it is quantized.
 
     Attributes:
-        exported: of ``export_model``, on the device to work on; it is not changed.
-        images: a batch that errors of outputs are measured on.
-        calibration: batches, read again for each assignment; None where nothing is static.
-        meanings: what static and dynamic stand for.
+        exported: the graph of ``export_model``; not modified.
+        images: the batch that output errors are measured on.
+        calibration: batches, read again for each assignment; None if nothing is static.
+        meanings: the configurations of static and dynamic.
         recipe: steps around each calibration.
-        batches: how many of the calibration batches are used; None: all.
+        batches: maximum number of calibration batches; None uses all.
     """
 
     exported: fx.GraphModule
@@ -50,15 +50,15 @@ class Candidates:
     def __post_init__(self) -> None:
         if isinstance(self.calibration, Iterator):
             raise QFrameworkError(
-                f"calibration is an iterator ({type(self.calibration).__name__}), which the first assignment would use "
-                "up; accepted: a list or a DataLoader"
+                "Candidates: calibration must be a list or a DataLoader, which can be read for each assignment, got "
+                f"{type(self.calibration).__name__}"
             )
 
     def quantized(self, assignment: Assignment) -> fx.GraphModule:
-        """The converted graph, which computes in float what INT8 kernels compute.
+        """The converted graph, which simulates the INT8 kernels in float.
 
         Raises:
-            UnsupportedError, CalibrationError: as of ``quantize_model``.
+            UnsupportedError, CalibrationError: as ``quantize_model``.
         """
         exported = copy.deepcopy(self.exported)
         if assignment.is_float:
@@ -69,14 +69,14 @@ class Candidates:
         )
 
     def output_noise(self, converted: fx.GraphModule) -> float:
-        """``sum |y - y'|^2 / sum |y|^2`` over all outputs of the float graph and of ``converted`` for the images."""
+        """``sum |y - y'|^2 / sum |y|^2`` over all outputs ``y`` of the float graph and ``y'`` of ``converted``."""
         with torch.no_grad():
             expected, found = (_floats(module(self.images)) for module in (self.exported, converted))
         error = sum(float((y - z).double().square().sum()) for y, z in zip(expected, found, strict=True))
         return error / max(sum(float(y.double().square().sum()) for y in expected), 1e-30)
 
     def layer_sqnr(self, layer: Layer, converted: fx.GraphModule) -> float | None:
-        """SQNR in dB of one layer's output, the lowest of its calls; None where the graphs do not correspond."""
+        """SQNR in dB of a layer's output, the lowest of its calls; None if the graphs do not correspond."""
         float_nodes, nodes = (_outputs(module, layer.kind) for module in (self.exported, converted))
         if len(float_nodes) != len(nodes):
             return None
@@ -85,7 +85,7 @@ class Candidates:
             return None
         expected = _values(self.exported, [a for a, _ in pairs], self.images)
         found = _values(converted, [b for _, b in pairs], self.images)
-        # an operator may compute in another view of the same elements
+        # an operator's output may have another shape with the same elements
         return min(sqnr_db(y, z.reshape(y.shape)) for y, z in zip(expected, found, strict=True))
 
 
@@ -120,7 +120,7 @@ def _attention_output(node: fx.Node) -> fx.Node | None:
 
 
 def _values(module: fx.GraphModule, nodes: list[fx.Node], images: Tensor) -> list[Tensor]:
-    """What nodes of a graph compute."""
+    """The values of nodes of a graph."""
     found: dict[fx.Node, Tensor] = {}
 
     class Keep(fx.Interpreter):
@@ -136,7 +136,7 @@ def _values(module: fx.GraphModule, nodes: list[fx.Node], images: Tensor) -> lis
 
 
 def noise_db(noise: float) -> float:
-    """A relative error of outputs as an SQNR in dB, infinite where there is none."""
+    """A relative output error as an SQNR in dB; infinite for no error."""
     return math.inf if noise == 0 else -10 * math.log10(noise)
 
 
@@ -145,5 +145,5 @@ def checked_metric(metric: Metric, module: Any) -> float:
     """The metric of a model. Raises QFrameworkError unless it is a finite number."""
     value = float(metric(module))
     if not math.isfinite(value):
-        raise QFrameworkError(f"the metric of the model is {value}; accepted: a finite number, higher is better")
+        raise QFrameworkError(f"metric must return a finite number, higher is better, got {value}")
     return value

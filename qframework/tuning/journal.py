@@ -1,6 +1,6 @@
-"""Measurements kept in a file as they are made, so that what was interrupted goes on where it stopped.
+"""A file of measurements that is written as they are made, so that an interrupted run can resume.
 
-One JSON object to a line: first the settings that all measurements depend on, then ``{"key": ..., "value": ...}``.
+One JSON object per line: first the settings that all measurements depend on, then ``{"key": ..., "value": ...}``.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Value = TypeVar("Value")
 
 
 class Journal:
-    """``journal(key, measure)`` gives the value of ``key``: the one on file, or else what ``measure()`` returns.
+    """``journal(key, measure)`` returns the recorded value of ``key``, or calls ``measure()`` and records the result.
 
     Args:
-        path: the file, made with its folder where it is missing; None keeps nothing.
-        settings: JSON-able; what the measurements depend on.
+        path: the file, created with its folder if missing; None records in memory only.
+        settings: JSON-able; everything the measurements depend on.
 
     Raises:
-        QFrameworkError: the file is no journal, or one of other settings.
+        QFrameworkError: the file is not a journal, or its settings differ.
     """
 
     def __init__(self, path: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
@@ -39,7 +39,7 @@ class Journal:
             whole = _read(path)
             _check(path, whole, settings)
             self._values = {entry["key"]: entry["value"] for entry in whole[1:]}
-            _write(path, whole)  # without the line that was cut off
+            _write(path, whole)  # drops a truncated last line
         else:
             _write(path, [{"settings": settings}])
 
@@ -67,12 +67,12 @@ class Journal:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fspath(self._path))
                 os.fsync(file.fileno())
             except BaseException:
-                file.truncate(end)  # or the next entry would continue half a line
+                file.truncate(end)  # drop half a line
                 raise
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    """The objects of all whole lines; the last line may have been cut off."""
+    """The objects of all complete lines; the last line may be truncated."""
     entries = []
     with open_regular(path) as file:
         *lines, rest = file.read().decode(errors="replace").split("\n")
@@ -80,26 +80,26 @@ def _read(path: Path) -> list[dict[str, Any]]:
         try:
             entries.append(json.loads(line))
         except (ValueError, RecursionError) as error:
-            raise QFrameworkError(f"{path}, line {number}: no journal of measurements: {error}") from error
+            raise QFrameworkError(f"{path}, line {number}: not a journal of measurements: {error}") from error
     if not entries and rest:
-        raise QFrameworkError(f"{path} is no journal of measurements; name another file or remove it")
+        raise QFrameworkError(f"{path} is not a journal of measurements. Choose another file or remove it")
     return entries
 
 
 def _check(path: Path, entries: list[Any], settings: Mapping[str, Any]) -> None:
     if not entries:
-        entries.append({"settings": settings})  # cut off before its first line was whole
+        entries.append({"settings": settings})  # truncated in the first line
     if not isinstance(entries[0], dict) or "settings" not in entries[0]:
-        raise QFrameworkError(f"{path} is no journal of measurements; name another file or remove it")
+        raise QFrameworkError(f"{path} is not a journal of measurements. Choose another file or remove it")
     if not all(isinstance(entry, dict) and {"key", "value"} == set(entry) for entry in entries[1:]):
-        raise QFrameworkError(f"{path} holds lines that are no measurements; name another file or remove it")
+        raise QFrameworkError(f"{path} has lines that are not measurements. Choose another file or remove it")
     before = entries[0]["settings"]
     names = sorted(set(before) | set(settings))
     changed = [name for name in names if before.get(name) != settings.get(name)]
     if changed:
         told = "; ".join(f"{name} was {before.get(name)!r}, is {settings.get(name)!r}" for name in changed)
         raise QFrameworkError(
-            f"{path} holds measurements of other settings ({told}); name another file, remove it, or use its settings"
+            f"{path} holds measurements of other settings ({told}). Choose another file, remove it, or use its settings"
         )
 
 

@@ -1,9 +1,9 @@
-"""Which layers quantization hurts: each is quantized alone, and its output and the metric are compared with float."""
+"""Quantizes each layer alone, and measures the error of its output, of the model's output and of the metric."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What ``sensitivity`` measured: the metric of the float model, and each layer in the order of the model."""
+    """The result of ``sensitivity``: the float model's metric, and a row for each layer in the order of the model."""
 
     baseline: float
     rows: list[LayerSensitivity]
 
     def worst(self) -> list[LayerSensitivity]:
-        """The rows from the largest drop to the smallest; of equal ones that with the noisiest output first."""
+        """The rows sorted by drop, largest first, then by the SQNR of the model's output, lowest first."""
         return sorted(self.rows, key=lambda row: (-row.drop, _decibels(row.output_sqnr_db)))
 
     def to_dict(self) -> dict[str, Any]:
@@ -46,12 +46,12 @@ class Sensitivity:
         write_json(path, self.to_dict(), indent=2)
 
     def table(self) -> Table:
-        """The rows for people, the worst first."""
+        """The rows as a table for the terminal, the worst first."""
         from rich.table import Table
 
         table = Table(
             title=f"Each layer quantized alone; float: {self.baseline:.2f}",
-            caption="SQNR in dB: of the layer's output, of the model's output. Drop: of the metric, in its own points.",
+            caption="SQNR in dB, of the layer's output and of the model's output. Drop in points of the metric.",
         )
         table.add_column("layer", overflow="fold")
         table.add_column("quantized")
@@ -63,7 +63,7 @@ class Sensitivity:
         return table
 
     def plot(self, path: Path) -> None:
-        """Draw drop and SQNR of every layer to a PNG. Raises ModuleNotFoundError where matplotlib is missing."""
+        """Draw drop and SQNR of every layer to a PNG. Raises ModuleNotFoundError if matplotlib is missing."""
         draw_sensitivity(self.rows, path)
 
 
@@ -81,24 +81,24 @@ def sensitivity(
     journal: Journal | None = None,
     show_progress: bool = False,
 ) -> Sensitivity:
-    """Quantize one layer after the other, alone, and measure its SQNR and the drop of the task's metric.
+    """Quantize each layer alone, and measure its SQNR and the drop of the task's metric.
 
     Args:
         model: in eval mode, on the device of ``images``.
         images: a batch ``(B, C, H, W)`` of at least 2 that SQNR is measured on.
-        metric: of a model, higher is better: ``lambda model: top1(model, loader)``. It gets exported graphs.
-        calibration: a list or DataLoader of batches; None where no choice is ``"static"``.
-        linear: what to try on each linear: ``"static"``, ``"dynamic"``; empty for none.
-        attention: what to try on each attention: ``"static"`` or a variant; empty for none.
-        meanings: configurations of static and dynamic.
+        metric: function of a model (an exported graph), higher is better: ``lambda model: top1(model, loader)``.
+        calibration: a list or DataLoader of batches; None if no choice is ``"static"``.
+        linear: choices to try on each linear, of ``"static"`` and ``"dynamic"``.
+        attention: choices to try on each attention: ``"static"`` or variants.
+        meanings: the configurations of static and dynamic.
         recipe: steps around the calibration.
-        batches: use only so many calibration batches.
-        journal: keeps what was measured.
+        batches: maximum number of calibration batches.
+        journal: records the measurements, to resume an interrupted run.
         show_progress: draw a progress bar.
 
     Raises:
-        QFrameworkError: nothing to quantize, a metric that is no finite number, calibration data that is an iterator.
-        UnsupportedError: an unknown choice.
+        QFrameworkError: there is nothing to quantize, the metric is not finite, or ``calibration`` is an iterator.
+        UnsupportedError: a choice is unknown.
     """
     exported = export_model(model, images)
     candidates = Candidates(exported, images, calibration, meanings or Meanings(), recipe, batches)
@@ -106,15 +106,15 @@ def sensitivity(
     layers = find_layers(exported, images)
     trials = [(layer, choice) for layer in layers for choice in _choices(layer, linear, attention)]
     for layer, choice in trials:
-        _alone(layers, layer, choice).quantizer(candidates.meanings)  # refuses unknown choices before anything runs
+        _alone(layers, layer, choice).quantizer(candidates.meanings)  # refuses unknown choices early
     rows = []
     with progress_bar("Measuring each layer alone", len(trials) + 1, show_progress) as advance:
         baseline = kept("metric float", lambda: checked_metric(metric, exported))
         advance()
         for layer, choice in trials:
-            measured = kept(
-                f"{layer.kind} {layer.name} {choice}", _measurement(candidates, layers, layer, choice, metric)
-            )
+            key = f"{layer.kind} {layer.name} {choice}"
+            alone = _alone(layers, layer, choice)
+            measured = kept(key, lambda layer=layer, alone=alone: _measure(candidates, layer, alone, metric))  # type: ignore[misc]
             drop = baseline - measured["metric"]
             rows.append(LayerSensitivity(layer.kind, layer.name, choice, **measured, drop=drop))
             advance()
@@ -130,23 +130,17 @@ def _alone(layers: list[Layer], layer: Layer, choice: str) -> Assignment:
     return Assignment.uniform(layers).changed(layer.key, choice)
 
 
-def _measurement(
-    candidates: Candidates, layers: list[Layer], layer: Layer, choice: str, metric: Metric
-) -> Callable[[], dict[str, Any]]:
-    def measure() -> dict[str, Any]:
-        converted = candidates.quantized(_alone(layers, layer, choice))
-        sqnr = candidates.layer_sqnr(layer, converted)
-        return {
-            "sqnr_db": sqnr if sqnr is not None and math.isfinite(sqnr) else None,
-            "output_sqnr_db": _finite(noise_db(candidates.output_noise(converted))),
-            "metric": checked_metric(metric, converted),
-        }
-
-    return measure
+def _measure(candidates: Candidates, layer: Layer, alone: Assignment, metric: Metric) -> dict[str, Any]:
+    converted = candidates.quantized(alone)
+    return {
+        "sqnr_db": _finite(candidates.layer_sqnr(layer, converted)),
+        "output_sqnr_db": _finite(noise_db(candidates.output_noise(converted))),
+        "metric": checked_metric(metric, converted),
+    }
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _decibels(value: float | None) -> float:

@@ -1,15 +1,15 @@
-"""How long one layer takes, alone, by the operator that a compiled model launches for it.
+"""Times one layer alone, by the operators that a compiled model launches for it.
 
-=========  ==============================================================================
+=========  ============================================================================
 choice     what is timed
-=========  ==============================================================================
+=========  ============================================================================
 float      ``linear``, ``scaled_dot_product_attention``
-static     ``int8_linear``, ``mixed_attention``: their inputs are quantized by what writes them
+static     ``int8_linear``, ``mixed_attention``, whose inputs the layers before quantize
 dynamic    ``dynamic_quantize`` and ``int8_linear``
 a variant  ``sage_attention``
-=========  ==============================================================================
+=========  ============================================================================
 
-Operands are random and have the layer's shapes. What a compiled model fuses with a layer is not in its time.
+Operands are random and have the layer's shapes. Operations that a compiled model fuses with the layer are not included.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ _HOST_MS = 500.0
 
 @torch.no_grad()
 def milliseconds(operands: Operands, choice: str, device: torch.device | str, *, repeats: int = 20) -> float:
-    """Median time of one call with a choice of ``"float"``, ``"static"``, ``"dynamic"`` or a variant of attention.
+    """Median time of one call in milliseconds.
 
-    On a GPU calls are replayed in a CUDA graph, so that launching them is not in the time, as in a large model.
+    On a GPU, calls are replayed in a CUDA graph, which leaves out launch overhead.
 
     Args:
-        operands: what the layer is called with.
-        choice: how it is quantized.
+        operands: shapes and dtypes of the layer's operands.
+        choice: ``"float"``, ``"static"``, ``"dynamic"`` or a variant of attention.
         device: where to run.
-        repeats: timed calls, or on a GPU graphs of several calls.
+        repeats: number of timed calls; on a GPU, of graphs of several calls.
 
     Raises:
-        UnsupportedError, QFrameworkError: no kernel can do it.
+        UnsupportedError, QFrameworkError: no kernel supports the call.
     """
     device = torch.device(device)
     make = _Operands(device)
@@ -59,14 +59,14 @@ def milliseconds(operands: Operands, choice: str, device: torch.device | str, *,
 
 
 class _Operands:
-    """Random operands from a seed of their own, and what is called with them."""
+    """Makes seeded random operands, and the calls that use them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._generator = torch.Generator(device).manual_seed(0)
 
     def linear(self, call: LinearOperands, choice: str) -> Callable[[], Any]:
-        """A linear layer."""
+        """The call of a linear layer."""
         bias = self._optional(call.bias)
         if choice == FLOAT:
             x, weight = self._float(call.input), self._float(call.weight)
@@ -86,7 +86,7 @@ class _Operands:
         return dynamic
 
     def attention(self, call: AttentionOperands, choice: str) -> Callable[[], Any]:
-        """An attention."""
+        """The call of an attention."""
         ops, flags = torch.ops.qframework, {"is_causal": call.is_causal, "enable_gqa": call.enable_gqa}
         mask, rel_h, rel_w = (self._optional(each) for each in (call.mask, call.rel_h, call.rel_w))
         if choice == STATIC:
@@ -121,7 +121,7 @@ class _Operands:
 
 
 def _dense_bias(mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None) -> Tensor | None:
-    """What float attention adds to its logits: relative positions as the ``(..., N, Nk)`` that their factors make."""
+    """The dense bias ``(..., N, Nk)`` of float attention: the mask plus the relative positions of both axes."""
     if rel_h is None or rel_w is None:
         return mask
     relative = (rel_h.unsqueeze(-1) + rel_w.unsqueeze(-2)).flatten(-2)
@@ -131,7 +131,7 @@ def _dense_bias(mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None)
 
 
 def _on_host(fn: Callable[[], Any], repeats: int) -> float:
-    """Median of several calls, fewer of a slow one: the references of attention take seconds."""
+    """Median of several calls; fewer for slow ones, since the references of attention take seconds."""
     once = _wall_ms(fn)
     return median(_wall_ms(fn) for _ in range(max(3, min(repeats, int(_HOST_MS / once)))))
 
@@ -143,7 +143,7 @@ def _wall_ms(fn: Callable[[], Any]) -> float:
 
 
 def _in_graph(fn: Callable[[], Any], repeats: int) -> float:
-    """Median time of a call among several in one CUDA graph."""
+    """Median time per call of several calls in one CUDA graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

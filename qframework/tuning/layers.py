@@ -1,4 +1,4 @@
-"""The layers of a model that can be quantized one by one, and what each is called with."""
+"""Finds the layers of a model that can be quantized one by one, and their operands."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class TensorShape:
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> TensorShape | None:
-        """Those of a tensor; None of None."""
+        """The shape and dtype of a tensor; None for None."""
         return None if tensor is None else cls(tuple(tensor.shape), tensor.dtype)
 
     def __str__(self) -> str:
@@ -61,7 +61,7 @@ class LinearOperands:
 
 @dataclass(frozen=True)
 class AttentionOperands:
-    """One call of attention: query, key and value ``(..., H, N, D)``, and what is added to the logits."""
+    """One call of attention: query, key and value ``(..., H, N, D)``, mask and relative positions."""
 
     query: TensorShape
     key: TensorShape
@@ -83,11 +83,11 @@ Operands = LinearOperands | AttentionOperands
 
 @dataclass
 class Layer:
-    """A linear or an attention by the name that ``QFrameworkQuantizer.set_module_name`` takes.
+    """A linear or an attention, named as ``QFrameworkQuantizer.set_module_name`` takes it.
 
     Attributes:
         kind: ``"linear"`` or ``"attention"``.
-        name: of the module. A module may be both, and may be called several times.
+        name: of the module. A module can be both, and can be called several times.
         calls: its calls in the order of the graph.
         static: whether it can be quantized with calibrated scales.
     """
@@ -99,19 +99,19 @@ class Layer:
 
     @property
     def key(self) -> tuple[LayerKind, str]:
-        """What tells it from all others."""
+        """Identifies the layer."""
         return self.kind, self.name
 
 
 @torch.no_grad()
 def find_layers(exported: fx.GraphModule, images: Tensor) -> list[Layer]:
-    """The linears and attentions that can be quantized, in the order of the graph; ``exported`` is left as it is.
+    """The linears and attentions that can be quantized, in the order of the graph.
 
-    Attention may be spelled out as matmul, softmax, matmul. What no operator computes is not listed.
+    Attention may be spelled out as matmul, softmax, matmul. Layers that no operator supports are not listed.
 
     Args:
-        exported: a float graph of ``torch.export``.
-        images: an input, with the batch size that times are to be measured at.
+        exported: a float graph of ``torch.export``; not modified.
+        images: an input, with the batch size to measure times at.
 
     Raises:
         QFrameworkError: there is nothing to quantize.
@@ -130,12 +130,12 @@ def find_layers(exported: fx.GraphModule, images: Tensor) -> list[Layer]:
 
     _Recorder(graph, names, record).run(images)
     if not layers:
-        raise QFrameworkError("the model has no linear with a parameter as its weight and no attention to quantize")
+        raise QFrameworkError("model must have an attention or a linear with a parameter as its weight, got neither")
     return list(layers.values())
 
 
 def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.Node, str]:
-    """Every attention that ``config`` suits as its operator, with the name it had before."""
+    """Replace every attention that ``config`` supports by its operator; returns the nodes with their layers' names."""
     name_shapes(gm)
     expand_einsum(gm)
     names: dict[fx.Node, str] = {}
@@ -159,7 +159,7 @@ def _write_attentions(gm: fx.GraphModule, config: AttentionConfig) -> dict[fx.No
 
 
 class _Recorder(fx.Interpreter):
-    """Runs a graph and hands on what each named node is called with."""
+    """Runs a graph and passes the operands of each named node to ``record``."""
 
     def __init__(
         self, module: fx.GraphModule, names: dict[fx.Node, str], record: Callable[[fx.Node, Operands], None]

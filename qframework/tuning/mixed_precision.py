@@ -1,4 +1,4 @@
-"""Mixed precision by measurement: the fastest choice for each layer whose measured drop stays inside a budget."""
+"""Mixed precision by measurement: the fastest assignment of choices to layers within an accuracy budget."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ _ROUNDING = 1e-9  # of a difference of two percentages
 
 @dataclass(frozen=True)
 class Tuning:
-    """What ``tune`` found.
+    """The result of ``tune``.
 
     Attributes:
         baseline: metric of the float model.
         max_drop: the budget.
-        met: whether a quantized assignment, or float where nothing quantized is faster, stays inside the budget.
-        chosen: the fastest that does; where none does, the one that comes nearest.
+        met: whether a quantized assignment is within the budget, or none is faster than float.
+        chosen: the fastest assignment within the budget, or the nearest one if there is none.
         float_model: the float model, measured like ``chosen``.
-        trials: everything whose metric was measured, in that order.
-        measured: everything that was measured whole, but for the float model.
-        meanings: what static and dynamic stand for.
+        trials: the assignments whose metric was measured, in order.
+        measured: the assignments that were measured whole, without the float model.
+        meanings: the configurations of static and dynamic.
         recipe: steps around the calibration.
     """
 
@@ -64,12 +64,12 @@ class Tuning:
     recipe: Recipe | None = None
 
     def front(self) -> list[Trial]:
-        """The trials that no other beats in both estimated speed and drop, fastest first."""
+        """The Pareto front of the trials in estimated speed and drop, fastest first."""
         points = [(trial.estimated_images_per_second, trial.drop) for trial in self.trials]
         return [self.trials[index] for index in pareto(points)]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-able; ``Plan`` reads it. What a clock measured is under ``"timings"``."""
+        """JSON-able; ``Plan`` reads it. Timings, which differ between runs, are under ``"timings"``."""
         found = self.chosen.assignment
         return {
             "format": 1,
@@ -98,7 +98,7 @@ class Tuning:
         write_json(path, self.to_dict(), indent=2)
 
     def plot(self, path: Path) -> None:
-        """Draw drop against speed to a PNG. Raises ModuleNotFoundError where matplotlib is missing."""
+        """Draw drop against speed to a PNG. Raises ModuleNotFoundError if matplotlib is missing."""
         measured = {
             "float": [self.float_model],
             "measured whole": self.measured,
@@ -107,7 +107,7 @@ class Tuning:
         draw_front(self.trials, self.front(), measured, self.max_drop, path)
 
     def table(self) -> Table:
-        """What was measured whole, for people."""
+        """The assignments that were measured whole, as a table for the terminal."""
         from rich.table import Table
 
         table = Table(title=f"Drop of at most {self.max_drop:g}; float: {self.baseline:.2f}")
@@ -122,7 +122,7 @@ class Tuning:
 
 
 class Timer:
-    """Times on a device: of single layers, and of whole models on a batch."""
+    """Times single layers and whole models on the device of ``images``."""
 
     def __init__(self, images: Tensor, repeats: int = 20) -> None:
         self._images = images
@@ -155,41 +155,40 @@ def tune(
     journal: Journal | None = None,
     show_progress: bool = False,
 ) -> Tuning:
-    """Find the fastest assignment of float, static, dynamic and variants of attention to the layers inside a budget.
+    """Find the fastest assignment of float, static, dynamic and attention variants to the layers within a budget.
 
-    Each layer's times are measured on the device of ``images``, by the operators that a compiled model launches, and
-    the noise that it alone brings into the model's output; see search.py for the search. What it finds fastest,
-    and all linears static or dynamic, is compiled and measured whole; of what stays inside the budget then, the fastest
-    is chosen. Equal measurements, as a journal keeps them, give equal results.
+    For each layer and choice, ``tune`` measures the time of the operators on the device of ``images``, and the noise of
+    the model's output with this layer alone quantized; search.py describes the search. It then compiles and measures
+    the fastest assignments found, all linears static, and all linears dynamic, and chooses the fastest one within the
+    budget. Equal measurements in a journal give equal results.
 
     Args:
         model: in eval mode, on the device of ``images``.
-        images: a batch ``(B, C, H, W)`` of at least 2; speeds are those of its size.
-        metric: of a model, higher is better: ``lambda model: top1(model, loader)``.
+        images: a batch ``(B, C, H, W)`` of at least 2; speeds are measured at its size.
+        metric: function of a model, higher is better: ``lambda model: top1(model, loader)``.
         calibration: a list or DataLoader of batches.
         max_drop: the budget, in points of the metric below the float model's.
-        variants: of attention to try; default: those worth it on the device (``speed_order``).
-        meanings: configurations of static and dynamic.
+        variants: attention variants to try; default: those that are fast on the device (``speed_order``).
+        meanings: the configurations of static and dynamic.
         recipe: steps around the calibration.
-        batches: use only so many calibration batches.
-        refinements: how many steps beyond the ladder's best part are tried.
-        finalists: how many of the fastest are measured whole.
-        compiled: False compiles nothing; speeds are then estimated from the float model's, which runs eagerly, and
-            from the layers' times.
-        timer: measures times; default: this device's.
-        journal: keeps what was measured, and resumes.
+        batches: maximum number of calibration batches.
+        refinements: number of steps to try beyond the best prefix of the ladder.
+        finalists: number of the fastest assignments that are measured whole.
+        compiled: False compiles nothing and estimates speeds from the eager float model and the layers' times.
+        timer: measures times; default: on the device of ``images``.
+        journal: records the measurements, to resume an interrupted run.
         show_progress: draw progress bars.
 
     Raises:
-        QFrameworkError: nothing to quantize, a metric that is no finite number, a negative budget, calibration data
-            that is an iterator.
-        UnsupportedError: an unknown variant.
+        QFrameworkError: there is nothing to quantize, the metric is not finite, the budget is negative, or
+            ``calibration`` is an iterator.
+        UnsupportedError: a variant is unknown.
     """
     if not max_drop >= 0:
-        raise QFrameworkError(f"max_drop={max_drop}; accepted: 0 or more points of the metric")
+        raise QFrameworkError(f"tune: max_drop must be 0 or more points of the metric, got {max_drop}")
     variants = tuple(speed_order(images.device) if variants is None else variants)
     for variant in variants:
-        dynamic_attention(variant)  # refuses unknown ones before anything runs
+        dynamic_attention(variant)  # refuses unknown variants early
     exported = export_model(model, images)
     work = _Work(
         Candidates(exported, images, calibration, meanings or Meanings(), recipe, batches),
@@ -216,13 +215,13 @@ def tune(
 
 
 def _spread(parts: Sequence[Assignment], count: int = 6) -> list[Assignment]:
-    """Parts of a ladder from the first step to the last, evenly spaced: the front that is drawn."""
+    """Evenly spaced prefixes of a ladder, for the front in the plot."""
     last = len(parts) - 1
     return [parts[index] for index in dict.fromkeys([min(1, last), *(last * k // count for k in range(1, count + 1))])]
 
 
 def _uniform(layers: Sequence[Layer]) -> list[Assignment]:
-    """All linears static, all dynamic: fused from layer to layer they may be faster than their layers' times tell."""
+    """All linears static, and all dynamic: fusion can make them faster than the layers' times suggest."""
     return [
         Assignment({layer.key: choice if layer.kind == "linear" else FLOAT for layer in layers})
         for choice in (STATIC, DYNAMIC)
@@ -231,7 +230,7 @@ def _uniform(layers: Sequence[Layer]) -> list[Assignment]:
 
 @dataclass
 class _Work:
-    """What is measured, through the journal."""
+    """Makes the measurements through the journal."""
 
     candidates: Candidates
     metric: Metric
@@ -248,7 +247,7 @@ class _Work:
         return len(self.candidates.images)
 
     def costs(self, layers: Sequence[Layer], variants: Sequence[str]) -> Costs:
-        """Time of every choice, and the noise of those that are faster than float; the others could only lose."""
+        """The time of every choice, and the noise of those that are faster than float; the search ignores the rest."""
         start = Assignment.uniform(layers)
         pairs = [(layer, choice) for layer in layers for choice in _choices(layer, variants)]
         costs: dict[Key, dict[str, Cost]] = {layer.key: {} for layer in layers}
@@ -275,7 +274,7 @@ class _Work:
         )
 
     def metric_of(self, assignment: Assignment) -> float:
-        """The metric of the converted graph, not compiled."""
+        """The metric of the converted graph, without compiling it."""
         if assignment.is_float:
             return self.baseline()
         return self.journal(
@@ -284,7 +283,7 @@ class _Work:
         )
 
     def whole(self, assignment: Assignment, estimated: float | None = None) -> Measured:
-        """An assignment as it will run. Where nothing is compiled nothing runs in INT8: the speed is the estimate."""
+        """Measure an assignment as it will run; uncompiled, nothing runs in INT8 and the speed is the estimate."""
         if not self.compiled and estimated is not None:
             metric = self.metric_of(assignment)
             return Measured(assignment, metric, self.baseline() - metric, estimated)
@@ -301,7 +300,7 @@ class _Work:
 
 
 class _Search:
-    """What was tried, and whether it stays inside the budget."""
+    """The trials, and whether they are within the budget."""
 
     def __init__(self, work: _Work, costs: Costs, float_model: Measured, max_drop: float) -> None:
         self._work = work
@@ -311,7 +310,7 @@ class _Search:
         self.trials: dict[Assignment, Trial] = {}
 
     def fits(self, assignment: Assignment) -> bool:
-        """Whether the measured drop stays inside the budget."""
+        """Whether the measured drop is within the budget."""
         if assignment not in self.trials:
             metric = self._work.metric_of(assignment)
             drop = self._work.baseline() - metric
@@ -323,26 +322,24 @@ class _Search:
         return found.drop <= self._max_drop + _ROUNDING
 
     def _estimate(self, assignment: Assignment) -> float:
-        """Images per second: the float model's time, with its layers' times exchanged."""
+        """Estimated images per second: the float model's time with the times of its layers replaced."""
         images = self._work.batch_size
         whole = images / self.float_model.images_per_second * 1e3
         before = total_time(Assignment(dict.fromkeys(assignment, FLOAT)), self._costs)
         after = total_time(assignment, self._costs)
-        # Alone, layers may take longer than together: then it is their share that changes.
+        # If the layers' times add up to more than the model's, scale the model's time instead.
         return images / (whole - before + after if before < whole else whole * after / before) * 1e3
 
     def finish(
         self, finalists: int, always: Sequence[Assignment], can_be_faster: bool
     ) -> tuple[bool, Measured, list[Measured]]:
-        """Measure whole what fits; returns whether the budget is met, the choice, and what was measured."""
+        """Measure the trials that fit; returns whether the budget is met, the choice, and all measured."""
         quantized = [trial for trial in self.trials.values() if not trial.assignment.is_float]
         fitting = [trial for trial in quantized if self._is_inside(trial)]
         measured: list[Measured] = []
         for rank, trial in enumerate(sorted(fitting, key=lambda trial: -trial.estimated_images_per_second)):
-            wanted = rank < finalists or trial.assignment in always
-            if wanted or not any(
-                map(self._is_inside, measured)
-            ):  # what fits when converted may miss the budget once compiled
+            # A trial within the budget may miss it once compiled, so go on until one fits.
+            if rank < finalists or trial.assignment in always or not any(map(self._is_inside, measured)):
                 measured.append(self._work.whole(trial.assignment, trial.estimated_images_per_second))
         inside = [each for each in measured if self._is_inside(each)]
         if inside or not can_be_faster or not quantized:

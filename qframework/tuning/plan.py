@@ -1,4 +1,4 @@
-"""How a model is to be quantized and compiled, as a file: what ``tune`` writes and ``qframework quantize`` takes."""
+"""The file that ``tune`` writes and ``qframework quantize`` takes: how to quantize and compile a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything between a float model and a compiled one.
+    """How to quantize and compile a float model.
 
     Attributes:
-        quantizer: what is quantized, and how.
+        quantizer: the rules of what is quantized and how.
         options: of ``torch.compile(..., backend="qframework")``.
         recipe: steps around the calibration.
     """
@@ -31,7 +31,7 @@ class Plan:
 
     @property
     def needs_calibration(self) -> bool:
-        """Whether a rule has static scales, or a recipe measures."""
+        """Whether a rule has static scales, or there is a recipe."""
         configs = [
             rule.config_of(kind)
             for rule in self.quantizer.rules
@@ -51,22 +51,21 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """Inverse of ``to_dict``; also reads what ``Tuning.to_dict`` gives, and leaves out what it measured.
+        """Inverse of ``to_dict``; also reads ``Tuning.to_dict`` without its measurements.
 
         Raises:
-            FileFormatError: no configuration, or one of a newer format.
-            UnsupportedError: rules, options or a recipe that this version does not know.
+            FileFormatError: ``values`` are not a plan, or of a newer format.
+            UnsupportedError: this version does not know the rules, options or recipe.
         """
         if not isinstance(values, Mapping) or not isinstance(values.get("format"), int) or "quantizer" not in values:
-            raise FileFormatError("this is no plan: it holds no format or no quantizer")
+            raise FileFormatError("a plan must have a format and a quantizer")
         if values["format"] > FORMAT:
             raise FileFormatError(
-                f"this plan has format {values['format']}; this version reads formats up to {FORMAT}: upgrade "
-                "qframework"
+                f"a plan must have a format up to {FORMAT}, got {values['format']}. Upgrade qframework"
             )
         options, recipe = values.get("options") or {}, values.get("recipe")
         if not isinstance(options, Mapping):
-            raise UnsupportedError(f"options={options!r}; accepted: a mapping, as torch.compile takes it")
+            raise UnsupportedError(f"Plan: options must be a mapping, as for torch.compile, got {options!r}")
         parse_options(options=options)
         return cls(
             QFrameworkQuantizer.from_dict(values["quantizer"]),
@@ -79,9 +78,9 @@ class Plan:
         """Read a file of ``qframework tune``.
 
         Raises:
-            FileFormatError: not such a file, or one of a newer format.
-            FileNotFoundError: there is no such file.
-            UnsupportedError: rules, options or a recipe that this version does not know.
+            FileFormatError: the file is not a plan, or of a newer format.
+            FileNotFoundError: the file does not exist.
+            UnsupportedError: this version does not know the rules, options or recipe.
         """
         values = read_json(path, "plan")
         try:

@@ -1,4 +1,4 @@
-"""Plots of a sensitivity analysis and of a search, as PNG. Equal results give an equal file."""
+"""Plots of a sensitivity analysis and of a search as PNG; equal results give identical files."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _GREY = "#a8a29e"
 
 
 def require_matplotlib() -> None:
-    """Raise ModuleNotFoundError where matplotlib is missing, before anything long runs."""
+    """Raise ModuleNotFoundError if matplotlib is missing, before any long computation."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib, or leave --plot out") from error
+        raise ModuleNotFoundError("plots need matplotlib: pip install matplotlib, or pass --no-plot") from error
 
 
 @contextmanager
 def _figure(path: Path, **size: Any) -> Iterator[Any]:
-    """A figure, written to ``path`` at the end; no display and no global state of pyplot is touched."""
+    """A figure that is written to ``path`` at the end of the block, without pyplot's global state."""
     require_matplotlib()
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ def draw_sensitivity(results: Sequence[LayerSensitivity], path: Path) -> None:
         for index, choice in enumerate(choices):
             rows = [row for row in results if row.choice == choice]
             style = {"color": _COLOURS[index % len(_COLOURS)], "label": choice, "s": 18}
-            shift = 0.5 * (index + 0.5) / len(choices) - 0.25  # so that equal values do not hide each other
+            shift = 0.5 * (index + 0.5) / len(choices) - 0.25  # keeps equal values visible
             places = [layers.index(row.label) + shift for row in rows]
             drops.scatter([row.drop for row in rows], places, **style)
             known = [(row.sqnr_db, place) for row, place in zip(rows, places, strict=True) if row.sqnr_db is not None]
@@ -69,7 +69,7 @@ def draw_front(
     max_drop: float,
     path: Path,
 ) -> None:
-    """Drop against images per second: what was tried, as estimated, and what was measured whole, by its label."""
+    """Drop against images per second: the trials at their estimated speeds, and the whole measurements by label."""
     with _figure(path, figsize=(7, 4.5)) as figure:
         axes = figure.subplots()
         axes.scatter(

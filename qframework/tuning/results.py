@@ -1,4 +1,4 @@
-"""What was measured of one layer, or of one assignment of choices to layers."""
+"""Results of measuring one layer, or one assignment of choices to layers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class LayerSensitivity:
         kind: ``"linear"`` or ``"attention"``.
         layer: its name.
         choice: ``"static"``, ``"dynamic"`` or a variant of attention.
-        sqnr_db: of the layer's output; None where it is exact or, after a recipe, has no counterpart in float.
-        output_sqnr_db: of the model's output; None where it is exact.
+        sqnr_db: of the layer's output; None if it is exact, or has no counterpart in float after a recipe.
+        output_sqnr_db: of the model's output; None if it is exact.
         metric: of the model.
-        drop: how much lower that is than in float; negative where it is higher.
+        drop: the float model's metric minus ``metric``.
     """
 
     kind: str
@@ -31,13 +31,13 @@ class LayerSensitivity:
 
     @property
     def label(self) -> str:
-        """The layer's name; a module may be a linear and an attention at once."""
+        """The layer's name, unique even for a module that is both a linear and an attention."""
         return self.layer if self.kind == "linear" else f"{self.layer} ({self.kind})"
 
 
 @dataclass(frozen=True)
 class Trial:
-    """An assignment whose metric was measured, converted but not compiled; its speed is estimated from its layers."""
+    """An assignment with the metric of its converted graph and a speed estimated from its layers."""
 
     assignment: Assignment
     metric: float
@@ -47,7 +47,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Measured:
-    """An assignment measured whole, as it will run: compiled for the device. See ``tune`` where it was not."""
+    """An assignment measured as a whole, as it will run: compiled, unless ``tune`` compiles nothing."""
 
     assignment: Assignment
     metric: float

@@ -1,10 +1,10 @@
-"""The search for the fastest assignment inside a budget.
+"""The search for the fastest assignment within a budget.
 
-Errors of layers are taken to add up, as independent noise does, and so are their times. Then every multiplier ``m`` has
-a best choice for each layer alone, the one of least ``noise + m * time``, and raising it from zero quantizes one layer
-after the other, those first that save most time for the noise they make. Only what is found along this *ladder* is
-measured: drops are not predicted, but bisected for the longest part of the ladder that stays inside the budget. Steps
-beyond it are then tried one by one.
+The search assumes that the noise of layers adds up, as independent noise does, and so do their times. Then each
+Lagrange multiplier ``m`` has a best choice for each layer, the one of least ``noise + m * time``. Raising ``m`` from
+zero quantizes one layer after the other, first those that save most time for their noise. This sequence of steps is the
+*ladder*. Drops are measured, not predicted: a bisection finds the longest prefix of the ladder that is within the
+budget, and single steps beyond it are then tried one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from qframework.tuning.layer_times import FLOAT
 
 @dataclass(frozen=True)
 class Cost:
-    """What a choice costs one layer: ``time`` in ms, ``noise`` as the relative squared error of the model's output."""
+    """The cost of a choice for one layer: ``time`` in ms, ``noise`` as relative squared error of the model's output."""
 
     time: float
     noise: float = 0.0
@@ -35,10 +35,10 @@ def total_time(assignment: Assignment, costs: Costs) -> float:
 
 
 def ladder(costs: Costs) -> list[Step]:
-    """The steps from all layers in float to the fastest choice of each, those first that pay most.
+    """The steps from all layers in float to the fastest choice of each, sorted by noise per time saved.
 
-    A layer's own steps follow the lower convex hull of its choices, so that each prefix of the result is the best
-    assignment of some multiplier.
+    The steps of a layer follow the lower convex hull of its choices, so each prefix of the ladder is the best
+    assignment for some multiplier.
     """
     steps: list[tuple[float, int, int, Step]] = []
     for order, (key, choices) in enumerate(costs.items()):
@@ -56,7 +56,7 @@ def _price(current: Cost, other: Cost) -> float:
 
 
 def rungs(start: Assignment, steps: Sequence[Step]) -> list[Assignment]:
-    """``start`` and what every further step of a ladder makes of it."""
+    """``start`` and the assignment after each step of a ladder."""
     found = [start]
     for key, choice in steps:
         found.append(found[-1].changed(key, choice))
@@ -64,9 +64,9 @@ def rungs(start: Assignment, steps: Sequence[Step]) -> list[Assignment]:
 
 
 def climb(start: Assignment, steps: Sequence[Step], fits: Callable[[Assignment], bool], refinements: int) -> Assignment:
-    """The longest part of a ladder that fits, then up to ``refinements`` of the steps beyond it that fit as well.
+    """The longest prefix of a ladder that fits, then up to ``refinements`` further steps that also fit.
 
-    Drops need not grow along the ladder: every assignment that is returned was found to fit, ``start`` apart.
+    Drops need not grow along the ladder: the result was measured to fit, unless it is ``start``.
     """
     parts = rungs(start, steps)
     if len(parts) == 1 or fits(parts[-1]):
@@ -84,7 +84,7 @@ def climb(start: Assignment, steps: Sequence[Step], fits: Callable[[Assignment],
 
 
 def pareto(points: Sequence[tuple[float, float]]) -> list[int]:
-    """Indices of the points (speed, drop) that no other point beats in one and equals or beats in the other."""
+    """Indices of the Pareto-optimal points (speed, drop)."""
     best, kept = math.inf, []
     for index in sorted(range(len(points)), key=lambda i: (-points[i][0], points[i][1], i)):
         if points[index][1] < best:

@@ -1,4 +1,4 @@
-"""The accuracy benchmark measures what it says, and its page says what the files say."""
+"""The accuracy benchmark, and its page (accuracy.py, accuracy_cases.py, report_accuracy.py)."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_run_measures_both_tasks_and_repeats(few: list[str], tmp_path: Path) -
     assert 0 < shapes["value"] < 100
 
 
-def test_outliers_leave_fp32_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outliers_do_not_change_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     config = accuracy.digits_vit.TrainingConfig(embed_dim=24, depth=1, epochs=1)
     torch.manual_seed(0)
     model = accuracy.digits_vit.build_model(config).eval()
@@ -95,7 +95,7 @@ def test_outliers_leave_fp32_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (outliers > 8 * outliers.median()).sum() == accuracy.OUTLIER_CHANNELS
 
 
-def test_every_step_is_one_of_static_int8() -> None:
+def test_every_single_step_starts_from_static_int8() -> None:
     for name, configuration in STEPS.items():
         assert not configuration.config.linear.activation.dynamic, name
         assert configuration.config.attention is None, name
@@ -105,13 +105,13 @@ def test_every_step_is_one_of_static_int8() -> None:
 # The page
 
 
-def test_promises_are_about_what_is_measured() -> None:
+def test_promises_name_measured_configurations() -> None:
     assert {promise.configuration for promise in report_accuracy.PROMISES} <= MAIN.keys()
     assert {promise.task for promise in report_accuracy.PROMISES} == set(accuracy.TASKS)
 
 
 @pytest.mark.parametrize(("drop", "holds"), [(0.5, True), (0.51, False), (-1.0, True)])
-def test_a_promise_limits_what_is_lost(drop: float, holds: bool) -> None:
+def test_a_promise_limits_the_loss(drop: float, holds: bool) -> None:
     assert Promise("digits", GOOD, 0.5).holds(drop) == holds
     assert Promise("digits", HARD, 5.0, at_least=True).holds(drop) is False
 
@@ -151,7 +151,7 @@ def test_masks_are_counted_where_there_are_masks(tmp_path: Path) -> None:
     assert "1 seed, 11 counted" in page_of(tmp_path)
 
 
-def test_no_results_give_a_page(tmp_path: Path) -> None:
+def test_the_page_without_results(tmp_path: Path) -> None:
     assert "Nothing measured yet" in page_of(tmp_path)
 
 

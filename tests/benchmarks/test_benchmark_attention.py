@@ -1,4 +1,4 @@
-"""The attention benchmark refuses wrong results, keeps what a hanging provider got done, and reports whole calls."""
+"""Attention: oracle, checks, workers and page (attention*.py, boxed.py, report_attention.py)."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def plan(*providers: str, shape: Shape = SHAPE) -> Plan:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_oracle_is_attention(causal, monkeypatch):
-    """Also in groups of heads that do not divide them."""
+def test_the_oracle_matches_float64_attention(causal, monkeypatch):
+    """Also when heads do not divide evenly into groups."""
     monkeypatch.setattr(attention_oracle, "ORACLE_BYTES", 3 * 4 * 33 * 33)
     given = make_inputs(dataclasses.replace(SHAPE, causal=causal), "cpu", 0)
     tensors = [tensor.double() for tensor in (given.query, given.key, given.value)]
@@ -44,7 +44,7 @@ def test_the_oracle_is_attention(causal, monkeypatch):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_operations_are_those_of_two_products():
+def test_operations_count_two_products():
     assert Shape(2, 3, 5, 7).operations == 2 * (2 * 2 * 3 * 5 * 5 * 7)
     assert Shape(2, 3, 5, 7, causal=True).operations == 2 * 2 * 3 * 5 * 5 * 7
 
@@ -71,8 +71,8 @@ def test_checks_refuse_wrong_attention(spoil):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [*VARIANTS, PER_WARP])
-def test_errors_are_those_predicted(name, causal):
-    """All rows together have the error that rounding must cause, no less and no more, and no row an unlikely one."""
+def test_measured_errors_match_the_prediction(name, causal):
+    """All rows together have the predicted rounding error, and no row exceeds its bound."""
     given = make_inputs(Shape(2, 4, 320, 64, causal), "cpu", 1)
     variant = resolve(name)
     out = torch.ops.qframework.sage_attention(
@@ -87,8 +87,8 @@ def test_errors_are_those_predicted(name, causal):
 @pytest.mark.parametrize(
     ("name", "seen"), [("sage_b", 1.0), ("sage_vb", 1.0), ("sage2_int8", 1.0), ("sage2_int4", 0.5)]
 )
-def test_one_zeroed_row_is_seen(name, seen):
-    """Whichever row it is; with INT4, but for the rows that hang on few keys."""
+def test_one_zeroed_row_is_detected(name, seen):
+    """Any row; with INT4, except rows that depend on few keys."""
     given = make_inputs(Shape(1, 2, 320, 64), "cpu", 2)
     rows = given.rows
     noise = predicted_noise(given.query, given.key, given.value, rows, resolve(name))
@@ -166,7 +166,7 @@ class Exits:
         raise SystemExit(status)
 
 
-def test_a_worker_that_is_late_is_ended_and_keeps_what_it_sent():
+def test_a_late_worker_is_killed_and_its_records_are_kept():
     worker = Worker(Hangs)
     assert [record.provider for record in worker.request(0.0, 60)] == ["slow"]
     assert worker.status is None
@@ -178,14 +178,14 @@ def test_a_worker_that_is_late_is_ended_and_keeps_what_it_sent():
     worker.close()
 
 
-def test_a_worker_that_dies_says_how():
+def test_the_end_of_a_dead_worker_is_reported():
     worker = Worker(Exits)
     assert list(worker.request(3, 60)) == []
     assert worker.status == ("failed", "the process ended with exit status 3: out of luck")
     worker.close()
 
 
-def test_records_of_a_provider_that_was_ended_say_so():
+def test_missing_records_of_a_killed_worker_have_its_status():
     other = Shape(1, 1, 8, 16)
     both = dataclasses.replace(plan("a"), shapes=(SHAPE, other))
     checked = [attention.identify("a", SHAPE)]
@@ -196,8 +196,8 @@ def test_records_of_a_provider_that_was_ended_say_so():
     assert (second.status, second.reason, second.shape) == ("timeout", "late", other.sizes)
 
 
-def test_no_time_is_left_after_the_deadline():
-    """And a check leaves what timing the plans will take."""
+def test_limits_are_zero_after_the_deadline():
+    """And a check leaves the time that timing the plans needs."""
     limits = Limits(check=100, time=20, deadline=time.monotonic() + 15, reserve=5)
     assert 4 < limits.to_check(2) <= 5
     assert 14 < limits.to_time() <= 15
@@ -208,8 +208,8 @@ def test_no_time_is_left_after_the_deadline():
 # A run in parts
 
 
-def test_a_second_call_adds_to_the_first(tmp_path, monkeypatch):
-    """What the first had no time for is filled in, what it measured stays, and another commit is refused."""
+def test_merge_adds_to_the_results_of_an_earlier_call(tmp_path, monkeypatch):
+    """Missing records are added, measured ones stay, and another commit is refused."""
     output = tmp_path / "out.json"
     shape = attention.SMOKE_SHAPES[0].name
     common = ["--smoke", "--device", "cpu", "--output", str(output), "--no-parts", "--shapes", shape]
@@ -228,7 +228,7 @@ def test_a_second_call_adds_to_the_first(tmp_path, monkeypatch):
     before = output.read_text()
     for commit in ("def456", "abc123-dirty"):
         monkeypatch.setenv("QFRAMEWORK_COMMIT", commit)
-        with pytest.raises(FileFormatError, match="accepted"):
+        with pytest.raises(FileFormatError, match="must be"):
             run("torch_math")
     assert output.read_text() == before
 
@@ -236,8 +236,8 @@ def test_a_second_call_adds_to_the_first(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("second", "kept"), [({"status": "timeout"}, 1.0), ({"p50_ms": 2.0}, 2.0), ({"status": "wrong"}, None)]
 )
-def test_of_two_measurements_the_one_with_a_time_stays(second, kept):
-    """But a wrong result is not hidden by an earlier time."""
+def test_merge_keeps_the_measurement_that_has_a_time(second, kept):
+    """But an earlier time does not hide a wrong result."""
     record = attention.identify("torch_math", SHAPE)
     old = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, p50_ms=1.0)], note="seen")
     new = Results("attention", {"commit": "a"}, records=[dataclasses.replace(record, **second)])
@@ -246,7 +246,7 @@ def test_of_two_measurements_the_one_with_a_time_stays(second, kept):
     assert new.note == "seen"
 
 
-def test_what_matters_is_measured_first():
+def test_the_most_important_providers_come_first():
     names = list(PROVIDERS)
     assert names[:5] == ["torch_flash", "torch_cudnn", "sageattention", "qframework_auto", "qframework_mixed_static"]
     assert {f"qframework_{name}" for name in (*VARIANTS, PER_WARP)} < set(names)
@@ -281,7 +281,7 @@ def page(site: Path) -> str:
 
 
 def test_the_page_compares_whole_calls(site):
-    """A kernel alone is no call, so it is compared with nothing; causal is a shape of its own."""
+    """Kernels alone are not compared; causal is a separate shape."""
     text = page(site)
     assert "| 1,2,3,4 | 400 | **500** | sage_vb | 1.25 |" in text
     assert "| 1,2,3,4 causal | **900** | 450 | sage_vb | 0.50 |" in text
@@ -290,13 +290,13 @@ def test_the_page_compares_whole_calls(site):
     assert "| 1,2,3,4 |" not in losses
 
 
-def test_the_page_shows_accuracy_and_what_a_call_is_made_of(site):
+def test_the_page_shows_accuracy_and_the_parts_of_a_call(site):
     text = page(site)
     assert "| 1,2,3,4 | 0.0100 | 0.0123 | 0.0100 |" in text
     assert "| 1,2,3,4 | 0.25 + 0.75 |" in text
 
 
-def test_the_page_shows_what_was_refused_and_what_must_be_known(site):
+def test_the_page_shows_wrong_results_and_notes(site):
     path = site / "results" / "attention.json"
     results = Results.load(path)
     results.note = "Read this first."
@@ -304,7 +304,7 @@ def test_the_page_shows_what_was_refused_and_what_must_be_known(site):
         dataclasses.replace(results.records[0], provider="peer", status="wrong", reason="off by 3", p50_ms=None)
     )
     text = page(site)
-    assert "| peer | 1,2,3,4 | off by 3 |" in text.split("### Wrong, so not timed")[1]
+    assert "| peer | 1,2,3,4 | off by 3 |" in text.split("### Wrong and not timed")[1]
     assert text.index("Read this first.") < text.index("![Attention")
 
 

@@ -1,4 +1,4 @@
-"""The benchmark of INT8 training's linears refuses wrong results of any of the three products, and never times them."""
+"""Linears of INT8 training: wrong results of any of the three products are detected and never timed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHAPE = (256, 96, 64)
 
 
 @pytest.mark.parametrize("name", ["y", "dx", "dw"])
-def test_a_missing_tile_is_wrong(name):
+def test_a_missing_tile_is_detected(name):
     """An eighth of the columns of the last rows."""
     given = operands(SHAPE, "cpu")
     x, weight, grad = given.x.float(), given.weight, given.grad.float()
@@ -28,8 +28,8 @@ def test_a_missing_tile_is_wrong(name):
         check_result(given, name, right, block_linear_cases.FP8_TOLERANCE)
 
 
-def test_gradients_in_e5m2_times_weights_in_e4m3_are_accepted_and_no_coarser_ones():
-    """What torchao's FP8 training multiplies, a scale a tensor."""
+def test_the_fp8_tolerance_covers_e5m2_gradients_and_nothing_coarser():
+    """The products of torchao's FP8 training, with one scale per tensor."""
     given = operands((1024, 1024, 1024), "cpu")
 
     def rounded(x, dtype):
@@ -76,7 +76,7 @@ def test_every_block_size_is_measured(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in PROVIDERS if name.startswith("block_linear")])
 def test_kernels_are_right(name):
-    """Each choice of kernel for each size of blocks, at whole tiles and beyond."""
+    """Each kernel for each block size, with whole and partial tiles."""
     if torch.cuda.get_device_capability() != (9, 0) and name.endswith(("cooperative", "single")):
         pytest.skip("compiled for Hopper only")
     for shape in (SHAPE, (1000, 400, 1040)):
@@ -85,7 +85,7 @@ def test_kernels_are_right(name):
 
 
 def test_torchao_multiplies_in_int8():
-    """Not in 16 bit, as torchao 0.18 does unless it is helped; and compiled whole."""
+    """torchao 0.18 multiplies in 16 bit unless its linear is registered; compiled without graph breaks."""
     given = operands((256, 128, 64), "cpu")
     layers = quantize_for_training(torch.nn.Sequential(block_linear_cases.float_layer(given, torch.bfloat16)))
     layer = torch.compile(layers, backend="aot_eager", fullgraph=True)
@@ -93,8 +93,8 @@ def test_torchao_multiplies_in_int8():
     assert case.check(given) > block_linear_cases.INT8_LEAST
 
 
-def test_what_quantizes_nothing_is_no_peer_for_int8(monkeypatch):
-    """As torchao 0.18 alone: its tensor subclass multiplies in 16 bit."""
+def test_a_provider_that_quantizes_nothing_is_wrong(monkeypatch):
+    """As torchao 0.18, whose tensor subclass multiplies in 16 bit."""
     right = PROVIDERS["torch_bf16"]
     monkeypatch.setitem(PROVIDERS, "torchao_int8", lambda given: dataclasses.replace(right(given), dtype="int8"))
     record = block_linear.check(SHAPE, "torchao_int8", "cpu")
@@ -122,8 +122,8 @@ def test_a_wrong_result_is_never_timed(monkeypatch):
     assert len(calls) == 1
 
 
-def test_gradients_are_those_of_the_latest_step():
-    """Two steps do not add up."""
+def test_gradients_do_not_accumulate_over_steps():
+    """After two steps, gradients are those of one."""
     case = block_linear_cases.setup(SHAPE, "torch_bf16", "cpu")
     case.fn()
     first = case.results()["dw"].clone()

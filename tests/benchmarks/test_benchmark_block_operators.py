@@ -1,4 +1,4 @@
-"""The benchmark of operators between blocks refuses wrong results, and counts the bytes it says it does."""
+"""Operators between blocks: wrong results are detected, and bytes are counted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_smoke(tmp_path):
 @pytest.mark.parametrize("name", sorted(OPERATORS))
 @pytest.mark.parametrize("provider", EAGER)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_every_check_sees_what_is_wrong(name, provider, direction):
+def test_every_check_detects_wrong_results(name, provider, direction):
     """A row, a column, or everything changed a little."""
     if direction == "backward" and OPERATORS[name].backward is None:
         return
@@ -49,7 +49,7 @@ def test_every_check_sees_what_is_wrong(name, provider, direction):
 
 
 def test_block_sizes_choose_our_providers(tmp_path, capsys):
-    """Others stay: what is compared with."""
+    """Peers stay in the comparison."""
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--device", "cpu", "--operators", "add", "--output", str(output)]
     assert block_operators.main([*arguments, "--block-size", "64", "1x128"]) == 0
@@ -76,8 +76,8 @@ def halve(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [32, (1, 128)])
 @pytest.mark.parametrize("name", ["gelu", "silu", "swiglu"])
-def test_what_the_hardware_s_tanh_is_off_by_is_not_wrong(name, size):
-    """2^-11 of itself, as PTX promises; where all other values of a row are small, that is more than a step of it."""
+def test_the_error_of_the_hardware_tanh_is_tolerated(name, size):
+    """A relative error of 2^-11, as documented for PTX, can exceed a step if the other values of a row are small."""
     given = operands((256, 1024), "cpu")
     case = block_operators_cases.in_blocks(name, "forward", given, size)
 
@@ -93,10 +93,10 @@ def test_what_the_hardware_s_tanh_is_off_by_is_not_wrong(name, size):
         case.check(computed(2.0**-8))
 
 
-def test_wrong_gradients_of_parameters_are_seen():
+def test_wrong_gradients_of_parameters_are_detected():
     case = PROVIDERS["qframework_b32"]("layer_norm", "backward", operands(SHAPE, "cpu"))
     dx, scale, dweight, dbias = case.fn()
-    with pytest.raises(WrongResultError, match="gradients of a parameter"):
+    with pytest.raises(WrongResultError, match="error of a parameter's gradients must be"):
         case.check([dx, scale, dweight, 1.01 * dbias])
 
 

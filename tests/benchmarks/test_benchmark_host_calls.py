@@ -1,4 +1,4 @@
-"""The benchmark of the host's time counts calls, not what they start."""
+"""Host time: calls are timed without the work they launch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_smoke(tmp_path):
     assert {tuple(record["shape"]) for record in records if record["op"] == "int8_linear"} == {(1, 197, 768)}
 
 
-def test_a_call_is_the_time_of_many_divided_by_their_number(monkeypatch):
+def test_a_call_takes_the_mean_time_of_many(monkeypatch):
     now = [0.0]
 
     def fn():
@@ -35,7 +35,7 @@ def test_a_call_is_the_time_of_many_divided_by_their_number(monkeypatch):
     assert timing.samples_ms == pytest.approx((2e-3,) * 3)
 
 
-def test_as_written_is_what_is_behind_the_replays():
+def test_as_written_calls_the_implementation_behind_the_replays():
     call = host_calls.provider("qframework_as_written", "int8_linear", "meta")
     assert call.func is OPERATORS["int8_linear"].cuda
 
@@ -45,5 +45,5 @@ def test_a_wrong_replay_is_not_timed(monkeypatch):
     monkeypatch.setattr(OPERATORS["dynamic_quantize"], "implementations", wrong)
     x = torch.arange(4.0)
     host_calls.check_replay("dynamic_quantize", (x, "per_token"), lambda: (x.clone(), x.sum()))
-    with pytest.raises(WrongResultError, match="a replay of dynamic_quantize"):
+    with pytest.raises(WrongResultError, match="dynamic_quantize: a replay must equal the implementation"):
         host_calls.check_replay("dynamic_quantize", (x, "per_token"), lambda: (x + 1, x.sum()))

@@ -1,4 +1,4 @@
-"""The INT8 linear benchmark refuses wrong results, wherever they are, and measures the shapes it says it does."""
+"""INT8 linear: wrong results anywhere are detected, and the shapes are those of the models."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_wrong_result_is_never_timed(monkeypatch):
     assert len(calls) == 1
 
 
-def test_every_tile_of_64_rows_holds_checked_ones():
+def test_every_tile_of_64_rows_has_checked_rows():
     for m in (1, 197, 1576, 12608, 50432, 50433):
         rows = int8_linear_cases.checked_rows(m)
         assert len(rows.unique()) == len(rows)
@@ -78,7 +78,7 @@ def test_every_tile_of_64_rows_holds_checked_ones():
     ],
     ids=["doubled", "shifted", "last row", "tile of rows", "column", "shape"],
 )
-def test_every_check_sees_what_is_wrong(provider, spoil):
+def test_every_check_detects_wrong_results(provider, spoil):
     case, given = setup(TALL, provider, "cpu"), operands(TALL, "cpu")
     out = case.fn()
     assert check_output(case, given, out) < 2.0**-7
@@ -104,7 +104,7 @@ def test_smoke(tmp_path):
 
 @pytest.mark.gpu
 def test_every_provider_on_a_gpu(tmp_path):
-    """Also at a shape that is timed call by call."""
+    """Including a shape that is timed call by call."""
     output = tmp_path / "out.json"
     shapes = ["--shapes", f"197,768,768 {int8_linear.SMALL_M + 1},768,768"]
     assert int8_linear.main([*shapes, "--output", str(output)]) == 0
@@ -112,7 +112,7 @@ def test_every_provider_on_a_gpu(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_graph_hides_what_the_host_does():
+def test_graph_timing_excludes_launch_overhead():
     """A launch of a tiny kernel takes the host several microseconds, the kernel itself about two."""
     x = torch.zeros(1, device="cuda")
     alone = timing.time_provider(lambda: x.add_(1), "cuda", rep_ms=20)
@@ -124,7 +124,7 @@ def test_a_graph_hides_what_the_host_does():
 
 
 @pytest.mark.gpu
-def test_a_sleeping_gpu_hides_a_slow_host():
+def test_kernel_timing_excludes_a_slow_host():
     x = torch.zeros(1, device="cuda")
 
     def slow():
@@ -136,7 +136,7 @@ def test_a_sleeping_gpu_hides_a_slow_host():
 
 
 @pytest.mark.parametrize(("m", "in_graph"), [(int8_linear.SMALL_M, True), (int8_linear.SMALL_M + 1, False)])
-def test_small_shapes_are_timed_in_a_graph_whoever_runs(monkeypatch, m, in_graph):
+def test_small_shapes_are_timed_in_a_graph_for_every_provider(monkeypatch, m, in_graph):
     seen = []
     for name in ("time_in_graph", "time_kernel"):
         monkeypatch.setattr(
@@ -149,7 +149,7 @@ def test_small_shapes_are_timed_in_a_graph_whoever_runs(monkeypatch, m, in_graph
     assert seen == ["time_in_graph" if in_graph else "time_kernel"] * 2
 
 
-def test_int8_costs_what_eight_bits_cost():
+def test_the_quantization_error_is_that_of_eight_bits():
     """The step of a group is amax/127 and its error uniform: about 1 percent of a normal row, well above fp16."""
     records = {name: int8_linear.check((64, 64, 256), name, "cpu") for name in ("qframework_per_token", "torch_fp16")}
     assert 2.0**-11 < records["qframework_per_token"].quantization_error < 0.02

@@ -1,4 +1,4 @@
-"""Targets: ratios come from records of one run, and PASS means every run, every shape and every peer."""
+"""Targets: ratios within one run, verdicts and the command (target_table.py, targets.py, report_targets.py)."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def test_verdicts_of_costs(ours, verdict):
     assert outcome.mean == pytest.approx(ours / 1000)
 
 
-def test_the_cheapest_counts_of_costs():
+def test_the_lowest_cost_counts():
     target = dataclasses.replace(COST, ours=("qframework_x", "qframework_y"), peers=("peer", "other"))
     records = [memory("peer", 500), memory("other", 1000), memory("qframework_x", 300), memory("qframework_y", 400)]
     assert evaluate(target, records).mean == pytest.approx(300 / 500)
 
 
-def test_a_peer_that_was_not_measured_or_stopped_leaves_it_open():
+def test_the_verdict_is_open_if_a_peer_was_not_measured_or_timed_out():
     mine = both("qframework_x", 300, 600)
     assert evaluate(SPEED, [*mine, *both("peer", 200, 400)]).verdict == "open: no figure of other"
     stopped = [dataclasses.replace(record, status="timeout", tflops=None) for record in both("other", 1, 1)]
@@ -94,12 +94,12 @@ def test_a_peer_that_was_not_measured_or_stopped_leaves_it_open():
     assert evaluate(SPEED, [*mine, *both("peer", 200, 400), gemm("other", 200)]).verdict == "open: no figure of other"
 
 
-def test_what_is_short_is_short_whatever_is_open():
+def test_a_missed_target_stays_missed_whatever_is_open():
     assert evaluate(SPEED, [*both("qframework_x", 200, 400), *both("peer", 200, 400)]).verdict.startswith("short")
 
 
 @pytest.mark.parametrize("status", ["unsupported", "wrong", "failed"])
-def test_a_peer_that_does_not_run_is_named_and_no_obstacle(status):
+def test_an_unsupported_peer_is_named_and_does_not_block_a_pass(status):
     broken = [dataclasses.replace(record, status=status) for record in both("other", 9e9, 9e9)]
     outcome = evaluate(SPEED, [*both("qframework_x", 300, 600), *both("peer", 200, 400), *broken])
     assert outcome.verdict == "PASS, aim reached"
@@ -107,7 +107,7 @@ def test_a_peer_that_does_not_run_is_named_and_no_obstacle(status):
     assert f"peer, without other ({status})" in rows([(SPEED, outcome, "file")])
 
 
-def test_a_wrong_result_of_ours_is_the_verdict():
+def test_our_own_wrong_result_is_the_verdict():
     wrong = both("qframework_x", 9e9, 9e9, status="wrong")
     outcome = evaluate(SPEED, [*RIVALS, *wrong])
     assert (outcome.ratios, outcome.verdict, outcome.is_complete) == ((), "wrong: qframework_x", True)
@@ -119,25 +119,25 @@ def test_a_wrong_result_of_ours_is_the_verdict():
     assert evaluate(SPEED, [*RIVALS, *wrong, *right]).verdict == "PASS, aim reached"
 
 
-def test_nothing_is_said_of_what_was_not_compared():
+def test_there_is_no_outcome_without_a_comparison():
     assert evaluate(SPEED, RIVALS) is None
     assert evaluate(SPEED, both("qframework_x", 1, 1)) is None
 
 
-def test_a_missing_shape_leaves_it_open():
+def test_the_verdict_is_open_if_a_shape_is_missing():
     outcome = evaluate(SPEED, [*RIVALS, gemm("qframework_x", 9e9)])
     assert outcome.verdict == "open: 1 of 2 shapes measured"
     assert not outcome.is_complete
 
 
-def test_peers_that_are_also_there_count():
+def test_optional_peers_count_where_measured():
     outcome = evaluate(SPEED, [*RIVALS, *both("extra", 1000, 1000), *both("qframework_x", 300, 600)])
     assert outcome.verdict.startswith("short")
     assert outcome.rivals == ("extra",)
 
 
-def test_every_run_has_to_hold_and_is_compared_with_itself():
-    """The second run's machine was twice as fast: its own peers are, too."""
+def test_every_run_must_pass_on_its_own():
+    """The second run's machine is twice as fast, and so are its peers."""
     first = [*RIVALS, *both("qframework_x", 280, 560)]
     second = [dataclasses.replace(record, run=2, tflops=2 * record.tflops) for record in first]
     outcome = evaluate(SPEED, [*first, *second])
@@ -149,7 +149,7 @@ def test_every_run_has_to_hold_and_is_compared_with_itself():
     assert outcome.range == "1.296 (1.200 to 1.400 in 2 runs)"
 
 
-def test_other_benchmarks_are_no_part_of_it():
+def test_records_of_other_benchmarks_are_ignored():
     foreign = [dataclasses.replace(record, benchmark="vit_gpu") for record in both("peer", 9e9, 9e9)]
     assert evaluate(SPEED, [*RIVALS, *foreign, *both("qframework_x", 300, 600)]).verdict == "PASS, aim reached"
 
@@ -170,7 +170,7 @@ def test_every_name_in_the_table_is_a_provider():
 
 
 def test_the_command_measures_every_name_in_the_table():
-    """On the GPU: a part that is measured holds each of ours and each required peer of a target."""
+    """Each part for the GPU contains all of our providers and required peers of its targets."""
     measured = {
         ("int8_linear", ""): set(default_providers()),
         ("vit_gpu", "batch 256"): set(targets.THROUGHPUT),
@@ -186,7 +186,7 @@ def test_the_command_measures_every_name_in_the_table():
 
 
 def test_promises():
-    """What has to be reached, written down once more."""
+    """The targets, written down independently."""
     must = {(target.what, target.against): target.must for target in TARGETS}
     fastest = "best of FP16 compiled and torchao FP8"
     assert must["INT8 GEMM, M >= 12608, fp16 out", "cuBLAS FP8 tensor-wise"] == 1.0
@@ -327,7 +327,7 @@ def test_runs_are_added_part_by_part(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("several", [["--runs", "2"], ["--add-run"]])
-def test_several_runs_of_a_changed_tree_are_refused_before_the_first(monkeypatch, several):
+def test_several_runs_need_committed_code(monkeypatch, several):
     monkeypatch.setenv("QFRAMEWORK_COMMIT", "abc123-dirty")
     monkeypatch.setattr(targets, "measure", lambda *arguments: pytest.fail("measured"))
     with pytest.raises(SystemExit) as ended:
@@ -335,7 +335,7 @@ def test_several_runs_of_a_changed_tree_are_refused_before_the_first(monkeypatch
     assert ended.value.code == 2
 
 
-def test_a_failure_of_ours_is_the_exit_status(monkeypatch):
+def test_our_own_failure_sets_the_exit_status(monkeypatch):
     def add(results: Results, call: targets.Call) -> None:
         results.add(Record(benchmark="vit_gpu", provider="qframework_static", model="m", batch=1, status="failed"))
 

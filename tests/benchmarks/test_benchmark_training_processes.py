@@ -1,4 +1,4 @@
-"""The benchmark of training by several processes: it runs the example, and says what failed or is too far away."""
+"""Training by several processes: runs the example, and reports failures and differing losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import training_processes
-from benchmarks.training_processes import Run, main, missed, parse_arguments, read, table, train
+from benchmarks.training_processes import Run, main, missed, parse_arguments, table, train
 
 ALONE = Run("bf16", 1, 100.0, 2.0, [3.0, 2.5])
 
@@ -18,7 +18,8 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "new" / "processes.json"
     assert main(["--smoke", "--configurations", "per_block_1x128", "--output", str(path)]) == 0
     assert "| per_block_1x128 | 2 |" in capsys.readouterr().out
-    document, (alone, both) = read(path)
+    document = json.loads(path.read_text())
+    alone, both = (Run(**row) for row in document["runs"])
     assert document["smoke"] is True
     assert document["machine"]["torch"]
     assert (alone.processes, both.processes) == (1, 2)
@@ -28,7 +29,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert both.furthest(alone) < 0.05
 
 
-def test_what_is_asked_of_the_script() -> None:
+def test_the_arguments_of_the_script() -> None:
     options = parse_arguments(["--device", "cuda", "--compile"])
     given = training_processes.script_arguments("per_block_1x128", options)
     assert given[given.index("--block-size") + 1] == "1x128"
@@ -52,7 +53,7 @@ def test_a_loss_that_is_no_number_is_a_failure() -> None:
     assert missed([ALONE, Run("bf16", 2, 150.0, float("nan"), [3.0, 2.4])])
 
 
-def test_a_run_that_fails_is_said_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_run_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script = tmp_path / "script.py"
     monkeypatch.setattr(training_processes, "SCRIPT", script)
     script.write_text("raise SystemExit(3)")
@@ -65,7 +66,7 @@ def test_a_run_that_fails_is_said_and_counted(tmp_path: Path, monkeypatch: pytes
     assert "| bf16 | 1 |  |  |  |  |  | not done after 1 s |" in table([ALONE, late])
 
 
-def test_what_failed_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_runs_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_processes, "train", lambda name, count, *_: Run(name, count, failed="exit status 3"))
     path = tmp_path / "processes.json"
     assert main(["--smoke", "--output", str(path)]) == 1

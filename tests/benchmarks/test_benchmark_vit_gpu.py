@@ -1,4 +1,4 @@
-"""The benchmark of vision transformers on a GPU: processes of their own, first calls apart, nothing lost."""
+"""Vision transformers on a GPU: separate processes, first calls, and killed workers (vit_gpu*.py, boxed.py)."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_every_provider_in_a_smoke_run(tmp_path):
 
 
 def test_first_calls_start_from_cold_caches(tmp_path, monkeypatch):
-    """In empty folders of their own, which are gone afterwards, whatever the environment says."""
+    """In temporary folders, which override the environment."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "warm"))
     output = tmp_path / "out.json"
     arguments = ["--smoke", "--first-call", "--providers", "qframework_dynamic", "--batches", "2"]
@@ -80,7 +80,7 @@ def test_first_calls_start_from_cold_caches(tmp_path, monkeypatch):
 
 
 def test_workers_see_the_environment_they_are_given(monkeypatch):
-    """And the parent's is as before."""
+    """And the parent's environment is restored."""
     results = Results("vit_first_call", {"device": None})
     before = dict(os.environ)
     plan = Plan("m", (("fp32", 1),), "cpu", smoke=True, first_call=True)
@@ -92,7 +92,7 @@ def test_workers_see_the_environment_they_are_given(monkeypatch):
 
 
 class ReportsCache:
-    """A worker that says where its cache lies and how many files it holds."""
+    """A worker that reports the path and size of its cache."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
@@ -127,7 +127,7 @@ def test_too_exact_for_fp8_is_refused():
 
 
 class Notes:
-    """A worker that writes down when its phases began and ended."""
+    """A worker that records when its phases begin and end."""
 
     def __init__(self, plan: tuple[str, str, float]) -> None:
         self.name, self.folder, self.seconds = plan
@@ -142,7 +142,7 @@ class Notes:
         yield Record(benchmark="b", provider=self.name, p50_ms=timed, reason=threads)
 
 
-def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monkeypatch):
+def test_timing_and_max_autotune_run_alone(tmp_path, monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     plans = [(name, str(tmp_path), 1.5) for name in ("first", "second", "alone")]
     answers = list(check_then_time(Notes, plans, limits(), jobs=2, alone=lambda plan: plan[0] == "alone"))
@@ -162,7 +162,7 @@ def test_times_are_taken_alone_and_max_autotune_is_compiled_alone(tmp_path, monk
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_one_that_is_late_with_its_check_leaves_the_others_their_time(alone, tmp_path, capsys):
+def test_a_late_check_does_not_use_up_the_time_of_others(alone, tmp_path, capsys):
     plans = [("punctual", str(tmp_path), 0.1), ("late", str(tmp_path), 600.0)]
     few = Limits(240.0, 240.0, time.monotonic() + 40.0, reserve=10.0)
     punctual, late = check_then_time(Notes, plans, few, jobs=2, alone=lambda plan: alone and plan[0] == "late")
@@ -173,7 +173,7 @@ def test_one_that_is_late_with_its_check_leaves_the_others_their_time(alone, tmp
 
 
 class HasAChild:
-    """A worker that starts a process of its own, says its number, and goes on for a minute."""
+    """A worker that starts a child process, reports its id, and runs for a minute."""
 
     def __call__(self, seconds: float) -> Iterator[Record]:
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
@@ -182,7 +182,7 @@ class HasAChild:
 
 
 def is_running(pid: int) -> bool:
-    """Not gone, nor a zombie that nobody waits for."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -197,7 +197,7 @@ def ends(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("late", [True, False])
-def test_what_a_worker_started_ends_with_it(late):
+def test_child_processes_of_a_worker_end_with_it(late):
     worker = Worker(HasAChild)
     (record,) = worker.request(0.0, 60)
     (pid,) = record.shape
@@ -212,7 +212,7 @@ def test_what_a_worker_started_ends_with_it(late):
 
 
 def test_a_worker_ends_with_its_parent(tmp_path):
-    """Also in the middle of its work, and when the parent had no time to say so."""
+    """Even during its work, and when the parent is killed."""
     code = (
         "import os, signal\nfrom benchmarks.boxed import Worker\n"
         "from tests.benchmarks.test_benchmark_vit_gpu import HasAChild\n"
@@ -236,7 +236,7 @@ def test_max_autotune_is_compiled_alone():
     assert not vit_gpu._alone(Plan("m", (("fp16", 1),), "cuda"))
 
 
-def test_a_provider_that_was_ended_says_why():
+def test_a_killed_provider_has_the_reason():
     plan = Plan("m", (("fp16", 256), ("fp16", 1)), "cuda")
     done = dataclasses.replace(plan.identities()[0], p50_ms=1.0)
     answers = Answers(plan, plan.identities(), [done], ("timeout", "not done after 2 s"))
@@ -246,8 +246,8 @@ def test_a_provider_that_was_ended_says_why():
     ]
 
 
-def test_a_gpu_is_needed_but_for_a_smoke_run(monkeypatch):
+def test_only_smoke_runs_work_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert vit_gpu.choose_device(smoke=True) == "cpu"
-    with pytest.raises(Exception, match="no CUDA device"):
+    with pytest.raises(Exception, match="there must be a CUDA device"):
         vit_gpu.choose_device(smoke=False)

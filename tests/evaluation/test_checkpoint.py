@@ -1,4 +1,4 @@
-"""A checkpoint stands for its configuration, tied weights included."""
+"""A checkpoint is loaded only for its own configuration, tied weights included."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load(path: Path, config: Config, trained: list[Config]) -> Tied:
     return checkpoint.load_or_train(path, config, Tied, train)
 
 
-def test_a_model_is_trained_once(tmp_path: Path, trained: list[Config]) -> None:
+def test_a_saved_model_is_not_trained_again(tmp_path: Path, trained: list[Config]) -> None:
     path = tmp_path / "deep" / "model.safetensors"
     first, again = (load(path, Config(), trained) for _ in range(2))
     assert trained == [Config()]
@@ -52,7 +52,7 @@ def test_a_model_is_trained_once(tmp_path: Path, trained: list[Config]) -> None:
     assert again.second.weight is again.first.weight
 
 
-def test_another_configuration_is_another_model(
+def test_another_configuration_is_trained_again(
     tmp_path: Path, trained: list[Config], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "model.safetensors"
@@ -63,7 +63,7 @@ def test_another_configuration_is_another_model(
     assert str(path) in caplog.text
 
 
-def test_a_fifo_is_refused_and_not_waited_on(tmp_path: Path, trained: list[Config]) -> None:
+def test_a_fifo_is_refused_without_blocking(tmp_path: Path, trained: list[Config]) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", tmp_path):
         with pytest.raises(FileFormatError, match="must be a regular file"):

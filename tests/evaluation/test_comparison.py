@@ -1,4 +1,4 @@
-"""Comparisons: their figures, what they keep, how they go on after an interruption, and what they refuse."""
+"""Comparisons: figures, resuming, tables and errors (comparison.py, comparison_results.py)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results_of(path: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole() -> dict[str, Any]:
-    """What a comparison that nothing interrupted comes to."""
+    """The result of an uninterrupted comparison."""
     return untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
 
 
@@ -60,7 +60,7 @@ def test_counts_are_those_of_the_model() -> None:
     assert row.images_per_second > 0
 
 
-def test_configurations_differ_and_repeat(whole: dict[str, Any]) -> None:
+def test_configurations_give_different_and_repeatable_figures(whole: dict[str, Any]) -> None:
     first = untimed(compare(small_task(), CONFIGURATIONS, EAGER).to_json())
     assert json.dumps(first) == json.dumps(whole)
     counts = [tuple(row["counts"].values()) for row in first["rows"]]
@@ -70,7 +70,7 @@ def test_configurations_differ_and_repeat(whole: dict[str, Any]) -> None:
     assert int8 < 0.5 * fp32
 
 
-def test_the_float_model_stays_as_it_was() -> None:
+def test_the_float_model_is_not_changed() -> None:
     task = small_task()
     before = {name: tensor.clone() for name, tensor in task.module.state_dict().items()}
     compare(task, {"recipe": replace(CONFIGURATIONS["INT8"], recipe=Recipe.best())}, EAGER)
@@ -89,8 +89,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_rows_are_eager_ones_to_rounding(fresh_dynamo: None) -> None:
-    """A model that tells its classes apart: nothing but rounding differs, so all images are labelled alike."""
+def test_compiled_rows_match_eager_ones_up_to_rounding(fresh_dynamo: None) -> None:
+    """A model that separates its classes, so that rounding does not change any label."""
     task = small_task(images=40, batch_size=12)
     eager = compare(task, CONFIGURATIONS, EAGER).rows
     compiled = compare(task, CONFIGURATIONS, replace(EAGER, compiled=True)).rows
@@ -107,7 +107,7 @@ def test_standard_configurations() -> None:
     needing = [name for name, each in standard_configurations().items() if each.needs_calibration]
     assert needing == [names[1], names[2], names[5], names[6]]
     assert Configuration(QuantizationConfig(None, static_attention())).needs_calibration
-    with pytest.raises(QFrameworkError, match=r"dtype torch.float64; accepted: torch.float32"):
+    with pytest.raises(QFrameworkError, match=r"dtype must be one of torch.float32, .*, got torch.float64"):
         standard_configurations(torch.float64)
 
 
@@ -115,11 +115,11 @@ def test_standard_configurations() -> None:
 
 
 class InterruptedError_(Exception):
-    """Stands for whatever ends a process."""
+    """Simulates the end of a process."""
 
 
 class Interrupted(Classification):
-    """Ends after so many batches."""
+    """Ends after the given number of batches."""
 
     def __init__(self, task: Classification, batches: int) -> None:
         self.__dict__.update(task.__dict__)
@@ -133,7 +133,7 @@ class Interrupted(Classification):
 
 
 @pytest.mark.parametrize("batches", [0, 20, 23 + 16])
-def test_an_interrupted_comparison_goes_on(tmp_path: Path, batches: int, whole: dict[str, Any]) -> None:
+def test_an_interrupted_comparison_resumes(tmp_path: Path, batches: int, whole: dict[str, Any]) -> None:
     path = tmp_path / "parts.json"
     with pytest.raises(InterruptedError_):
         compare(Interrupted(small_task(), batches), CONFIGURATIONS, EAGER, results=Results.open(path))
@@ -154,7 +154,7 @@ def test_a_finished_comparison_measures_nothing(tmp_path: Path) -> None:
     assert path.read_text() == before
 
 
-def test_rows_are_added_and_changed_ones_measured_anew(tmp_path: Path, whole: dict[str, Any]) -> None:
+def test_new_and_changed_configurations_are_measured_and_others_kept(tmp_path: Path, whole: dict[str, Any]) -> None:
     path = tmp_path / "results.json"
     first = {"FP32": CONFIGURATIONS["FP32"], "INT8": CONFIGURATIONS["INT8-D"]}
     compare(small_task(), first, EAGER, results=Results.open(path))
@@ -178,7 +178,7 @@ def test_results_of_another_comparison_are_refused(
     path = tmp_path / "results.json"
     dynamic = {"INT8-D": CONFIGURATIONS["INT8-D"]}
     compare(small_task(), dynamic, EAGER, results=Results.open(path))
-    with pytest.raises(QFrameworkError, match=rf"holds another comparison \({key} .*accepted: another file"):
+    with pytest.raises(QFrameworkError, match=rf"holds another comparison \({key} .*Choose another file"):
         compare(small_task(**other), dynamic, settings, results=Results.open(path))
     compare(small_task(**other), dynamic, settings, results=Results.open(path, restart=True))
     assert len(results_of(path)["rows"]) == 1
@@ -196,20 +196,20 @@ def test_other_files_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_an_empty_set_is_refused() -> None:
-    with pytest.raises(QFrameworkError, match="data for model 'patches' holds no image"):
+    with pytest.raises(QFrameworkError, match="data for model 'patches' must hold at least one image, got none"):
         small_task(images=0)
 
 
 def test_labels_out_of_range_are_refused() -> None:
     task = small_task()
     task._data._labels[200] = 12
-    with pytest.raises(QFrameworkError, match="label 12 is out of range: the model has 10 classes"):
+    with pytest.raises(QFrameworkError, match="labels must be 0 to 9, the classes of the model, got 12"):
         compare(task, {"FP32": Configuration()}, EAGER)
 
 
 def test_static_scales_without_calibration_data_are_refused_at_once() -> None:
     task = Interrupted(small_task(calibrated=False), 0)
-    with pytest.raises(QFrameworkError, match="configuration 'INT8' needs images to calibrate with"):
+    with pytest.raises(QFrameworkError, match="must have calibration images for configuration 'INT8', got none"):
         compare(task, CONFIGURATIONS, EAGER)
 
 
@@ -237,9 +237,9 @@ def test_damaged_images_are_counted_and_reported(tmp_path: Path) -> None:
     assert results_of(tmp_path / "results.json")["rows"][0]["damaged"] == row.damaged
 
 
-def test_damaged_images_alone_are_refused() -> None:
+def test_a_data_set_of_damaged_images_is_refused() -> None:
     task = Classification(Classifier("patches", small_task().module, {}), Damaged(data(2, seed=2), 1))
-    with pytest.raises(QFrameworkError, match="every image is damaged"):
+    with pytest.raises(QFrameworkError, match="at least one image must be readable, got damaged ones only"):
         compare(task, {"FP32": Configuration()}, EAGER)
 
 
@@ -258,7 +258,7 @@ def test_tables_show_every_row() -> None:
         assert name in shown
         assert f"{row.figures['top1']:.2f}" in shown
     assert "230 images" in page
-    assert "INT8 is computed in float" in page
+    assert "INT8 is simulated in float" in page
 
 
 # Segmentation
@@ -294,5 +294,5 @@ def test_processes_that_made_different_models_are_refused(monkeypatch: pytest.Mo
         def gather(self, items: list[str]) -> list[str]:
             return [*items, "another"]
 
-    with pytest.raises(QFrameworkError, match="the processes made different models"):
+    with pytest.raises(QFrameworkError, match="must make the same model from a configuration"):
         comparison._Bench(small_task(), EAGER, Two(), Results())._module(CONFIGURATIONS["INT8"])

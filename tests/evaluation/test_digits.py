@@ -1,4 +1,4 @@
-"""The digits are read, split and kept apart as documented."""
+"""The digits: reading, splitting and normalization."""
 
 from __future__ import annotations
 

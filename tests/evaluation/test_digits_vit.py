@@ -1,4 +1,4 @@
-"""Training is seeded, and only a checkpoint of exactly this configuration is trusted."""
+"""Training is seeded; checkpoints and the learning rate schedule (digits_vit.py, checkpoint.py, schedule.py)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def same_weights(a: torch.nn.Module, b: torch.nn.Module) -> bool:
 
 
 def test_training_learns() -> None:
-    """Far above the 10 % of guessing, after seconds; the whole training is judged by the demo's test."""
+    """Far above the 10 % of guessing after seconds; the test of the demo checks the whole training."""
     config = digits_vit.TrainingConfig(embed_dim=48, depth=1, epochs=10, learning_rate=3e-3)
     model = digits_vit.train(config, show_progress=False)
     assert not model.training
@@ -51,7 +51,7 @@ def test_sizes_differ_and_take_a_seed() -> None:
     assert len(configs) == len(set(configs)) >= 3
     assert {config.seed for config in configs} == {3}
     assert digits_vit.sized("base") == digits_vit.TrainingConfig()
-    with pytest.raises(QFrameworkError, match=r"size 'huge' is unknown; accepted: small, base, deep"):
+    with pytest.raises(QFrameworkError, match=r"size must be one of small, base, deep, got 'huge'"):
         digits_vit.sized("huge")
 
 
@@ -65,7 +65,7 @@ def test_shift_moves_whole_images_by_at_most_a_pixel() -> None:
     assert len(rows) == 200
 
 
-def test_shift_moves_background_in() -> None:
+def test_shift_fills_with_background() -> None:
     shifted = digits_vit.shift_by_a_pixel(torch.ones(200, 1, 8, 8))
     lost = (shifted == -1).sum(dim=(1, 2, 3))
     # nothing, one row or column of 8, or both, which share a pixel
@@ -129,10 +129,10 @@ def strip_metadata(path: Path) -> None:
 @pytest.mark.parametrize(
     "write", [truncate, strip_metadata, lambda path: path.write_text("mine"), lambda path: torch.save({"w": 1}, path)]
 )
-def test_a_file_of_somebody_else_is_kept(write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+def test_a_foreign_file_is_kept(write, checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
     write(checkpoint)
     content = checkpoint.read_bytes()
-    with pytest.raises(FileFormatError, match=r"^checkpoint: .* left as it is; accepted: "):
+    with pytest.raises(FileFormatError, match=r"^checkpoint: path must be .* left as it is"):
         digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
     assert checkpoint.read_bytes() == content
     assert not trained
@@ -149,7 +149,7 @@ def test_damaged_weights_are_trained_again(
     assert same_weights(model, digits_vit.train(TINY, show_progress=False))
 
 
-def test_an_empty_file_is_a_new_name(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
+def test_an_empty_file_is_overwritten(checkpoint: Path, trained: list[digits_vit.TrainingConfig]) -> None:
     checkpoint.write_bytes(b"")
     digits_vit.load_or_train(checkpoint, TINY, show_progress=False)
     assert trained == [TINY]

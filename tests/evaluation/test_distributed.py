@@ -1,4 +1,4 @@
-"""Several processes: who takes what, and the same counts as one, byte for byte."""
+"""Several processes: the split of batches, and the same counts as one process."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def two_processes(script: Path, output: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_figures_of_one(tmp_path: Path) -> None:
-    """Also where a scale is that of a whole batch: the batches are the same."""
+def test_two_processes_give_the_same_figures_as_one(tmp_path: Path) -> None:
+    """Also for scales over a whole batch, since the batches are the same."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     one, two = tmp_path / "one.json", tmp_path / "two.json"
@@ -95,13 +95,13 @@ def test_each_process_has_a_gpu_of_its_own(gpus: None) -> None:
 
 
 def test_one_gpu_for_two_processes_is_refused(gpus: None) -> None:
-    with pytest.raises(QFrameworkError, match="device cuda:0 for 2 processes; accepted: 'cuda'"):
+    with pytest.raises(QFrameworkError, match="device must be 'cuda', a GPU each, for 2 processes, got 'cuda:0'"):
         device_of_process("cuda:0")
 
 
 def test_more_processes_than_gpus_are_refused(gpus: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(QFrameworkError, match="for 4 processes: this machine has 2 CUDA devices"):
+    with pytest.raises(QFrameworkError, match="4 processes must have a GPU each, got 2 CUDA devices"):
         device_of_process("cuda")
 
 

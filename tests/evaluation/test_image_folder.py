@@ -1,4 +1,4 @@
-"""Folders of images: classes, damaged images, and batches that are dealt out."""
+"""Folders of images: classes, damaged images and batches (image_folder.py, images.py, models.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_batches_in_order(root: Path, workers: int) -> None:
     assert seen == [([0, 1], [0, 0]), ([2, 3], [0, 1]), ([4], [1])]
 
 
-def test_selected_batches_hold_what_they_hold_among_all(root: Path) -> None:
+def test_selected_batches_equal_those_of_the_whole_folder(root: Path) -> None:
     chosen = [batch.images.flatten().tolist() for batch in batches(root).selected([2, 0])]
     assert chosen == [[4], [0, 1]]
 
@@ -94,7 +94,7 @@ def test_damaged_images_are_skipped_and_reported(root: Path, damage, reason: str
     assert str(root) not in said
 
 
-def test_a_batch_of_damaged_images_alone(root: Path) -> None:
+def test_a_batch_with_damaged_images_only_is_left_out(root: Path) -> None:
     for name in ("0.png", "1.png"):
         (root / "a" / name).write_bytes(b"")
     data = batches(root)
@@ -105,18 +105,18 @@ def test_a_batch_of_damaged_images_alone(root: Path) -> None:
     assert len(data.damaged) == 2
 
 
-def test_a_file_that_is_not_there_is_not_damaged(tmp_path: Path) -> None:
+def test_a_missing_file_is_an_error_not_a_damaged_image(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         read_image(tmp_path / "none.png")
 
 
-def test_an_image_too_large_to_be_true_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_implausibly_large_image_is_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 10)  # twice as many are an error
     with pytest.raises(DamagedImageError, match="exceeds limit"):
         read_image(write_image(tmp_path / "large.png"))
 
 
-def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_file_is_an_error_not_a_damaged_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
@@ -128,25 +128,25 @@ def test_a_file_that_may_not_be_read_is_not_damaged(tmp_path: Path, monkeypatch:
 # Classes
 
 
-def test_as_many_folders_as_classes_are_the_classes_in_order(root: Path) -> None:
+def test_one_folder_per_class_maps_to_the_classes_in_order(root: Path) -> None:
     assert class_index(root, 2) is None
     assert [label for _, label in folder_samples(root)] == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("classes", [1, 3, 1000])
 def test_another_number_of_classes_is_refused(root: Path, classes: int) -> None:
-    with pytest.raises(QFrameworkError, match=f"holds 2 class folders, the model has {classes} classes"):
+    with pytest.raises(QFrameworkError, match=f"must hold {classes} class folders, one for each class, got 2"):
         class_index(root, classes)
 
 
-def test_folders_of_imagenet_are_known_by_their_names(tmp_path: Path) -> None:
+def test_folders_with_imagenet_identifiers_are_recognized(tmp_path: Path) -> None:
     for name in ("n01443537", "n15075141"):  # goldfish, toilet tissue: the second and the last class
         write_image(tmp_path / name / "0.png")
     index = class_index(tmp_path, 1000)
     assert [label for _, label in folder_samples(tmp_path, index)] == [1, 999]
 
 
-def test_folders_are_known_by_names_given(root: Path) -> None:
+def test_given_class_names_map_folders_to_classes(root: Path) -> None:
     index = class_index(root, 3, ["b", "c", "a"])
     assert [label for _, label in folder_samples(root, index)] == [2, 2, 2, 0, 0]
 
@@ -154,9 +154,9 @@ def test_folders_are_known_by_names_given(root: Path) -> None:
 @pytest.mark.parametrize(
     ("names", "message"),
     [
-        (["a", "b"], "2 class names for a model of 3 classes"),
-        (["a", "c", "d"], "the list of 3 class names does not name the folders b"),
-        (["a", "b", "b"], "names a class twice"),
+        (["a", "b"], "class_names must hold a name for each of the 3 classes, got 2"),
+        (["a", "c", "d"], "must name each class folder once, got none for the folders b"),
+        (["a", "b", "b"], "must name each class folder once, got one twice"),
     ],
 )
 def test_names_that_do_not_fit_are_refused(root: Path, names: list[str], message: str) -> None:
@@ -191,11 +191,11 @@ def test_a_limit_spreads_over_the_classes(root: Path) -> None:
     assert labels.tolist() == [0, 0]
     ((_, labels),) = images_for(DESCRIPTION, str(root), batch_size=8, limit=4)
     assert labels.tolist() == [0, 0, 0, 1]
-    with pytest.raises(QFrameworkError, match="limit=0; accepted"):
+    with pytest.raises(QFrameworkError, match="limit must be None or a positive number of images, got 0"):
         images_for(DESCRIPTION, str(root), batch_size=8, limit=0)
 
 
-def test_calibration_images_are_shuffled_alike_every_time_and_of_any_classes(root: Path) -> None:
+def test_calibration_images_have_a_fixed_order_and_any_classes(root: Path) -> None:
     def order() -> list[float]:
         ((images, _),) = images_for({**DESCRIPTION, "classes": 1000}, str(root), batch_size=8, calibration=True)
         return (255 * images[:, 0, 0, 0]).round().tolist()
@@ -205,10 +205,10 @@ def test_calibration_images_are_shuffled_alike_every_time_and_of_any_classes(roo
 
 
 def test_a_class_count_mismatch_is_refused(root: Path) -> None:
-    with pytest.raises(QFrameworkError, match="holds 2 class folders, the model has 10 classes"):
+    with pytest.raises(QFrameworkError, match="must hold 10 class folders, one for each class, got 2"):
         images_for({**DESCRIPTION, "classes": 10}, str(root), batch_size=8)
 
 
-def test_descriptions_of_older_files_say_nothing_about_classes(root: Path) -> None:
+def test_descriptions_of_older_files_lack_the_number_of_classes(root: Path) -> None:
     older = {key: value for key, value in DESCRIPTION.items() if key != "classes"}
     assert len(images_for(older, str(root), batch_size=8)) == 1

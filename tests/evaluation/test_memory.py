@@ -1,4 +1,4 @@
-"""Peak memory, against what a known function has to hold."""
+"""Peak memory, against a function with a known peak."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def all_at_a_time(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("function", "kib"), [(two_at_a_time, 2 * 256), (all_at_a_time, 6 * 256)])
-def test_the_most_that_is_held_at_a_time(function, kib: int, device: torch.device) -> None:
+def test_the_peak_of_a_known_function(function, kib: int, device: torch.device) -> None:
     held = activation_bytes(function, KIB.to(device))
     assert kib * 1024 <= held < kib * 1024 + 4096  # and a few small things
     assert held == activation_bytes(function, KIB.to(device))
@@ -57,7 +57,7 @@ def test_what_earlier_calls_left_behind_is_not_subtracted_when_it_is_freed() -> 
     assert calls == [2, 2]
 
 
-def test_the_environment_is_left_as_it_was() -> None:
+def test_the_environment_is_restored() -> None:
     before = dict(os.environ)
     activation_bytes(two_at_a_time, KIB)
     assert dict(os.environ) == before

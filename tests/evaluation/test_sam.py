@@ -1,4 +1,4 @@
-"""SAM in its parts, against transformers' own model and processor; masks counted on COCO annotations."""
+"""SAM against transformers' own model and processor, and masks on COCO annotations (sam.py, tasks.py)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def picture_of(width: int, height: int) -> Image.Image:
 
 
 def transformers_masks(checkpoint: str, image: Image.Image, boxes: Tensor) -> Tensor:
-    """The documented way: processor, model, post-processing."""
+    """The documented steps: processor, model, post-processing."""
     from transformers import SamImageProcessor, SamModel, SamProcessor
 
     size = {"height": SIZE, "width": SIZE}
@@ -62,7 +62,7 @@ def transformers_masks(checkpoint: str, image: Image.Image, boxes: Tensor) -> Te
 
 
 @pytest.mark.parametrize(("width", "height"), [(60, 40), (40, 60), (64, 64), (131, 7)])
-def test_masks_are_those_of_transformers(sam: Sam, checkpoint: str, width: int, height: int) -> None:
+def test_masks_match_transformers(sam: Sam, checkpoint: str, width: int, height: int) -> None:
     image = picture_of(width, height)
     boxes = BOXES.clamp(max=min(width, height))
     picture = prepare_picture(sam.processor, image)
@@ -76,7 +76,7 @@ def test_masks_are_those_of_transformers(sam: Sam, checkpoint: str, width: int, 
     assert int((masks != expected).sum()) <= 0.001 * expected.numel()
 
 
-def test_many_boxes_are_those_boxes_one_by_one(sam: Sam) -> None:
+def test_many_boxes_give_the_same_masks_as_single_ones(sam: Sam) -> None:
     picture = prepare_picture(sam.processor, picture_of(60, 40))
     embedding = torch.randn(CHANNELS, SIZE // 8, SIZE // 8)
     boxes = BOXES.repeat(15, 1)  # more than are decoded at once
@@ -102,7 +102,7 @@ def test_a_saved_processor_is_used(sam: Sam, checkpoint: str, tmp_path: Path) ->
     text = json.loads(settings.read_text())
     text["pad_size"] = {"height": 128, "width": 128}
     settings.write_text(json.dumps(text))
-    with pytest.raises(QFrameworkError, match=f"images are padded to .*128.*; accepted: {SIZE}"):
+    with pytest.raises(QFrameworkError, match=f"images must be padded to {SIZE} x {SIZE}, got .*128"):
         load_sam(folder)
 
 
@@ -117,7 +117,7 @@ def test_a_model_of_another_kind_is_refused(tmp_path: Path) -> None:
     from transformers import ViTConfig
 
     ViTConfig().save_pretrained(tmp_path)
-    with pytest.raises(QFrameworkError, match="is of type 'vit'; accepted: 'sam'"):
+    with pytest.raises(QFrameworkError, match="must have the type 'sam', got 'vit'"):
         load_sam(str(tmp_path))
 
 
@@ -128,14 +128,14 @@ def test_missing_weights_are_refused(checkpoint: str, tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     del weights["mask_decoder.iou_token.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(QFrameworkError, match=r"lacks 1 of its weights, mask_decoder.iou_token.weight among them"):
+    with pytest.raises(QFrameworkError, match=r"lacks 1 of its weights, such as mask_decoder.iou_token.weight"):
         load_sam(str(tmp_path))
 
 
 # timm's encoders
 
 
-def test_timms_encoder_takes_the_place_of_the_models_own(sam: Sam, checkpoint: str) -> None:
+def test_timms_encoder_replaces_the_models_own(sam: Sam, checkpoint: str) -> None:
     encoder = TimmSamEncoder(tiny_timm_encoder())
     replaced = load_sam(checkpoint, encoder, encoder_name="tiny")
     assert replaced.name == f"{checkpoint} with tiny"
@@ -148,8 +148,8 @@ def test_timms_encoder_takes_the_place_of_the_models_own(sam: Sam, checkpoint: s
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"neck_chans": 24}, rf"gives embeddings of shape \(24, 8, 8\); the decoder takes \({CHANNELS}, 8, 8\)"),
-        ({"patch_size": 16}, rf"gives embeddings of shape \({CHANNELS}, 4, 4\)"),
+        ({"neck_chans": 24}, rf"must give embeddings of shape \({CHANNELS}, 8, 8\), got \(24, 8, 8\)"),
+        ({"patch_size": 16}, rf"must give .*, got \({CHANNELS}, 4, 4\)"),
         ({"in_chans": 1}, f"does not take images of {SIZE} x {SIZE}"),
     ],
 )
@@ -170,9 +170,9 @@ def test_timms_encoders_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(timm, "create_model", create_model)
     load_timm_encoder("samvit_base_patch16.sa1b", SIZE, pretrained=True)
     assert (made["name"], made["img_size"], made["pretrained"]) == ("samvit_base_patch16.sa1b", SIZE, True)
-    with pytest.raises(QFrameworkError, match="'samvit_bas_patch16' is unknown; did you mean samvit_base_patch16"):
+    with pytest.raises(QFrameworkError, match=r"got 'samvit_bas_patch16'. Did you mean samvit_base_patch16"):
         load_timm_encoder("samvit_bas_patch16", SIZE)
-    with pytest.raises(QFrameworkError, match=r"'vit_base_patch16_224' is unknown; .*accepted: samvit_base"):
+    with pytest.raises(QFrameworkError, match=r"encoder must be one of samvit_base.* got 'vit_base_patch16_224'"):
         load_timm_encoder("vit_base_patch16_224", SIZE)
     with pytest.raises(FileNotFoundError, match=r"none.pth does not exist"):
         load_timm_encoder("samvit_base_patch16", SIZE, tmp_path / "none.pth")
@@ -181,7 +181,7 @@ def test_timms_encoders_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # The task
 
 
-def test_counts_are_those_of_the_masks(sam: Sam, tmp_path: Path) -> None:
+def test_counts_match_the_masks(sam: Sam, tmp_path: Path) -> None:
     folder, annotations = write_coco(tmp_path, images=3)
     images = read_instances(annotations)
     task = BoxSegmentation(sam, folder, images, batch_size=2)
@@ -231,8 +231,8 @@ def test_damaged_pictures_are_skipped_and_reported(sam: Sam, tmp_path: Path) -> 
     assert [[image.file_name for image in batch.images] for batch in batches] == [["1.png"], ["4.png"]]
     assert [tuple(image) for batch in batches for image in batch.damaged] == [
         ("0.png", "the file is empty"),
-        ("2.png", "the file is missing"),
-        ("3.png", "40 x 50 pixels, annotated are 40 x 60"),
+        ("2.png", "the file does not exist"),
+        ("3.png", "must have 40 x 60 pixels as annotated, got 40 x 50"),
     ]
     assert [len(inputs) for inputs in task.calibration()] == [1, 1]
     assert task.example().shape == (2, 3, SIZE, SIZE)  # one picture, twice
@@ -240,7 +240,7 @@ def test_damaged_pictures_are_skipped_and_reported(sam: Sam, tmp_path: Path) -> 
 
 def test_a_folder_without_the_images_is_refused(sam: Sam, tmp_path: Path) -> None:
     _, annotations = write_coco(tmp_path)
-    with pytest.raises(QFrameworkError, match="holds none of the 5 annotated images"):
+    with pytest.raises(QFrameworkError, match=r"root must hold annotated images, got .* with none of the 5"):
         BoxSegmentation(sam, tmp_path, read_instances(annotations))
 
 

@@ -24,7 +24,7 @@ def test_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_training_wins_back_what_static_lost(tmp_path: Path) -> None:
+def test_training_recovers_the_loss_of_static_int8(tmp_path: Path) -> None:
     example = load_example()
     full, lost, trained = example.run(example.parse_arguments(["--build", str(tmp_path)])).values()
     assert full > 95

@@ -1,4 +1,4 @@
-"""The training examples run in every precision, go on after an interruption, and share the work of a batch."""
+"""The training examples: precisions, resuming, errors, and two processes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_smoke(script: str, precision: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.parametrize(("script", "size"), [*((script, "32") for script in TINY), ("train_gpt", "1x128")])
-def test_an_interrupted_run_goes_on_with_the_same_losses(script: str, size: str, tmp_path: Path) -> None:
+def test_an_interrupted_run_resumes_with_the_same_losses(script: str, size: str, tmp_path: Path) -> None:
     """In INT8, with dropout in the GPT."""
 
     def run(name: str, *more: str) -> None:
@@ -79,9 +79,9 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert said.count("\n") == 1
         return said
 
-    assert "holds fewer than 20 Python files" in error("--text", str(tmp_path))
+    assert "must hold at least 20 Python files" in error("--text", str(tmp_path))
     assert "where there is a GPU, got 'gpu0'" in error("--device", "gpu0")
-    assert "batch_size=4 for 1 processes with 3 micro-batches" in error("--accumulate", "3")
+    assert "batch_size must be a multiple of 1 processes times 3 micro-batches, got 4" in error("--accumulate", "3")
     assert example("train_gpt").main(["--smoke", "--quiet", "--output", str(tmp_path)]) == 0
     assert "other settings (seed was 0, is 1)" in error("--output", str(tmp_path), "--seed", "1")
     assert "other settings (block_size was 32, is [1, 128])" in error(
@@ -98,7 +98,7 @@ def test_an_unknown_block_size_is_refused(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow
 @each_script
 @pytest.mark.parametrize(("precision", "bound"), [("fp32", 1e-4), ("int8", 0.01)])
-def test_two_processes_lose_what_one_does(script: str, precision: str, bound: float, tmp_path: Path) -> None:
+def test_two_processes_have_the_same_losses_as_one(script: str, precision: str, bound: float, tmp_path: Path) -> None:
     """Exactly as much up to FP32's rounding in float; in INT8 other rows share a block, which a loss hardly sees."""
 
     def arguments(processes: int) -> list[str]:

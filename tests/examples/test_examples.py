@@ -81,12 +81,12 @@ def test_imagenet_timm_smoke_on_digits(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 BAD_INPUT = {
-    "random weights": (["test_vit"], "would have random weights; pass --pretrained or --checkpoint FILE"),
+    "random weights": (["test_vit"], "would have random weights. Pass --pretrained or --checkpoint FILE"),
     "unknown model": (
         ["vit_bas_patch16_224", "--pretrained", "--data", "none"],
-        "'vit_bas_patch16_224' is unknown; did you mean",
+        "got 'vit_bas_patch16_224'. Did you mean",
     ),
-    "unknown row": (["--configurations", "INT4"], "'INT4' is unknown; accepted: FP32, INT8, INT8 + attention"),
+    "unknown row": (["--configurations", "INT4"], "--configurations must be of FP32, INT8, INT8 + attention"),
     "no such device": (["--device", "gpu0"], "where there is a GPU, got 'gpu0'"),
     "data of another model": (["digits", "--data", "none"], "data 'none' does not fit model 'digits'"),
 }
@@ -108,13 +108,13 @@ def test_bad_folders_are_refused(
         assert example("imagenet_timm").main([*weights, *arguments, *EAGER]) == 2
         return capsys.readouterr().err
 
-    assert "is no directory" in error("--data", str(tmp_path / "none"))
+    assert "must be 'digits' or a folder of class folders" in error("--data", str(tmp_path / "none"))
     (tmp_path / "empty").mkdir()
-    assert "does not hold one folder of images per class" in error("--data", str(tmp_path / "empty"))
-    assert "needs images to calibrate with" in error("--data", str(folder))
+    assert "must hold one folder of images per class" in error("--data", str(tmp_path / "empty"))
+    assert "must have calibration images" in error("--data", str(folder))
     (folder / "a class of my own").mkdir()
     (folder / CLASSES[0] / "0.png").rename(folder / "a class of my own" / "0.png")
-    assert "holds 3 class folders, the model has 1000 classes" in error("--data", str(folder))
+    assert "must hold 1000 class folders, one for each class, got 3" in error("--data", str(folder))
 
 
 # coco_sam
@@ -165,9 +165,9 @@ def test_coco_sam_refuses_bad_input(
         assert example("coco_sam").main([str(model), *coco_arguments(shapes), *arguments, *EAGER]) == 2
         return capsys.readouterr().err
 
-    assert "needs images to calibrate with" in error(sam)
-    assert "'vit_tiny' is unknown; accepted: samvit" in error(sam, "--encoder", "vit_tiny")
-    assert "--encoder-checkpoint needs --encoder NAME" in error(sam, "--encoder-checkpoint", "weights.pth")
+    assert "must have calibration images" in error(sam)
+    assert "encoder must be one of samvit" in error(sam, "--encoder", "vit_tiny")
+    assert "--encoder-checkpoint must be given with --encoder NAME" in error(sam, "--encoder-checkpoint", "weights.pth")
     assert "cannot be loaded" in error(tmp_path / "none")
     assert "none.json" in error(sam, "--annotations", str(tmp_path / "none.json"))
-    assert "holds none of the 4 annotated images" in error(sam, "--images", str(tmp_path))
+    assert "with none of the 4" in error(sam, "--images", str(tmp_path))

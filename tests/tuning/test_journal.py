@@ -1,4 +1,4 @@
-"""Measurements kept in a file: resumed, never mixed up."""
+"""The journal: resuming, other settings, and damaged files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def never() -> int:
     raise AssertionError("measured again")
 
 
-def test_a_value_is_measured_once_and_then_read(path: Path) -> None:
+def test_a_value_is_measured_once(path: Path) -> None:
     values = {"a": 0.1, "b": [1, {"c": None}], "c": 1e-300}
     journal = Journal(path, SETTINGS)
     for key, value in values.items():
@@ -43,7 +43,7 @@ def test_without_a_file_values_are_kept_in_memory() -> None:
 
 
 @pytest.mark.parametrize("cut", [1, 5, 20])
-def test_a_line_that_was_cut_off_is_measured_again(path: Path, cut: int) -> None:
+def test_a_truncated_line_is_measured_again(path: Path, cut: int) -> None:
     journal = Journal(path, SETTINGS)
     journal("a", lambda: 1)
     journal("b", lambda: 2)
@@ -78,7 +78,7 @@ def test_a_file_that_is_no_journal_is_refused_and_kept(path: Path, content: str)
     assert path.read_text() == content
 
 
-def test_half_a_line_of_a_full_disk_is_taken_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_line_on_a_full_disk_is_removed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     journal = Journal(path, SETTINGS)
     with monkeypatch.context() as patched:
         patched.setattr(os, "fsync", full_disk)

@@ -1,4 +1,4 @@
-"""Each layer quantized alone: what is reported is what that layer does."""
+"""Each layer quantized alone: SQNR, metric, table and plot."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from qframework.tuning.layer_sensitivity import Sensitivity, sensitivity
 
 
 def closeness(model, batch):
-    """100 where the outputs are the model's own, less the farther away they are."""
+    """100 for the model's own outputs, and lower with their distance."""
     expected = model(batch)
 
     def metric(module) -> float:
@@ -53,7 +53,7 @@ def test_every_linear_and_attention_has_a_row(spelled_out: bool, batch) -> None:
         assert row.drop > 0
 
 
-def test_the_sqnr_of_a_layer_is_that_of_its_formula(batch) -> None:
+def test_the_sqnr_of_a_layer_matches_its_formula(batch) -> None:
     model = transformer()
     row = measured(model, batch, attention=()).rows[0]
     assert row.layer == "attn.qkv"
@@ -67,7 +67,7 @@ def test_the_sqnr_of_a_layer_is_that_of_its_formula(batch) -> None:
     assert row.sqnr_db == pytest.approx(expected, abs=1e-3)
 
 
-def test_the_layer_behind_an_outlier_is_the_worst(batch) -> None:
+def test_the_layer_after_an_outlier_is_the_worst(batch) -> None:
     result = measured(transformer(outlier=200.0), batch, linear=("static", "dynamic"))
     assert (result.worst()[0].layer, result.worst()[0].choice) == ("fc1", "static")
     drops = {(row.layer, row.choice): row.drop for row in result.rows}
@@ -82,7 +82,7 @@ def test_choices_are_tried_where_they_exist(batch) -> None:
     assert not measured(transformer(), batch, linear=(), attention=()).rows
 
 
-def test_the_same_seed_gives_the_same_bytes_and_an_interrupted_run_goes_on(batch, tmp_path: Path) -> None:
+def test_equal_runs_give_identical_files_and_an_interrupted_run_resumes(batch, tmp_path: Path) -> None:
     model = transformer()
     measured(model, batch).save(tmp_path / "whole.json")
     path, calls = tmp_path / "journal.jsonl", []
@@ -114,17 +114,17 @@ def test_table_and_plot(batch, tmp_path: Path) -> None:
     json.loads(json.dumps(result.to_dict(), allow_nan=False))
 
 
-def test_refused(batch) -> None:
+def test_bad_metrics_calibration_and_choices_are_refused(batch) -> None:
     model = transformer()
-    with pytest.raises(QFrameworkError, match="metric of the model is nan"):
+    with pytest.raises(QFrameworkError, match=r"metric must return a finite number, .* got nan"):
         sensitivity(model, batch, lambda module: float("nan"), [batch])
-    with pytest.raises(QFrameworkError, match="calibration is an iterator"):
+    with pytest.raises(QFrameworkError, match="calibration must be a list or a DataLoader"):
         sensitivity(model, batch, lambda module: 0.0, iter([batch]))
-    with pytest.raises(UnsupportedError, match="a linear cannot be 'int4'"):
+    with pytest.raises(UnsupportedError, match="a linear must be one of float, static, dynamic, got 'int4'"):
         measured(model, batch, linear=("int4",))
 
 
-def test_a_recipe_is_followed_for_every_layer_dynamic_ones_too(batch) -> None:
+def test_a_recipe_applies_to_every_layer_including_dynamic_ones(batch) -> None:
     seen = []
 
     class Steps(Recipe):

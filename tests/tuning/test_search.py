@@ -34,7 +34,7 @@ def noise(assignment: Assignment, costs: dict) -> float:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_no_assignment_beats_a_part_of_the_ladder_in_both_time_and_noise(seed: int) -> None:
+def test_no_assignment_beats_a_prefix_of_the_ladder_in_both_time_and_noise(seed: int) -> None:
     costs = problem(seed)
     parts = rungs(all_float(costs), ladder(costs))
     every = [Assignment(zip(costs, each, strict=True)) for each in itertools.product(*costs.values())]
@@ -46,8 +46,8 @@ def test_no_assignment_beats_a_part_of_the_ladder_in_both_time_and_noise(seed: i
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_each_part_of_the_ladder_is_the_best_of_some_multiplier(seed: int) -> None:
-    """The hull from below of (time, noise): at the price of a step its part has the least of all assignments."""
+def test_each_prefix_of_the_ladder_is_optimal_for_some_multiplier(seed: int) -> None:
+    """The lower convex hull of (time, noise): no assignment has a lower Lagrangian at the multiplier of a step."""
     costs = problem(seed, layers=3)
     steps = ladder(costs)
     parts = rungs(all_float(costs), steps)
@@ -65,7 +65,7 @@ def test_a_slower_choice_is_never_taken() -> None:
     assert ladder(costs) == []
 
 
-def test_the_ladder_skips_what_lies_above_the_hull() -> None:
+def test_the_ladder_skips_choices_above_the_convex_hull() -> None:
     """``dynamic`` saves half as much as ``static`` for nearly all of its noise."""
     costs = {key("a"): {"float": Cost(3.0), "dynamic": Cost(2.0, 0.9), "static": Cost(1.0, 1.0)}}
     assert ladder(costs) == [(key("a"), "static")]
@@ -82,7 +82,7 @@ def quantized(assignment: Assignment) -> str:
 
 
 class Fits:
-    """Whether a set of layers fits, and which were asked about."""
+    """Whether a set of layers fits; records the queries."""
 
     def __init__(self, fits) -> None:
         self.fits, self.asked = fits, []
@@ -93,7 +93,7 @@ class Fits:
 
 
 @pytest.mark.parametrize("length", range(9))
-def test_the_longest_part_that_fits_is_bisected(length: int) -> None:
+def test_the_longest_prefix_that_fits_is_found_by_bisection(length: int) -> None:
     fits = Fits(lambda names: len(names) <= length)
     assert quantized(climb(START, STEPS, fits, refinements=0)) == "abcdefgh"[:length]
     assert len(fits.asked) <= 4  # the whole ladder, then log2(8)
@@ -106,7 +106,7 @@ def test_steps_beyond_one_that_does_not_fit_are_tried() -> None:
     assert quantized(climb(START, STEPS, fits, refinements=2)) == "abd"
 
 
-def test_nothing_fits() -> None:
+def test_the_start_is_returned_if_nothing_fits() -> None:
     assert climb(START, STEPS, Fits(lambda names: False), refinements=3) == START
     assert climb(START, [], Fits(lambda names: False), refinements=3) == START
 

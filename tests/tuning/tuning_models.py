@@ -1,4 +1,4 @@
-"""A small transformer of which every layer can be quantized, and times from a table."""
+"""A small transformer whose layers can all be quantized, and a timer with fixed times."""
 
 from __future__ import annotations
 

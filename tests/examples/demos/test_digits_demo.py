@@ -1,4 +1,4 @@
-"""The demo, small, and its checks; the whole of it is slow."""
+"""The demo on a small model, its checks, and the whole demo (slow)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ FP32 = demo.DemoRow("FP32", 98.0, 100.0, 1000, None, 0, 5)
 GOOD = demo.DemoRow("static INT8", 97.5, 200.0, 300, 30.0, 5, 5)
 
 
-def test_the_limits_themselves_pass() -> None:
+def test_values_at_the_limits_pass() -> None:
     assert demo.Demo([FP32, GOOD], 0.0).failures() == []
 
 

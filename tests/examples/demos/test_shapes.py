@@ -1,4 +1,4 @@
-"""The segmentation set: made from its seed alone, annotated as drawn, readable by pycocotools."""
+"""The segmentation set: seeded images, annotations, and pycocotools."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_images_are_what_the_annotations_say(folder: Path, coco: COCO, scenes: l
         assert (entry["height"], entry["width"]) == scene.image.shape[:2]
 
 
-def test_masks_do_not_overlap_and_are_seen(scenes: list[shapes.Scene]) -> None:
+def test_masks_do_not_overlap_and_are_visible(scenes: list[shapes.Scene]) -> None:
     for scene in scenes:
         assert 1 <= len(scene.shapes) <= 5
         assert sum(shape.mask.astype(int) for shape in scene.shapes).max() == 1
@@ -100,7 +100,7 @@ def test_masks_do_not_overlap_and_are_seen(scenes: list[shapes.Scene]) -> None:
             assert shape.is_whole == (shape.mask.sum() == whole)
 
 
-def test_a_mask_cannot_be_guessed_from_its_box(scenes: list[shapes.Scene]) -> None:
+def test_shapes_fill_little_of_their_boxes(scenes: list[shapes.Scene]) -> None:
     """A box filled in would have this mean IoU; what a trained model is to reach lies far above."""
     fills = []
     for scene in scenes:
@@ -140,8 +140,8 @@ def test_run_lengths(mask: list[list[int]], counts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("arguments", [{"split": "test"}, {"size": 31}, {"size": 257}])
-def test_what_cannot_be_made_is_refused(arguments: dict) -> None:
-    with pytest.raises(QFrameworkError, match="accepted: train, held_out, 32 to 256 pixels"):
+def test_unknown_splits_and_sizes_are_refused(arguments: dict) -> None:
+    with pytest.raises(QFrameworkError, match="split must be of train, held_out and size 32 to 256 pixels"):
         shapes.make_scene(0, **arguments)
 
 

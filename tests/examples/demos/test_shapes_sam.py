@@ -1,4 +1,4 @@
-"""The small SAM: built like the real one, trained from its seed, measured object by object."""
+"""The small SAM: architecture, seeded training, and measurement."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_encoder_is_built_like_the_real_one() -> None:
     assert [len(layer.attn.rel_pos_h) for layer in layers] == [9, 2 * grid - 1] * 2
 
 
-def test_the_untrained_model_sees_its_image() -> None:
+def test_the_untrained_model_depends_on_its_image() -> None:
     """transformers' own start, 1e-10, would give the same embedding everywhere."""
     torch.manual_seed(0)
     model = shapes_sam.build_model(TINY)
@@ -89,7 +89,7 @@ def untrained(config: shapes_sam.SamTrainingConfig) -> SamModel:
     return shapes_sam.build_model(config)
 
 
-def test_boxes_follow_what_is_mirrored_and_transposed() -> None:
+def test_boxes_follow_mirroring_and_transposition() -> None:
     torch.manual_seed(0)
     data = shapes_sam._TrainingSet(TINY, lambda: None)
     masks = torch.zeros(1, 1, 32, 32)
@@ -107,7 +107,7 @@ def test_boxes_follow_what_is_mirrored_and_transposed() -> None:
     assert len(seen) == 8
 
 
-def test_shaken_boxes_stay_near_and_inside() -> None:
+def test_noisy_boxes_stay_near_and_inside() -> None:
     torch.manual_seed(0)
     boxes = torch.tensor([10.0, 20.0, 50.0, 64.0]).expand(1000, 1, 4)
     off = shapes_sam._shaken(boxes, 64) - boxes
@@ -166,7 +166,7 @@ def test_the_task_measures_every_object(task: BoxSegmentation, scenes: list[shap
 
 
 def test_bad_arguments_are_refused() -> None:
-    with pytest.raises(QFrameworkError, match="image_size=100 is no multiple of patch_size=8"):
+    with pytest.raises(QFrameworkError, match="image_size must be a multiple of patch_size 8, got 100"):
         shapes_sam.SamTrainingConfig(image_size=100)
 
 

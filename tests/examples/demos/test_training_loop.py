@@ -1,4 +1,4 @@
-"""Training runs: the same losses after an interruption and in several processes, files, refusals."""
+"""Training runs: resuming, several processes, files and errors (training_loop.py, training_files.py)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_the_speed_leaves_out_the_steps_that_compile(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("stop", [1, 5, 11])
-def test_an_interrupted_run_ends_as_if_it_had_not_been(tmp_path: Path, stop: int) -> None:
+def test_an_interrupted_run_ends_with_the_same_losses(tmp_path: Path, stop: int) -> None:
     """Losses, validation and weights, bit for bit."""
     whole = train(Regression(), CONFIG, Place(evaluate_every=4))
     place = Place(folder=tmp_path, evaluate_every=4)
@@ -98,7 +98,7 @@ def test_without_the_optimizers_state_losses_would_differ(tmp_path: Path) -> Non
     assert train(Regression(), CONFIG, Place(folder=tmp_path)).curves != train(Regression(), CONFIG).curves
 
 
-def test_the_callers_generators_and_settings_are_not_touched() -> None:
+def test_the_callers_generators_and_settings_do_not_change() -> None:
     before = torch.random.get_rng_state()
     train(Regression(), replace(CONFIG, steps=1))
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -119,7 +119,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
     assert parts != whole  # added up in another order: micro-batches were made
 
 
-def test_matrices_decay_and_vectors_do_not() -> None:
+def test_weight_decay_applies_to_matrices_only() -> None:
     decaying, others = training_loop._optimizer(nn.Linear(3, 2), CONFIG).param_groups
     assert ([p.dim() for p in decaying["params"]], decaying["weight_decay"]) == ([2], CONFIG.weight_decay)
     assert ([p.dim() for p in others["params"]], others["weight_decay"]) == ([1], 0.0)
@@ -139,14 +139,14 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"no checkpoint", b"PK\x03\x04"])
 def test_a_damaged_checkpoint_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / CHECKPOINT).write_bytes(content)
-    with pytest.raises(FileFormatError, match="is no checkpoint of a training run"):
+    with pytest.raises(FileFormatError, match="is not a checkpoint of a training run"):
         load_checkpoint(tmp_path / CHECKPOINT, {})
 
 
 BAD_CONFIGURATIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "precision": ({"precision": "int4"}, "precision 'int4' is unknown; accepted: fp32, bf16, int8"),
-    "mode": ({"mode": "per_row"}, "mode 'per_row' is unknown; accepted: per_block, per_tensor, per_token"),
-    "steps": ({"steps": 0}, "steps=0"),
+    "precision": ({"precision": "int4"}, "precision must be one of fp32, bf16, int8, got 'int4'"),
+    "mode": ({"mode": "per_row"}, "mode must be one of per_block, per_tensor, per_token, got 'per_row'"),
+    "steps": ({"steps": 0}, "must be at least 1, got 0"),
 }
 
 
@@ -157,7 +157,7 @@ def test_bad_configurations_are_refused(changes: dict[str, Any], message: str) -
 
 
 def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
-    with pytest.raises(QFrameworkError, match="batch_size=8 for 3 processes with 1 micro-batches"):
+    with pytest.raises(QFrameworkError, match="multiple of 3 processes times 1 micro-batches, got 8"):
         train(Regression(), CONFIG, Place(processes=Processes(0, 3)))
 
 
@@ -211,7 +211,7 @@ class NoRandomness(Regression):
         return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2))
 
 
-def test_two_processes_lose_what_one_does(tmp_path: Path) -> None:
+def test_two_processes_have_the_same_losses_as_one(tmp_path: Path) -> None:
     """Up to the rounding of FP32 sums in another order."""
     import json
 

@@ -1,4 +1,4 @@
-"""What is trained: batches come from the seed and the step, held-out data is never trained on."""
+"""Training tasks: seeded batches and held-out data (training_tasks.py, python_text.py)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_files_are_held_out_as_a_whole(sources: Path) -> None:
+def test_whole_files_are_held_out(sources: Path) -> None:
     text = load_text(str(sources))
     train, validation = (bytes(part.tolist()).decode().split() for part in (text.train, text.validation))
     assert len(set(train) - {"x", "="}) == 38
@@ -35,7 +35,7 @@ def test_files_are_held_out_as_a_whole(sources: Path) -> None:
     assert "never" not in train + validation
 
 
-def test_the_digest_is_that_of_the_text(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_digest_covers_the_text(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     first = load_text(str(sources)).digest
     moved = sources.rename(tmp_path_factory.mktemp("moved") / "sources")
     assert load_text(str(moved)).digest == first
@@ -47,7 +47,7 @@ def test_the_digest_is_that_of_the_text(sources: Path, tmp_path_factory: pytest.
 
 
 def test_too_few_files_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(QFrameworkError, match="holds fewer than 20 Python files"):
+    with pytest.raises(QFrameworkError, match="must hold at least 20 Python files"):
         load_text(str(tmp_path))
 
 
@@ -68,7 +68,7 @@ def test_windows() -> None:
 
 
 @pytest.mark.parametrize("size", [3, 7, 10, 25])
-def test_every_image_once_before_any_comes_again(size: int) -> None:
+def test_each_pass_uses_every_image_once(size: int) -> None:
     stream = torch.cat([_endless_order(10, 0, step * size, size) for step in range(14)])
     for start in range(0, len(stream) - 9, 10):
         assert sorted(stream[start : start + 10].tolist()) == list(range(10))

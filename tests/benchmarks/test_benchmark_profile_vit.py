@@ -1,4 +1,4 @@
-"""Profiles: kernels are counted by name, and a block is what one block more launches."""
+"""Profiles: kernels are counted by name, and a block is the difference between two depths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def found(**kernels: tuple[float, float]) -> Profile:
     return Profile.of(kernels)
 
 
-def test_a_block_is_what_one_block_more_launches():
+def test_the_kernels_of_a_block_are_the_difference_between_two_depths():
     three = found(gemm=(12, 6.0), patch=(1, 0.5), norm=(7, 0.7))
     four = found(gemm=(16, 8.0), patch=(1, 0.6), norm=(9, 0.9), other=(1, 0.1))
     block = four.beyond(three)
@@ -29,7 +29,7 @@ def test_a_block_is_what_one_block_more_launches():
     assert block.ms == pytest.approx(2.3)
 
 
-def test_inductors_numbers_are_no_part_of_a_name():
+def test_kernel_names_lose_inductors_numbers():
     assert plain_name("triton_per_fused_layer_norm_12") == "triton_per_fused_layer_norm"
     assert plain_name("sm90_xmma_gemm_bf16_2") == "sm90_xmma_gemm_bf16_2"
 
@@ -41,7 +41,7 @@ def event(name: str, device: DeviceType, parent: object = None, annotation: bool
     )
 
 
-def test_what_counts_as_a_launch():
+def test_only_gpu_events_and_outermost_operators_are_launches():
     region = event("Torch-Compiled Region: 0/0", DeviceType.CPU)
     outer = event("aten::linear", DeviceType.CPU, region)
     profiled = SimpleNamespace(
@@ -57,7 +57,7 @@ def test_what_counts_as_a_launch():
     assert list(profile_vit._launches(profiled, "cpu")) == [("aten::linear", 5.0)]
 
 
-def test_launches_are_those_of_one_pass():
+def test_launches_are_counted_per_pass():
     def forward(x: torch.Tensor) -> torch.Tensor:
         return torch.mm(torch.mm(x, x), x) + 1
 

@@ -1,4 +1,4 @@
-"""The page on attention says what the stored measurement says."""
+"""The figures on the page on attention match the stored measurement."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""benchmarks.training_gradients: what it compares, and the file it writes."""
+"""The comparison of gradients, and its file (training_gradients.py)."""
 
 from __future__ import annotations
 
 import copy
+import json
 
 import pytest
 import torch
@@ -23,21 +24,22 @@ def model():
 def test_the_file_holds_what_was_printed(tmp_path, capsys):
     path = tmp_path / "new" / "gradients.json"
     assert training_gradients.main(["--smoke", "--output", str(path)]) == 0
-    document, rows = training_gradients.read(path)
+    document = json.loads(path.read_text())
+    rows = [Row(**row) for row in document["rows"]]
     assert training_gradients.table(rows) in capsys.readouterr().out
     assert document["settings"]["tokens"] == 2 * 4 * 16
     assert {row.configuration for row in rows} == set(training_gradients.COMPARED)
     assert all(0 < row.gradient_error < 1 for row in rows if row.massive == 0)
 
 
-def test_fp32_beside_itself_is_exact(model, monkeypatch):
+def test_fp32_compared_with_itself_has_no_error(model, monkeypatch):
     monkeypatch.setattr(training_gradients, "int8", lambda given, name: copy.deepcopy(given))
     batches = [TASK.batch(1, step, 2) for step in range(2)]
     (row,) = training_gradients.compare_gradients(TASK, model, batches, ["per_block_32"])
     assert (row.gradient_error, row.percent) == (0.0, 0.0)
 
 
-def test_a_massive_token_harms_its_block(model):
+def test_a_massive_token_harms_the_tokens_in_its_block(model):
     """One block of 128 x 128 holds all 16 tokens; of (1, 128) each has its own."""
     changed = training_gradients.with_massive_token(TASK, model, 300.0)
     batches = [TASK.batch(1, 0, 2)]

@@ -1,7 +1,8 @@
-"""Profiles of first calls: phases of the backend, of PyTorch and of threads, and nothing left changed behind."""
+"""Profiles of first calls: phases of the backend, PyTorch and threads; patches are restored."""
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ def test_the_phases_of_a_first_call(fresh_dynamo, tmp_path):
     assert (dict(vars(backend)), dict(vars(passes))) == before
 
 
-def test_threads_and_their_time_on_a_core():
+def test_phases_measure_cpu_time_per_thread():
     clock = Clock()
 
     def work(seconds: float) -> None:
@@ -53,7 +54,7 @@ def test_threads_and_their_time_on_a_core():
     assert phase.cpu_s < 0.05
 
 
-def test_a_phase_that_fails_counts_and_its_error_passes_through():
+def test_a_failing_phase_is_counted_and_its_error_propagates():
     clock = Clock()
 
     def refuse() -> None:
@@ -64,7 +65,7 @@ def test_a_phase_that_fails_counts_and_its_error_passes_through():
     assert clock.phases["refused"].calls == 1
 
 
-def test_the_table_is_sorted_and_leaves_out_what_is_short():
+def test_the_table_is_sorted_and_omits_short_phases():
     phases = {"short": Phase(1, 0.001), "b": Phase(2, 0.5, 0.25), "a": Phase(1, 3.0)}
     lines = show(phases).splitlines()
     assert lines[2:] == ["| a | 1 | 3 |  |", "| b | 2 | 0.5 | 0.25 |"]
@@ -83,6 +84,6 @@ def test_every_provider_is_written(monkeypatch, tmp_path, capsys):
     assert profile_first_call.main(arguments) == 0
     names = profile_first_call.DEFAULT
     assert asked == [(name, 2, True, tmp_path / "stats" / f"{name}.prof") for name in names]
-    found = profile_first_call.json.loads(output.read_text())["providers"]
+    found = json.loads(output.read_text())["providers"]
     assert found == {name: {"first call": {"calls": 1, "s": 2.0, "cpu_s": 1.0}} for name in names}
     assert "| first call | 1 | 2 | 1 |" in capsys.readouterr().out

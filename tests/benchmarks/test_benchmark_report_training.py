@@ -1,4 +1,4 @@
-"""The page on INT8 training: every promise is on it, passes where it is kept and fails where it is not."""
+"""The page on INT8 training: all targets with the right verdicts (report_training.py, target_table_training.py)."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def records(target: Target, ours: float, peers: float) -> list[Record]:
 
 
 def test_promises() -> None:
-    """What has to be reached, written down once more."""
+    """The targets, written down independently."""
     must = {(target.what, target.against): target.must for target in TRAINING_TARGETS}
     assert len(must) == len(TRAINING_TARGETS)
     assert must["non-linear operators, hidden 8192, blocks of 32", "PyTorch FP16"] == 1.8
@@ -102,7 +102,7 @@ def test_verdicts(what: str, against: str, ours: float, verdict: str) -> None:
     assert outcome.verdict == verdict
 
 
-def test_a_missing_operator_leaves_it_open() -> None:
+def test_the_verdict_is_open_if_an_operator_is_missing() -> None:
     target = find("non-linear operators, hidden 8192, blocks of 32", "PyTorch FP16")
     some = [record for record in records(target, 0.5, 1.0) if record.op != "silu backward"]
     outcome = evaluate(target, some)
@@ -199,7 +199,7 @@ def test_two_seeds_are_too_few(tmp_path: Path) -> None:
     write_runs(tmp_path / "results", "digits", 2, bf16=98.0, per_block_32=98.0, per_tensor=10.0)
     text = page(tmp_path)
     assert "| open: 2 of 3 seeds |" in line(text, "digits, top-1 in percent, per_block_32 ")
-    assert "| open: 2 of 3 seeds |" in line(text, "per_tensor, visibly worse")
+    assert "| open: 2 of 3 seeds |" in line(text, "per_tensor, worse on one")
 
 
 @pytest.mark.parametrize(
@@ -211,11 +211,11 @@ def test_two_seeds_are_too_few(tmp_path: Path) -> None:
         (98.0, None, "open: gpt not measured"),
     ],
 )
-def test_per_tensor_has_to_be_worse(tmp_path: Path, digits: float, gpt: float | None, verdict: str) -> None:
+def test_per_tensor_must_be_worse_than_blocks(tmp_path: Path, digits: float, gpt: float | None, verdict: str) -> None:
     write_runs(tmp_path / "results", "digits", bf16=98.0, per_tensor=digits)
     if gpt is not None:
         write_runs(tmp_path / "results", "gpt", bf16=1.0, per_tensor=gpt)
-    assert f"| {verdict} |" in line(page(tmp_path), "per_tensor, visibly worse")
+    assert f"| {verdict} |" in line(page(tmp_path), "per_tensor, worse on one")
 
 
 def test_smoke_runs_do_not_count(tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_smoke_runs_do_not_count(tmp_path: Path) -> None:
     assert "## Accuracy: gpt" not in page(tmp_path)
 
 
-def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
+def test_block_sizes_have_rows_of_their_own(tmp_path: Path) -> None:
     write_runs(tmp_path / "results", "digits", bf16=98.0, per_block_32=98.0, per_block_128=97.5, per_block_1x128=97.9)
     shape = list(map(int, subject_of_block(HIDDEN[-1]).split(",")))
     providers = {COMPILED[0]: 2.0, COMPILED[2]: 1.0, BLOCK_PEERS["BF16 compiled"][0]: 1.5}
@@ -248,8 +248,8 @@ def test_block_sizes_are_told_apart(tmp_path: Path) -> None:
     assert "| 1.500 | aim reached | qframework_128_compiled | bf16_compiled | training_block, `abc123` |" in best
 
 
-def test_memory_that_was_not_measured_is_not_the_least(tmp_path: Path) -> None:
-    """Under CUDA graphs there is none to compare."""
+def test_missing_memory_is_not_the_minimum(tmp_path: Path) -> None:
+    """Under CUDA graphs, memory is not measured."""
     shape = list(map(int, subject_of_block(HIDDEN[-1]).split(",")))
     base = Record(
         benchmark="training_block", provider=training_block.GRAPHS, op=STEP, shape=shape, p50_ms=1.0, tflops=1.0
@@ -270,7 +270,7 @@ def test_peers_that_are_faster_are_listed(tmp_path: Path) -> None:
     assert "Nowhere in these runs." in page(tmp_path)
 
 
-def test_another_chip_is_shown_and_not_judged(tmp_path: Path) -> None:
+def test_other_chips_are_shown_without_a_verdict(tmp_path: Path) -> None:
     target = find("gelu forward, hidden 8192", "PyTorch FP16")
     write_records(tmp_path / "results", records(target, 1.0, 4.0), device="Chip 9000")
     text = page(tmp_path)
@@ -278,7 +278,7 @@ def test_another_chip_is_shown_and_not_judged(tmp_path: Path) -> None:
     assert "## Operators between INT8 blocks: Chip 9000, 2026-01-02" in text
 
 
-def test_check_sees_what_is_stale(tmp_path: Path) -> None:
+def test_check_detects_stale_files(tmp_path: Path) -> None:
     write_runs(tmp_path / "results", "gpt", bf16=1.0)
     plot = tmp_path / "docs" / "assets" / "training-gpt.png"
     page(tmp_path)
@@ -302,7 +302,7 @@ def test_runs_of_several_kinds_are_refused(tmp_path: Path, capsys: pytest.Captur
     path = Case("gpt", "bf16", 0).path(tmp_path / "results" / "training")
     path.write_text(path.read_text().replace('"steps": 20', '"steps": 30'))
     assert report.main(arguments(tmp_path)) == 2
-    assert "holds runs of 2 kinds" in capsys.readouterr().err
+    assert "must have the same settings, got 2 kinds" in capsys.readouterr().err
 
 
 def write_processes(folder: Path, date: str, loss: float, smoke: bool = False) -> None:

@@ -1,0 +1,157 @@
+"""All commands: bad input and usage, exit codes, help and version."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cli_runs import TIMM_MODEL, run
+from typer.testing import CliRunner
+
+from qframework import __version__, cli
+
+BAD_INPUT = {
+    "unknown model": (("quantize", "vit_bas_patch16_224"), "got 'vit_bas_patch16_224'. Did you mean vit_"),
+    "random weights": (("quantize", TIMM_MODEL), "would have random weights"),
+    "missing checkpoint": (
+        ("quantize", TIMM_MODEL, "--checkpoint", "none.pth", "--data", "."),
+        "none.pth does not exist",
+    ),
+    "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
+    "observer of a dynamic scale": (
+        ("quantize", "digits", "--dynamic", "--observer", "mse"),
+        "--observer must be minmax with --dynamic",
+    ),
+    "unknown attention": (
+        ("quantize", "digits", "--attention", "sage9"),
+        "variant='sage9' is unknown; accepted: auto, sage_t",
+    ),
+    "missing file": (("evaluate", "none.pt2"), "none.pt2"),
+    "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
+    "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
+    "random weights, evaluated": (("evaluate", TIMM_MODEL), "would have random weights"),
+    "data of another model": (
+        ("quantize", TIMM_MODEL, "--checkpoint", "none.pth"),
+        f"data 'digits' does not fit model '{TIMM_MODEL}'",
+    ),
+}
+
+
+COMMANDS = ("quantize", "evaluate", "sensitivity", "tune", "benchmark")
+
+
+WITH_DATA = [command for command in COMMANDS if command != "benchmark"]
+
+
+def expect_bad_input(message: str, *arguments: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def never_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr("qframework.evaluation.models.load_classifier", fail)
+
+
+@pytest.mark.parametrize("device", ["meta", "nonsense", "", "mps", "xpu", "cuda:99", "cuda:-1", "cpu:1"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_devices_are_checked_before_a_model_is_loaded(
+    command: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_load(monkeypatch)
+    expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    expect_bad_input("--device 'cuda' is not there, this machine has 0", command, "digits", "--device", "cuda")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unknown_models_are_named_first(command: str) -> None:
+    expect_bad_input("got 'test_vitt'. Did you mean test_vit", command, "test_vitt")
+
+
+@pytest.mark.parametrize("data", ["missing", "file", ""])
+@pytest.mark.parametrize("command", WITH_DATA)
+def test_data_is_checked_before_a_model_is_loaded(command: str, data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    Path("file").touch()
+    expect_bad_input(
+        f"data must be 'digits' or a folder of class folders, got '{data}'",
+        command,
+        TIMM_MODEL,
+        "--pretrained",
+        "--data",
+        data,
+    )
+    expect_bad_input(f"data '{data}' does not fit model 'digits'", command, "digits", "--data", data)
+
+
+@pytest.mark.parametrize("command", ["sensitivity", "tune"])
+def test_calibration_data_is_checked_before_a_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    expect_bad_input("data 'missing' does not fit", command, "digits", "--calibration-data", "missing")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_empty_batch_size_is_bad_usage(command: str) -> None:
+    assert run(command, "digits", "--batch-size", "0").exit_code == 2
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT.values(), ids=BAD_INPUT)
+def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+def test_debug_keeps_the_traceback() -> None:
+    result = CliRunner().invoke(cli.app, ["--debug", "evaluate", "none.pt2"])
+    assert isinstance(result.exception, FileNotFoundError)
+
+
+@pytest.mark.parametrize("arguments", [("quantise",), ("quantize", "digits", "--weight", "int4"), ("evaluate",)])
+def test_bad_usage(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+def test_help_has_examples(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"qframework {command}" in result.stdout.split("Examples")[1]
+
+
+def test_version() -> None:
+    assert run("--version").stdout.strip() == f"qframework {__version__}"
+
+
+_LEAN = """
+import sys
+import qframework.cli
+heavy = {"torchao", "timm", "torchvision", "sklearn", "transformers"} & set(sys.modules)
+assert not heavy, heavy
+sys.argv = ["qframework", "evaluate", "none.pt2"]
+qframework.cli.main()
+"""
+
+
+def test_the_command_in_a_process_of_its_own() -> None:
+    result = subprocess.run([sys.executable, "-c", _LEAN], capture_output=True, text=True, check=False)
+    assert result.returncode == 2, result.stderr
+    assert "none.pt2" in result.stderr
+    assert "Traceback" not in result.stderr

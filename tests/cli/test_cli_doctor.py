@@ -1,0 +1,66 @@
+"""``qframework doctor``, and the diagnosis it prints."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cli_runs import run, run_json
+
+from qframework import diagnosis
+
+
+def test_doctor() -> None:
+    from qframework.kernels import cpu_implementation
+
+    report = run_json("doctor")
+    assert report["software"]["torch"] == __import__("importlib.metadata").metadata.version("torch")
+    assert report["cpu"]["int8_linear"] == cpu_implementation()
+    assert report["problems"] == []
+    assert [name for name in report if name.startswith("cuda")] == [
+        f"cuda:{index}" for index in range(torch.cuda.device_count())
+    ]
+
+
+def test_doctor_explains_why_the_cpu_multiplies_floats(monkeypatch: pytest.MonkeyPatch) -> None:
+    from qframework import diagnosis
+    from qframework.kernels.linear.cpu import CpuChoice
+
+    choice = CpuChoice("float32", {"int_mm": "it is not exact on this processor"})
+    monkeypatch.setattr(diagnosis, "cpu_choice", lambda: choice)
+    report = run_json("doctor")
+    assert report["cpu"]["int8_linear"] == "float32"
+    assert report["cpu"]["int8_linear_not_int_mm"] == "it is not exact on this processor"
+    assert report["problems"] == [], "slow, and right"
+
+
+def test_doctor_prints_tables() -> None:
+    result = run("doctor")
+    assert result.exit_code == 0, result.output
+    assert "int8 linear" in result.stdout
+
+
+def test_doctor_fails_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(diagnosis, "cpp_compiler", lambda: None)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "no C++ compiler" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "supported"),
+    [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "7.0", False)],
+)
+def test_doctor_says_which_gpus_are_supported(
+    capability: tuple[int, int], hip: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Properties:
+        name, total_memory = "a GPU", 16 * 2**30
+        major, minor = capability
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    gpu = diagnosis.diagnose()["cuda:0"]
+    assert gpu["capability"] == f"sm_{capability[0]}{capability[1]}"
+    assert gpu["supported"] is supported
+    assert gpu["memory_gib"] == 16.0

@@ -1,0 +1,78 @@
+"""The operators that are timed for each choice."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from qframework.tuning.layer_times import milliseconds
+from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape
+
+FLOAT = torch.float32
+
+
+def shape(*sizes: int, dtype: torch.dtype = FLOAT) -> TensorShape:
+    return TensorShape(sizes, dtype)
+
+
+LINEAR = LinearOperands(shape(4, 6, 16), shape(32, 16), shape(32))
+
+
+ATTENTION = AttentionOperands(*[shape(2, 2, 6, 8)] * 3)
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("operands", "choice", "operators"),
+    [
+        (LINEAR, "float", ["aten.addmm.default"]),
+        (LINEAR, "static", ["qframework.int8_linear.default"]),
+        (LINEAR, "dynamic", ["qframework.dynamic_quantize.alone", "qframework.int8_linear.default"]),
+        (ATTENTION, "static", ["qframework.mixed_attention.default"]),
+        (ATTENTION, "sage_b", ["qframework.sage_attention.default"]),
+    ],
+)
+def test_the_operators_that_the_backend_launches_are_timed(operands, choice, operators) -> None:
+    with Operators() as mode:
+        assert milliseconds(operands, choice, "cpu", repeats=1) > 0
+    ours = [name for name in mode.seen if name in operators]
+    # two calls to warm up, one for the number of repeats, three at least that count
+    assert ours == operators * 6
+    assert not [name for name in mode.seen if name.startswith("qframework") and name not in operators]
+
+
+@pytest.mark.parametrize("choice", ["float", "static", "sage_b"])
+@pytest.mark.parametrize(
+    "bias",
+    [
+        {"mask": shape(2, 1, 6, 6)},
+        {"mask": shape(6, 6, dtype=torch.bool)},
+        {"rel_h": shape(2, 2, 6, 2), "rel_w": shape(2, 2, 6, 3)},
+        {"is_causal": True},
+    ],
+    ids=["float mask", "bool mask", "relative positions", "causal"],
+)
+def test_attention_is_timed_with_its_bias(bias, choice) -> None:
+    assert milliseconds(AttentionOperands(*[shape(2, 2, 6, 8)] * 3, **bias), choice, "cpu", repeats=1) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("operands", "choice"),
+    [(o, c) for o, cs in ((LINEAR, ("static", "dynamic")), (ATTENTION, ("static", "sage_b"))) for c in ("float", *cs)],
+)
+def test_times_on_a_gpu_exclude_launch_overhead(operands, choice) -> None:
+    # tensors this small take microseconds; launched one by one from Python they would take tens of them
+    assert 0 < milliseconds(operands, choice, "cuda") < 0.1
