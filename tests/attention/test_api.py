@@ -233,14 +233,14 @@ def test_varlen_sequences_attend_only_to_themselves(causal: bool) -> None:
 
 
 WRONG_OFFSETS = {  # offsets of queries and keys, which have 14 and 11 tokens
-    "decreasing": ([0, 9, 5], [0, 7, 11], r"cu_seqlens_q\[2\]=5 follows 9; accepted: 9 to 14"),
-    "negative": ([0, 5, 14], [0, -3, 11], r"cu_seqlens_k\[1\]=-3 follows 0; accepted: 0 to 11"),
-    "out of range": ([0, 5, 14], [0, 7, 12], r"cu_seqlens_k\[2\]=12 follows 7; accepted: 7 to 11"),
-    "not from 0": ([1, 5, 14], [0, 7, 11], r"cu_seqlens_q\[0\]=1; accepted: 0"),
+    "decreasing": ([0, 9, 5], [0, 7, 11], r"cu_seqlens_q\[2\] must be from 9 to 14, got 5"),
+    "negative": ([0, 5, 14], [0, -3, 11], r"cu_seqlens_k\[1\] must be from 0 to 11, got -3"),
+    "out of range": ([0, 5, 14], [0, 7, 12], r"cu_seqlens_k\[2\] must be from 7 to 11, got 12"),
+    "not from 0": ([1, 5, 14], [0, 7, 11], r"cu_seqlens_q\[0\] must be 0, got 1"),
     "too long": (
         [0, 14, 14],
         [0, 7, 11],
-        r"sequence 0 of cu_seqlens_q has 14 .* at most max_seqlen_q=9",
+        r"sequence 0 of cu_seqlens_q must have at most max_seqlen_q=9 tokens, got 14",
     ),
 }
 
@@ -284,25 +284,37 @@ BAD = {
     "variant": ({"variant": "sage9"}, UnsupportedError, "variant must be auto, sage_t.*, got 'sage9'"),
     "no variant": ({"variant": 5}, UnsupportedError, "variant must be auto, sage_t.*, got 5"),
     "dtype": ({"query": X.double()}, UnsupportedError, "query must have dtype float32.*, got torch.float64"),
-    "mixed dtypes": ({"key": X.half()}, QFrameworkError, "key is torch.float16 but query is torch.float32"),
+    "mixed dtypes": (
+        {"key": X.half()},
+        QFrameworkError,
+        "key must have query's dtype torch.float32, got torch.float16",
+    ),
     "mask dtype": (
         {"attn_mask": torch.zeros(8, 8, dtype=torch.int32)},
         UnsupportedError,
         "attn_mask must have dtype bool",
     ),
-    "mask shape": ({"attn_mask": torch.zeros(8, 9)}, QFrameworkError, r"attn_mask has shape \(8, 9\); accepted"),
+    "mask shape": (
+        {"attn_mask": torch.zeros(8, 9)},
+        QFrameworkError,
+        r"attn_mask must have a shape that broadcasts to .*, got \(8, 9\)",
+    ),
     "device": ({"key": X.to("meta")}, QFrameworkError, "key must be on the input's device cpu, got meta"),
-    "heads": ({"key": X[:, :2], "value": X[:, :2]}, QFrameworkError, "4 query heads with 2 key and 2 value heads"),
-    "groups": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, QFrameworkError, "divisor of the query heads"),
-    "head dim": ({"key": X[..., :8]}, QFrameworkError, "key has head dimension 8 but query has 16"),
+    "heads": ({"key": X[:, :2], "value": X[:, :2]}, QFrameworkError, "must have 4 heads as query, .*, got 2 and 2"),
+    "groups": ({"key": X[:, :3], "value": X[:, :3], "enable_gqa": True}, QFrameworkError, "divisor of 4, got 3 and 3"),
+    "head dim": ({"key": X[..., :8]}, QFrameworkError, "key must have query's head dimension 16, got 8"),
     "large head dim": (
         dict.fromkeys(("query", "key", "value"), torch.zeros(1, 1, 2, 257)),
         UnsupportedError,
-        "head dimension 257; accepted: 1 to 256",
+        "head dimension from 1 to 256, got 257",
     ),
-    "tokens": ({"value": X[:, :, :7]}, QFrameworkError, "key has 8 tokens but value has 7"),
+    "tokens": ({"value": X[:, :, :7]}, QFrameworkError, "value must have as many tokens as key, 8, got 7"),
     "batch": ({"key": torch.zeros(3, 4, 8, 16), "value": torch.zeros(3, 4, 8, 16)}, QFrameworkError, "batch"),
-    "rank": (dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), UnsupportedError, "3 .* to 5 .* dimensions"),
+    "rank": (
+        dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)),
+        UnsupportedError,
+        "as many dimensions as query, 3 .* to 5 ",
+    ),
     "NHD rank": (
         {**dict.fromkeys(("query", "key", "value"), torch.zeros(8, 16)), "tensor_layout": "NHD"},
         QFrameworkError,

@@ -1,6 +1,6 @@
 """The arguments of the attention operators: checks, and conversion to the kernels' four dimensions.
 
-Only metadata is looked at, so the same checks run on fake tensors.
+The checks read metadata alone, so that they also run on fake tensors.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_HEAD_DIM = 256
 
 
 class DenseArguments(Protocol):
-    """What the dense attention operators have in common."""
+    """The arguments that all dense attention operators share."""
 
     @property
     def query(self) -> Tensor: ...
@@ -66,11 +66,11 @@ class SageAttentionArguments(NamedTuple):
             resolve(self.variant)
 
     def empty_lse(self) -> Tensor:
-        """The log-sum-exp before it is computed, empty where it is not wanted."""
+        """An uninitialized log-sum-exp; without elements if the caller does not ask for it."""
         return self.query.new_empty(self.query.shape[:-1] if self.return_lse else (0,), dtype=torch.float32)
 
     def empty_result(self) -> tuple[Tensor, Tensor]:
-        """Result and log-sum-exp before they are computed."""
+        """Uninitialized result and log-sum-exp."""
         return empty_result(self.query, self.value, self.query.dtype), self.empty_lse()
 
 
@@ -90,18 +90,18 @@ class VarlenArguments(NamedTuple):
     smooth_k: bool = True
 
     def empty_result(self) -> Tensor:
-        """The result before it is computed."""
+        """The uninitialized result."""
         return self.query.new_empty((*self.query.shape[:-1], self.value.shape[-1]))
 
     def sequences(self) -> tuple[list[slice], list[slice]]:
-        """The tokens of each sequence of queries and of keys. Reads the offsets: a synchronization on a GPU."""
+        """The tokens of each sequence of queries and of keys. Reading the offsets synchronizes with a GPU."""
         return (
             check_sequences("q", self.cu_seqlens_q, self.query.shape[0], self.max_seqlen_q),
             check_sequences("k", self.cu_seqlens_k, self.key.shape[0], self.max_seqlen_k),
         )
 
     def check(self) -> None:
-        """Raise UnsupportedError or QFrameworkError for packed sequences that cannot be right."""
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = self[:7]
         if self.variant != "auto":
             resolve(self.variant)
@@ -110,28 +110,29 @@ class VarlenArguments(NamedTuple):
             check_dtype(name, argument, x, FLOAT_DTYPES)
             if x.ndim != 3 or x.dtype != query.dtype or not 1 <= x.shape[2] <= MAX_HEAD_DIM:
                 raise UnsupportedError(
-                    f"{name}: {argument} has shape {tuple(x.shape)} and dtype {x.dtype}; accepted: (tokens, heads, "
-                    f"head dimension up to {MAX_HEAD_DIM}) of query's dtype {query.dtype}"
+                    f"{name}: {argument} must have shape (tokens, heads, head dimension up to {MAX_HEAD_DIM}) and "
+                    f"query's dtype {query.dtype}, got {tuple(x.shape)} and {x.dtype}"
                 )
         if key.shape[:2] != value.shape[:2] or key.shape[2] != query.shape[2] or query.shape[1] % max(key.shape[1], 1):
             raise QFrameworkError(
-                f"{name}: query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} do not "
-                "fit; accepted: the same head dimension, and key heads that divide the query heads"
+                f"{name}: query, key and value must have the same head dimension, and key heads that divide the query "
+                f"heads, got {tuple(query.shape)}, {tuple(key.shape)} and {tuple(value.shape)}"
             )
         check_same_device(name, query, key=key, value=value, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
         for argument, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
             check_dtype(name, argument, starts, (torch.int32,))
             if starts.ndim != 1 or starts.shape != cu_seqlens_q.shape or starts.shape[0] < 2:
                 raise QFrameworkError(
-                    f"{name}: {argument} has shape {tuple(starts.shape)}; accepted: (sequences + 1,), the same for both"
+                    f"{name}: {argument} must have shape (sequences + 1,), the same for queries and keys, "
+                    f"got {tuple(starts.shape)}"
                 )
         for argument, longest in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
             if longest < 0:
-                raise QFrameworkError(f"{name}: {argument}={longest}; accepted: the length of the longest sequence")
+                raise QFrameworkError(f"{name}: {argument} must be the length of the longest sequence, got {longest}")
 
 
 class Canonical(NamedTuple):
-    """``q (B, H, N, D)``, ``k``, ``v (B, Hkv, Nk, D)``; the rest 4-D, broadcasting where a dimension is 1."""
+    """``q (B, H, N, D)``, ``k`` and ``v (B, Hkv, Nk, D)``; the others are 4-D and broadcast where a size is 1."""
 
     q: Tensor
     k: Tensor
@@ -142,7 +143,7 @@ class Canonical(NamedTuple):
 
 
 def canonical(x: DenseArguments) -> Canonical:
-    """3-D to 5-D tensors as 4-D; a view wherever one exists."""
+    """3-D to 5-D arguments in four dimensions, as views where possible."""
     lead = _lead(x.query)  # checked: key and value broadcast to it
     q, k, v = (
         _four(t if _lead(t) == lead else t.expand(*lead, *t.shape[len(lead) :]), lead)
@@ -165,7 +166,7 @@ def _four(x: Tensor, lead: torch.Size) -> Tensor:
 
 
 def _four_broadcasting(x: Tensor | None, ndim: int, lead: torch.Size, periodic: bool = False) -> Tensor | None:
-    """A mask or a relative position of up to ``ndim`` dimensions as (B or 1, H or 1, N or 1, Nk or 1).
+    """A mask or relative position of up to ``ndim`` dimensions as (B or 1, H or 1, N or 1, Nk or 1).
 
     ``periodic`` allows a batch that divides B.
     """
@@ -212,30 +213,27 @@ def check_dense(call: DenseArguments, name: str, dtypes: tuple[torch.dtype, ...]
     for argument, x in (("query", query), ("key", key), ("value", value)):
         check_dtype(name, argument, x, dtypes)
         if x.dtype != query.dtype:
-            raise QFrameworkError(f"{name}: {argument} is {x.dtype} but query is {query.dtype}; make them the same")
+            raise QFrameworkError(f"{name}: {argument} must have query's dtype {query.dtype}, got {x.dtype}")
         if not 3 <= x.ndim <= 5 or x.ndim != query.ndim:
             raise UnsupportedError(
-                f"{name}: {argument} has shape {tuple(x.shape)} and query {tuple(query.shape)}; accepted: all of "
-                "3 (B, N, D) to 5 (..., H, N, D) dimensions"
+                f"{name}: {argument} must have as many dimensions as query, 3 (B, N, D) to 5 (..., H, N, D), got shape "
+                f"{tuple(x.shape)} with query {tuple(query.shape)}"
             )
         if not 1 <= x.shape[-1] <= MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"{name}: {argument} has head dimension {x.shape[-1]}; accepted: 1 to {MAX_HEAD_DIM}"
+                f"{name}: {argument} must have a head dimension from 1 to {MAX_HEAD_DIM}, got {x.shape[-1]}"
             )
     check_same_device(name, query, key=key, value=value, attn_mask=attn_mask, rel_h=rel_h, rel_w=rel_w)
     if key.shape[-1] != query.shape[-1]:
-        raise QFrameworkError(
-            f"{name}: key has head dimension {key.shape[-1]} but query has {query.shape[-1]}; they must be equal"
-        )
+        raise QFrameworkError(f"{name}: key must have query's head dimension {query.shape[-1]}, got {key.shape[-1]}")
     if key.shape[-2] != value.shape[-2]:
-        raise QFrameworkError(f"{name}: key has {key.shape[-2]} tokens but value has {value.shape[-2]}")
+        raise QFrameworkError(f"{name}: value must have as many tokens as key, {key.shape[-2]}, got {value.shape[-2]}")
     lead = _lead(query)
     if not _lead(key) == _lead(value) == lead:
         lead = _broadcast(name, "key and value's batch", lead, _lead(key), _lead(value))
     if lead != _lead(query):
         raise QFrameworkError(
-            f"{name}: key and value have batch {tuple(lead)} but query has {tuple(_lead(query))}; accepted: the "
-            "same or 1"
+            f"{name}: key and value must have query's batch {tuple(_lead(query))}, or 1, got {tuple(lead)}"
         )
     _check_heads(name, query, key, value, call.enable_gqa)
     logits = (*query.shape[:-1], key.shape[-2])
@@ -252,8 +250,8 @@ def _check_heads(name: str, query: Tensor, key: Tensor, value: Tensor, enable_gq
     fits = heads % key_heads == 0 if enable_gqa and key_heads else heads == key_heads
     if key_heads != value_heads or not fits:
         raise QFrameworkError(
-            f"{name}: {heads} query heads with {key_heads} key and {value_heads} value heads; accepted: the same "
-            "number, or with enable_gqa=True a divisor of the query heads"
+            f"{name}: key and value must have {heads} heads as query, or with enable_gqa=True a divisor of {heads}, "
+            f"got {key_heads} and {value_heads}"
         )
 
 
@@ -262,14 +260,14 @@ def _broadcast(name: str, what: str, *shapes: torch.Size) -> torch.Size:
         return torch.broadcast_shapes(*shapes)
     except RuntimeError:
         shown = ", ".join(str(tuple(shape)) for shape in shapes)
-        raise QFrameworkError(f"{name}: {what} dimensions {shown} do not broadcast") from None
+        raise QFrameworkError(f"{name}: {what} dimensions must broadcast, got {shown}") from None
 
 
 def _check_broadcast(name: str, argument: str, shape: torch.Size, logits: tuple[int, ...]) -> None:
     sizes = logits[len(logits) - len(shape) :]
     if len(shape) > len(logits) or any(a not in (1, b) for a, b in zip(shape, sizes, strict=True)):
         raise QFrameworkError(
-            f"{name}: {argument} has shape {tuple(shape)}; accepted: any that broadcasts to {tuple(logits)}"
+            f"{name}: {argument} must have a shape that broadcasts to {tuple(logits)}, got {tuple(shape)}"
         )
 
 
@@ -278,33 +276,34 @@ def _check_relative(name: str, rel_h: Tensor | None, rel_w: Tensor | None, logit
         return
     if rel_h is None or rel_w is None:
         raise QFrameworkError(
-            f"{name}: rel_h and rel_w come together; got only {'rel_w' if rel_h is None else 'rel_h'}"
+            f"{name}: rel_h and rel_w must be given together, got only {'rel_w' if rel_h is None else 'rel_h'}"
         )
     for argument, x in (("rel_h", rel_h), ("rel_w", rel_w)):
         check_dtype(name, argument, x, FLOAT_DTYPES)
         _check_broadcast(name, argument, x.shape, (*logits[:-1], x.shape[-1]))
     if rel_h.shape[-1] * rel_w.shape[-1] != logits[-1]:
         raise QFrameworkError(
-            f"{name}: rel_h and rel_w cover {rel_h.shape[-1]} x {rel_w.shape[-1]} keys; accepted: {logits[-1]} together"
+            f"{name}: rel_h and rel_w must cover {logits[-1]} keys, got {rel_h.shape[-1]} x {rel_w.shape[-1]}"
         )
 
 
 def check_sequences(side: str, starts: Tensor, tokens: int, longest: int | None = None) -> list[slice]:
-    """The tokens of each packed sequence. Reads ``starts``, which is a synchronization on a GPU.
+    """The tokens of each packed sequence. Reading ``starts`` synchronizes with a GPU.
 
     Raises:
-        QFrameworkError: ``cu_seqlens_<side>`` does not rise from 0 to ``tokens`` at most, or by more than ``longest``.
+        QFrameworkError: ``cu_seqlens_<side>`` does not start at 0, decreases, exceeds ``tokens``, or has a step of more
+            than ``longest``.
     """
     name, argument = "sage_attention_varlen", f"cu_seqlens_{side}"
     ends = starts.tolist()
     if ends[0] != 0:
-        raise QFrameworkError(f"{name}: {argument}[0]={ends[0]}; accepted: 0, where the first sequence starts")
+        raise QFrameworkError(f"{name}: {argument}[0] must be 0, got {ends[0]}")
     for i, (start, end) in enumerate(pairwise(ends)):
         if not start <= end <= tokens:
-            raise QFrameworkError(f"{name}: {argument}[{i + 1}]={end} follows {start}; accepted: {start} to {tokens}")
+            raise QFrameworkError(f"{name}: {argument}[{i + 1}] must be from {start} to {tokens}, got {end}")
         if longest is not None and end - start > longest:
             raise QFrameworkError(
-                f"{name}: sequence {i} of {argument} has {end - start} tokens; accepted: at most "
-                f"max_seqlen_{side}={longest}"
+                f"{name}: sequence {i} of {argument} must have at most max_seqlen_{side}={longest} tokens, "
+                f"got {end - start}"
             )
     return [slice(start, end) for start, end in pairwise(ends)]

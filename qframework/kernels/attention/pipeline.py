@@ -1,14 +1,14 @@
-"""Scaled dot product attention with quantized products: the whole pipeline as one operator.
+"""Quantized scaled dot product attention: smoothing, quantization and the attention kernel as one operator.
 
 Formula::
 
-    K' = K - mean(K)          smooth K: softmax does not change      (SageAttention eq. 6)
-    Q' = Q - mean(Q_block)    smooth Q: its logits Q_block K'^T are added back exactly      (SageAttention2)
+    K' = K - mean(K)          smooth K: softmax is invariant        (SageAttention eq. 6)
+    Q' = Q - mean(Q_block)    smooth Q: the logits mean(Q_block) K'^T are added back in FP32      (SageAttention2)
     out = softmax(quantized(Q') quantized(K')^T + ...) quantized(V)
 
 Layout: ``query (..., H, N, D)``, ``key`` and ``value (..., Hkv, Nk, D)``, 3-D (one head) to 5-D, any strides. The
-result lies in memory as (..., N, H, D), so that merging the heads afterwards is a view.
-Reference: the same pipeline over the references of its steps, which is also the CPU implementation.
+result has the memory layout (..., N, H, D), so that merging the heads is a view.
+Reference and CPU implementation: the same pipeline with the reference of every step.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ from qframework.kernels.runtime.operator import declare
 
 
 class _Steps(NamedTuple):
-    """One implementation of the pipeline's steps."""
+    """The pipeline's steps in one implementation."""
 
     block_sums: Callable[..., Tensor]
     row_bias: Callable[..., Tensor]
     quantize: Callable[..., tuple[Tensor, Tensor]]
     quantize_values: Callable[..., tuple[Tensor, Tensor, Tensor]]
     attend: Callable[..., tuple[Tensor, Tensor | None]]
-    fuses: bool  # whether attention can quantize queries itself, and keys their own mean
+    fuses: bool  # the attention kernel can quantize queries, and key quantization can compute the mean
 
 
 def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
@@ -102,7 +102,7 @@ _TRITON = _Steps(
 
 
 def _token_counts(tokens: int, starts: Tensor | None) -> Tensor | int:
-    """Tokens of each sequence, shaped to divide (B, H, M, D)."""
+    """The number of tokens of each sequence, in a shape that broadcasts to (B, H, M, D)."""
     return tokens if starts is None else (starts[1:] - starts[:-1]).clamp(min=1).view(-1, 1, 1, 1)
 
 
@@ -135,12 +135,12 @@ def _quantize_qk(
     return QuantizedQK(q8, q_scale, k8, k_scale, q.shape[-1], row_bias), k_mean
 
 
-# Up to this many keys every program reads them all for their mean, from the cache: cheaper than a kernel for the mean.
+# Up to this many keys, every program computes their mean itself from cached data; more keys get a kernel for the mean.
 _FEW_KEYS = 512
 
 
 def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, lengths: Lengths | None) -> QuantizedQK:
-    """Quantized K beside the queries as they are: the attention kernel quantizes its own tile of them."""
+    """Quantized K and float queries: each program of the attention kernel quantizes its own tile of queries."""
     starts, longest = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
     smooth_within = smooth_k and longest <= _FEW_KEYS
     k_mean = None
@@ -153,7 +153,10 @@ def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, leng
 
 
 def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
-    """INT8 groups of queries that fit a tile; wide heads have no registers left, and LSE needs K's mean."""
+    """Whether the attention kernel can quantize the queries.
+
+    Groups of queries must fit a tile. Heads wider than 128 would spill registers, and LSE needs K's mean.
+    """
     spans = token_groups(variant.granularity, "query").span <= QUERY_BLOCK
     return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
 
@@ -193,14 +196,14 @@ def _attention(
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths, scale * LOG2_E)
     qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
-    if lse is not None and k_mean is not None:  # softmax does not see the mean, the sum of exponentials does
+    if lse is not None and k_mean is not None:  # softmax is invariant to the mean, the sum of exponentials is not
         group = q.shape[1] // k.shape[1]
         lse = lse + (q.float() * k_mean.repeat_interleave(group, dim=1)).sum(-1) * scale
     return out, lse
 
 
 def _variant_for(query: Tensor, queries: int, keys: int, variant: str) -> AttentionVariant:
-    """The variant of a call: ``variant`` itself, or what ``"auto"`` stands for there."""
+    """The variant of a call: ``variant`` itself, or the choice for ``"auto"``."""
     if variant == "auto":
         variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype)
     return resolve(variant)
@@ -221,7 +224,7 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
 
 
 def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal: bool) -> Canonical:
-    """``call`` without what no query attends to, which must not count in any mean or scale."""
+    """``call`` without the keys and values that no query attends to: they must not affect means and scales."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     if is_causal and keys > queries and call.rel_h is None:
         mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
@@ -234,7 +237,7 @@ def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal:
 
 
 def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
-    """``sage_attention`` over the references of its steps."""
+    """``sage_attention`` by the reference of every step."""
     return _sage_attention(x, _TORCH)
 
 
@@ -257,12 +260,12 @@ SAGE_ATTENTION = declare(
 
 # Packed sequences -----------------------------------------------------------------------------------------------------
 
-# On a GPU a look at the offsets would cost every call a synchronization; the kernels cut off what lies outside.
+# On a GPU, checking the offsets would synchronize in every call; the kernels clip offsets that are out of range.
 _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 
 def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
-    """``sage_attention_varlen``, one sequence after another."""
+    """``sage_attention_varlen``, one sequence at a time."""
     chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant)
     out = x.empty_result().zero_()
     scale = default_scale(x.query, x.scale)
@@ -276,7 +279,7 @@ def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
 
 
 def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
-    """``sage_attention_varlen`` on a GPU, all sequences at a time."""
+    """``sage_attention_varlen`` on a GPU, all sequences in one launch."""
     check_device(x.query.device)
     if _CHECK_ON_GPU:
         x.sequences()

@@ -1,6 +1,7 @@
-"""The Triton kernel of quantized attention: one for every variant, mask and layout.
+"""The Triton kernel of quantized attention, for every variant, mask and layout.
 
-Formula and layout: see :mod:`~qframework.kernels.attention.quantized_attention`, which launches it.
+Formula and layout: see its launcher, :mod:`~qframework.kernels.attention.quantized_attention`. The kernel's arguments
+are grouped in the records below.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def _scale_of_token(n, GROUPS: tl.constexpr):
 def _scores(
     q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
 ):  # fmt: skip
-    """Logits (BLOCK_M, BLOCK_N) of one block of keys in the unit of ``q_scale``, before any bias."""
+    """Logits (BLOCK_M, BLOCK_N) of one block of keys, in the unit of ``q_scale`` and without biases."""
     k = tl.load(k_ptrs, mask=k_mask, other=0)
-    if INT4:  # low and high halves hold different channels: two products, no shuffle
+    if INT4:  # two products, since the low and high nibbles are different channels
         products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
         products = tl.dot(q_high, (k >> 4), products, out_dtype=tl.int32)
     else:
@@ -50,7 +51,7 @@ def _scores(
 
 @triton.jit
 def _kept_apart(product):
-    """``product``, hidden from Triton, which turns ``acc += tl.dot(a, b)`` into ``acc = tl.dot(a, b, acc)``.
+    """``product`` itself. Keeps Triton from rewriting ``acc += tl.dot(a, b)`` as ``acc = tl.dot(a, b, acc)``.
 
     ptxas removes the move.
     """
@@ -59,7 +60,7 @@ def _kept_apart(product):
 
 @triton.jit
 def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, ROUND_FP8: tl.constexpr):
-    """P V of one block of keys as float32, by the precision of P and V."""
+    """P V of one block of keys as float32, computed in the precision that ``MODE`` says."""
     if MODE == "int8":
         out = tl.dot(round_half_even(p).to(tl.int8), v, out_dtype=tl.int32).to(tl.float32)
     elif MODE == "fp32":
@@ -73,7 +74,7 @@ def _weighted_values(p, v, MODE: tl.constexpr, ACCUMULATE_FP16: tl.constexpr, RO
             out = tl.dot(p.to(v.dtype).to(tl.float32), v.to(tl.float32))
         else:
             out = tl.dot(p.to(v.dtype), v, out_dtype=tl.float32)
-            if MODE == "fp8" and not ROUND_FP8:  # tensor cores sum FP8 products in 22 bits: start each block at zero
+            if MODE == "fp8" and not ROUND_FP8:  # tensor cores sum FP8 products in 22 bits: each block starts at zero
                 out = _kept_apart(out)
     return out
 
@@ -118,9 +119,9 @@ class RowBias(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """Scales and the mean of V, all fp32; None where there is none."""
+    """Scales of the operands and V's mean, all fp32; None if absent."""
 
-    q: Tensor | None  # (B, H, q_groups); None: q is float, and a program quantizes its own tile of it
+    q: Tensor | None  # (B, H, q_groups); None: q is float, and each program quantizes its own tile
     q_groups: int
     k: Tensor  # (B, Hkv, k_groups)
     k_groups: int
@@ -192,7 +193,7 @@ def _quantized_attention_kernel(
     INT4: tl.constexpr = LAYOUT.int4
     MODE: tl.constexpr = PRODUCT.mode
     P_SHIFT: tl.constexpr = PRODUCT.p_shift
-    # Logits are in base 2. A float mask may hold the lowest float32, which has no multiple: there they are natural.
+    # Logits are in base 2, except with float masks: log2(e) times the lowest float32 would overflow.
     NATURAL: tl.constexpr = LAYOUT.mask == "float"
     NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
@@ -220,7 +221,7 @@ def _quantized_attention_kernel(
         out_base = out.data + q_start * out.token + h * out.head
         if not TRANSPOSED:
             v_base = v.data + k_start * v.token + kv * v.head
-        if b == tl.num_programs(0) // (tiles * H) - 1:  # what lies behind the last sequence belongs to none
+        if b == tl.num_programs(0) // (tiles * H) - 1:  # rows after the last sequence belong to no sequence: zeros
             for first in range(q_start + queries + tile * BLOCK_M, Q_TOTAL, tiles * BLOCK_M):
                 n = first + tl.arange(0, BLOCK_M)
                 d = tl.arange(0, BLOCK_DV)
@@ -233,13 +234,15 @@ def _quantized_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     rows = m < queries
-    row = tl.minimum(m, queries - 1)  # rows past the end repeat the last one and are not stored
+    row = tl.minimum(m, queries - 1)  # rows past the end repeat the last row and are not stored
     q_packed = tl.load(q_base + row[:, None] * q.token + d[None, :], mask=(d < D)[None, :], other=0)
     q_tile, q_high = q_packed, q_packed
     if INT4:
         q_tile, q_high = (q_packed << 4) >> 4, q_packed >> 4
     if scales.q is None:
-        q_float = tl.where(rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0)  # repeated rows have no say
+        q_float = tl.where(
+            rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0
+        )  # repeated rows must not affect scales
         amax = row_amax(q_float)
         _, q_scale = group_scale(
             finite_rows(amax), 127, LEAST_SCALE, Q_GROUPS.span, Q_GROUPS.groups, Q_GROUPS.modulo, Q_GROUPS.divisor,
@@ -310,7 +313,7 @@ def _quantized_attention_kernel(
             s = tl.where(inside[None, :], s, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(s, 1))
-        if NATURAL:  # P_SHIFT is added to the difference: beside a large logit it would be rounded away
+        if NATURAL:  # P_SHIFT is added to the difference: added to a large logit, it would be rounded away
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             rescale = tl.exp2((top - shift) * LOG2E)
             p = tl.exp2((s - shift[:, None]) * LOG2E + P_SHIFT)

@@ -1,4 +1,4 @@
-"""Launches Triton kernels; a repeated launch skips Triton's argument binding."""
+"""Launches Triton kernels; repeated launches skip Triton's argument binding."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from qframework.compat.triton import argument_names, compile_ahead, finished, la
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
-# Sums of products round once. Triton 3.10 rounds the product as well unless it is told.
+# Fused multiply-add, explicitly: Triton 3.10 turns it off by default.
 OPTIONS = {"enable_fp_fusion": True}
 
 
 def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
-    """``kernel[grid]``, compiled as ``launch`` has it compiled, and not run; tensors on "meta" will do.
+    """``kernel[grid]`` that compiles the kernel for ``launch`` without running it; tensors may be on "meta".
 
-    Returns the compiled kernel, or Triton's promise of it under ``triton.AsyncCompileMode``. Triton tells kernels apart
-    by the order of their options too: it is the same in both.
+    Returns the compiled kernel, or Triton's future of it under ``triton.AsyncCompileMode``. Options have the same order
+    as in ``launch``, because Triton's cache distinguishes kernels by the order of options.
     """
 
     def compile(*arguments: Any, **constants: Any) -> Any:
@@ -31,22 +31,22 @@ def warm_up(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
 
 
 def cdiv(a: int, b: int) -> int:
-    """``a / b`` rounded up; Triton's own costs microseconds a call on the host."""
+    """``a / b`` rounded up; ``triton.cdiv`` takes microseconds per call on the host."""
     return -(-a // b)
 
 
 def power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``, and 1."""
+    """The smallest power of two that is at least ``n`` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # kernels and their constants, in order
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels, and their constants in order
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """``kernel[grid]``; the second launch of a kind goes straight to the compiled kernel, without Triton's binding.
+    """``kernel[grid]``; the second launch of a kind calls the compiled kernel, without Triton's argument binding.
 
-    Launches are of a kind where they agree in all that Triton may specialize on.
+    Two launches are of one kind if they agree in everything that Triton may specialize on.
     """
 
     def run(*arguments: Any, **constants: Any) -> None:
@@ -55,7 +55,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             recorded.launch(again, (*arguments, *rest))
 
     def start(arguments: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Callable[..., None], tuple[Any, ...]]:
-        """Launch; what would launch it again, called with ``arguments`` and the others that are returned."""
+        """Launch. Returns a function that launches again, and the arguments it takes after ``arguments``."""
         first = arguments[0]
         while isinstance(first, tuple):
             first = first[0]
@@ -84,7 +84,7 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
 
 
 def specialization(argument: Any) -> Any:
-    """What Triton may compile an argument in for: at least as fine as its own rules."""
+    """What Triton may specialize a kernel on for this argument; at least as fine as Triton's own rules."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
     if hasattr(argument, "base"):  # a tensor descriptor: block shape, layout, padding

@@ -1,12 +1,12 @@
 """Replays recorded operator calls: from the third identical call on, skips checks and planning.
 
-The shapes, strides, dtypes, devices and alignment of the operands and the other arguments determine what an
-implementation does on a GPU: allocations, kernel launches and torch operations. A recording is the list of these steps;
-a replay repeats them with the tensors of another call, in a fraction of the host time that checks, planning and views
-take.
+What an implementation does on a GPU (allocations, kernel launches, torch operations) is determined by the shapes,
+strides, dtypes, devices and alignment of its operands and by its other arguments. A recording is the list of these
+steps; a replay repeats them with the tensors of another call, in a fraction of the host time of checks, planning and
+views.
 
-A dispatch mode records torch operations while the second call runs, and ``launch`` reports kernels. A call that cannot
-be recorded (it uses a tensor from elsewhere, or reads a value back to the host) runs as written every time.
+During the second call, a dispatch mode records torch operations, and ``launch`` reports kernels. A call that cannot be
+recorded, because it uses a tensor that is not an operand or reads a value back to the host, runs as written every time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qframework.compat.triton import descriptor_maker, is_descriptor
 P = ParamSpec("P")
 R = TypeVar("R")
 State = list[Any]
-"""What a replay works on: the tensors by their places, then constants. One that has only these is a template."""
+"""What a replay works on: tensors by their places, then constants. A template has None for the tensors."""
 Replay = Callable[[list[Tensor]], Any]
 
 _ALLOCATIONS = {
@@ -37,7 +37,7 @@ _ALLOCATIONS = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_MAX_KINDS = 8192  # of one operator; beyond, shapes hardly repeat: begin anew rather than grow for ever
+_MAX_KINDS = 8192  # per operator; with more, shapes hardly repeat, so the table is cleared
 _active = threading.local()
 
 
@@ -46,27 +46,27 @@ class NotReplayableError(Exception):
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor: the operands first, then results in the order of their making."""
+    """Stands for a tensor: operands first, then results in order of creation."""
 
     at: int
 
 
 class _Descriptor(NamedTuple):
-    """Stands for a tensor descriptor: what makes one of a tensor, and where that is."""
+    """Stands for a tensor descriptor: a function that makes it from a tensor, and the place of that tensor."""
 
     make: Callable[[Tensor], Any]
     at: int
 
 
 class _Group(NamedTuple):
-    """Stands for a tuple of a kernel's arguments: its type, and what stands for its members."""
+    """Stands for a tuple of kernel arguments: its type, and what stands for its members."""
 
     kind: type[tuple[Any, ...]]
     members: list[Any]
 
 
 class _Step(NamedTuple):
-    """A kernel's launch or an operation of torch, which reads tensors in ``needs`` and makes those in ``makes``."""
+    """A kernel launch or torch operation that reads the tensors in ``needs`` and creates those in ``makes``."""
 
     build: Callable[[State], Callable[[State], None]]
     needs: frozenset[int]
@@ -80,9 +80,9 @@ class Recording(TorchDispatchMode):
     def __init__(self, operands: list[Tensor]) -> None:
         super().__init__()
         self._tensors = list(operands)
-        self._kept: list[Tensor] = []  # until the end, so that no other gets the id of one of them
+        self._kept: list[Tensor] = []  # until the end, so that no id is reused
         self._index = {id(x): i for i, x in reversed(list(enumerate(operands)))}
-        self._roots = list(range(len(operands)))  # of views, what they are views of; of others, themselves
+        self._roots = list(range(len(operands)))  # the base of a view; of other tensors, themselves
         self._steps: list[_Step] = []
         self._refused: str | None = None
 
@@ -96,7 +96,7 @@ class Recording(TorchDispatchMode):
         _active.recording = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _active.recording = None  # operators of ours that are called from within have recordings of their own
+        _active.recording = None  # our operators that the call uses make recordings of their own
         try:
             result = func(*args, **(kwargs or {}))
         finally:
@@ -105,11 +105,11 @@ class Recording(TorchDispatchMode):
         return result
 
     def launch(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        """A kernel was launched: ``run(*arguments)`` is to launch it again."""
+        """Record a kernel launch, which ``run(*arguments)`` repeats."""
         self._attempt(self._launch, run, arguments)
 
     def finish(self, result: Any) -> Replay:
-        """What repeats the call with other operands. Raises NotReplayableError where nothing can."""
+        """The function that repeats the call with other operands; raises NotReplayableError if that is impossible."""
         if self._refused is None:
             result = self._places(result)
         if self._refused is not None:
@@ -136,7 +136,7 @@ class Recording(TorchDispatchMode):
         results = result if isinstance(result, tuple | list) else (result,)
         if not all(isinstance(x, Tensor) for x in results):
             raise NotReplayableError(f"{func} gives more than tensors")
-        if func is torch.ops.aten.detach.default:  # what Python's factory functions call last: the same tensor
+        if func is torch.ops.aten.detach.default:  # the last call of Python's factory functions: the same tensor
             self._index[id(result)] = self._place(args[0]).at
             self._kept.append(result)
             return
@@ -153,7 +153,7 @@ class Recording(TorchDispatchMode):
         self._steps.append(_Step(run, needs, frozenset(places), schema(func).is_mutable))
 
     def _view(self, x: Any, root: int) -> bool:
-        """Record a view of a tensor; False where ``x`` is none, or more than one, or one of another dtype."""
+        """Record ``x`` as a view of a tensor; False if it is none, or has another dtype."""
         whole = self._tensors[root]
         if not isinstance(x, Tensor) or x.dtype != whole.dtype or not _same_memory(x, whole):
             return False
@@ -168,7 +168,7 @@ class Recording(TorchDispatchMode):
         self._steps.append(_Step(_launching(run, given), frozenset(_read(given)), frozenset(), True))
 
     def _argument(self, x: Any) -> Any:
-        """A kernel's argument; of a view that begins where its tensor does, the tensor: kernels take addresses."""
+        """A kernel argument. For a view that starts where its tensor does, the tensor: kernels take addresses."""
         if isinstance(x, Tensor):
             index = self._place(x).at
             root = self._roots[index]
@@ -192,7 +192,7 @@ class Recording(TorchDispatchMode):
         return _Place(index)
 
     def _places(self, value: Any) -> Any:
-        """``value`` with places for its tensors."""
+        """``value`` with places instead of tensors."""
         if isinstance(value, Tensor):
             return self._place(value)
         if isinstance(value, list | tuple):
@@ -203,7 +203,7 @@ class Recording(TorchDispatchMode):
 
 
 def _views(func: Any) -> bool:
-    """Whether an operation's result may lie in the memory of its first argument."""
+    """Whether an operation's result may alias its first argument."""
     first = schema(func).arguments[:1]
     return bool(first) and first[0].alias_info is not None and not first[0].alias_info.is_write
 
@@ -213,7 +213,7 @@ def _same_memory(x: Tensor, y: Tensor) -> bool:
 
 
 def _indices(value: Any) -> list[int]:
-    """Of all places in ``value``."""
+    """The indices of all places in ``value``."""
     if isinstance(value, _Place):
         return [value.at]
     if isinstance(value, dict):
@@ -222,7 +222,7 @@ def _indices(value: Any) -> list[int]:
 
 
 def _filled(value: Any, state: State) -> Any:
-    """The inverse of ``Recording._places``, with other tensors."""
+    """``value`` with the tensors of ``state`` instead of places."""
     if type(value) is _Place:
         return state[value.at]
     if type(value) is tuple:
@@ -266,7 +266,7 @@ def _operation(
 
 
 def _read(arguments: list[Any]) -> Iterator[int]:
-    """The places of the tensors that a kernel gets."""
+    """The places of the tensors in a kernel's arguments."""
     for x in arguments:
         if isinstance(x, _Group):
             yield from _read(x.members)
@@ -276,7 +276,7 @@ def _read(arguments: list[Any]) -> Iterator[int]:
 
 def _launching(launch: Callable[..., None], arguments: list[Any]) -> Callable[[State], Callable[[State], None]]:
     def build(template: State) -> Callable[[State], None]:
-        made: list[tuple[int, Callable[[State], Any]]] = []  # what each launch makes anew, and where it goes
+        made: list[tuple[int, Callable[[State], Any]]] = []  # what each launch makes anew, and its place
 
         def place_of(x: Any) -> int:
             if isinstance(x, _Place):
@@ -319,7 +319,7 @@ def _picker(places: list[int]) -> Callable[[State], Iterable[Any]]:
 
 
 def _picked(result: Any) -> Callable[[State], Any]:
-    """``_filled`` of one value."""
+    """``_filled`` for one value, faster for a tuple of tensors."""
     if type(result) is tuple and len(result) > 1 and all(type(x) is _Place for x in result):
         return operator.itemgetter(*[x.at for x in result])
     return functools.partial(_filled, result)
@@ -337,17 +337,17 @@ def _replay(template: State, steps: list[Callable[[State], None]], result: Calla
 
 
 def recording() -> Recording | None:
-    """The recording of the call that this thread is in, if it is being recorded."""
+    """The recording of this thread's current call, if it is being recorded."""
     return getattr(_active, "recording", None)
 
 
 def replayed(implementation: Callable[P, R]) -> Callable[P, R]:
-    """``implementation``, recorded at the second call of a kind and repeated from the third on."""
-    replays: dict[Any, Replay | str] = {}  # or why there is none; "": seen once
+    """``implementation``, recorded in the second call of a kind and replayed from the third on."""
+    replays: dict[Any, Replay | str] = {}  # or the reason why there is none; "": seen once
 
     @functools.wraps(implementation)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if recording() is not None:  # a part of what is being recorded
+        if recording() is not None:  # part of a call that is being recorded
             return implementation(*args, **kwargs)
         key, operands = _kind((*args, *kwargs.values()), tuple(kwargs))
         found = replays.get(key)
@@ -371,7 +371,7 @@ def replayed(implementation: Callable[P, R]) -> Callable[P, R]:
 
 
 def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Tensor]]:
-    """All that may decide what a call does, and its tensors."""
+    """Everything that may determine what a call does, and its tensors."""
     key: list[Any] = [names]
     operands, pointers = [], []
     if values and type(values[0]) is list and values[0] and isinstance(values[0][0], Tensor):
@@ -385,6 +385,6 @@ def _kind(values: tuple[Any, ...], names: tuple[str, ...]) -> tuple[Any, list[Te
             pointers.append(pointer)
         else:
             key.append(tuple(value) if isinstance(value, list) else value)
-    if len(set(pointers)) < len(pointers):  # which of them are one
+    if len(set(pointers)) < len(pointers):  # which of them are the same
         key.append(tuple(map(pointers.index, pointers)))
     return tuple(key), operands
