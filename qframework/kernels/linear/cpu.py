@@ -1,4 +1,4 @@
-"""int8_linear on the CPU: the fastest INT8 product that is exact on this machine, and an epilogue in torch.
+"""int8_linear on the CPU: the first INT8 product that is exact and fast on this machine, and an epilogue in torch.
 
 ``int_mm``: ``torch._int_mm``, oneDNN's INT8 product, for processors with INT8 instructions (VNNI, AMX).
 ``multiply_add``: C++ of the package with 16-bit multiply-add, for x86 processors without them, where oneDNN's product
