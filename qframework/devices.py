@@ -16,7 +16,7 @@ def checked_device(name: torch.device | str, argument: str) -> torch.device:
     Raises:
         UnsupportedError: ``name`` is not a device, the kernels do not run on it, or this machine does not have it.
     """
-    message = f"{argument} must be cpu, or cuda, cuda:0, ... where there is a GPU, got {str(name)!r}"
+    message = f"{argument} must be 'cpu', 'cuda' or 'cuda:<index>', got {str(name)!r}"
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError) as error:

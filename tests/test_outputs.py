@@ -150,7 +150,7 @@ def test_commands_check_their_other_output_files_too(
 def test_a_plot_does_not_replace_its_results(command: str) -> None:
     result = CliRunner().invoke(cli.app, [command, "digits", "--output", "x.png"])
     assert result.exit_code == 2
-    assert "--output x.png is the name of its own plot" in result.stderr
+    assert "--output must not be the name of its own plot, got x.png" in result.stderr
 
 
 @pytest.mark.parametrize("command", ["quantize", "evaluate", "sensitivity", "tune", "benchmark"])
@@ -169,7 +169,7 @@ def test_an_existing_checkpoint_need_not_be_writable(monkeypatch: pytest.MonkeyP
     checkpoint.load_or_train("model.safetensors", config, build, fail)
 
 
-@pytest.mark.parametrize(("output", "message"), [("folder", "it is a folder"), ("x.md", "Markdown beside it")])
+@pytest.mark.parametrize(("output", "message"), [("folder", "it is a folder"), ("x.md", "the Markdown goes beside it")])
 def test_comparisons(output: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = comparison_parser(None).parse_args(["--output", output])
     assert compare(fail, options) == 2

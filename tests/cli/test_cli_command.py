@@ -21,19 +21,19 @@ BAD_INPUT = {
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth", "--data", "."),
         "none.pth does not exist",
     ),
-    "unknown observer": (("quantize", "digits", "--observer", "max"), "observer='max' is unknown; accepted: minmax"),
+    "unknown observer": (("quantize", "digits", "--observer", "max"), "observer must be one of 'minmax'"),
     "observer of a dynamic scale": (
         ("quantize", "digits", "--dynamic", "--observer", "mse"),
         "--observer must be minmax with --dynamic",
     ),
     "unknown attention": (
         ("quantize", "digits", "--attention", "sage9"),
-        "variant='sage9' is unknown; accepted: auto, sage_t",
+        "variant must be auto, sage_t",
     ),
     "missing file": (("evaluate", "none.pt2"), "none.pt2"),
     "no folder": (("evaluate", "digits", "--data", "none"), "'none' does not fit model 'digits'"),
-    "no device": (("evaluate", "digits", "--device", "gpu0"), "'gpu0' is not a device"),
-    "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "this machine has"),
+    "no device": (("evaluate", "digits", "--device", "gpu0"), "got 'gpu0'"),
+    "device that is not there": (("evaluate", "digits", "--device", "cuda:99"), "This machine has"),
     "random weights, evaluated": (("evaluate", TIMM_MODEL), "would have random weights"),
     "data of another model": (
         ("quantize", TIMM_MODEL, "--checkpoint", "none.pth"),
@@ -68,14 +68,16 @@ def test_devices_are_checked_before_a_model_is_loaded(
     command: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     never_load(monkeypatch)
-    expect_bad_input(f"--device '{device}' ", command, "digits", "--device", device)
+    expect_bad_input(
+        f"--device must be 'cpu', 'cuda' or 'cuda:<index>', got '{device}'", command, "digits", "--device", device
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_cuda_without_a_gpu(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    expect_bad_input("--device 'cuda' is not there, this machine has 0", command, "digits", "--device", "cuda")
+    expect_bad_input("got 'cuda'. This machine has 0", command, "digits", "--device", "cuda")
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -80,7 +80,7 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         return said
 
     assert "must hold at least 20 Python files" in error("--text", str(tmp_path))
-    assert "where there is a GPU, got 'gpu0'" in error("--device", "gpu0")
+    assert "must be 'cpu', 'cuda' or 'cuda:<index>', got 'gpu0'" in error("--device", "gpu0")
     assert "batch_size must be a multiple of 1 processes times 3 micro-batches, got 4" in error("--accumulate", "3")
     assert example("train_gpt").main(["--smoke", "--quiet", "--output", str(tmp_path)]) == 0
     assert "other settings (seed was 0, is 1)" in error("--output", str(tmp_path), "--seed", "1")

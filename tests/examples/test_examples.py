@@ -87,7 +87,7 @@ BAD_INPUT = {
         "got 'vit_bas_patch16_224'. Did you mean",
     ),
     "unknown row": (["--configurations", "INT4"], "--configurations must be of FP32, INT8, INT8 + attention"),
-    "no such device": (["--device", "gpu0"], "where there is a GPU, got 'gpu0'"),
+    "no such device": (["--device", "gpu0"], "must be 'cpu', 'cuda' or 'cuda:<index>', got 'gpu0'"),
     "data of another model": (["digits", "--data", "none"], "data 'none' does not fit model 'digits'"),
 }
 

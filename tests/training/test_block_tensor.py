@@ -415,5 +415,5 @@ def test_bad_input():
         QFrameworkError, match=r"q's scale must have shape \(1, 1\) for q \(4, 40\) in blocks of 64, got \(1, 2\)"
     ):
         BlockTensor(x.q, x.scale, 64, torch.float32)
-    with pytest.raises(UnsupportedError, match=r"the outside must have dtype float32.*, got torch.float64"):
+    with pytest.raises(UnsupportedError, match=r"the tensor must have dtype float32.*, got torch.float64"):
         BlockTensor(x.q, x.scale, 32, torch.float64)

@@ -98,7 +98,7 @@ def test_meanings_decide_what_static_is() -> None:
 @pytest.mark.parametrize(
     ("key", "choice", "message"),
     [(("linear", "a"), "sage_b", "a linear must be one of float, static, dynamic, got 'sage_b'"),
-     (("attention", "a"), "sage9", "variant='sage9' is unknown")],
+     (("attention", "a"), "sage9", "variant must be auto, sage_t.*, got 'sage9'")],
 )  # fmt: skip
 def test_unknown_choices_are_refused(key, choice, message) -> None:
     with pytest.raises(UnsupportedError, match=message):

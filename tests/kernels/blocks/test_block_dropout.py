@@ -124,5 +124,5 @@ def test_bad_input():
         block_dropout(*x, 1.5, seed_on("cpu"), 32)
     with pytest.raises(QFrameworkError, match=r"block_dropout: seed must have one value, got shape \(2,\)"):
         block_dropout(*x, 0.5, torch.zeros(2, dtype=torch.int64), 32)
-    with pytest.raises(UnsupportedError, match=r"block_dropout: seed has dtype torch.float32; accepted: int64"):
+    with pytest.raises(UnsupportedError, match=r"block_dropout: seed must have dtype int64, got torch.float32"):
         block_dropout(*x, 0.5, torch.zeros(1), 32)

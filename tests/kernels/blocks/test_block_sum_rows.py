@@ -49,5 +49,5 @@ def test_opcheck(device):
 
 def test_bad_input():
     q, scale = operand((40, 70), 32, "cpu")
-    with pytest.raises(UnsupportedError, match=r"block_sum_rows: x has dtype torch.float32"):
+    with pytest.raises(UnsupportedError, match=r"block_sum_rows: x must have dtype int8, got torch.float32"):
         block_sum_rows(q.float(), scale, 32)
