@@ -77,8 +77,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     small = arguments.smoke or arguments.device == "cpu"
     shapes = tuple(arguments.shapes or (SMOKE_SHAPES if small else SHAPES))
     plans = one_provider_each(Plan(tuple(arguments.providers), shapes, arguments.device), small)
+    limits = limits_of(arguments)
     results = Results.start("block_linear", arguments.device, arguments)
-    run_plans(results, Measurement, plans, Measurement.identities, limits_of(arguments), arguments.jobs)
+    run_plans(results, Measurement, plans, Measurement.identities, limits, arguments.jobs)
     return results.exit_code
 
 

@@ -208,9 +208,7 @@ def _block_error(q: Tensor, scale: Tensor, right: Tensor, block_size: BlockSize,
     outside = int((~(off <= allowed)).sum())
     error = relative_error(_values(q, scale, block_size), right)
     if outside:
-        raise WrongResultError(
-            f"values must be at most half a step off, got {outside} of {q.numel()} that are not", error
-        )
+        raise WrongResultError(f"values must be at most half a step off, but {outside} of {q.numel()} are more", error)
     return error
 
 

@@ -225,12 +225,18 @@ def one_provider_each(plan: Any, together: bool) -> list[Any]:
 
 
 def add_limits(
-    parser: argparse.ArgumentParser, *, jobs: int, check: float, time: float, total: float, subjects: str = "shapes"
+    parser: argparse.ArgumentParser,
+    *,
+    jobs: int,
+    check: float,
+    time: float,
+    total: float,
+    unit: str = "one provider, all shapes",
 ) -> None:
     """The options ``--jobs``, ``--check-limit``, ``--time-limit`` and ``--limit`` with these defaults."""
     parser.add_argument("--jobs", type=int, default=jobs, help="providers to compile and check in parallel")
-    parser.add_argument("--check-limit", type=float, default=check, help=f"seconds for one provider, all {subjects}")
-    parser.add_argument("--time-limit", type=float, default=time, help=f"seconds for one provider, all {subjects}")
+    parser.add_argument("--check-limit", type=float, default=check, help=f"seconds to compile and check {unit}")
+    parser.add_argument("--time-limit", type=float, default=time, help=f"seconds to time {unit}")
     parser.add_argument("--limit", type=float, default=total, help="seconds for everything")
 
 

@@ -269,7 +269,7 @@ def comma_separated(known: Iterable[str]) -> Callable[[str], list[str]]:
         chosen = [name.strip() for name in text.split(",")]
         unknown = [name for name in chosen if name not in names]
         if unknown:
-            raise argparse.ArgumentTypeError(f"must be of {', '.join(names)}, got {', '.join(unknown)}")
+            raise argparse.ArgumentTypeError(f"must be chosen from {', '.join(names)}, got {', '.join(unknown)}")
         return chosen
 
     return parse
@@ -332,7 +332,7 @@ def elements_within(oracle: Callable[[], Tensor], bound: Callable[[Tensor], Tens
         excess = (value.double() - reference).abs() > bound(reference)
         outside = int((excess | value.isnan()).sum())
         if outside:
-            message = f"elements must be within rounding of FP64, got {outside} of {value.numel()} that are not"
+            message = f"elements must be within rounding of FP64, but {outside} of {value.numel()} are not"
             raise WrongResultError(message, worst_row_error(value, reference))
         return relative_error(value, reference)
 
@@ -354,7 +354,7 @@ def one_step_apart(oracle: Callable[[], Tensor], fraction: float) -> Check:
         apart = float((steps > 0).double().mean())
         if not float(steps.amax()) <= 1 or apart > fraction:  # also NaN
             message = (
-                f"elements must be at most 1 step apart, on {fraction:g} of them, "
+                f"elements may differ by at most 1 step, on at most {fraction:g} of them, "
                 f"got up to {float(steps.amax()):g} steps on {apart:.3g}"
             )
             raise WrongResultError(message, worst_row_error(value, reference))

@@ -174,8 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     default_shapes = SHAPES if arguments.device == "cuda" else SMALL_SHAPES
     shapes = arguments.shapes or (SMOKE_SHAPES if arguments.smoke else default_shapes)
+    limits = limits_of(arguments)
     results = Results.start("int8_linear", arguments.device, arguments)
-    run(results, arguments.providers, shapes, arguments.device, limits_of(arguments), arguments.jobs)
+    run(results, arguments.providers, shapes, arguments.device, limits, arguments.jobs)
     return results.exit_code
 
 

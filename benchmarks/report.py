@@ -56,9 +56,9 @@ Results are compared with an FP64 or FP32 oracle before they are timed, and wron
 CUDA events with the L2 cache flushed before each call; calls of microseconds are timed many at once in a CUDA graph.
 The GPU sleeps for half a millisecond before a GEMM, which excludes launch overhead. CPU times are wall clock, with the
 providers taking turns. Tables show medians. For several runs in one file they show the geometric mean, and as spread
-how much less time the fastest run took than the slowest. Only the newest measurement on each machine is shown; the
-files hold all of them, with percentiles, memory and errors. Ratios carry over to other machines better than absolute
-figures.
+how much less time the fastest run took than the slowest. For each case and device, only the newest measurement is
+shown; the files hold all of them, with percentiles, memory and errors. Ratios carry over to other machines better than
+absolute figures.
 """
 SHAPES_NOTE = """Median TFLOP/s, counting 2MNK operations, with the fastest of each row in bold. `torch_int_mm` applies
 neither scales nor bias, `scaled_mm_fp8` and `scaled_mm_fp8_precise` no bias; `qframework_int8_out` and

@@ -45,7 +45,8 @@ training, the held-out third of the images, and the outliers.
 photographs. It has windows, global attention and relative positions as in SAM. The image encoder is quantized; prompts
 and masks stay in FP32. Held-out pictures share no photograph with training or calibration. After
 `python examples/train_sam_shapes.py`, which makes the model and the pictures, `examples/coco_sam.py build/shapes/model
---images build/shapes/held_out/images --annotations build/shapes/held_out/instances.json` evaluates them as for COCO.
+--images build/shapes/held_out/images --annotations build/shapes/held_out/instances.json` evaluates the model as on
+COCO.
 """,
 }
 

@@ -391,7 +391,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     parser.add_argument("--layers", type=int, default=LAYERS, help="blocks in the stack (default: %(default)s)")
     parser.add_argument("--dropout", type=float, default=0.0, help="disables the check of results (default: 0)")
-    add_limits(parser, jobs=4, check=300.0, time=60.0, total=500.0, subjects="widths")
+    add_limits(parser, jobs=4, check=300.0, time=60.0, total=500.0, unit="one provider, all widths")
     options = parser.parse_args(argv)
     if options.smoke:
         options.batch, options.tokens, options.layers = 2, 32, 1

@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=integers, help="batch sizes (default: 256,1; with --smoke 2,1)")
     parser.add_argument("--providers", type=comma_separated(PROVIDERS), help=f"of {', '.join(PROVIDERS)}")
     parser.add_argument("--first-call", action="store_true", help="measure first calls, not speed")
-    add_limits(parser, jobs=6, check=400.0, time=60.0, total=1500.0, subjects="batches")
+    add_limits(parser, jobs=6, check=400.0, time=60.0, total=1500.0, unit="one provider at one batch")
     return parser
 
 
@@ -184,7 +184,7 @@ def choose_device(smoke: bool) -> str:
         return "cuda"
     if smoke:
         return "cpu"
-    raise QFrameworkError("vit_gpu: there must be a CUDA device, got none. Pass --smoke, or use vit_cpu")
+    raise QFrameworkError("vit_gpu needs a CUDA device and found none. Pass --smoke, or use vit_cpu")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def read_json(path: str | os.PathLike[str], kind: str) -> Any:
     try:
         return parse_json(data)
     except FileFormatError as error:
-        raise FileFormatError(f"{path} is no {kind}: {error}") from error
+        raise FileFormatError(f"{path} is not a {kind}: {error}") from error
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -95,7 +95,7 @@ def _chosen(configurations: dict[str, Configuration], names: str | None) -> dict
     wanted = [name.strip() for name in names.split(",")]
     unknown = [name for name in wanted if name not in configurations]
     if unknown:
-        raise QFrameworkError(f"--configurations must be of {', '.join(configurations)}, got {unknown[0]!r}")
+        raise QFrameworkError(f"--configurations must be chosen from {', '.join(configurations)}, got {unknown[0]!r}")
     return {name: configuration for name, configuration in configurations.items() if name in wanted}
 
 

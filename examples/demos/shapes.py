@@ -80,8 +80,8 @@ def make_scene(index: int, split: Split = "held_out", *, size: int = 128, seed: 
     """
     if split not in get_args(Split) or not 32 <= size <= 256:
         raise QFrameworkError(
-            f"make_scene: split must be of {', '.join(get_args(Split))} and size 32 to 256 pixels, got {split!r} and "
-            f"{size}"
+            f"make_scene: split must be one of {', '.join(get_args(Split))} and size 32 to 256 pixels, got {split!r} "
+            f"and {size}"
         )
     generator = np.random.default_rng([seed, get_args(Split).index(split), index])
     image = _part_of_a_photograph(generator, split, size)

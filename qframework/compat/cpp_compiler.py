@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
@@ -26,14 +27,16 @@ def cpp_compiler() -> str | None:
 def load_cpp(source: str) -> ctypes.CDLL:
     """The library that ``source`` compiles to, from Inductor's cache on disk if it is there.
 
-    Raises RuntimeError (no compiler, an error of the compiler), OSError, or NotImplementedError where Inductor has no
-    such cache.
+    Raises RuntimeError or OSError if there is no compiler or it fails, NotImplementedError if Inductor cannot be asked.
     """
     try:
         from torch._inductor.codecache import CppCodeCache
 
         library: ctypes.CDLL = CppCodeCache.load(source)
     except (ImportError, AttributeError) as error:
-        note_error(error)
-        raise NotImplementedError("this PyTorch has no torch._inductor.codecache.CppCodeCache.load") from error
+        with contextlib.suppress(ImportError, AttributeError):  # a broken Inductor, beside a name that is gone
+            note_error(error)
+        raise NotImplementedError(f"Inductor cannot compile C++: {error}") from error
+    except subprocess.SubprocessError as error:
+        raise RuntimeError(f"the C++ compiler failed: {error}") from error
     return library

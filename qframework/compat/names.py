@@ -217,7 +217,7 @@ _ROWS = (
     Name(
         "torch._inductor.codecache.CppCodeCache.load",
         "the product for processors without VNNI cannot be compiled",
-        "the float product of the same integers computes",
+        "a float product of the same integers is used",
     ),
     # BlockTensor's own methods, which AOTAutograd calls by name
     Name("__coerce_tangent_metadata__", _SUBCLASS, source="torch._functorch._aot_autograd.collect_metadata_analysis"),

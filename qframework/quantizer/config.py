@@ -86,8 +86,8 @@ def _check_observer_args(observer: str, args: tuple[tuple[str, Any], ...]) -> No
     rules = ACTIVATION_OBSERVERS[observer].args
     for name, value in args:
         if name not in rules:
-            accepted = _one_of(rules) if rules else "empty"
-            raise UnsupportedError(f"observer {observer!r}: arguments must be {accepted}, got {name!r}")
+            must = f"arguments must be {_one_of(rules)}" if rules else "it must have no arguments"
+            raise UnsupportedError(f"observer {observer!r}: {must}, got {name!r}")
         if not rules[name].accepts(value):
             raise UnsupportedError(f"observer {observer!r}: {name} must be {rules[name].accepted}, got {value!r}")
 

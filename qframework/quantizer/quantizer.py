@@ -169,7 +169,8 @@ class QFrameworkQuantizer(Quantizer):
         check_graph(model, "QFrameworkQuantizer: model")
         if not self.rules:
             raise UnsupportedError(
-                "QFrameworkQuantizer: must have rules, got none. Call set_global(static_int8()) or another set_ method"
+                "QFrameworkQuantizer: the quantizer must have rules, got none. Call set_global(static_int8()) or "
+                "another set_ method"
             )
         _check_rules_match(self.rules, model)
         shared = SharedObservers()

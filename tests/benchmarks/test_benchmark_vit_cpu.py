@@ -74,4 +74,4 @@ def test_x86_inductor_quantizer_quantizes_every_linear(is_dynamic):
 def test_unknown_providers_are_refused_with_the_known_ones(capsys):
     with pytest.raises(SystemExit):
         vit_cpu.main(["--providers", "fp32_eager,magic"])
-    assert "must be of fp32_eager, fp32_inductor, " in capsys.readouterr().err
+    assert "must be chosen from fp32_eager, fp32_inductor, " in capsys.readouterr().err

@@ -249,5 +249,5 @@ def test_a_killed_provider_has_the_reason():
 def test_only_smoke_runs_work_without_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert vit_gpu.choose_device(smoke=True) == "cpu"
-    with pytest.raises(Exception, match="there must be a CUDA device"):
+    with pytest.raises(Exception, match="vit_gpu needs a CUDA device"):
         vit_gpu.choose_device(smoke=False)

@@ -86,7 +86,7 @@ BAD_INPUT = {
         ["vit_bas_patch16_224", "--pretrained", "--data", "none"],
         "got 'vit_bas_patch16_224'. Did you mean",
     ),
-    "unknown row": (["--configurations", "INT4"], "--configurations must be of FP32, INT8, INT8 + attention"),
+    "unknown row": (["--configurations", "INT4"], "--configurations must be chosen from FP32, INT8, INT8 + attention"),
     "no such device": (["--device", "gpu0"], "must be 'cpu', 'cuda' or 'cuda:<index>', got 'gpu0'"),
     "data of another model": (["digits", "--data", "none"], "data 'none' does not fit model 'digits'"),
 }

@@ -37,7 +37,7 @@ RULES = QFrameworkQuantizer().set_global(None).to_dict()
 
 
 NO_CONFIGURATION = {
-    "a text": ("a text", FileFormatError, "is no plan"),
+    "a text": ("a text", FileFormatError, "is not a plan"),
     "no mapping": ("[]", FileFormatError, "must have a format and a quantizer"),
     "no quantizer": ('{"format": 1}', FileFormatError, "must have a format and a quantizer"),
     "a newer format": (json.dumps({"format": 9, "quantizer": RULES}), FileFormatError, "a format up to 1, got 9"),

@@ -27,7 +27,7 @@ def check_shape(operator: str, argument: str, tensor: Tensor, *accepted: tuple[i
 def check_out_dtype(operator: str, out_dtype: torch.dtype | None, requantizes: bool) -> None:
     """Raise UnsupportedError unless ``out_dtype`` is None, int8 for a result that is requantized, or else a float."""
     if requantizes and out_dtype not in (None, torch.int8):
-        raise UnsupportedError(f"{operator}: out_dtype must be torch.int8 or None with out_scale, got {out_dtype}")
+        raise UnsupportedError(f"{operator}: out_dtype must be int8 or None with out_scale, got {out_dtype}")
     if not requantizes and out_dtype not in (None, *FLOAT_DTYPES):
         raise UnsupportedError(
             f"{operator}: out_dtype must be float32, float16 or bfloat16, or int8 with out_scale, got {out_dtype}"

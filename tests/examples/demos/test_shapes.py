@@ -141,7 +141,7 @@ def test_run_lengths(mask: list[list[int]], counts: list[int]) -> None:
 
 @pytest.mark.parametrize("arguments", [{"split": "test"}, {"size": 31}, {"size": 257}])
 def test_unknown_splits_and_sizes_are_refused(arguments: dict) -> None:
-    with pytest.raises(QFrameworkError, match="split must be of train, held_out and size 32 to 256 pixels"):
+    with pytest.raises(QFrameworkError, match="split must be one of train, held_out and size 32 to 256 pixels"):
         shapes.make_scene(0, **arguments)
 
 

@@ -153,11 +153,11 @@ def test_three_and_five_dimensions(implementation, place):
         ({"value_scale": torch.ones(1, dtype=torch.float64)}, "value_scale must have dtype float32, got torch.float64"),
         (
             {"out_scale": torch.ones(1), "out_dtype": torch.float16},
-            "out_dtype must be torch.int8 or None.*, got torch.float16",
+            "out_dtype must be int8 or None.*, got torch.float16",
         ),
         ({"out_dtype": torch.int32}, "out_dtype must be float32, .*, got torch.int32"),
-        ({"key": torch.zeros(1, 2, 4, 6, dtype=torch.int8)}, "head dimension 6"),
-        ({"attn_mask": torch.zeros(3, 3)}, "attn_mask has shape"),
+        ({"key": torch.zeros(1, 2, 4, 6, dtype=torch.int8)}, "key must have query's head dimension 8, got 6"),
+        ({"attn_mask": torch.zeros(3, 3)}, r"attn_mask must have a shape that broadcasts to .*, got \(3, 3\)"),
     ],
 )
 def test_bad_arguments_are_named(change, message):

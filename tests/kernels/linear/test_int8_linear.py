@@ -364,7 +364,7 @@ BAD_INPUT = {
     r"out_scale must have shape \(1,\), \(8,\) per channel, .*, got \(5, 8\)": {"out_scale": torch.ones(5, 8)},
     r"out_scale must have shape .*, got \(7,\)": {"out_scale": torch.ones(7)},
     r"out_dtype must be float32, float16 or bfloat16, .* got torch.float64": {"out_dtype": torch.float64},
-    r"out_dtype must be torch.int8 or None .* torch.float16": {
+    r"out_dtype must be int8 or None .* torch.float16": {
         "out_scale": torch.ones(1),
         "out_dtype": torch.float16,
     },

@@ -91,3 +91,21 @@ def test_without_a_compiler_the_float_product_is_chosen(tmp_path):
     choice = choice_in_a_process(CXX="/no/such/compiler", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     assert choice.name == "float32"
     assert choice.rejected["multiply_add"].startswith("it is not available")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ImportError("libgone.so"), AttributeError("gone"), subprocess.CalledProcessError(1, "g++"), OSError("full")],
+)
+def test_a_broken_inductor_leaves_the_float_product(monkeypatch, error):
+    import torch._inductor.codecache as codecache
+
+    def load(source):
+        raise error
+
+    room._compiled.cache_clear()
+    monkeypatch.setattr(codecache.CppCodeCache, "load", load)
+    reason = cpu._reason_against(multiply_add)
+    room._compiled.cache_clear()
+    assert reason is not None
+    assert reason.startswith("it is not available: ")
