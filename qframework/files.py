@@ -67,7 +67,7 @@ def write_json(path: str | os.PathLike[str], document: Any, indent: int | None =
 
 
 def read_json(path: str | os.PathLike[str], kind: str) -> Any:
-    """The JSON document in ``path``; ``kind`` names in errors what the file should hold.
+    """The JSON document in ``path``; ``kind`` says in errors what the file should be, with its article.
 
     Raises:
         FileFormatError: it is not strict JSON, or not a regular file.
@@ -78,7 +78,7 @@ def read_json(path: str | os.PathLike[str], kind: str) -> Any:
     try:
         return parse_json(data)
     except FileFormatError as error:
-        raise FileFormatError(f"{path} is not a {kind}: {error}") from error
+        raise FileFormatError(f"{path} is not {kind}: {error}") from error
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -259,7 +259,7 @@ def test_nan_in_json_leaves_the_old_file(old: Path) -> None:
 def test_malformed_json_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.json").write_bytes(data)
     with pytest.raises(FileFormatError, match=r"a\.json is not a plan"):
-        read_json(tmp_path / "a.json", "plan")
+        read_json(tmp_path / "a.json", "a plan")
     with pytest.raises(FileFormatError):
         parse_json(data)
 

@@ -132,7 +132,7 @@ class AttentionChoice(Mapping[str, str]):
             FileFormatError: not a file of :meth:`save`, or one of a newer format.
             FileNotFoundError: there is no such file.
         """
-        values = read_json(path, "attention choice")
+        values = read_json(path, "an attention choice")
         try:
             return cls.from_dict(values)
         except FileFormatError as error:

@@ -82,7 +82,7 @@ class Plan:
             FileNotFoundError: the file does not exist.
             UnsupportedError: this version does not know the rules, options or recipe.
         """
-        values = read_json(path, "plan")
+        values = read_json(path, "a plan")
         try:
             return cls.from_dict(values)
         except FileFormatError as error:

@@ -280,7 +280,7 @@ def test_json(model: Net, x: Tensor, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "choice.json is no attention choice"),
+        ("", "choice.json is not an attention choice"),
         ("[]", "choice.json: not an attention choice: it has no format number"),
         ('{"format": 99, "layers": {}}', "format must be at most 1, got 99"),
         ('{"format": 1}', "KeyError: 'layers'"),
