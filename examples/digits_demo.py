@@ -10,19 +10,18 @@ Exit code 1 if INT8 loses more than 0.5 points of top-1 or takes more than 30 pe
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
 from rich.console import Console
 
-from demos.digits_demo import run_demo
+from qframework.compat.logs import silence_torchao_at_import
 from qframework.devices import device_name
-from qframework.evaluation import digits, digits_vit
 from qframework.outputs import output_folder
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description="A quantized vision transformer on handwritten digits.")
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu, cuda, cuda:1, ... (default: cpu)")
     parser.add_argument(
@@ -33,9 +32,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Train, quantize, compare and print the table; returns the exit code."""
     options = parse_arguments(arguments)
-    # Silences a deprecation warning that torchao 0.18 causes in PyTorch 2.15.
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)
+    silence_torchao_at_import()  # before the imports that need torchao
+    from demos.digits_demo import run_demo
+    from qframework.evaluation import digits, digits_vit
+
     config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.TrainingConfig()
     name = "digits_vit_smoke" if options.smoke else "digits_vit"
     model = digits_vit.load_or_train(options.build / f"{name}.safetensors", config)

@@ -240,9 +240,8 @@ def _quantized_attention_kernel(
     if INT4:
         q_tile, q_high = (q_packed << 4) >> 4, q_packed >> 4
     if scales.q is None:
-        q_float = tl.where(
-            rows[:, None], q_packed.to(tl.float32) * logit_scale, 0.0
-        )  # repeated rows must not affect scales
+        q_float = q_packed.to(tl.float32) * logit_scale
+        q_float = tl.where(rows[:, None], q_float, 0.0)  # repeated rows must not affect scales
         amax = row_amax(q_float)
         _, q_scale = group_scale(
             finite_rows(amax), 127, LEAST_SCALE, Q_GROUPS.span, Q_GROUPS.groups, Q_GROUPS.modulo, Q_GROUPS.divisor,
@@ -279,9 +278,7 @@ def _quantized_attention_kernel(
     for start in range(0, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
         if K_TOKEN_SCALE:
-            k_scale_ptrs = (
-                k_scale_base + (n // K_GROUPS.span) * K_GROUPS.groups + (n % K_GROUPS.modulo) // K_GROUPS.divisor
-            )
+            k_scale_ptrs = k_scale_base + _scale_of_token(n, K_GROUPS)
         else:
             k_scale_ptrs = k_scale_base + start // K_GROUPS.span
         inside = n < keys
@@ -300,13 +297,9 @@ def _quantized_attention_kernel(
         if relative is not None and WHOLE_ROWS:
             s += (tl.load(height_base + start // BLOCK_N).to(tl.float32) + row_width) * NATURAL_UNIT
         elif relative is not None:
-            height = tl.load(height_base + (n // relative.columns)[None, :], mask=inside[None, :], other=0.0).to(
-                tl.float32
-            )
-            width = tl.load(width_base + (n % relative.columns)[None, :], mask=inside[None, :], other=0.0).to(
-                tl.float32
-            )
-            s += (height + width) * NATURAL_UNIT
+            height = tl.load(height_base + (n // relative.columns)[None, :], mask=inside[None, :], other=0.0)
+            width = tl.load(width_base + (n % relative.columns)[None, :], mask=inside[None, :], other=0.0)
+            s += (height.to(tl.float32) + width.to(tl.float32)) * NATURAL_UNIT
         if CAUSAL:
             s = tl.where((n[None, :] <= m[:, None]) & inside[None, :], s, float("-inf"))
         else:

@@ -41,10 +41,10 @@ constexpr int ROWS = 4;  // 5 spill: 8 sums, 2 vectors of b, the pair of a and 2
 
 constexpr int LANES = QFRAMEWORK_BITS / 32;
 constexpr int COLUMNS = 2 * LANES;
-constexpr int64_t STEP = 16;        // columns that are packed at a time
-constexpr int64_t INNER = 512;      // of b in one panel: COLUMNS * INNER * 2 bytes lie in the first-level cache
-constexpr int64_t ROW_BLOCK = 768;  // rows of a that are packed at a time
-constexpr int64_t FEW_ROWS = 6;     // up to here packing b would take longer than multiplying
+constexpr int64_t STEP = 16;        // columns that are packed together
+constexpr int64_t INNER = 512;      // columns of b in one panel; COLUMNS * INNER * 2 bytes fit the L1 cache
+constexpr int64_t ROW_BLOCK = 768;  // rows of a that are packed together
+constexpr int64_t FEW_ROWS = 6;     // with so few rows, packing b would take longer than multiplying
 
 // 8 pairs each of 8 rows of x, widened to INT16: out[p] holds pair p of all rows.
 PACK static inline void transpose(const int8_t* const rows[8], __m256i out[8]) {
@@ -66,8 +66,8 @@ PACK static inline void transpose(const int8_t* const rows[8], __m256i out[8]) {
   }
 }
 
-// Rows [0, rows) and columns [0, inner) of x as panels [pair][WIDTH], `panel` apart. Columns are filled up with zeros to
-// a multiple of STEP; rows beyond `rows` repeat the first, and what they give is not stored.
+// Packs 8 rows and columns [0, inner) of x into panels [pair][WIDTH] that are `panel` apart. Zeros pad the columns to a
+// multiple of STEP. Rows from `rows` on repeat the first row; their results are not stored.
 template <int WIDTH>
 PACK static void pack(const int8_t* x, int64_t stride, int64_t rows, int64_t inner, int32_t* packed, int64_t panel) {
   for (int64_t k = 0; k < inner; k += STEP) {
@@ -91,7 +91,7 @@ PACK static void pack(const int8_t* x, int64_t stride, int64_t rows, int64_t inn
   }
 }
 
-// ROWS x COLUMNS of the result: a panel of a times a panel of b, added to what is there from `from_zero` on.
+// Multiplies a panel of a by a panel of b: ROWS x COLUMNS of the result, which are added to `out` unless `from_zero`.
 SIMD static void tile(const int32_t* a, const int32_t* b, int64_t pairs, int32_t* out, int64_t stride, int64_t rows,
                       int64_t columns, bool from_zero) {
   Vector sums[ROWS][2];
@@ -115,7 +115,7 @@ SIMD static void tile(const int32_t* a, const int32_t* b, int64_t pairs, int32_t
   }
 }
 
-// One row of b with all rows of a, which are INT16 already.
+// One column of the result: a row of b times all rows of a, which are already widened to INT16.
 SIMD static void column(const int16_t* a, const int8_t* b, int64_t M, int64_t K, int32_t* out, int64_t stride) {
   constexpr int64_t WIDE = 2 * LANES;
   const int64_t whole = K / WIDE * WIDE;

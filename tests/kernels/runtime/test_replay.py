@@ -76,11 +76,11 @@ class Operands(NamedTuple):
 
     x: Tensor
     scale: int
-    result: tuple[Tensor | None, Tensor, int]
+    others: tuple[Tensor | None, Tensor, Tensor, int]
 
 
 class AddScaled(AddTo):
-    """A kernel ``out = x * scale + n`` whose arguments come in groups."""
+    """A kernel ``out = x * scale + added + n`` whose arguments come in groups."""
 
     arg_names = ("operands", "sizes")
 
@@ -89,9 +89,11 @@ class AddScaled(AddTo):
             assert type(operands) is Operands
             assert type(sizes) is tuple
             self.launches += 1
-            none, out, n = operands.result
+            none, out, added, n = operands.others
             assert none is None
-            out.copy_(operands.x.view(out.shape) * operands.scale + n * sizes[0])
+            # NumPy, like a kernel, is not seen by the recording.
+            x, out, added = (t.numpy().reshape(-1) for t in (operands.x, out, added))
+            out[:] = x * operands.scale + added + n * sizes[0]
 
         return run
 
@@ -101,7 +103,7 @@ def test_groups_of_arguments_get_the_tensors_of_the_call():
 
     def implementation(x, n):
         out = torch.empty(x.shape)
-        launch(kernel, (1,))(Operands(x[None], 10, (None, out, n)), (1, 2))
+        launch(kernel, (1,))(Operands(x[None], 10, (None, out, x * 100, n)), (1, 2))
         return out
 
     run = replayed(implementation)
@@ -109,7 +111,7 @@ def test_groups_of_arguments_get_the_tensors_of_the_call():
     kept = weakref.ref(tensors[1])
     results = [run(x, 3) for x in tensors]
     assert all(callable(x) for x in run.replays.values())
-    assert [float(result[0]) for result in results] == [3, 13, 23, 33, 43]
+    assert [float(result[0]) for result in results] == [3, 113, 223, 333, 443]
     assert len({result.data_ptr() for result in results}) == 5
     assert kernel.launches == 5
     del tensors
