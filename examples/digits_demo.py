@@ -15,8 +15,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from demos.digits_demo import run_demo
 from qframework.compat.logs import silence_torchao_at_import
 from qframework.devices import device_name
+from qframework.evaluation import digits, digits_vit
 from qframework.outputs import output_folder
 
 
@@ -34,10 +36,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     """Train, quantize, compare and print the table; returns the exit code."""
     options = parse_arguments(arguments)
-    silence_torchao_at_import()  # before the imports that need torchao
-    from demos.digits_demo import run_demo
-    from qframework.evaluation import digits, digits_vit
-
+    silence_torchao_at_import()
     config = digits_vit.TrainingConfig(epochs=1, depth=1) if options.smoke else digits_vit.TrainingConfig()
     name = "digits_vit_smoke" if options.smoke else "digits_vit"
     model = digits_vit.load_or_train(options.build / f"{name}.safetensors", config)
