@@ -174,9 +174,8 @@ def _relative_positions(bias: Bias) -> PositionFactors | None:
     if bias.rel_h is None or bias.rel_w is None:
         return None
     height, width = last_contiguous(bias.rel_h), last_contiguous(bias.rel_w)
-    return PositionFactors(
-        Heads(height, *_broadcast_strides(height, 3)), Heads(width, *_broadcast_strides(width, 3)), width.shape[-1]
-    )
+    (batch_h, head_h, token_h), (batch_w, head_w, token_w) = (_broadcast_strides(x, 3) for x in (height, width))
+    return PositionFactors(height, batch_h, head_h, token_h, width, batch_w, head_w, token_w, width.shape[-1])
 
 
 def _broadcast_strides(x: Tensor, count: int) -> tuple[int, ...]:

@@ -104,10 +104,19 @@ class Mask(NamedTuple):
 
 
 class PositionFactors(NamedTuple):
-    """SAM's bias ``height[n // columns] + width[n % columns]`` of key n."""
+    """SAM's bias ``height[n // columns] + width[n % columns]`` of key n, with strides as in :class:`Heads`.
 
-    height: Heads  # (B, H, N, rows)
-    width: Heads  # (B, H, N, columns)
+    Without groups inside: in a loop, Triton 3.6 loses integers of 1, which it compiles in, from a group in a group.
+    """
+
+    height: Tensor  # (B, H, N, rows)
+    height_batch: int
+    height_head: int
+    height_token: int
+    width: Tensor  # (B, H, N, columns)
+    width_batch: int
+    width_head: int
+    width_token: int
     columns: int
 
 
@@ -262,10 +271,10 @@ def _quantized_attention_kernel(
     if mask is not None:
         mask_base = mask.data + (b % mask.batches) * mask.batch + h * mask.head + row.to(tl.int64)[:, None] * mask.query
     if relative is not None:
-        height_base = relative.height.data + b * relative.height.batch + h * relative.height.head
-        height_base += row[:, None] * relative.height.token
-        width_base = relative.width.data + b * relative.width.batch + h * relative.width.head
-        width_base += row[:, None] * relative.width.token
+        height_base = relative.height + b * relative.height_batch + h * relative.height_head
+        height_base += row[:, None] * relative.height_token
+        width_base = relative.width + b * relative.width_batch + h * relative.width_head
+        width_base += row[:, None] * relative.width_token
         if WHOLE_ROWS:
             row_width = tl.load(width_base + tl.arange(0, BLOCK_N)[None, :]).to(tl.float32)
 

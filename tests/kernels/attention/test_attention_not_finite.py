@@ -73,7 +73,8 @@ def test_nan_in_a_key_affects_the_rows_that_attend_to_its_group(implementation, 
     first = int((groups == groups[ROW]).nonzero()[0])
     assert nan_rows(attend(implementation, q, k, v, variant, causal=True)[0]) == list(range(first, TOKENS))
     assert nan_rows(attend(implementation, q, k, v, variant)[0]) == list(range(TOKENS))
-    exact = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    # On a CPU: PyTorch's fused kernels on GPUs add -inf to the NaN of masked keys, and spoil every row.
+    exact = F.scaled_dot_product_attention(*(x.float().cpu() for x in (q, k, v)), is_causal=True)
     assert set(nan_rows(exact)) <= set(range(first, TOKENS)), "float attention spoils more"
 
 
