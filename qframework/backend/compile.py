@@ -143,13 +143,12 @@ def qframework_backend(
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
         compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions)
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
-    return _checked(compiled, watched) if watched else compiled
+    return _checked(compiled, watched) if watched is not None else compiled
 
 
-def _checked(compiled: Callable[..., Any], watched: Sequence[WatchedZeroPoints]) -> Callable[..., Any]:
+def _checked(compiled: Callable[..., Any], watched: WatchedZeroPoints) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        for zero_points in watched:
-            zero_points.check(args)
+        watched.check(args)
         return compiled(*args)
 
     return run

@@ -6,15 +6,16 @@ the model, which may be written.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from qframework.compat.dispatch import writes
+from qframework.compat.dispatch import writes_of_all
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import Constants, layer_name
 
@@ -34,46 +35,60 @@ def zero_points_of(gm: GraphModule) -> dict[Node, str]:
     return found
 
 
-def left_out(zero_points: dict[Node, str], constants: Constants) -> list[WatchedZeroPoints]:
-    """The zero points without readers, which the lowering assumes to be zero."""
-    inputs = (
-        (layer, constants.input_index(node), constants.value(node))
-        for node, layer in zero_points.items()
-        if not node.users
-    )
-    return [
-        WatchedZeroPoints(layer, index, value)
-        for layer, index, value in inputs
-        if index is not None and value is not None
-    ]
+def left_out(zero_points: dict[Node, str], constants: Constants) -> WatchedZeroPoints | None:
+    """The zero points without readers, which the lowering assumes to be zero; None if there are none."""
+    watched: dict[int, tuple[str, Tensor]] = {}
+    for node, layer in zero_points.items():
+        index, value = constants.input_index(node), constants.value(node)
+        if not node.users and index is not None and value is not None:
+            watched[index] = layer, value
+    return WatchedZeroPoints(watched) if watched else None
 
 
 class WatchedZeroPoints:
     """Zero points among a graph's inputs.
 
-    On a CPU each call checks their values. On a GPU, where that synchronizes, it does so only if they were replaced by
-    another tensor or written since, and misses writes through ``.data``.
+    On a CPU each call checks their values. On a GPU, where that synchronizes, it does so only after
+    one was replaced by another tensor or written, and misses in-place writes through ``.data``.
+
+    ``watched`` maps the index of an input to the layer and the zero points.
     """
 
-    def __init__(self, layer: str, index: int, value: Tensor) -> None:
-        self._layer, self._index = layer, index
-        self._known, self._writes = weakref.ref(value), _times_written(value)
+    def __init__(self, watched: Mapping[int, tuple[str, Tensor]]) -> None:
+        self._indices = list(watched)
+        self._layers = [layer for layer, _ in watched.values()]
+        self._accept([value for _, value in watched.values()])
 
     def check(self, args: Sequence[Any]) -> None:
-        """Raise QFrameworkError if one is no longer zero."""
-        value = args[self._index]
-        version = _times_written(value)
-        if value.device.type != "cpu" and value is self._known() and version == self._writes:
-            return
-        if value.any():
-            worst = int(value[value != 0][0])
-            raise QFrameworkError(
-                f"layer {self._layer!r}: zero points must stay 0, as when the model was compiled, got {worst}. "
-                "After torch.compiler.reset() the layer runs in float, with this zero point"
-            )
-        self._known, self._writes = weakref.ref(value), version
+        """Raise QFrameworkError if a value is no longer zero."""
+        values = [args[index] for index in self._indices]
+        if not self._unchanged(values):
+            for layer, value in zip(self._layers, values, strict=True):
+                _require_zero(layer, value)
+            self._accept(values)
+
+    def _unchanged(self, values: list[Tensor]) -> bool:
+        return (
+            all(map(operator.is_, values, self._known))
+            and self._state() == self._accepted
+            and not any(map(np.count_nonzero, self._on_cpu))
+        )
+
+    def _accept(self, values: list[Tensor]) -> None:
+        self._known = values
+        self._counted = [value for value in values if not value.is_inference()]  # inference tensors count no writes
+        self._accepted = self._state()
+        # NumPy reads small arrays several times as fast as PyTorch, and a model has one for each layer.
+        self._on_cpu = [value.detach().numpy() for value in values if value.device.type == "cpu"]
+
+    def _state(self) -> list[int]:
+        """Where the values are, and how often they were written. Part of every call's host time."""
+        return [*map(Tensor.data_ptr, self._known), *writes_of_all(self._counted)]
 
 
-def _times_written(value: Tensor) -> int:
-    """How often the tensor was written; -1 for inference tensors, which have no count."""
-    return -1 if value.is_inference() else writes(value)
+def _require_zero(layer: str, value: Tensor) -> None:
+    if value.any():
+        raise QFrameworkError(
+            f"layer {layer!r}: zero points must stay 0, as when the model was compiled, got "
+            f"{int(value[value != 0][0])}. After torch.compiler.reset() the layer runs in float, with this zero point"
+        )

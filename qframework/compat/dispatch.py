@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -71,6 +73,15 @@ def writes(x: Tensor) -> int:
     return x._version
 
 
+_version = operator.attrgetter("_version")
+
+
+@explained()
+def writes_of_all(xs: Iterable[Tensor]) -> list[int]:
+    """How often each tensor was written to, without a Python call for each; none may be an inference tensor."""
+    return list(map(_version, xs))
+
+
 @explained()
 def memory_of(x: Tensor) -> int:
     """Identifies the storage of ``x``, which its views share; fake tensors have one too."""
@@ -104,4 +115,5 @@ __all__ = [
     "peek_interpreter_stack",
     "set_grad_enabled",
     "writes",
+    "writes_of_all",
 ]

@@ -10,6 +10,7 @@ import torch
 from lowered_models import Block, converted, example, lowered
 from test_fold_channel_scale import Scaled
 from test_fold_channel_scale import converted as converted_by_recipe
+from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.backend import zero_points as module
@@ -31,6 +32,7 @@ def zero_points(gm: GraphModule) -> list[str]:
 WRITES = {
     "in place": lambda gm, name: gm.get_buffer(name)[3:4].fill_(5),
     "through .data": lambda gm, name: gm.get_buffer(name).data.add_(5),
+    "new memory": lambda gm, name: setattr(gm.get_buffer(name), "data", torch.full_like(gm.get_buffer(name), 5)),
     "new buffer": lambda gm, name: setattr(gm, name, torch.full_like(gm.get_buffer(name), 5)),
     "load_state_dict": lambda gm, name: gm.load_state_dict(
         {name: torch.full_like(gm.get_buffer(name), 5)}, strict=False, assign=True
@@ -71,26 +73,23 @@ def test_writing_zeros_is_no_error_and_another_model_has_zero_points_of_its_own(
 def test_a_call_on_a_gpu_reads_values_only_after_a_write(monkeypatch):
     """A stand-in for a CUDA tensor counts how often its values are read."""
 
-    class OnGpu:
-        device, _version, looks = torch.device("cuda"), 0, 0
-
-        def is_inference(self):
-            return False
+    class OnGpu(Tensor):
+        device, looks = torch.device("cuda"), 0
 
         def any(self):
             OnGpu.looks += 1
             return False
 
-    value = OnGpu()
-    watched = module.WatchedZeroPoints("fc", 0, value)
+    value = torch.zeros(4).as_subclass(OnGpu)
+    watched = module.WatchedZeroPoints({0: ("fc", value)})
     for _ in range(3):
         watched.check([value])
     assert OnGpu.looks == 0
-    value._version += 1
+    value.zero_()
     for _ in range(3):
         watched.check([value])
     assert OnGpu.looks == 1
-    watched.check([OnGpu()])
+    watched.check([torch.zeros(4).as_subclass(OnGpu)])
     assert OnGpu.looks == 2
 
 
