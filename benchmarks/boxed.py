@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -29,6 +31,8 @@ Phase = Literal["check", "time"]
 Serve = Callable[[Any], Iterator[Record]]
 Plan = TypeVar("Plan")
 DONE = "done"
+_SAY_WHERE, _FRAMES = signal.SIGUSR1, 6
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (\S+)$', re.MULTILINE)  # of faulthandler
 _STARTING = threading.Lock()  # guards os.environ, which all threads share
 
 
@@ -56,7 +60,7 @@ class Worker:
             self._send(request)
         while self.status is None:
             if not self._connection.poll(max(deadline - time.monotonic(), 0)):
-                return self._end("timeout", f"not done after {seconds:.3g} s")
+                return self._end("timeout", f"not done after {seconds:.3g} s{self._where()}")
             try:
                 answer = self._connection.recv()
             except (EOFError, ConnectionResetError):
@@ -85,6 +89,18 @@ class Worker:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         last = lines[-1] if lines else "no message"
         return f"the process ended with exit status {self._process.exitcode}: {last}"[:300]
+
+    def _where(self) -> str:
+        """The functions that a late process is in, innermost first; empty if it does not say."""
+        if self._process.pid is None or not self._stderr.exists():
+            return ""
+        written = self._stderr.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._process.pid, _SAY_WHERE)
+            time.sleep(0.2)  # a signal handler in C answers whatever the process waits for
+        frames = _FRAME.findall(self._stderr.read_text(errors="replace")[written:])
+        named = [f"{function} ({Path(file).name}:{line})" for file, line, function in frames[:_FRAMES]]
+        return f", in {' < '.join(named)}" if named else ""
 
     def _end(self, status: str, reason: str) -> None:
         self.status = status, reason
@@ -121,6 +137,7 @@ def _serve(connection: Connection, stderr: str, make: Callable[..., Serve], argu
     os.setsid()  # a group of its own, so that children such as Inductor's compile workers end with it
     threading.Thread(target=_end_after, args=(os.getppid(),), daemon=True).start()
     os.dup2(os.open(stderr, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    faulthandler.register(_SAY_WHERE, file=2, all_threads=False)
     serve = make(*arguments)
     while True:
         try:
