@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import itertools
 import multiprocessing
 import os
 import re
@@ -99,7 +100,8 @@ class Worker:
             os.kill(self._process.pid, _SAY_WHERE)
             time.sleep(0.2)  # a signal handler in C answers whatever the process waits for
         frames = _FRAME.findall(self._stderr.read_text(errors="replace")[written:])
-        named = [f"{function} ({Path(file).name}:{line})" for file, line, function in frames[:_FRAMES]]
+        own = itertools.takewhile(lambda frame: frame[2] != _serve.__name__, frames[:_FRAMES])
+        named = [f"{function} ({Path(file).name}:{line})" for file, line, function in own]
         return f", in {' < '.join(named)}" if named else ""
 
     def _end(self, status: str, reason: str) -> None:

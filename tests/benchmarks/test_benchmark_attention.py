@@ -177,7 +177,7 @@ def test_a_late_worker_is_killed_and_its_records_are_kept():
     assert worker.status is not None
     status, reason = worker.status
     assert status == "timeout"
-    assert re.fullmatch(r"not done after 1.5 s, in __call__ \(test_benchmark_attention.py:\d+\) < _serve .*", reason)
+    assert re.fullmatch(r"not done after 1.5 s, in __call__ \(test_benchmark_attention.py:\d+\)", reason)
     assert list(worker.request(0.0, 60)) == []
     worker.close()
 
