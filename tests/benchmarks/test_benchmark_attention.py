@@ -113,7 +113,9 @@ def test_every_provider_is_right(provider):
 
 def test_every_provider_in_a_smoke_run(tmp_path):
     output = tmp_path / "out.json"
-    assert attention.main(["--smoke", "--device", "cpu", "--output", str(output)]) == 0
+    slow = ["--time-limit", "120", "--limit", "500"]  # for a loaded machine
+    # The bounds are statistical: at these sizes the inputs of one seed in a thousand exceed them.
+    assert attention.main(["--smoke", "--device", "cpu", "--output", str(output), "--seed", "1", *slow]) == 0
     document = json.loads(output.read_text())
     records = [Record.from_json(fields) for fields in document["records"]]
     assert document["smoke"] is True
@@ -122,7 +124,8 @@ def test_every_provider_in_a_smoke_run(tmp_path):
     assert len(records) == len(PROVIDERS) * len(attention.SMOKE_SHAPES)
     assert len(parts) == 2 * len([*VARIANTS, PER_WARP]) * len(attention.SMOKE_SHAPES)
     assert all(record.p50_ms > 0 for record in parts)
-    assert {record.provider for record in records if record.status != "ok"} == GPU_ONLY
+    reasons = {record.provider: record.reason for record in records if record.status != "ok"}
+    assert reasons.keys() == GPU_ONLY, reasons
     for record in records:
         if record.status == "ok":
             assert 0 < record.p20_ms <= record.p50_ms <= record.p80_ms
@@ -216,7 +219,7 @@ def test_merge_adds_to_the_results_of_an_earlier_call(tmp_path, monkeypatch):
     """Missing records are added, measured ones stay, and another commit is refused."""
     output = tmp_path / "out.json"
     shape = attention.SMOKE_SHAPES[0].name
-    common = ["--smoke", "--device", "cpu", "--output", str(output), "--no-parts", "--shapes", shape]
+    common = ["--smoke", "--seed", "1", "--device", "cpu", "--output", str(output), "--no-parts", "--shapes", shape]
     monkeypatch.setenv("QFRAMEWORK_COMMIT", "abc123")
 
     def run(provider: str) -> list[tuple[str, float]]:
