@@ -48,8 +48,8 @@ def left_out(zero_points: dict[Node, str], constants: Constants) -> WatchedZeroP
 class WatchedZeroPoints:
     """Zero points among a graph's inputs.
 
-    On a CPU each call checks their values. On a GPU, where that synchronizes, it does so only after
-    one was replaced by another tensor or written, and misses in-place writes through ``.data``.
+    On a CPU each call checks their values. On a GPU, where that would synchronize, a call checks them only after one
+    was replaced or written. It misses in-place writes through ``.data`` and to tensors created in inference mode.
 
     ``watched`` maps the index of an input to the layer and the zero points.
     """

@@ -4,25 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from mlp_helpers import TinyMLP, quantizer
 
 from qframework.errors import CalibrationError
 from qframework.evaluation import quantize_model
-from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
-
-
-class TinyMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-def quantizer(config=None) -> QFrameworkQuantizer:
-    return QFrameworkQuantizer().set_global(config or static_int8())
+from qframework.quantizer import Recipe, dynamic_int8, static_int8
 
 
 @pytest.mark.parametrize("config", [static_int8(), static_int8("per_token"), dynamic_int8()])

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from mlp_helpers import TinyMLP, quantizer
+from torch import nn
 
 from qframework.evaluation import quantize_model, weight_bytes
-from qframework.quantizer import QFrameworkQuantizer, static_int8
-
-
-class TinyMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-def quantizer(config=None) -> QFrameworkQuantizer:
-    return QFrameworkQuantizer().set_global(config or static_int8())
 
 
 def test_weight_bytes_counts_parameters_and_buffers() -> None:

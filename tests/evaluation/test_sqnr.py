@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from mlp_helpers import TinyMLP, quantizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,19 +14,6 @@ from qframework import numerics
 from qframework.errors import QFrameworkError
 from qframework.evaluation import layer_sqnr, quantize_model
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
-
-
-class TinyMLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x)))
-
-
-def quantizer(config=None) -> QFrameworkQuantizer:
-    return QFrameworkQuantizer().set_global(config or static_int8())
 
 
 def test_layer_sqnr_of_a_first_layer_matches_its_formula() -> None:

@@ -86,4 +86,5 @@ class TestMultiheadAttention:
             model.zero_grad()
             run(x, x, x)[0].square().sum().backward()
             gradients.append([parameter.grad.clone() for parameter in model.parameters()])
-        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-4)
+        for wanted, got in zip(*gradients, strict=True):  # sums of some 50 products, in another order
+            assert (got - wanted).abs().max() <= 2.0**-19 * wanted.abs().max()
