@@ -114,6 +114,11 @@ class Bias(NamedTuple):
     rel_w: Tensor | None = None  # (B, H, N, Kw)
     causal: bool = False
 
+    @property
+    def only_causal(self) -> bool:
+        """Whether nothing is added to the logits, except that queries may be causal."""
+        return self.mask is None and self.rel_h is None
+
     def masks_of(self, batch: int) -> Tensor | None:
         """The mask with a batch of 1 or ``batch``."""
         if self.mask is None or self.mask.shape[0] in (1, batch):

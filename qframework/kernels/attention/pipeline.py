@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.kernels.attention import hopper
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -191,7 +192,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
     values = _quantize_values(v, variant, steps, lengths)
-    if steps.fuses and _can_fuse(q, variant, return_lse):
+    plain = bias.only_causal and lengths is None and not return_lse and values.scale is None
+    reads_int8 = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
+    if steps.fuses and not reads_int8 and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths, scale * LOG2_E)
     qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
@@ -202,15 +205,16 @@ def _attention(
     return out, lse
 
 
-def _variant_for(query: Tensor, queries: int, keys: int, variant: str) -> AttentionVariant:
+def _variant_for(query: Tensor, queries: int, keys: int, variant: str, plain: bool) -> AttentionVariant:
     """The variant of a call: ``variant`` itself, or the choice for ``"auto"``."""
     if variant == "auto":
-        variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype)
+        variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype, plain)
     return resolve(variant)
 
 
 def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, Tensor]:
-    chosen = _variant_for(x.query, x.query.shape[-2], x.key.shape[-2], x.variant)
+    plain = x.attn_mask is None and x.rel_h is None and not x.return_lse
+    chosen = _variant_for(x.query, x.query.shape[-2], x.key.shape[-2], x.variant, plain)
     shape = (*x.query.shape[:-1], x.value.shape[-1])
     call = canonical(x)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
@@ -266,7 +270,7 @@ _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
     """``sage_attention_varlen``, one sequence at a time."""
-    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant)
+    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant, plain=False)
     out = x.empty_result().zero_()
     scale = default_scale(x.query, x.scale)
     for q_rows, k_rows in zip(*x.sequences(), strict=True):
@@ -283,7 +287,7 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
     check_device(x.query.device)
     if _CHECK_ON_GPU:
         x.sequences()
-    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant)
+    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant, plain=False)
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
     lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)

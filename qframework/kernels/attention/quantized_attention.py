@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention import hopper
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.operands import (
     AttentionShape,
@@ -59,7 +60,7 @@ from qframework.kernels.attention.variants import (
     token_groups,
 )
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
-from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.chip import capability_of, check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare
 from qframework.numerics import FLOAT_DTYPES
@@ -96,6 +97,10 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
+    plain = bias.only_causal and lengths is None and not lse and out_scale is None and values.scale is None
+    int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
+    if plain and int8 and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
+        return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias.causal, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None

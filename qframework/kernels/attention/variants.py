@@ -207,16 +207,21 @@ def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tupl
     return torch.float16 if capability is None or capability in _FAST_FP16_SUMS else dtype
 
 
-def choose_variant(device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype) -> str:
+def choose_variant(
+    device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype, plain: bool = True
+) -> str:
     """The variant that ``"auto"`` selects: the fastest on ``device`` of those that are accurate for any input.
 
     FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
+    On Hopper 16 bit is faster where its own kernel (``hopper.py``) runs: in ``plain`` calls, which are dense and have
+    neither mask nor bias nor log-sum-exp.
     """
     if device.type == "cuda" and nk >= 2048:
         capability = torch.cuda.get_device_capability(device)
         if capability in _FAST_FP16_SUMS and capability >= (8, 9):
             return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
-        if capability >= (9, 0):
+        hopper = capability == (9, 0) and plain and 32 < head_dim <= 128 and head_dim % 16 == 0
+        if capability >= (9, 0) and not hopper:
             return _AUTO_FP8
     return _AUTO_16_BIT
 

@@ -1,0 +1,153 @@
+"""Attention's kernel for Hopper: it compiles without spilling, and agrees with the reference in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from attention_oracle import assert_kernel_close, exact_attention
+from oracle import UNIT
+from test_compile_targets import compile_for, stack_bytes
+
+from qframework.kernels.attention import hopper
+from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
+from qframework.kernels.attention.quantize_qk import attention_quantize
+from qframework.kernels.attention.quantized_attention import quantized_attention
+from qframework.kernels.attention.reference import quantized_attention_ref
+from qframework.kernels.attention.variants import choose_variant, resolve
+from qframework.kernels.runtime.gluon import HAS_GLUON
+
+SPEC = "8-per_block-fp16-fp32"
+ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
+class Problem(NamedTuple):
+    batch: int = 2
+    heads: int = 64
+    key_heads: int = 64
+    queries: int = 300
+    keys: int = 300
+    head_dim: int = 64
+    value_dim: int = 64
+    causal: bool = False
+    dtype: torch.dtype = torch.float16
+    variant: str = SPEC
+
+    @property
+    def name(self) -> str:
+        return "-".join(f"{key}_{value}" for key, value in self._asdict().items() if value != self._field_defaults[key])
+
+    def operands(self, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Random Q and K, with an outlying query, and V as a strided view of tokens before heads."""
+        q = torch.randn(self.batch, self.heads, self.queries, self.head_dim, device=device, dtype=self.dtype)
+        k = torch.randn(self.batch, self.key_heads, self.keys, self.head_dim, device=device, dtype=self.dtype)
+        v = torch.randn(self.batch, self.keys, self.key_heads, self.value_dim, device=device, dtype=self.dtype)
+        q[:, :, 7] *= 10
+        return q, k, v.transpose(1, 2)
+
+
+PROBLEMS = [
+    Problem(),
+    Problem(queries=256, keys=4096),
+    Problem(queries=4000, keys=257, heads=6, key_heads=6),
+    Problem(head_dim=128, value_dim=128, keys=1000),
+    Problem(head_dim=128, value_dim=128, queries=1000, keys=1000, causal=True, key_heads=16),
+    Problem(queries=1024, keys=1024, causal=True, dtype=torch.bfloat16, heads=9, key_heads=3),
+    Problem(queries=500, keys=900, causal=True),
+    Problem(queries=900, keys=500, causal=True),
+    Problem(head_dim=80, value_dim=80, dtype=torch.bfloat16, queries=577, keys=577),
+    Problem(head_dim=48, value_dim=48, key_heads=32),
+    Problem(head_dim=96, value_dim=112),
+    Problem(head_dim=112, value_dim=40),
+    Problem(variant="8-per_warp-fp16-fp32", queries=333),
+    Problem(variant="8-per_head-fp16-fp32", keys=2049),
+    Problem(variant="sage_b", dtype=torch.bfloat16),
+    Problem(batch=3, heads=11, key_heads=11, queries=2000, keys=2000),
+]
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_compiles_for_sm_90_without_spilling(width, kind, causal, tmp_path) -> None:
+    """A spill in the loop costs more than the two warpgroups gain by taking turns."""
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
+
+    def described(kind, dtype, rows):
+        return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, dtype)!r}>"
+
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
+    types |= {"q_desc": described("i8", torch.int8, hopper.ROWS), "k_desc": described("i8", torch.int8, hopper.BLOCK_N)}
+    types |= {"v_desc": described(kind, dtype, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
+    types["logit_scale"] = "fp32"
+    constants = {"CAUSAL": causal, "GROUPS": hopper.Groups(width, width, 128, 64)}
+    compiled = compile_for("sm_90", hopper.kernel, types, constants, num_warps=4)
+    assert "wgmma.mma_async" in compiled.asm["ptx"]
+    assert stack_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name or "default")
+@pytest.mark.gpu
+def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
+    if not ON_HOPPER:
+        pytest.skip("the kernel is for Hopper")
+    calls = []
+    launch = hopper.attention_hopper
+    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
+    q, k, v = problem.operands("cuda")
+    q[0, 1, 5, 0] = torch.nan
+    scale = problem.head_dim**-0.5 * 1.4426950408889634
+    granularity = resolve(problem.variant).granularity
+    q8, q_scale = attention_quantize(q, None, scale, granularity, "query")
+    k8, k_scale = attention_quantize(k, None, 1.0, granularity, "key")
+    out, _ = quantized_attention(
+        q8, q_scale, k8, k_scale, v, is_causal=problem.causal, variant=problem.variant, out_dtype=problem.dtype
+    )
+    assert len(calls) == 1
+    qk = QuantizedQK(q8, q_scale, k8, k_scale, problem.head_dim)
+    expected, _ = quantized_attention_ref(
+        qk, Values(v), Bias(causal=problem.causal), resolve(problem.variant), dtype=torch.float64
+    )
+    assert out[0, 1, 5].isnan().all()
+    assert out.isnan().sum() == problem.value_dim
+    exact = exact_attention(q.nan_to_num(0), k, v, is_causal=problem.causal)
+    # The result is rounded once; P is rounded next to other running maxima than in the reference.
+    rounding = UNIT[problem.dtype] * 3 + 2.0**-18
+    assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, rounding, 0.0)
+
+
+@pytest.mark.gpu
+def test_repeats_beside_another_stream() -> None:
+    """The barriers hold when another kernel takes multiprocessors away and gives them back."""
+    if not ON_HOPPER:
+        pytest.skip("the kernel is for Hopper")
+    q, k, v = Problem(queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128).operands("cuda")
+    first = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=SPEC)[0]
+    other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+    for _ in range(200):
+        with torch.cuda.stream(other):
+            x = (x @ x).clamp(-1, 1)
+        again = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=SPEC)[0]
+        assert torch.equal(first, again)
+
+
+@pytest.mark.gpu
+def test_auto_takes_it_for_long_plain_calls() -> None:
+    if not ON_HOPPER:
+        pytest.skip("the kernel is for Hopper")
+    device = torch.device("cuda")
+    assert choose_variant(device, 4096, 4096, 128, torch.float16) == SPEC
+    assert choose_variant(device, 4096, 4096, 128, torch.float16, plain=False) != SPEC
+
+
+def test_declines_what_it_cannot_compute() -> None:
+    """The general kernel computes these; the sizes alone would be accepted."""
+    q, k, v = (torch.empty(1, 200, 300, 64, dtype=torch.float16, device="meta") for _ in range(3))
+    variant, chip = resolve(SPEC), (9, 0)
+    assert not hopper.fits(q, k, v, variant, torch.float16, None)
+    assert not hopper.fits(q, k, v, variant, torch.float16, (8, 0))
+    assert not hopper.fits(q, k, v, variant, torch.bfloat16, chip)
+    assert not hopper.fits(q, k, v.float(), variant, torch.float32, chip)
+    for other in ("sage_b", "sage_t", "sage2_int8", "sage2_int4", "sage_vb", "qattn"):
+        assert not hopper.fits(q, k, v, resolve(other), torch.float16, chip)
