@@ -30,6 +30,7 @@ ROWS = 64  # queries of a warpgroup
 BLOCK_M = 2 * ROWS
 BLOCK_N = BLOCK_M  # so that under causal attention every query attends to a key of its tile's last block
 STAGES = 2
+LEAST_TOKENS = 512  # shorter sequences spend on a pass over Q, which triton.py saves, what they gain; from 577 measured
 
 
 class Groups(NamedTuple):
@@ -333,14 +334,10 @@ def fits(
     if q_groups.groups > 1 or k_groups.groups > 1 or k_groups.span % KEY_BLOCK:
         return False
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    large = min(queries, keys) >= _LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= _multiprocessors(v.device)
+    large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= _multiprocessors(v.device)
     sizes = 32 < max(channels, values) <= 128 and channels % 16 == 0 and values % 8 == 0
     strides = all(stride % 8 == 0 and stride > 0 for stride in v.stride()[:3]) and v.stride(3) == 1
     return large and sizes and strides and v.data_ptr() % 16 == 0
-
-
-# Shorter sequences spend more on separate passes over Q than they gain.
-_LEAST_TOKENS = 256
 
 
 @functools.cache
