@@ -336,8 +336,13 @@ def fits(
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
     large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= _multiprocessors(v.device)
     sizes = 32 < max(channels, values) <= 128 and channels % 16 == 0 and values % 8 == 0
-    strides = all(stride % 8 == 0 and stride > 0 for stride in v.stride()[:3]) and v.stride(3) == 1
-    return large and sizes and strides and v.data_ptr() % 16 == 0
+    return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype == torch.int8)
+
+
+def _addressable(x: Tensor) -> bool:
+    """Whether TMA can address the heads: 16-byte strides and a 16-byte start."""
+    strides = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    return strides and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
 @functools.cache

@@ -152,3 +152,18 @@ def test_declines_what_it_cannot_compute() -> None:
     assert not hopper.fits(q, k, v.float(), variant, torch.float32, chip)
     for other in ("sage_b", "sage_t", "sage2_int8", "sage2_int4", "sage_vb", "qattn"):
         assert not hopper.fits(q, k, v, resolve(other), torch.float16, chip)
+
+
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_declines_what_tma_cannot_address(operand: str, monkeypatch) -> None:
+    """Slices of a larger tensor, whose rows do not start at multiples of 16 bytes."""
+    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    dtypes = {"q": torch.int8, "k": torch.int8, "v": torch.float16}
+    operands = {name: torch.zeros(1, 40, 600, 64, dtype=dtype) for name, dtype in dtypes.items()}
+    chip = (resolve(SPEC), torch.float16, (9, 0))
+    assert hopper.fits(*operands.values(), *chip)
+    operands[operand] = torch.zeros(1, 40, 600, 65, dtype=dtypes[operand])[..., :64]
+    assert not hopper.fits(*operands.values(), *chip)
+    operands[operand] = torch.zeros(1, 1, 600, 64, dtype=dtypes[operand]).expand(1, 40, 600, 64)
+    assert not hopper.fits(*operands.values(), *chip)
