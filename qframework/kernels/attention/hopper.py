@@ -22,6 +22,7 @@ from torch import Tensor
 
 from qframework.kernels.attention.operands import QuantizedQK, query_memory_order
 from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, token_groups
+from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -334,7 +335,7 @@ def fits(
     if q_groups.groups > 1 or k_groups.groups > 1 or k_groups.span % KEY_BLOCK:
         return False
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= _multiprocessors(v.device)
+    large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
     sizes = 32 < max(channels, values) <= 128 and channels % 16 == 0 and values % 8 == 0
     return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype == torch.int8)
 
@@ -343,11 +344,6 @@ def _addressable(x: Tensor) -> bool:
     """Whether TMA can address the heads: 16-byte strides and a 16-byte start."""
     strides = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
     return strides and x.stride(3) == 1 and x.data_ptr() % 16 == 0
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _describe(x: Tensor, rows: int, channels: int) -> Any:
@@ -372,7 +368,7 @@ def attention_hopper(
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
     items = cdiv(tokens, BLOCK_M) * heads * batch
     at_once = next(count for count in (32, 16, 8, 4, 2, 1) if heads * batch % count == 0) if causal else 1
-    launch(kernel, (min(items, _multiprocessors(v.device)),))(
+    launch(kernel, (min(items, chip_of(v.device)[1]),))(
         _describe(qk.q, ROWS, padded),
         _describe(qk.k, BLOCK_N, padded),
         _describe(v, BLOCK_N, padded),

@@ -157,7 +157,7 @@ def test_declines_what_it_cannot_compute() -> None:
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_declines_what_tma_cannot_address(operand: str, monkeypatch) -> None:
     """Slices of a larger tensor, whose rows do not start at multiples of 16 bytes."""
-    monkeypatch.setattr(hopper, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(hopper, "chip_of", lambda device: ((9, 0), 132))
     monkeypatch.setattr(hopper, "HAS_GLUON", True)
     dtypes = {"q": torch.int8, "k": torch.int8, "v": torch.float16}
     operands = {name: torch.zeros(1, 40, 600, 64, dtype=dtype) for name, dtype in dtypes.items()}
