@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.operands import QuantizedQK, query_memory_order
-from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, token_groups
+from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, token_groups
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch
@@ -336,7 +336,7 @@ def fits(
         return False
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
     large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
-    sizes = 32 < max(channels, values) <= 128 and channels % 16 == 0 and values % 8 == 0
+    sizes = fits_hopper(channels) and values <= 128 and values % 8 == 0
     return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype == torch.int8)
 
 

@@ -220,10 +220,15 @@ def choose_variant(
         capability = torch.cuda.get_device_capability(device)
         if capability in _FAST_FP16_SUMS and capability >= (8, 9):
             return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
-        hopper = capability == (9, 0) and plain and 32 < head_dim <= 128 and head_dim % 16 == 0
-        if capability >= (9, 0) and not hopper:
+        specialized = capability == (9, 0) and plain and fits_hopper(head_dim)
+        if capability >= (9, 0) and not specialized:
             return _AUTO_FP8
     return _AUTO_16_BIT
+
+
+def fits_hopper(head_dim: int) -> bool:
+    """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes, tiles 64 or 128."""
+    return 32 < head_dim <= 128 and head_dim % 16 == 0
 
 
 # On data-center chips FP16 accumulation is no faster, and may overflow. A block of keys loads one scale per warp.
