@@ -1,15 +1,18 @@
-"""Quantized attention for Hopper, in Gluon: one warp loads, two warpgroups take turns on the tensor cores.
+"""Attention for Hopper, in Gluon: one warp loads, two warpgroups compute.
 
-The arithmetic is that of the general kernel for 8-bit Q and K and 16-bit P and V with FP32 sums; formula:
+The arithmetic is that of the general kernel for Q and K in 8 or 16 bit and P and V in 16 bit, with FP32 sums; formula:
 :mod:`~qframework.kernels.attention.quantized_attention`. The structure is that of FlashAttention-3 (Shah et al. 2024):
 
 - persistent programs; the loading warp runs ahead into the next tile of queries;
-- ping-pong: one warpgroup of 64 queries issues its products while the other computes its softmax;
+- one warpgroup of 64 queries uses the tensor cores while the other computes its softmax;
 - within a warpgroup, Q K^T of one block of keys and P V of the block before are in flight together, and the
   exponentials run while P V does.
 
-Blocks of keys are visited from the last, which alone needs a mask, to the first. Row maxima are taken from integers.
-Used for large dense problems without mask, bias or log-sum-exp; triton.py handles all others.
+A warpgroup does not wait for the other's P V: its instructions hold the warps that issue them until they have read P.
+Wide heads take turns with Q K^T; narrow ones are faster without (``docs/experiments.md``).
+
+Blocks of keys are visited from the last, which alone needs a mask, to the first. Row maxima of 8-bit products are taken
+from integers. Used for large dense problems without mask, bias or log-sum-exp; triton.py handles all others.
 """
 
 from __future__ import annotations
@@ -31,16 +34,17 @@ ROWS = 64  # queries of a warpgroup
 BLOCK_M = 2 * ROWS
 BLOCK_N = BLOCK_M  # so that under causal attention every query attends to a key of its tile's last block
 STAGES = 2
-LEAST_TOKENS = 512  # shorter sequences spend on a pass over Q, which triton.py saves, what they gain; from 577 measured
+LEAST_TOKENS = 512  # of quantized Q: shorter sequences spend on a pass over it, which triton.py saves, what they gain
 
 
-class Groups(NamedTuple):
+class Form(NamedTuple):
     """Compile-time sizes: channels padded to a power of two, and tokens that share a scale."""
 
     block_d: int
     block_dv: int
-    q_span: int
+    q_span: int  # 0: Q and K are in 16 bit, without scales
     k_span: int
+    turns: bool  # the warpgroups take turns with Q K^T
 
 
 if HAS_GLUON:
@@ -61,7 +65,7 @@ if HAS_GLUON:
     _ROWS, _BLOCK_M, _BLOCK_N, _STAGES, _KEY_BLOCK = (
         gl.constexpr(n) for n in (ROWS, BLOCK_M, BLOCK_N, STAGES, KEY_BLOCK)
     )
-    _MASKED = gl.constexpr(-(1 << 26))  # below all sums of products
+    _MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
 
     @gluon.jit
     def _place(work, tiles, H, HEADS_AT_ONCE):
@@ -121,40 +125,73 @@ if HAS_GLUON:
         """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK)."""
         products = gl.max(s, 2)
         highest = products.to(gl.float32) * scale
-        if MASKED:  # keys that are all masked have no logit, however small their scale
+        if MASKED and s.dtype == gl.int32:  # keys that are all masked have no logit, however small their scale
             highest = gl.where(products == _MASKED, float("-inf"), highest)
         return gl.maximum(top, gl.convert_layout(gl.max(highest, 1), top.type.layout))
 
     @gluon.jit
-    def _weights(s, top, scale):
-        """exp2(s * scale - top) as (ROWS, BLOCK_N)."""
+    def _weights(s, top, scale, DTYPE: gl.constexpr):
+        """exp2(s * scale - top), rounded to DTYPE: (ROWS, BLOCK_N // 2) words, each of two neighbouring keys."""
         top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
         p = gl.exp2(s.to(gl.float32) * scale[:, :, None] - top[:, None, None])
-        return gl.reshape(p, (_ROWS, _BLOCK_N))
+        low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if DTYPE == gl.float16 else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
     @gluon.jit
-    def _partial_sums(p):
-        """(ROWS, 4): sums over the columns of each of the four threads of a row, which need no exchange."""
-        return gl.sum(gl.sum(gl.reshape(p, (_ROWS, _BLOCK_N // 8, 4, 2)), 3), 1)
+    def _apart(words, DTYPE: gl.constexpr):
+        """The low and the high halves of words as DTYPE."""
+        low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+        return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
 
     @gluon.jit
-    def _consume(WHO: gl.constexpr, descs, shared, barriers, scales, sizes, CAUSAL: gl.constexpr, GROUPS: gl.constexpr):
+    def _operand(words, DTYPE: gl.constexpr, SCORES: gl.constexpr, LAYOUT: gl.constexpr):
+        """Words as the left operand (ROWS, BLOCK_N) of P V; no value moves to another thread."""
+        low, high = _apart(words, DTYPE)
+        p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, _BLOCK_N)), SCORES, assert_trivial=True)
+        return gl.convert_layout(p, LAYOUT)
+
+    @gluon.jit
+    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
+        """(ROWS, COUNT, 4) words to (ROWS, COUNT // 2, 4): sums of two, in 16 bit."""
+        a, b = gl.split(gl.permute(gl.reshape(words, (_ROWS, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
+        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if DTYPE == gl.float16 else "add.rn.bf16x2 $0, $1, $2;"
+        return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _partial_sums(words, DTYPE: gl.constexpr):
+        """(ROWS, 4): sums over the columns of each of the four threads of a row, which need no exchange.
+
+        Eight weights each are summed in 16 bit, where an instruction adds two pairs.
+        """
+        words = gl.reshape(words, (_ROWS, _BLOCK_N // 8, 4))
+        words = _added(words, _BLOCK_N // 8, DTYPE)
+        words = _added(words, _BLOCK_N // 16, DTYPE)
+        words = _added(words, _BLOCK_N // 32, DTYPE)
+        low, high = _apart(words, DTYPE)
+        return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
+
+    @gluon.jit
+    def _consume(WHO: gl.constexpr, descs, shared, barriers, scales, sizes, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
         _, _, v_desc, out_desc = descs
         q_tiles, k_stages, v_stages, out_tiles = shared
         q_ready, q_free, k_ready, k_free, v_ready, v_free, turn = barriers
         q_scale_ptr, k_scale_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
-        D: gl.constexpr = GROUPS.block_d
-        DV: gl.constexpr = GROUPS.block_dv
-        Q_SPAN: gl.constexpr = GROUPS.q_span
-        K_SPAN: gl.constexpr = GROUPS.k_span
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32])
+        D: gl.constexpr = FORM.block_d
+        DV: gl.constexpr = FORM.block_dv
+        Q_SPAN: gl.constexpr = FORM.q_span
+        K_SPAN: gl.constexpr = FORM.k_span
+        TURNS: gl.constexpr = FORM.turns
+        INT8: gl.constexpr = Q_SPAN > 0
+        DTYPE: gl.constexpr = v_desc.dtype
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
         RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
         ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
         RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-        no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32, SCORES)
+        no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = _halves(no_scores).type.layout
         half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
         column = gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, SCORES))
@@ -175,64 +212,76 @@ if HAS_GLUON:
             # The last block of keys, masked.
             mbarrier.wait(q_ready.index(WHO), q_phase)
             q_phase = q_phase ^ 1
-            q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + gl.minimum(row, N - 1) // Q_SPAN) * logit_scale
-            marks = q.slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
-            marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # a query that held NaN or infinity
-            q_scale = gl.where(marked, float("nan"), q_scale)
+            if INT8:
+                q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + gl.minimum(row, N - 1) // Q_SPAN) * logit_scale
+                marks = q.slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
+                marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # it held NaN or infinity
+                q_scale = gl.where(marked, float("nan"), q_scale)
+            else:
+                q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
             q_scale = gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
             mbarrier.wait(k_ready.index(slot), phase)
-            mbarrier.wait(turn.index(WHO), own_turn)
-            own_turn = own_turn ^ 1
+            if TURNS:
+                mbarrier.wait(turn.index(WHO), own_turn)
+                own_turn = own_turn ^ 1
             k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
             products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            mbarrier.arrive(turn.index(1 - WHO), count=1)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - WHO), count=1)
             s = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(k_free.index(slot), count=1)
             start = (blocks - 1) * _BLOCK_N
             keep = (start + column < NK)[None, :]
             if CAUSAL:
                 keep = keep & ((start + column)[None, :] <= row[:, None])
-            s = _halves(gl.where(keep, s, _MASKED))
-            groups = gl.minimum((start + half * _KEY_BLOCK) // K_SPAN, last_k_group)
-            scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
-            top = _new_top(s, gl.full((_ROWS,), float("-inf"), gl.float32, ROW), scale, True)
-            p = gl.where(keep, gl.convert_layout(_weights(s, top, scale), SCORES), 0.0)
-            total = _partial_sums(p)
+            if INT8:
+                groups = gl.minimum((start + half * _KEY_BLOCK) // K_SPAN, last_k_group)
+                scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
+                scores = _halves(gl.where(keep, s, _MASKED))
+            else:
+                scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
+                scores = _halves(gl.where(keep, s, float("-inf")))
+            top = _new_top(scores, gl.full((_ROWS,), float("-inf"), gl.float32, ROW), scale, True)
+            p = _weights(_halves(gl.where(keep, s.to(gl.float32), float("-inf"))), top, scale, DTYPE)
+            total = _partial_sums(p, DTYPE)
             TOTAL_ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
-            weights = gl.convert_layout(p.to(v_desc.dtype), WEIGHTS)
+            weights = _operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, _STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
 
             for i in range(1, blocks):
                 start = (blocks - 1 - i) * _BLOCK_N
-                scale = q_scale[:, None] * gl.load(k_scales + (start + half * _KEY_BLOCK) // K_SPAN)[None, :]
+                if INT8:
+                    scale = q_scale[:, None] * gl.load(k_scales + (start + half * _KEY_BLOCK) // K_SPAN)[None, :]
                 before = slot
                 before_phase = phase
                 slot = next_slot
                 phase = next_phase
-                mbarrier.wait(turn.index(WHO), own_turn)
-                own_turn = own_turn ^ 1
+                if TURNS:
+                    mbarrier.wait(turn.index(WHO), own_turn)
+                    own_turn = own_turn ^ 1
                 k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
                 products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - WHO), count=1)
                 mbarrier.wait(v_ready.index(before), before_phase)
                 v = v_stages.index(before).reshape((_BLOCK_N, DV))
                 values = warpgroup_mma(weights, v, acc, is_async=True)
-                mbarrier.arrive(turn.index(1 - WHO), count=1)
-                s = _halves(warpgroup_mma_wait(1, deps=(products,)))
+                scores = _halves(warpgroup_mma_wait(1, deps=(products,)))
                 mbarrier.arrive(k_free.index(slot), count=1)
-                new_top = _new_top(s, top, scale, False)
+                new_top = _new_top(scores, top, scale, False)
                 rescale = gl.exp2(top - new_top)
                 top = new_top
-                p = gl.convert_layout(_weights(s, top, scale), SCORES)
-                total = total * gl.convert_layout(rescale, TOTAL_ROW)[:, None] + _partial_sums(p)
+                p = _weights(scores, top, scale, DTYPE)
+                total = total * gl.convert_layout(rescale, TOTAL_ROW)[:, None] + _partial_sums(p, DTYPE)
                 # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
                 next_slot, next_phase = next_stage(slot, phase, _STAGES)
                 mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
                 acc = warpgroup_mma_wait(0, deps=(values,))
                 mbarrier.arrive(v_free.index(before), count=1)
                 acc = acc * gl.convert_layout(rescale, RESULT_ROW)[:, None]
-                weights = gl.convert_layout(p.to(v_desc.dtype), WEIGHTS)
+                weights = _operand(p, DTYPE, SCORES, WEIGHTS)
 
             mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
@@ -251,11 +300,11 @@ if HAS_GLUON:
 
     @gluon.jit(do_not_specialize=["q_groups", "k_groups", "H", "GROUP", "N", "NK", "ITEMS", "HEADS_AT_ONCE"])
     def _specialized_attention_kernel(
-        q_desc,  # (B, H, N, D) int8, blocks of (1, 1, ROWS, block_d)
-        k_desc,  # (B, Hkv, Nk, D) int8, blocks of (1, 1, BLOCK_N, block_d)
+        q_desc,  # (B, H, N, D) int8, or as V; blocks of (1, 1, ROWS, block_d)
+        k_desc,  # (B, Hkv, Nk, D) as Q, blocks of (1, 1, BLOCK_N, block_d)
         v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, BLOCK_N, block_dv)
         out_desc,  # (B, H, N, Dv) 16 bit, blocks of (1, 1, ROWS, block_dv)
-        q_scale_ptr,  # (B, H, q_groups) fp32
+        q_scale_ptr,  # (B, H, q_groups) fp32; any pointer where Q and K are in 16 bit, as the next
         k_scale_ptr,  # (B, Hkv, k_groups) fp32
         q_groups,
         k_groups,
@@ -267,19 +316,18 @@ if HAS_GLUON:
         ITEMS,  # tiles of all heads
         HEADS_AT_ONCE,  # divides B H
         CAUSAL: gl.constexpr,
-        GROUPS: gl.constexpr,
+        FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
         """Persistent programs, each of which computes every ``num_programs``-th tile."""
-        D: gl.constexpr = GROUPS.block_d
-        DV: gl.constexpr = GROUPS.block_dv
-        q_tiles = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _ROWS, D], q_desc.layout)
-        k_stages = gl.allocate_shared_memory(gl.int8, [_STAGES, 1, 1, _BLOCK_N, D], k_desc.layout)
+        D: gl.constexpr = FORM.block_d
+        DV: gl.constexpr = FORM.block_dv
+        q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, D], q_desc.layout)
+        k_stages = gl.allocate_shared_memory(k_desc.dtype, [_STAGES, 1, 1, _BLOCK_N, D], k_desc.layout)
         v_stages = gl.allocate_shared_memory(v_desc.dtype, [_STAGES, 1, 1, _BLOCK_N, DV], v_desc.layout)
         out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, DV], out_desc.layout)
         q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         k_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
         k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
         v_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
@@ -287,12 +335,16 @@ if HAS_GLUON:
         for i in gl.static_range(2):
             mbarrier.init(q_ready.index(i), count=1)
             mbarrier.init(q_free.index(i), count=1)
-            mbarrier.init(turn.index(i), count=1)
         for i in gl.static_range(_STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
+        turn = q_free  # unused
+        if FORM.turns:
+            turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (q_desc, k_desc, v_desc, out_desc)
@@ -302,8 +354,8 @@ if HAS_GLUON:
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE)
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, CAUSAL, GROUPS)),
-                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, CAUSAL, GROUPS)),
+                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, CAUSAL, FORM)),
                 (_produce, (descs, shared, barriers, sizes, CAUSAL)),
             ],
             [4, 1],  # warps of the second and third
@@ -322,22 +374,28 @@ def fits(
         q: ``(B, H, N, D)`` of any dtype, before or after quantization, as are the others.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, Dv)``, as it is multiplied.
-        variant: its format must be INT8, with P and V in 16 bit, FP32 sums, and whole blocks of keys in a group.
+        variant: Q and K in INT8 with whole blocks of keys in a group, or in 16 bit; P and V in 16 bit, FP32 sums.
         dtype: of the result.
         capability: CUDA's, None for a CPU.
     """
     if capability != (9, 0) or not HAS_GLUON or v.dtype != dtype:
         return False
-    q_groups, k_groups = (token_groups(variant.granularity, role) for role in ("query", "key"))
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
-    if variant.qk_bits != 8 or variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2:
-        return False
-    if q_groups.groups > 1 or k_groups.groups > 1 or k_groups.span % KEY_BLOCK:
+    if variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2 or not _reads(q, v, variant):
         return False
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    large = min(queries, keys) >= LEAST_TOKENS and cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
-    sizes = fits_hopper(channels) and values <= 128 and values % 8 == 0
-    return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype == torch.int8)
+    large = cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
+    large = large and min(queries, keys) >= (LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK)
+    sizes = fits_hopper(channels, variant.qk_bits) and values <= 128 and values % 8 == 0
+    return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype in (torch.int8, v.dtype))
+
+
+def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
+    """Whether the kernel reads Q and K as the variant has them."""
+    if not variant.quantizes_qk:
+        return q.dtype == v.dtype
+    q_groups, k_groups = (token_groups(variant.granularity, role) for role in ("query", "key"))
+    return variant.qk_bits == 8 and q_groups.groups == k_groups.groups == 1 and k_groups.span % KEY_BLOCK == 0
 
 
 def _addressable(x: Tensor) -> bool:
@@ -358,25 +416,33 @@ def layout(rows: int, channels: int, dtype: torch.dtype) -> Any:
     return gl.NVMMASharedLayout.get_default_for([1, 1, rows, channels], getattr(gl, str(dtype).removeprefix("torch.")))
 
 
+def form_of(variant: AttentionVariant, channels: int, values: int) -> Form:
+    """The kernel's form for heads of so many channels in Q and K, and in V."""
+    padded = 64 if max(channels, values) <= 64 else 128
+    spans = (token_groups(variant.granularity, role).span for role in ("query", "key"))
+    q_span, k_span = spans if variant.quantizes_qk else (0, 0)
+    return Form(padded, padded, q_span, k_span, turns=padded > 64)
+
+
 def attention_hopper(
     qk: QuantizedQK, v: Tensor, variant: AttentionVariant, logit_scale: float, causal: bool, dtype: torch.dtype
 ) -> Tensor:
     """Launch the kernel for operands that :func:`fits` accepts; ``out (B, H, N, Dv)``, in memory (B, N, H, Dv)."""
-    assert qk.q_scale is not None
     (batch, heads, tokens, channels), values = qk.q.shape, v.shape[3]
-    padded = 64 if max(channels, values) <= 64 else 128
+    form = form_of(variant, channels, values)
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
+    q_scale, k_scale = (out, out) if qk.q_scale is None or qk.k_scale is None else (qk.q_scale, qk.k_scale)
     items = cdiv(tokens, BLOCK_M) * heads * batch
     at_once = next(count for count in (32, 16, 8, 4, 2, 1) if heads * batch % count == 0) if causal else 1
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
-        _describe(qk.q, ROWS, padded),
-        _describe(qk.k, BLOCK_N, padded),
-        _describe(v, BLOCK_N, padded),
-        _describe(out, ROWS, padded),
-        qk.q_scale,
-        qk.k_scale,
-        qk.q_scale.shape[2],
-        qk.k_scale.shape[2],
+        _describe(qk.q, ROWS, form.block_d),
+        _describe(qk.k, BLOCK_N, form.block_d),
+        _describe(v, BLOCK_N, form.block_dv),
+        _describe(out, ROWS, form.block_dv),
+        q_scale,
+        k_scale,
+        q_scale.shape[2],
+        k_scale.shape[2],
         logit_scale,
         heads,
         heads // qk.k.shape[1],
@@ -385,12 +451,7 @@ def attention_hopper(
         items,
         at_once,
         CAUSAL=causal,
-        GROUPS=Groups(
-            padded,
-            padded,
-            token_groups(variant.granularity, "query").span,
-            token_groups(variant.granularity, "key").span,
-        ),
+        FORM=form,
         num_warps=4,
     )
     return out

@@ -75,12 +75,15 @@ def sequence_of(starts_ptr, b, TOTAL, LONGEST):
 
 
 class QuantizedQK(NamedTuple):
-    """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries."""
+    """Queries and keys as integers with their scales, and smooth Q's exact logits of each block of queries.
+
+    Variants that multiply Q and K in 16 bit have them here as they are, without scales.
+    """
 
     q: Tensor  # (B, H, N, D) int8, or half the channels for INT4; packed (total, H, D) with variable lengths
     q_scale: Tensor | None  # (B, H, Gq) fp32; None: q is float, and the kernel quantizes it
     k: Tensor  # (B, Hkv, Nk, D) int8
-    k_scale: Tensor  # (B, Hkv, Gk) fp32
+    k_scale: Tensor | None  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves
     row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
     marked: bool = True  # a row of q that starts with -qmax - 1 stands for NaN; False for q of other quantizers

@@ -69,8 +69,8 @@ class _Steps(NamedTuple):
     fuses: bool  # the attention kernel can quantize queries, and key quantization can compute the mean
 
 
-def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
-    out, sums = quantized_attention_ref(qk, values, bias, variant)
+def _attend_ref(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
+    out, sums = quantized_attention_ref(qk, values, bias, variant, factor)
     return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), sums if lse else None
 
 
@@ -192,6 +192,9 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
     values = _quantize_values(v, variant, steps, lengths)
+    if not variant.quantizes_qk:
+        qk = QuantizedQK(last_contiguous(q), None, last_contiguous(k), None, q.shape[-1], marked=False)
+        return steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths, scale * LOG2_E)
     plain = bias.only_causal and lengths is None and not return_lse and values.scale is None
     reads_int8 = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
     if steps.fuses and not reads_int8 and _can_fuse(q, variant, return_lse):

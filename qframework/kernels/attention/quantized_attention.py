@@ -99,11 +99,11 @@ def quantized_attention_triton(
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
     plain = bias.only_causal and lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
-    if plain and int8 and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
+    if plain and (int8 or not variant.quantizes_qk) and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
         return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias.causal, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
-    quantize_q = qk.q_scale is None
+    quantize_q = qk.q_scale is None and variant.quantizes_qk
     tile = attention_tile(qk.q.device, tokens, max(qk.channels, channels), mode)
     if quantize_q:
         tile = tile.holding(q_groups.span)
@@ -120,8 +120,8 @@ def quantized_attention_triton(
         group=heads // k_shape.heads,
         block_d=max(power_of_2(stored), 32),
         block_dv=max(power_of_2(channels), 32),
-        int4=variant.qk_bits == 4,
-        marked=qk.marked and not quantize_q,
+        qk_bits=variant.qk_bits,
+        marked=qk.marked and qk.q_scale is not None,
         mask="none" if bias.mask is None else "bool" if bias.mask.dtype == torch.bool else "float",
         whole_rows=whole_rows,
         v_scale_per_channel=v_scale is not None and v_scale.shape[-1] == channels,
@@ -133,13 +133,13 @@ def quantized_attention_triton(
         round_fp8=mode == "fp8" and values.v.dtype == torch.float16,
         p_shift=math.log2(p_range(variant)),
     )
-    q_count = qk.q_scale.shape[2] if qk.q_scale is not None else 1
+    q_count, k_count = (1 if scale is None else scale.shape[2] for scale in (qk.q_scale, qk.k_scale))
     launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(
         Heads(qk.q, *q_shape.strides(qk.q)),
         Heads(qk.k, *k_shape.strides(qk.k)),
         Heads(values.v, *v_strides),
         Heads(out, *q_shape._replace(channels=channels).strides(out)),
-        Scales(qk.q_scale, q_count, qk.k_scale, qk.k_scale.shape[2], v_scale, mean, out_scale),
+        Scales(qk.q_scale, q_count, qk.k_scale, k_count, v_scale, mean, out_scale),
         None if qk.row_bias is None else RowBias(qk.row_bias, qk.row_bias.shape[2]),
         _mask(bias),
         _relative_positions(bias),

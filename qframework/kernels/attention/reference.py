@@ -32,14 +32,11 @@ def quantized_attention_ref(
     between the roundings that define the variant is exact.
     """
     q, k = (unpack_int4(x, qk.channels) if variant.qk_bits == 4 else x for x in (qk.q, qk.k))
-    assert qk.q_scale is not None, "only the Triton kernel quantizes queries itself"
     batch, heads, tokens, _ = q.shape
     keys, group = k.shape[2], heads // k.shape[1]
     unit = _unit(bias)
-    q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(tokens, q.device)] * logit_scale / unit
-    if qk.marked:
-        q_scale = q_scale.masked_fill(is_marked(q, variant.qk_bits), torch.nan)
-    k_scale = qk.k_scale[:, :, token_groups(variant.granularity, "key").index(keys, k.device)]
+    q_scale, k_scale = _scales(qk, q, keys, variant)
+    q_scale = q_scale * logit_scale / unit
     v = values.v.transpose(2, 3)[:, :, :keys] if transposes_values(variant.pv) else values.v
     v = v if v.is_floating_point() and v.dtype != torch.float8_e4m3fn else v.to(dtype)
     top = q.new_full((batch, heads, tokens), -torch.inf, dtype=dtype)
@@ -47,7 +44,7 @@ def quantized_attention_ref(
     out = q.new_zeros((batch, heads, tokens, values.channels(transposes_values(variant.pv))), dtype=dtype)
     for start in range(0, keys, block_n):
         n = slice(start, min(start + block_n, keys))
-        products = q.to(dtype) @ _repeat(k[:, :, n].to(dtype), group).transpose(2, 3)  # exact: below 2**24
+        products = _products(q.to(dtype), _repeat(k[:, :, n].to(dtype), group).transpose(2, 3), variant)
         s = products * (q_scale.to(dtype)[..., None] * _repeat(k_scale[:, :, n].to(dtype), group)[:, :, None])
         s = _add_bias(s, qk.row_bias, bias, n, keys, unit)
         new_top = torch.maximum(top, s.amax(-1))
@@ -64,6 +61,17 @@ def quantized_attention_ref(
         out = torch.where((total == 0)[..., None], 0.0, out + _repeat(values.mean.to(dtype), group)[:, :, None])
     lse = top * (unit / LOG2_E) + (torch.log2(total) - math.log2(p_range(variant))) / LOG2_E
     return out, torch.where(total == 0, -torch.inf, lse)
+
+
+def _scales(qk: QuantizedQK, q: Tensor, keys: int, variant: AttentionVariant) -> tuple[Tensor, Tensor]:
+    """The scale of each query and of each key: ``(B, H, N)`` and ``(B, Hkv, Nk)``, of ones in 16 bit."""
+    if not variant.quantizes_qk:
+        return q.new_ones(q.shape[:3], dtype=torch.float32), q.new_ones(qk.k.shape[:3], dtype=torch.float32)
+    assert qk.q_scale is not None and qk.k_scale is not None, "only the Triton kernel quantizes queries itself"
+    q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(q.shape[2], q.device)]
+    if qk.marked:
+        q_scale = q_scale.masked_fill(is_marked(q, variant.qk_bits), torch.nan)
+    return q_scale, qk.k_scale[:, :, token_groups(variant.granularity, "key").index(keys, q.device)]
 
 
 def _repeat(x: Tensor, group: int) -> Tensor:
@@ -95,6 +103,11 @@ def _add_bias(s: Tensor, row_bias: Tensor | None, bias: Bias, n: slice, keys: in
         query = torch.arange(tokens, device=s.device)[:, None]
         s = s.masked_fill(torch.arange(n.start, n.stop, device=s.device) > query, -torch.inf)
     return s
+
+
+def _products(q: Tensor, k: Tensor, variant: AttentionVariant) -> Tensor:
+    """Q K^T of one block of keys; integers are exact in float32, since sums stay below 2**24."""
+    return exact_matmul(q, k) if not variant.quantizes_qk and q.dtype == torch.float32 else q @ k
 
 
 def _product_pv(p: Tensor, v: Tensor, variant: AttentionVariant) -> Tensor:

@@ -32,11 +32,13 @@ def _scale_of_token(n, GROUPS: tl.constexpr):
 
 @triton.jit
 def _scores(
-    q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
+    q, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, BITS: tl.constexpr, K_TOKEN_SCALE: tl.constexpr
 ):  # fmt: skip
     """Logits (BLOCK_M, BLOCK_N) of one block of keys, in the unit of ``q_scale`` and without biases."""
     k = tl.load(k_ptrs, mask=k_mask, other=0)
-    if INT4:  # two products, since the low and high nibbles are different channels
+    if BITS == 16:
+        return _float_products(q, k) * q_scale[:, None]
+    if BITS == 4:  # two products, since the low and high nibbles are different channels
         products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
         products = tl.dot(q_high, (k >> 4), products, out_dtype=tl.int32)
     else:
@@ -47,6 +49,18 @@ def _scores(
     else:
         s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
     return s
+
+
+@triton.jit
+def _float_products(q, k):
+    """Q K^T of floats, summed in float32; products of float32 are exact, since logits are not weights of a mean."""
+    if q.dtype == tl.float32:
+        out = tl.dot(q, k, input_precision="ieee")
+    elif INTERPRETED:  # the interpreter multiplies the bits of bfloat16
+        out = tl.dot(q.to(tl.float32), k.to(tl.float32))
+    else:
+        out = tl.dot(q, k, out_dtype=tl.float32)
+    return out
 
 
 @triton.jit
@@ -130,9 +144,9 @@ class RowBias(NamedTuple):
 class Scales(NamedTuple):
     """Scales of the operands and V's mean, all fp32; None if absent."""
 
-    q: Tensor | None  # (B, H, q_groups); None: q is float, and each program quantizes its own tile
+    q: Tensor | None  # (B, H, q_groups); None: q is float, and each program quantizes its own tile, or with 16 bits not
     q_groups: int
-    k: Tensor  # (B, Hkv, k_groups)
+    k: Tensor | None  # (B, Hkv, k_groups); None with 16 bits
     k_groups: int
     v: Tensor | None  # (B, Hkv, Dv), or (B, Hkv, 1)
     v_mean: Tensor | None  # (B, Hkv, Dv)
@@ -147,7 +161,7 @@ class Layout(NamedTuple):
     group: int  # query heads of one key head
     block_d: int
     block_dv: int
-    int4: bool
+    qk_bits: int  # 16: Q and K are float and have no scales
     marked: bool  # a row of Q that starts with -128 (INT4: -8) held NaN
     mask: str  # "none", "bool", "float"
     whole_rows: bool  # a block of keys is one row of the image that relative positions describe
@@ -199,14 +213,15 @@ def _quantized_attention_kernel(
     DV: tl.constexpr = LAYOUT.dv
     BLOCK_D: tl.constexpr = LAYOUT.block_d
     BLOCK_DV: tl.constexpr = LAYOUT.block_dv
-    INT4: tl.constexpr = LAYOUT.int4
+    BITS: tl.constexpr = LAYOUT.qk_bits
+    INT4: tl.constexpr = BITS == 4
     MODE: tl.constexpr = PRODUCT.mode
     P_SHIFT: tl.constexpr = PRODUCT.p_shift
     # Logits are in base 2, except with float masks: log2(e) times the lowest float32 would overflow.
     NATURAL: tl.constexpr = LAYOUT.mask == "float"
     NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
-    K_TOKEN_SCALE: tl.constexpr = K_GROUPS.groups > 1 or K_GROUPS.span < BLOCK_N
+    K_TOKEN_SCALE: tl.constexpr = BITS < 16 and (K_GROUPS.groups > 1 or K_GROUPS.span < BLOCK_N)
     WHOLE_ROWS: tl.constexpr = LAYOUT.whole_rows
     VARLEN: tl.constexpr = starts is not None
     MAY_BE_EMPTY: tl.constexpr = LAYOUT.mask != "none" or VARLEN  # rows without any key
@@ -248,7 +263,9 @@ def _quantized_attention_kernel(
     q_tile, q_high = q_packed, q_packed
     if INT4:
         q_tile, q_high = (q_packed << 4) >> 4, q_packed >> 4
-    if scales.q is None:
+    if BITS == 16:
+        q_scale = tl.zeros((BLOCK_M,), tl.float32) + logit_scale
+    elif scales.q is None:
         q_float = q_packed.to(tl.float32) * logit_scale
         q_float = tl.where(rows[:, None], q_float, 0.0)  # repeated rows must not affect scales
         amax = row_amax(q_float)
@@ -265,7 +282,9 @@ def _quantized_attention_kernel(
             q_scale = tl.where((((first << 4) >> 4) == -8) if INT4 else (first == -128), float("nan"), q_scale)
     if NATURAL:
         q_scale = q_scale * (1 / LOG2E)
-    k_scale_base = scales.k + (b * heads_kv + kv) * scales.k_groups
+    k_scale_base = k_base
+    if BITS < 16:
+        k_scale_base = scales.k + (b * heads_kv + kv) * scales.k_groups
     if row_bias is not None:
         row_bias_base = row_bias.data + ((b * H + h) * row_bias.blocks + (tile * BLOCK_M) // ROWS_OF_BIAS) * NK
     if mask is not None:
@@ -286,13 +305,14 @@ def _quantized_attention_kernel(
         end = tl.minimum(keys, (tile + 1) * BLOCK_M)
     for start in range(0, end, BLOCK_N):
         n = start + tl.arange(0, BLOCK_N)
+        k_scale_ptrs = k_scale_base
         if K_TOKEN_SCALE:
             k_scale_ptrs = k_scale_base + _scale_of_token(n, K_GROUPS)
-        else:
+        elif BITS < 16:
             k_scale_ptrs = k_scale_base + start // K_GROUPS.span
         inside = n < keys
         k_ptrs, k_mask = k_base + n[None, :] * k.token + d[:, None], (d < D)[:, None] & inside[None, :]
-        s = _scores(q_tile, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, INT4, K_TOKEN_SCALE)
+        s = _scores(q_tile, q_high, q_scale, k_ptrs, k_scale_ptrs, k_mask, inside, BITS, K_TOKEN_SCALE)
         if row_bias is not None:
             bias = tl.load(row_bias_base + n, mask=inside, other=0.0)
             if NATURAL:

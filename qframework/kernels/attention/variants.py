@@ -77,8 +77,8 @@ class AttentionVariant:
     """One way to quantize attention.
 
     Args:
-        qk_bits: bits of Q and K, 8 or 4. INT4 is stored two to a byte.
-        granularity: which tokens of Q and of K share a scale.
+        qk_bits: bits of Q and K, 8 or 4, where INT4 is stored two to a byte; or 16: they are multiplied as they are.
+        granularity: which tokens of Q and of K share a scale; ``"per_block"``, and unused, with 16 bits.
         pv: formats of P and V. ``"fp16"``: both in V's 16-bit dtype (but see :func:`values_dtype`), float32 in TF32.
             ``"int8"``: P with the static scale 1/127, V per channel. ``"fp8"``: both E4M3, V per channel.
             ``"int8_dequantized"``: V in INT8 with one scale, P in 16 bit (QAttn).
@@ -100,7 +100,7 @@ class AttentionVariant:
 
     def __post_init__(self) -> None:
         accepted = {
-            "qk_bits": (8, 4),
+            "qk_bits": (16, 8, 4),
             "granularity": get_args(Granularity),
             "pv": get_args(ProductPV),
             "accumulator": get_args(Accumulator),
@@ -115,6 +115,17 @@ class AttentionVariant:
                 raise UnsupportedError(f"AttentionVariant: {name} must be True or False, got {getattr(self, name)!r}")
         if self.accumulator == "fp16" and self.pv in ("int8", "int8_dequantized"):
             raise UnsupportedError(f"AttentionVariant: accumulator must be 'fp32' for pv={self.pv!r}, got 'fp16'")
+
+        if not self.quantizes_qk and (self.smooth_q or self.granularity != "per_block"):
+            raise UnsupportedError(
+                "AttentionVariant: with qk_bits=16 smooth_q must be False and granularity 'per_block', since nothing is "
+                f"quantized, got smooth_q={self.smooth_q} and granularity={self.granularity!r}"
+            )
+
+    @property
+    def quantizes_qk(self) -> bool:
+        """Whether Q and K are quantized."""
+        return self.qk_bits < 16
 
     @property
     def spec(self) -> str:
@@ -143,6 +154,7 @@ VARIANTS: dict[str, AttentionVariant] = {
     "sage2pp_int8": AttentionVariant(8, "per_thread", "fp8", "fp16"),
     "sage2pp_int4": AttentionVariant(4, "per_thread", "fp8", "fp16", smooth_q=True),
     "qattn": AttentionVariant(8, "per_head", "int8_dequantized"),
+    "unquantized": AttentionVariant(16),
 }
 
 
@@ -226,9 +238,9 @@ def choose_variant(
     return _AUTO_16_BIT
 
 
-def fits_hopper(head_dim: int) -> bool:
+def fits_hopper(head_dim: int, qk_bits: int = 8) -> bool:
     """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes, tiles 64 or 128."""
-    return 32 < head_dim <= 128 and head_dim % 16 == 0
+    return 32 < head_dim <= 128 and head_dim * qk_bits % 128 == 0
 
 
 # On data-center chips FP16 accumulation is no faster, and may overflow. A block of keys loads one scale per warp.

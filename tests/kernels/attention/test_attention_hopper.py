@@ -13,7 +13,7 @@ from test_compile_targets import compile_for, stack_bytes
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.quantize_qk import attention_quantize
-from qframework.kernels.attention.quantized_attention import quantized_attention
+from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import choose_variant, resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -64,24 +64,32 @@ PROBLEMS = [
     Problem(variant="8-per_head-fp16-fp32", keys=2049),
     Problem(variant="sage_b", dtype=torch.bfloat16),
     Problem(batch=3, heads=11, key_heads=11, queries=2000, keys=2000),
+    Problem(variant="unquantized"),
+    Problem(variant="unquantized", queries=65, keys=64, heads=80, key_heads=40),
+    Problem(variant="unquantized", head_dim=72, value_dim=72, dtype=torch.bfloat16, queries=729, keys=729),
+    Problem(variant="unquantized", head_dim=128, value_dim=128, queries=1000, keys=1000, causal=True, key_heads=16),
+    Problem(variant="unquantized", head_dim=40, value_dim=104, keys=2049),
+    Problem(variant="unquantized", dtype=torch.bfloat16, queries=4000, keys=3000, heads=3, key_heads=3, causal=True),
 ]
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_compiles_for_sm_90_without_spilling(width, kind, causal, tmp_path) -> None:
-    """A spill in the loop costs more than the two warpgroups gain by taking turns."""
+@pytest.mark.parametrize("variant", [SPEC, "unquantized"])
+def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_path) -> None:
+    """A spill in the loop costs more than the two warpgroups gain."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
 
     def described(kind, dtype, rows):
         return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, dtype)!r}>"
 
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
-    types |= {"q_desc": described("i8", torch.int8, hopper.ROWS), "k_desc": described("i8", torch.int8, hopper.BLOCK_N)}
+    stored = ("i8", torch.int8) if resolve(variant).quantizes_qk else (kind, dtype)
+    types |= {"q_desc": described(*stored, hopper.ROWS), "k_desc": described(*stored, hopper.BLOCK_N)}
     types |= {"v_desc": described(kind, dtype, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
     types["logit_scale"] = "fp32"
-    constants = {"CAUSAL": causal, "GROUPS": hopper.Groups(width, width, 128, 64)}
+    constants = {"CAUSAL": causal, "FORM": hopper.form_of(resolve(variant), width, width)}
     compiled = compile_for("sm_90", hopper.kernel, types, constants, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert stack_bytes(compiled, tmp_path) == 0
@@ -97,17 +105,15 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     q, k, v = problem.operands("cuda")
     q[0, 1, 5, 0] = torch.nan
     scale = problem.head_dim**-0.5 * 1.4426950408889634
-    granularity = resolve(problem.variant).granularity
-    q8, q_scale = attention_quantize(q, None, scale, granularity, "query")
-    k8, k_scale = attention_quantize(k, None, 1.0, granularity, "key")
-    out, _ = quantized_attention(
-        q8, q_scale, k8, k_scale, v, is_causal=problem.causal, variant=problem.variant, out_dtype=problem.dtype
-    )
+    variant, bias = resolve(problem.variant), Bias(causal=problem.causal)
+    qk, factor = QuantizedQK(q, None, k, None, problem.head_dim, marked=False), scale
+    if variant.quantizes_qk:
+        q8, q_scale = attention_quantize(q, None, scale, variant.granularity, "query")
+        qk = QuantizedQK(q8, q_scale, *attention_quantize(k, None, 1.0, variant.granularity, "key"), problem.head_dim)
+        factor = 1.0
+    out, _ = quantized_attention_triton(qk, Values(v), bias, variant, factor, problem.dtype)
     assert len(calls) == ON_HOPPER, "the wrong kernel"
-    qk = QuantizedQK(q8, q_scale, k8, k_scale, problem.head_dim)
-    expected, _ = quantized_attention_ref(
-        qk, Values(v), Bias(causal=problem.causal), resolve(problem.variant), dtype=torch.float64
-    )
+    expected, _ = quantized_attention_ref(qk, Values(v), bias, variant, factor, dtype=torch.float64)
     assert out[0, 1, 5].isnan().all()
     assert out.isnan().sum() == problem.value_dim
     exact = exact_attention(q.nan_to_num(0), k, v, is_causal=problem.causal)
