@@ -168,7 +168,7 @@ def _sage(given: Inputs, name: str) -> Case:
         return torch.ops.qframework.sage_attention(query, key, value, is_causal=shape.causal, variant=name)[0]
 
     variant = resolve(chosen)
-    return Case(fn, given.check(variant), f"float16, Q K int{variant.qk_bits}, PV {variant.pv}")
+    return Case(fn, given.check(variant), f"float16, Q K {'int' if variant.quantizes_qk else 'fp'}{variant.qk_bits}, PV {variant.pv}")
 
 
 def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:

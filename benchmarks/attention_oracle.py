@@ -44,6 +44,8 @@ ORACLE_BYTES = 2**29  # of logits at a time
 TOTAL = 1.25  # measured over all rows of right results: 0.84 to 1.05 times the predicted error, also on an H100
 FALSE_ALARM = 1e-3
 E4M3_VARIANCE = 1 / 1536  # of x^2
+# Of (1 + f) / 2^f for f from 0 to 1, around its mean and relative to it: the integer exponential's linear mantissa.
+LINEAR_MANTISSA_VARIANCE = 3.5e-4
 FP16 = ROUNDOFF[torch.float16]
 
 
@@ -128,7 +130,9 @@ def predicted_noise(query: Tensor, key: Tensor, value: Tensor, rows: Rows, varia
 
 
 def _steps(x: Tensor, variant: AttentionVariant, role: str) -> Tensor:
-    """The step of each token of ``x (B, H, N, D)``, ``(B, H, N)``."""
+    """The step of each token of ``x (B, H, N, D)``, ``(B, H, N)``; zeros where nothing is quantized."""
+    if not variant.quantizes_qk:
+        return x.new_zeros(x.shape[:3])
     groups = token_groups(variant.granularity, role)
     index = groups.index(x.shape[2], x.device).expand(x.shape[:3])
     largest = x.new_zeros(*x.shape[:2], groups.count(x.shape[2]))
@@ -141,6 +145,8 @@ def _steps(x: Tensor, variant: AttentionVariant, role: str) -> Tensor:
 def _rounding_of_p(rows: Rows, variant: AttentionVariant) -> Tensor:
     if variant.pv == "int8":
         return rows.int8_p
+    if variant.exponential == "integer":
+        return rows.value2 * LINEAR_MANTISSA_VARIANCE
     return rows.value2 * (E4M3_VARIANCE if variant.pv == "fp8" else FP16**2 / 3)
 
 

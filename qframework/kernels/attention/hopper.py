@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.operands import QuantizedQK, query_memory_order
+from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, token_groups
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -45,6 +46,7 @@ class Form(NamedTuple):
     q_span: int  # 0: Q and K are in 16 bit, without scales
     k_span: int
     turns: bool  # the warpgroups take turns with Q K^T
+    integer: bool  # integer exponential
 
 
 if HAS_GLUON:
@@ -66,6 +68,9 @@ if HAS_GLUON:
         gl.constexpr(n) for n in (ROWS, BLOCK_M, BLOCK_N, STAGES, KEY_BLOCK)
     )
     _MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
+    _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
+    _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
+    _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
 
     @gluon.jit
     def _place(work, tiles, H, HEADS_AT_ONCE):
@@ -123,11 +128,49 @@ if HAS_GLUON:
     @gluon.jit
     def _new_top(s, top, scale, MASKED: gl.constexpr):
         """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK)."""
-        products = gl.max(s, 2)
-        highest = products.to(gl.float32) * scale
+        by_thread = gl.reshape(s, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
+        products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
+        scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
+        highest = products.to(gl.float32) * scale[:, :, None]
         if MASKED and s.dtype == gl.int32:  # keys that are all masked have no logit, however small their scale
             highest = gl.where(products == _MASKED, float("-inf"), highest)
-        return gl.maximum(top, gl.convert_layout(gl.max(highest, 1), top.type.layout))
+        return gl.maximum(top, gl.convert_layout(gl.max(gl.max(highest, 1), 1), top.type.layout))
+
+    @gluon.jit
+    def _integer_weights(s, top, scale):
+        """As ``_weights`` in BF16 with 2^x read off the bits of ``128 x + 127 * 128`` (Schraudolph 1999).
+
+        The mantissa is linear instead of exponential, at most 6 percent above, most of which cancels in P / sum(P).
+        """
+        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
+        zero = (_MAGIC + _ONE) - top * 128.0
+        x = gl.fma(s.to(gl.float32), 128.0 * scale[:, :, None] + gl.zeros_like(s).to(gl.float32), zero[:, None, None])
+        bits = gl.maximum(x.to(gl.int32, bitcast=True), 0x4B000000)  # 0 for all below; NaN stays NaN
+        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        return _low_halves(low, high, 0x5410)
+
+    @gluon.jit
+    def _bounded_weights(s, scale):
+        """As ``_integer_weights`` for INT8 products with ``top`` 0 and bounded logits: one multiplication and addition."""
+        step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
+        bits = s * step + ((_ONE << 16) + (1 << 15))
+        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        return _low_halves(low, high, 0x7632)
+
+    @gluon.jit
+    def _low_halves(low, high, SELECT: gl.constexpr):
+        """Words of the low (0x5410) or high (0x7632) halves of two."""
+        PERMUTE: gl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;" if SELECT == 0x5410 else "prmt.b32 $0, $1, $2, 0x7632;"
+        return gl.inline_asm_elementwise(PERMUTE, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _is_bounded(q, q_scale, k_norm):
+        """Whether no logit of the queries (ROWS, D) exceeds _BOUND: |q k| <= |q| |k| (Cauchy and Schwarz)."""
+        D: gl.constexpr = q.shape[1]
+        values = q.load(gl.BlockedLayout([1, D // 2], [16, 2], [4, 1], [1, 0])).to(gl.int32)
+        norm = gl.sqrt(gl.sum(values * values, 1).to(gl.float32))
+        bound = gl.convert_layout(norm, q_scale.type.layout) * q_scale * k_norm
+        return gl.min(gl.where(bound <= _BOUND, 1, 0), 0) == 1  # NaN is not
 
     @gluon.jit
     def _weights(s, top, scale, DTYPE: gl.constexpr):
@@ -172,18 +215,89 @@ if HAS_GLUON:
         return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
 
     @gluon.jit
+    def _whole(x):
+        """Rounded to integers, up to 2^22; then powers of two of them are exact."""
+        return (x + 12582912.0) - 12582912.0
+
+    @gluon.jit
+    def _visit(
+        WHO: gl.constexpr, BOUNDED: gl.constexpr, state, at, blocks, q, q_scale, k_scales, shared, barriers,
+        FORM: gl.constexpr,
+    ):  # fmt: skip
+        """All blocks of keys but the last, of which ``state`` holds the weights; the new state and place."""
+        acc, total, top, weights = state
+        slot, phase, next_slot, next_phase, own_turn = at
+        _, k_stages, v_stages, _ = shared
+        _, _, k_ready, k_free, v_ready, v_free, turn = barriers
+        D: gl.constexpr = FORM.block_d
+        DV: gl.constexpr = FORM.block_dv
+        K_SPAN: gl.constexpr = FORM.k_span
+        INT8: gl.constexpr = K_SPAN > 0
+        TURNS: gl.constexpr = FORM.turns
+        INTEGER: gl.constexpr = FORM.integer
+        DTYPE: gl.constexpr = v_stages.dtype
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
+        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
+        no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
+        HALVES: gl.constexpr = _halves(no_scores).type.layout
+        half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+        scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
+        for i in range(1, blocks):
+            start = (blocks - 1 - i) * _BLOCK_N
+            if INT8:
+                scale = q_scale[:, None] * gl.load(k_scales + (start + half * _KEY_BLOCK) // K_SPAN)[None, :]
+            before = slot
+            before_phase = phase
+            slot = next_slot
+            phase = next_phase
+            if TURNS:
+                mbarrier.wait(turn.index(WHO), own_turn)
+                own_turn = own_turn ^ 1
+            k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
+            products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - WHO), count=1)
+            mbarrier.wait(v_ready.index(before), before_phase)
+            v = v_stages.index(before).reshape((_BLOCK_N, DV))
+            values = warpgroup_mma(weights, v, acc, is_async=True)
+            scores = _halves(warpgroup_mma_wait(1, deps=(products,)))
+            mbarrier.arrive(k_free.index(slot), count=1)
+            if BOUNDED:
+                p = _bounded_weights(scores, scale)
+            else:
+                new_top = _new_top(scores, top, scale, False)
+                if INTEGER:
+                    new_top = _whole(new_top)
+                rescale = gl.exp2(top - new_top)
+                top = new_top
+                total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
+                p = _integer_weights(scores, top, scale) if INTEGER else _weights(scores, top, scale, DTYPE)
+            total += _partial_sums(p, DTYPE)
+            # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
+            next_slot, next_phase = next_stage(slot, phase, _STAGES)
+            mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
+            acc = warpgroup_mma_wait(0, deps=(values,))
+            mbarrier.arrive(v_free.index(before), count=1)
+            if not BOUNDED:
+                acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+            weights = _operand(p, DTYPE, SCORES, WEIGHTS)
+        return (acc, total, top, weights), (slot, phase, next_slot, next_phase, own_turn)
+
+    @gluon.jit
     def _consume(WHO: gl.constexpr, descs, shared, barriers, scales, sizes, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
         _, _, v_desc, out_desc = descs
         q_tiles, k_stages, v_stages, out_tiles = shared
         q_ready, q_free, k_ready, k_free, v_ready, v_free, turn = barriers
-        q_scale_ptr, k_scale_ptr, q_groups, k_groups, logit_scale = scales
+        q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
         Q_SPAN: gl.constexpr = FORM.q_span
         K_SPAN: gl.constexpr = FORM.k_span
         TURNS: gl.constexpr = FORM.turns
+        INTEGER: gl.constexpr = FORM.integer
         INT8: gl.constexpr = Q_SPAN > 0
         DTYPE: gl.constexpr = v_desc.dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
@@ -242,46 +356,32 @@ if HAS_GLUON:
                 scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
                 scores = _halves(gl.where(keep, s, float("-inf")))
             top = _new_top(scores, gl.full((_ROWS,), float("-inf"), gl.float32, ROW), scale, True)
-            p = _weights(_halves(gl.where(keep, s.to(gl.float32), float("-inf"))), top, scale, DTYPE)
+            scores = _halves(gl.where(keep, s.to(gl.float32), float("-inf")))
+            if INTEGER:
+                top = _whole(top)
+                if INT8:
+                    bounded = _is_bounded(q, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
+                    top = gl.where(bounded, 0.0, top)
+                p = _integer_weights(scores, top, scale)
+            else:
+                p = _weights(scores, top, scale, DTYPE)
             total = _partial_sums(p, DTYPE)
-            TOTAL_ROW: gl.constexpr = gl.SliceLayout(1, total.type.layout)
             weights = _operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, _STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
 
-            for i in range(1, blocks):
-                start = (blocks - 1 - i) * _BLOCK_N
-                if INT8:
-                    scale = q_scale[:, None] * gl.load(k_scales + (start + half * _KEY_BLOCK) // K_SPAN)[None, :]
-                before = slot
-                before_phase = phase
-                slot = next_slot
-                phase = next_phase
-                if TURNS:
-                    mbarrier.wait(turn.index(WHO), own_turn)
-                    own_turn = own_turn ^ 1
-                k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
-                products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turn.index(1 - WHO), count=1)
-                mbarrier.wait(v_ready.index(before), before_phase)
-                v = v_stages.index(before).reshape((_BLOCK_N, DV))
-                values = warpgroup_mma(weights, v, acc, is_async=True)
-                scores = _halves(warpgroup_mma_wait(1, deps=(products,)))
-                mbarrier.arrive(k_free.index(slot), count=1)
-                new_top = _new_top(scores, top, scale, False)
-                rescale = gl.exp2(top - new_top)
-                top = new_top
-                p = _weights(scores, top, scale, DTYPE)
-                total = total * gl.convert_layout(rescale, TOTAL_ROW)[:, None] + _partial_sums(p, DTYPE)
-                # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
-                next_slot, next_phase = next_stage(slot, phase, _STAGES)
-                mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
-                acc = warpgroup_mma_wait(0, deps=(values,))
-                mbarrier.arrive(v_free.index(before), count=1)
-                acc = acc * gl.convert_layout(rescale, RESULT_ROW)[:, None]
-                weights = _operand(p, DTYPE, SCORES, WEIGHTS)
+            state = (acc, total, top, weights)
+            at = (slot, phase, next_slot, next_phase, own_turn)
+            if INTEGER and INT8:
+                if bounded:
+                    state, at = _visit(WHO, True, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+                else:
+                    state, at = _visit(WHO, False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+            else:
+                state, at = _visit(WHO, False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+            acc, total, top, weights = state
+            slot, phase, next_slot, next_phase, own_turn = at
 
             mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
@@ -306,6 +406,7 @@ if HAS_GLUON:
         out_desc,  # (B, H, N, Dv) 16 bit, blocks of (1, 1, ROWS, block_dv)
         q_scale_ptr,  # (B, H, q_groups) fp32; any pointer where Q and K are in 16 bit, as the next
         k_scale_ptr,  # (B, Hkv, k_groups) fp32
+        k_norm_ptr,  # (B, Hkv) fp32, the largest norm of a key; any pointer without integer exponential
         q_groups,
         k_groups,
         logit_scale,
@@ -350,7 +451,7 @@ if HAS_GLUON:
         descs = (q_desc, k_desc, v_desc, out_desc)
         shared = (q_tiles, k_stages, v_stages, out_tiles)
         barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turn)
-        scales = (q_scale_ptr, k_scale_ptr, q_groups, k_groups, logit_scale)
+        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE)
         gl.warp_specialize(
             [
@@ -378,7 +479,8 @@ def fits(
         dtype: of the result.
         capability: CUDA's, None for a CPU.
     """
-    if capability != (9, 0) or not HAS_GLUON or v.dtype != dtype:
+    integer = variant.exponential == "integer"
+    if capability != (9, 0) or not HAS_GLUON or (v.dtype != dtype and not integer):
         return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
     if variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2 or not _reads(q, v, variant):
@@ -393,9 +495,10 @@ def fits(
 def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
     """Whether the kernel reads Q and K as the variant has them."""
     if not variant.quantizes_qk:
-        return q.dtype == v.dtype
+        return q.dtype == v.dtype and variant.exponential == "exact"
     q_groups, k_groups = (token_groups(variant.granularity, role) for role in ("query", "key"))
-    return variant.qk_bits == 8 and q_groups.groups == k_groups.groups == 1 and k_groups.span % KEY_BLOCK == 0
+    single = q_groups.groups == k_groups.groups == 1 and (variant.exponential == "exact" or can_prepare(variant))
+    return variant.qk_bits == 8 and single and k_groups.span % KEY_BLOCK == 0
 
 
 def _addressable(x: Tensor) -> bool:
@@ -421,7 +524,7 @@ def form_of(variant: AttentionVariant, channels: int, values: int) -> Form:
     padded = 64 if max(channels, values) <= 64 else 128
     spans = (token_groups(variant.granularity, role).span for role in ("query", "key"))
     q_span, k_span = spans if variant.quantizes_qk else (0, 0)
-    return Form(padded, padded, q_span, k_span, turns=padded > 64)
+    return Form(padded, padded, q_span, k_span, turns=padded > 64, integer=variant.exponential == "integer")
 
 
 def attention_hopper(
@@ -441,6 +544,7 @@ def attention_hopper(
         _describe(out, ROWS, form.block_dv),
         q_scale,
         k_scale,
+        out if qk.k_norm is None else qk.k_norm,
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,

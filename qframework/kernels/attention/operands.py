@@ -86,6 +86,8 @@ class QuantizedQK(NamedTuple):
     k_scale: Tensor | None  # (B, Hkv, Gk) fp32
     channels: int  # D, which INT4 halves
     row_bias: Tensor | None = None  # (B, H, ceil(N / QUERY_BLOCK), Nk) fp32, base-2 logits
+    k_norm: Tensor | None = None  # (B, Hkv) fp32, the largest norm of a key, for the integer exponential on Hopper
+    factor: float = 1.0  # from products, times the scales, to base-2 logits; 1 where it is folded into the scales
     marked: bool = True  # a row of q that starts with -qmax - 1 stands for NaN; False for q of other quantizers
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -39,6 +40,7 @@ from qframework.kernels.attention.operands import (
     transposes_values,
 )
 from qframework.kernels.attention.padding import hidden_keys, without_hidden
+from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
 from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -69,13 +71,13 @@ class _Steps(NamedTuple):
     fuses: bool  # the attention kernel can quantize queries, and key quantization can compute the mean
 
 
-def _attend_ref(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
-    out, sums = quantized_attention_ref(qk, values, bias, variant, factor)
+def _attend_ref(qk, values, bias, variant, dtype, lse, lengths):
+    out, sums = quantized_attention_ref(qk, values, bias, variant, qk.factor)
     return out.to(dtype).transpose(1, 2).contiguous().transpose(1, 2), sums if lse else None
 
 
-def _attend_triton(qk, values, bias, variant, dtype, lse, lengths, factor=1.0):
-    return quantized_attention_triton(qk, values, bias, variant, factor, dtype, lse=lse, lengths=lengths)
+def _attend_triton(qk, values, bias, variant, dtype, lse, lengths):
+    return quantized_attention_triton(qk, values, bias, variant, qk.factor, dtype, lse=lse, lengths=lengths)
 
 
 _TORCH = _Steps(
@@ -122,7 +124,11 @@ def _quantize_qk(
     steps: _Steps,
     lengths: Lengths | None,
 ) -> tuple[QuantizedQK, Tensor | None]:
-    """Quantized Q and K, and K's mean ``(B, Hkv, 1, D)`` where it was subtracted."""
+    """Q and K as the variant multiplies them, and K's mean ``(B, Hkv, 1, D)`` where it was subtracted."""
+    if not variant.quantizes_qk:
+        factor = scale * LOG2_E
+        plain = QuantizedQK(last_contiguous(q), None, last_contiguous(k), None, q.shape[-1], factor=factor, marked=False)
+        return plain, None
     q_of = (lengths.q_starts, lengths.longest_q) if lengths else (None, q.shape[2])
     k_of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
     k_mean = q_mean = row_bias = None
@@ -140,7 +146,9 @@ def _quantize_qk(
 _FEW_KEYS = 512
 
 
-def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, lengths: Lengths | None) -> QuantizedQK:
+def _fused(
+    q: Tensor, k: Tensor, variant: AttentionVariant, scale: float, smooth_k: bool, lengths: Lengths | None
+) -> QuantizedQK:
     """Quantized K and float queries: each program of the attention kernel quantizes its own tile of queries."""
     starts, longest = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
     smooth_within = smooth_k and longest <= _FEW_KEYS
@@ -150,7 +158,7 @@ def _fused(q: Tensor, k: Tensor, variant: AttentionVariant, smooth_k: bool, leng
     k8, k_scale = quantize_tokens_triton(
         k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
     )
-    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1])
+    return QuantizedQK(last_contiguous(q), None, k8, k_scale, q.shape[-1], factor=scale * LOG2_E)
 
 
 def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
@@ -191,15 +199,17 @@ def _attention(
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
+    if return_lse:
+        variant = replace(variant, exponential="exact")
     values = _quantize_values(v, variant, steps, lengths)
-    if not variant.quantizes_qk:
-        qk = QuantizedQK(last_contiguous(q), None, last_contiguous(k), None, q.shape[-1], marked=False)
-        return steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths, scale * LOG2_E)
     plain = bias.only_causal and lengths is None and not return_lse and values.scale is None
-    reads_int8 = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
-    if steps.fuses and not reads_int8 and _can_fuse(q, variant, return_lse):
-        qk = _fused(q, k, variant, smooth_k, lengths)
-        return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths, scale * LOG2_E)
+    on_hopper = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
+    if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
+        qk = _fused(q, k, variant, scale, smooth_k, lengths)
+        return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)
+    if on_hopper and variant.exponential == "integer":
+        qk, v16 = prepare_triton(q, k, values.v, variant, scale, smooth_k)
+        return _attend_triton(qk, Values(v16), bias, variant, q.dtype, False, None)
     qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
     if lse is not None and k_mean is not None:  # softmax is invariant to the mean, the sum of exponentials is not

@@ -99,7 +99,8 @@ def quantized_attention_triton(
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
     plain = bias.only_causal and lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
-    if plain and (int8 or not variant.quantizes_qk) and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
+    normed = variant.exponential == "exact" or qk.k_norm is not None
+    if plain and normed and (int8 or not variant.quantizes_qk) and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
         return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias.causal, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
@@ -132,6 +133,7 @@ def quantized_attention_triton(
         accumulate_fp16=accumulate_fp16,
         round_fp8=mode == "fp8" and values.v.dtype == torch.float16,
         p_shift=math.log2(p_range(variant)),
+        integer=variant.exponential == "integer",
     )
     q_count, k_count = (1 if scale is None else scale.shape[2] for scale in (qk.q_scale, qk.k_scale))
     launch(_quantized_attention_kernel, (cdiv(tokens, tile.block_m) * heads * batch,))(

@@ -48,8 +48,11 @@ def quantized_attention_ref(
         s = products * (q_scale.to(dtype)[..., None] * _repeat(k_scale[:, :, n].to(dtype), group)[:, :, None])
         s = _add_bias(s, qk.row_bias, bias, n, keys, unit)
         new_top = torch.maximum(top, s.amax(-1))
+        if variant.exponential == "integer":
+            new_top = torch.where(new_top.abs() < 2.0**22, torch.ceil(new_top * unit) / unit, new_top)
         finite_top = torch.where(new_top == -torch.inf, 0.0, new_top)
-        p = torch.exp2((s - finite_top[..., None]) * unit) * p_range(variant)
+        exponential = integer_exp2 if variant.exponential == "integer" else torch.exp2
+        p = exponential((s - finite_top[..., None]) * unit) * p_range(variant)
         rescale = torch.exp2((top - finite_top) * unit)
         total = total * rescale + p.sum(-1)
         out = out * rescale[..., None] + _product_pv(p, _repeat(v[:, :, n], group), variant).to(dtype)
@@ -61,6 +64,15 @@ def quantized_attention_ref(
         out = torch.where((total == 0)[..., None], 0.0, out + _repeat(values.mean.to(dtype), group)[:, :, None])
     lse = top * (unit / LOG2_E) + (torch.log2(total) - math.log2(p_range(variant))) / LOG2_E
     return out, torch.where(total == 0, -torch.inf, lse)
+
+
+def integer_exp2(x: Tensor) -> Tensor:
+    """2^x for x up to 0 with a linear mantissa of 8 bits, as the bits of ``128 x + 127 * 128`` say in BF16.
+
+    Source: Schraudolph 1999. NaN stays NaN; below 2^-127 it is 0.
+    """
+    bits = (x * 128 + 127 * 128).round().clamp(min=0)
+    return torch.where(x.isnan(), x, (bits.nan_to_num(0).to(torch.int32) << 16).view(torch.float32).to(x.dtype))
 
 
 def _scales(qk: QuantizedQK, q: Tensor, keys: int, variant: AttentionVariant) -> tuple[Tensor, Tensor]:

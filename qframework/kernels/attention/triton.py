@@ -22,6 +22,7 @@ from qframework.numerics import MIN_SCALE
 INTERPRETED = tl.constexpr(INTERPRET)
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
 ROWS_OF_BIAS = tl.constexpr(QUERY_BLOCK)
+WHOLE_BELOW = tl.constexpr(2.0**22)  # larger maxima need not be whole octaves: they are no logits but a mask's lowest number
 
 
 @triton.jit
@@ -37,18 +38,31 @@ def _scores(
     """Logits (BLOCK_M, BLOCK_N) of one block of keys, in the unit of ``q_scale`` and without biases."""
     k = tl.load(k_ptrs, mask=k_mask, other=0)
     if BITS == 16:
-        return _float_products(q, k) * q_scale[:, None]
-    if BITS == 4:  # two products, since the low and high nibbles are different channels
-        products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
-        products = tl.dot(q_high, (k >> 4), products, out_dtype=tl.int32)
+        s = _float_products(q, k) * q_scale[:, None]
     else:
-        products = tl.dot(q, k, out_dtype=tl.int32)
-    if K_TOKEN_SCALE:
-        k_scale = tl.load(k_scale_ptrs, mask=inside, other=0.0)
-        s = products.to(tl.float32) * q_scale[:, None] * k_scale[None, :]
-    else:
-        s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
+        if BITS == 4:  # two products, since the low and high nibbles are different channels
+            products = tl.dot(q, ((k << 4) >> 4), out_dtype=tl.int32)
+            products = tl.dot(q_high, (k >> 4), products, out_dtype=tl.int32)
+        else:
+            products = tl.dot(q, k, out_dtype=tl.int32)
+        if K_TOKEN_SCALE:
+            k_scale = tl.load(k_scale_ptrs, mask=inside, other=0.0)
+            s = products.to(tl.float32) * q_scale[:, None] * k_scale[None, :]
+        else:
+            s = products.to(tl.float32) * (q_scale * tl.load(k_scale_ptrs))[:, None]
     return s
+
+
+@triton.jit
+def _exp2(x, INTEGER: tl.constexpr):
+    """2^x; with INTEGER for x up to 0 as ``reference.integer_exp2``."""
+    if INTEGER:
+        steps = round_half_even(tl.maximum(x * 128.0 + 127.0 * 128.0, 0.0))
+        y = (steps.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+        y = tl.where(x != x, x, y)
+    else:
+        y = tl.exp2(x)
+    return y
 
 
 @triton.jit
@@ -176,6 +190,7 @@ class Product(NamedTuple):
     accumulate_fp16: bool
     round_fp8: bool  # P's FP8 values are multiplied in another dtype
     p_shift: float  # log2(P_range)
+    integer: bool  # integer exponential; p_shift is 0
 
 
 @triton.jit(do_not_specialize=["N", "NK", "Q_TOTAL", "K_TOTAL"])  # any length runs the same code
@@ -220,6 +235,7 @@ def _quantized_attention_kernel(
     # Logits are in base 2, except with float masks: log2(e) times the lowest float32 would overflow.
     NATURAL: tl.constexpr = LAYOUT.mask == "float"
     NATURAL_UNIT: tl.constexpr = 1.0 if NATURAL else LOG2E
+    OCTAVE: tl.constexpr = LOG2E if NATURAL else 1.0
     TRANSPOSED: tl.constexpr = MODE == "int8" or MODE == "fp8"
     K_TOKEN_SCALE: tl.constexpr = BITS < 16 and (K_GROUPS.groups > 1 or K_GROUPS.span < BLOCK_N)
     WHOLE_ROWS: tl.constexpr = LAYOUT.whole_rows
@@ -335,10 +351,13 @@ def _quantized_attention_kernel(
             s = tl.where(inside[None, :], s, float("-inf"))
 
         new_top = tl.maximum(top, tl.max(s, 1))
+        if PRODUCT.integer:  # then rescaling is exact
+            whole = tl.ceil(new_top * OCTAVE) * (1 / OCTAVE)
+            new_top = tl.where(tl.abs(new_top) < WHOLE_BELOW, whole, new_top)
         if NATURAL:  # P_SHIFT is added to the difference: added to a large logit, it would be rounded away
             shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             rescale = tl.exp2((top - shift) * LOG2E)
-            p = tl.exp2((s - shift[:, None]) * LOG2E + P_SHIFT)
+            p = _exp2((s - shift[:, None]) * LOG2E + P_SHIFT, PRODUCT.integer)
         else:
             if MAY_BE_EMPTY:
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top - P_SHIFT)
@@ -346,7 +365,7 @@ def _quantized_attention_kernel(
             else:
                 shift = new_top - P_SHIFT
                 rescale = tl.exp2(top - new_top)
-            p = tl.exp2(s - shift[:, None])
+            p = _exp2(s - shift[:, None], PRODUCT.integer)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if TRANSPOSED:  # the stride of a channel is the padded number of keys

@@ -12,6 +12,7 @@ from test_compile_targets import compile_for, stack_bytes
 
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
+from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
@@ -76,7 +77,7 @@ PROBLEMS = [
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (64, "bf16"), (128, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("variant", [SPEC, "unquantized"])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
 def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_path) -> None:
     """A spill in the loop costs more than the two warpgroups gain."""
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
@@ -87,7 +88,8 @@ def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_p
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
     stored = ("i8", torch.int8) if resolve(variant).quantizes_qk else (kind, dtype)
     types |= {"q_desc": described(*stored, hopper.ROWS), "k_desc": described(*stored, hopper.BLOCK_N)}
-    types |= {"v_desc": described(kind, dtype, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
+    values = ("bf16", torch.bfloat16) if resolve(variant).exponential == "integer" else (kind, dtype)
+    types |= {"v_desc": described(*values, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
     types["logit_scale"] = "fp32"
     constants = {"CAUSAL": causal, "FORM": hopper.form_of(resolve(variant), width, width)}
     compiled = compile_for("sm_90", hopper.kernel, types, constants, num_warps=4)
@@ -122,16 +124,45 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, rounding, 0.0)
 
 
+INTEGER_PROBLEMS = [
+    Problem(keys=1000),
+    Problem(queries=4000, keys=2000, heads=6, key_heads=3, dtype=torch.bfloat16),
+    Problem(queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128, key_heads=16),
+    Problem(queries=700, keys=1500, causal=True, head_dim=80, value_dim=72, dtype=torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize("times", [1.0, 12.0], ids=["bounded", "unbounded"])
+@pytest.mark.parametrize("problem", INTEGER_PROBLEMS, ids=lambda problem: problem.name)
 @pytest.mark.gpu
-def test_repeats_beside_another_stream() -> None:
+def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: float, monkeypatch) -> None:
+    """Some tiles of large logits need running maxima; a query with NaN and a key with NaN spoil what they must."""
+    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    q, k, v = problem.operands("cuda")
+    q *= times
+    q[0, 1, 5, 0] = torch.nan
+    k[1, 0, 3, 1] = torch.nan
+    variant, bias = resolve("integer_exp"), Bias(causal=problem.causal)
+    qk, v16 = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True)
+    assert bool(qk.k_norm.isinf()[1, 0])
+    out, _ = quantized_attention_triton(qk, Values(v16), bias, variant, 1.0, problem.dtype)
+    expected, _ = quantized_attention_ref(qk, Values(v16), bias, variant, dtype=torch.float64)
+    assert torch.equal(out.isnan(), expected.isnan())
+    exact = exact_attention(q.nan_to_num(0), k.nan_to_num(0), v, is_causal=problem.causal)
+    assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, UNIT[problem.dtype] * 3 + 2.0**-9, 2.0**-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
+def test_repeats_beside_another_stream(variant: str) -> None:
     """The barriers hold when another kernel takes multiprocessors away and gives them back."""
     q, k, v = Problem(queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128).operands("cuda")
-    first = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=SPEC)[0]
+    first = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=variant)[0]
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     for _ in range(200):
         with torch.cuda.stream(other):
             x = (x @ x).clamp(-1, 1)
-        again = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=SPEC)[0]
+        again = torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=variant)[0]
         assert torch.equal(first, again)
 
 

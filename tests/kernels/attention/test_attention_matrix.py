@@ -8,7 +8,7 @@ In Triton's interpreter the same set runs with short lengths.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -158,7 +158,7 @@ def reference_of(implementation: str, inputs: Inputs, variant, smooth_k: bool) -
         widest = max(call.q.shape[-1], call.v.shape[-1])
         mode = "fp32" if variant.pv == "fp16" and call.v.dtype == torch.float32 else variant.pv
         block_n = attention_tile(call.q.device, call.q.shape[2], widest, mode).block_n
-    return quantized_attention_ref(qk, values, bias, variant, block_n=block_n, dtype=torch.float64)[0]
+    return quantized_attention_ref(qk, values, bias, variant, qk.factor, block_n=block_n, dtype=torch.float64)[0]
 
 
 def test_the_set_holds_every_pair():
@@ -185,12 +185,15 @@ def kernel_error(variant, dtype: torch.dtype) -> tuple[float, float]:
         rounding += 2.0**-10
     if INTERPRETED and dtype == torch.bfloat16:  # truncated instead of rounded, and P is left in float32
         rounding += 2 * UNIT[dtype]
-    return rounding, 2.0**-5 if variant.pv in ("int8", "fp8") else 0.0
+    flips = 2.0**-5 if variant.pv in ("int8", "fp8") else 2.0**-7 if variant.exponential == "integer" else 0.0
+    return rounding, flips
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_matrix(implementation, place, case):
     variant, smooth_k, dtype = resolve(case["variant"]), case["smooth_k"], case["dtype"]
+    if case["lse"]:
+        variant = replace(variant, exponential="exact")
     inputs = make_inputs(case, place)
     before = [x.clone() for x in (inputs.query, inputs.key, inputs.value)]
     out, lse = attend(implementation, inputs, case["variant"], smooth_k, case["lse"])
@@ -205,7 +208,8 @@ def test_matrix(implementation, place, case):
         assert out.transpose(-3, -2).is_contiguous(), "merging the heads is no view"
     got = out.reshape(exact.out.shape)
     assert_kernel_close(got, reference, exact, *kernel_error(variant, dtype))
-    assert_within_prediction(got, exact, predicted)
+    if not (INTERPRETED and dtype == torch.bfloat16 and not variant.quantizes_qk):  # truncates, see kernel_error
+        assert_within_prediction(got, exact, predicted, variant.quantizes_qk)
     if case["lse"]:
         assert_lse_close(lse.reshape(exact.lse.shape), exact, predicted)
     else:

@@ -16,6 +16,7 @@ from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_by
 from qframework.kernels.attention import (
     hopper,
     pipeline,
+    prepare,
     quantize_qk,
     quantize_v,
     quantized_attention,
@@ -39,6 +40,8 @@ if HAS_TRITON and not INTERPRET:
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": quantize_qk,
+    "_prepare_kernel": prepare,
+    "_key_sums_kernel": prepare,
     "_value_quantize_kernel": quantize_v,
     "_block_statistics_kernel": token_statistics,
     "_row_bias_kernel": row_bias,
@@ -224,11 +227,12 @@ def uses_fp16(chip: str, text: str) -> bool:
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("chip", CHIPS)
 def test_attention(launches, chip, variant, tmp_path):
-    """INT8 products of Q and K everywhere, INT4's too; P and V as the variant says."""
+    """INT8 products of Q and K everywhere, INT4's too, unless they stay in 16 bit; P and V as the variant says."""
     (launch,) = launches(chip, float_call(variant))["_quantized_attention_kernel"]
     compiled = compile_launch(chip, launch)
     text = assembly(compiled)
-    assert re.search(CHIPS[chip][2], text), "no INT8 tensor-core instruction for Q K"
+    int8 = re.search(CHIPS[chip][2], text) is not None
+    assert int8 == resolve(variant).quantizes_qk, "INT8 tensor-core instructions for Q K"
     fp8 = resolve(variant).pv == "fp8" and chip in HAS_FP8
     assert not fp8 or re.search(FP8_PRODUCT[chip], text), "no FP8 tensor-core instruction for P V"
     assert uses_fp16(chip, text) == (resolve(variant).pv != "int8" and not fp8)
@@ -245,6 +249,17 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
     text = assembly(compile_launch(chip, launch))
     found = set(re.findall(r"mma\S*?\.(f16|f32)\.e4m3\.e4m3", text))
     assert found == {accumulator}
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_preparing_for_hopper(launches, dtype, head_dim, tmp_path):
+    """On other chips, and for other heads, attention quantizes within its own kernel."""
+    variant = resolve("integer_exp")
+    recorded = launches("sm_90", lambda: prepare.prepare_triton(*operands(head_dim, dtype=dtype), variant, 0.1, True))
+    assert set(recorded) == {"_key_sums_kernel", "_prepare_kernel"}
+    for (launch,) in recorded.values():
+        assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
 
 
 @pytest.mark.parametrize(("variant", "head_dim"), [("sage_b", 128), ("sage2_int4", 256)])
