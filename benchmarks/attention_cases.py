@@ -25,9 +25,10 @@ from benchmarks.attention_oracle import (
 )
 from benchmarks.harness import Check, UnavailableError, one_step_apart
 from qframework import numerics
+from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.pipeline import _TORCH, _TRITON, _quantize_qk, _quantize_values
-from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, choose_variant, resolve
+from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
 MATH_BYTES = 2**33  # limit for the float32 logits of all heads, which SDPA's unfused path keeps
@@ -162,13 +163,14 @@ def _sage(given: Inputs, name: str) -> Case:
     query, key, value = given.query, given.key, given.value
     chosen = name
     if name == "auto":
-        chosen = choose_variant(query.device, shape.tokens, shape.tokens, shape.head_dim, query.dtype)
+        chosen = choose_variant(query, key, value, shape.tokens, plain=True)
 
     def fn() -> Tensor:
         return torch.ops.qframework.sage_attention(query, key, value, is_causal=shape.causal, variant=name)[0]
 
     variant = resolve(chosen)
-    return Case(fn, given.check(variant), f"float16, Q K {'int' if variant.quantizes_qk else 'fp'}{variant.qk_bits}, PV {variant.pv}")
+    kind = "int" if variant.quantizes_qk else "fp"
+    return Case(fn, given.check(variant), f"float16, Q K {kind}{variant.qk_bits}, PV {variant.pv}")
 
 
 def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:

@@ -8,7 +8,7 @@ from attention_models import Attention, randomize
 from test_timm_models import MODELS
 
 import qframework
-from qframework.kernels.attention.variants import choose_variant
+from qframework.kernels.attention.auto import choose_variant
 from qframework.numerics import sqnr_db
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
@@ -34,7 +34,8 @@ def test_as_accurate_as_on_the_cpu(name, dtype):
     assert report.attention_lowered == report.attention_total > 0, str(report)
     with torch.no_grad():
         on_gpu = run(x).float()
-        variant = choose_variant(x.device, 197, 197, 32, dtype)
+        heads = torch.empty(1, 3, 197, 32, device=x.device, dtype=dtype)
+        variant = choose_variant(heads, heads, heads, 197, plain=True)
         torch._dynamo.reset()
         on_cpu = torch.compile(model.cpu(), backend="qframework", options={"attention": variant})(x.cpu())
         assert sqnr_db(exact, on_gpu) > sqnr_db(exact.cpu(), on_cpu.float()) - 3

@@ -8,8 +8,11 @@ The arithmetic is that of the general kernel for Q and K in 8 or 16 bit and P an
 - within a warpgroup, Q K^T of one block of keys and P V of the block before are in flight together, and the
   exponentials run while P V does.
 
-A warpgroup does not wait for the other's P V: its instructions hold the warps that issue them until they have read P.
-Wide heads take turns with Q K^T; narrow ones are faster without (``docs/experiments.md``).
+The warpgroups do not wait for each other's turn: instructions of P V hold the warps that issue them until they have
+read P, so that a turn passed on after them would exclude the other warpgroup for as long (``docs/experiments.md``).
+
+With the integer exponential and a bound on all logits of a tile, there is no running maximum and nothing to rescale: a
+weight takes one multiplication and addition and half a permutation.
 
 Blocks of keys are visited from the last, which alone needs a mask, to the first. Row maxima of 8-bit products are taken
 from integers. Used for large dense problems without mask, bias or log-sum-exp; triton.py handles all others.
@@ -45,7 +48,6 @@ class Form(NamedTuple):
     block_dv: int
     q_span: int  # 0: Q and K are in 16 bit, without scales
     k_span: int
-    turns: bool  # the warpgroups take turns with Q K^T
     integer: bool  # integer exponential
 
 
@@ -96,7 +98,7 @@ if HAS_GLUON:
         """The loading warp."""
         q_desc, k_desc, v_desc, _ = descs
         q_tiles, k_stages, v_stages, _ = shared
-        q_ready, q_free, k_ready, k_free, v_ready, v_free, _ = barriers
+        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
         H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
         tiles = gl.cdiv(N, _BLOCK_M)
         slot = 0
@@ -151,7 +153,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def _bounded_weights(s, scale):
-        """As ``_integer_weights`` for INT8 products with ``top`` 0 and bounded logits: one multiplication and addition."""
+        """As ``_integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition."""
         step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
         bits = s * step + ((_ONE << 16) + (1 << 15))
         low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
@@ -178,7 +180,7 @@ if HAS_GLUON:
         top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
         p = gl.exp2(s.to(gl.float32) * scale[:, :, None] - top[:, None, None])
         low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
-        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if DTYPE == gl.float16 else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
     @gluon.jit
@@ -198,7 +200,7 @@ if HAS_GLUON:
     def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
         """(ROWS, COUNT, 4) words to (ROWS, COUNT // 2, 4): sums of two, in 16 bit."""
         a, b = gl.split(gl.permute(gl.reshape(words, (_ROWS, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
-        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if DTYPE == gl.float16 else "add.rn.bf16x2 $0, $1, $2;"
+        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
         return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
     @gluon.jit
@@ -226,14 +228,13 @@ if HAS_GLUON:
     ):  # fmt: skip
         """All blocks of keys but the last, of which ``state`` holds the weights; the new state and place."""
         acc, total, top, weights = state
-        slot, phase, next_slot, next_phase, own_turn = at
+        slot, phase, next_slot, next_phase = at
         _, k_stages, v_stages, _ = shared
-        _, _, k_ready, k_free, v_ready, v_free, turn = barriers
+        _, _, k_ready, k_free, v_ready, v_free = barriers
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
         K_SPAN: gl.constexpr = FORM.k_span
         INT8: gl.constexpr = K_SPAN > 0
-        TURNS: gl.constexpr = FORM.turns
         INTEGER: gl.constexpr = FORM.integer
         DTYPE: gl.constexpr = v_stages.dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
@@ -251,13 +252,8 @@ if HAS_GLUON:
             before_phase = phase
             slot = next_slot
             phase = next_phase
-            if TURNS:
-                mbarrier.wait(turn.index(WHO), own_turn)
-                own_turn = own_turn ^ 1
             k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
             products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - WHO), count=1)
             mbarrier.wait(v_ready.index(before), before_phase)
             v = v_stages.index(before).reshape((_BLOCK_N, DV))
             values = warpgroup_mma(weights, v, acc, is_async=True)
@@ -282,21 +278,20 @@ if HAS_GLUON:
             if not BOUNDED:
                 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
             weights = _operand(p, DTYPE, SCORES, WEIGHTS)
-        return (acc, total, top, weights), (slot, phase, next_slot, next_phase, own_turn)
+        return (acc, total, top, weights), (slot, phase, next_slot, next_phase)
 
     @gluon.jit
     def _consume(WHO: gl.constexpr, descs, shared, barriers, scales, sizes, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
         _, _, v_desc, out_desc = descs
         q_tiles, k_stages, v_stages, out_tiles = shared
-        q_ready, q_free, k_ready, k_free, v_ready, v_free, turn = barriers
+        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
         q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
         Q_SPAN: gl.constexpr = FORM.q_span
         K_SPAN: gl.constexpr = FORM.k_span
-        TURNS: gl.constexpr = FORM.turns
         INTEGER: gl.constexpr = FORM.integer
         INT8: gl.constexpr = Q_SPAN > 0
         DTYPE: gl.constexpr = v_desc.dtype
@@ -311,7 +306,6 @@ if HAS_GLUON:
         column = gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, SCORES))
         last_k_group = k_groups - 1
         tiles = gl.cdiv(N, _BLOCK_M)
-        own_turn = 1 - WHO
         slot = 0
         phase = 0
         q_phase = 0
@@ -335,13 +329,8 @@ if HAS_GLUON:
                 q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
             q_scale = gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
             mbarrier.wait(k_ready.index(slot), phase)
-            if TURNS:
-                mbarrier.wait(turn.index(WHO), own_turn)
-                own_turn = own_turn ^ 1
             k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
             products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            if TURNS:
-                mbarrier.arrive(turn.index(1 - WHO), count=1)
             s = warpgroup_mma_wait(0, deps=(products,))
             mbarrier.arrive(k_free.index(slot), count=1)
             start = (blocks - 1) * _BLOCK_N
@@ -372,7 +361,7 @@ if HAS_GLUON:
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
 
             state = (acc, total, top, weights)
-            at = (slot, phase, next_slot, next_phase, own_turn)
+            at = (slot, phase, next_slot, next_phase)
             if INTEGER and INT8:
                 if bounded:
                     state, at = _visit(WHO, True, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
@@ -381,7 +370,7 @@ if HAS_GLUON:
             else:
                 state, at = _visit(WHO, False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
             acc, total, top, weights = state
-            slot, phase, next_slot, next_phase, own_turn = at
+            slot, phase, next_slot, next_phase = at
 
             mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
@@ -441,16 +430,11 @@ if HAS_GLUON:
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        turn = q_free  # unused
-        if FORM.turns:
-            turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(2):
-                mbarrier.init(turn.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (q_desc, k_desc, v_desc, out_desc)
         shared = (q_tiles, k_stages, v_stages, out_tiles)
-        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turn)
+        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
         scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE)
         gl.warp_specialize(
@@ -524,7 +508,7 @@ def form_of(variant: AttentionVariant, channels: int, values: int) -> Form:
     padded = 64 if max(channels, values) <= 64 else 128
     spans = (token_groups(variant.granularity, role).span for role in ("query", "key"))
     q_span, k_span = spans if variant.quantizes_qk else (0, 0)
-    return Form(padded, padded, q_span, k_span, turns=padded > 64, integer=variant.exponential == "integer")
+    return Form(padded, padded, q_span, k_span, integer=variant.exponential == "integer")
 
 
 def attention_hopper(

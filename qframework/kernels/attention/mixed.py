@@ -93,6 +93,7 @@ def _operands(x: MixedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
 def _float_products(qk: QuantizedQK, values: Values, bias: Bias, logit_scale: float) -> Tensor:
     """The same attention through PyTorch's; sums of int8 products are exact in float32, as 127**2 * 256 < 2**24."""
     assert qk.q_scale is not None
+    assert qk.k_scale is not None
     assert values.scale is not None
     group = qk.q.shape[1] // qk.k.shape[1]
     q_scale = qk.q_scale * qk.k_scale.repeat_interleave(group, dim=1) * logit_scale

@@ -29,6 +29,7 @@ from qframework.kernels.attention.arguments import (
     canonical,
     default_scale,
 )
+from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import (
     LOG2_E,
     AttentionShape,
@@ -50,7 +51,6 @@ from qframework.kernels.attention.token_statistics import _block_statistics_trit
 from qframework.kernels.attention.variants import (
     QUERY_BLOCK,
     AttentionVariant,
-    choose_variant,
     fp8_ranges,
     resolve,
     token_groups,
@@ -126,9 +126,8 @@ def _quantize_qk(
 ) -> tuple[QuantizedQK, Tensor | None]:
     """Q and K as the variant multiplies them, and K's mean ``(B, Hkv, 1, D)`` where it was subtracted."""
     if not variant.quantizes_qk:
-        factor = scale * LOG2_E
-        plain = QuantizedQK(last_contiguous(q), None, last_contiguous(k), None, q.shape[-1], factor=factor, marked=False)
-        return plain, None
+        operands = (last_contiguous(q), None, last_contiguous(k), None, q.shape[-1])
+        return QuantizedQK(*operands, factor=scale * LOG2_E, marked=False), None
     q_of = (lengths.q_starts, lengths.longest_q) if lengths else (None, q.shape[2])
     k_of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
     k_mean = q_mean = row_bias = None
@@ -218,21 +217,15 @@ def _attention(
     return out, lse
 
 
-def _variant_for(query: Tensor, queries: int, keys: int, variant: str, plain: bool) -> AttentionVariant:
-    """The variant of a call: ``variant`` itself, or the choice for ``"auto"``."""
-    if variant == "auto":
-        variant = choose_variant(query.device, queries, keys, query.shape[-1], query.dtype, plain)
-    return resolve(variant)
-
-
 def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, Tensor]:
-    plain = x.attn_mask is None and x.rel_h is None and not x.return_lse
-    chosen = _variant_for(x.query, x.query.shape[-2], x.key.shape[-2], x.variant, plain)
     shape = (*x.query.shape[:-1], x.value.shape[-1])
     call = canonical(x)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
+    plain = call.mask is None and call.rel_h is None and not x.return_lse
+    auto = x.variant == "auto"
+    chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain) if auto else x.variant)
     call = _seen(call, chosen, x.smooth_k, x.is_causal)
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     scale = default_scale(x.query, x.scale)
@@ -246,6 +239,8 @@ def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal:
     if is_causal and keys > queries and call.rel_h is None:
         mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
         call = call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
+    if not variant.quantizes_qk and variant.pv == "fp16" and not variant.smooth_v:  # nothing is shared among keys
+        return call
     hidden = hidden_keys(call.mask, *call.k.shape[:3])
     if hidden is None:
         return call
@@ -281,9 +276,14 @@ SAGE_ATTENTION = declare(
 _CHECK_ON_GPU = os.environ.get("QFRAMEWORK_CHECK_OFFSETS", "0") == "1"
 
 
+def _varlen_variant(x: VarlenArguments) -> AttentionVariant:
+    auto = x.variant == "auto"
+    return resolve(choose_variant(x.query, x.key, x.value, x.max_seqlen_k, plain=False) if auto else x.variant)
+
+
 def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
     """``sage_attention_varlen``, one sequence at a time."""
-    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant, plain=False)
+    chosen = _varlen_variant(x)
     out = x.empty_result().zero_()
     scale = default_scale(x.query, x.scale)
     for q_rows, k_rows in zip(*x.sequences(), strict=True):
@@ -300,7 +300,7 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
     check_device(x.query.device)
     if _CHECK_ON_GPU:
         x.sequences()
-    chosen = _variant_for(x.query, x.max_seqlen_q, x.max_seqlen_k, x.variant, plain=False)
+    chosen = _varlen_variant(x)
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
     lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)

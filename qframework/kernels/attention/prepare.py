@@ -1,10 +1,10 @@
 """What Hopper's kernel with the integer exponential reads, in one pass: Q and K in INT8, K's norm, V in bfloat16.
 
-Formula: :mod:`~qframework.kernels.attention.quantize_qk`, for groups within blocks of QUERY_BLOCK tokens. The norm is the
-largest ``|k|`` of a head's quantized keys, infinite where a key held NaN or infinity.
+Formula: :mod:`~qframework.kernels.attention.quantize_qk`, for groups within blocks of QUERY_BLOCK tokens. The norm is
+the largest ``|k|`` of a head's quantized keys, infinite where a key held NaN or infinity.
 
-Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)``, ``v (B, Hkv, Nk, Dv)`` with contiguous channels. Two launches: sums of
-parts of the keys, where K is smoothed, and one program for each tile of any of the three.
+Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)``, ``v (B, Hkv, Nk, Dv)`` with contiguous channels. Two launches: sums
+of parts of the keys, where K is smoothed, and one program for each tile of any of the three.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.operands import LOG2_E, QuantizedQK, check_offsets, last_contiguous
-from qframework.kernels.attention.quantize_qk import finite_or_zero, finite_rows, group_scale, mark_rows, row_amax, to_integers
+from qframework.kernels.attention.quantize_qk import (
+    finite_or_zero,
+    finite_rows,
+    group_scale,
+    mark_rows,
+    row_amax,
+    to_integers,
+)
 from qframework.kernels.attention.triton import LEAST_SCALE, Heads
 from qframework.kernels.attention.variants import QUERY_BLOCK, AttentionVariant, token_groups
 from qframework.kernels.runtime.chip import check_device
@@ -157,7 +164,10 @@ def prepare_triton(
     check_offsets("attention", query=q, key=k, value=v)
     (batch, heads, tokens, channels), (key_heads, keys), values = q.shape, k.shape[1:3], v.shape[3]
     spans = [token_groups(variant.granularity, role).span for role in ("query", "key")]
-    q8, k8 = torch.empty(q.shape, dtype=torch.int8, device=q.device), torch.empty(k.shape, dtype=torch.int8, device=q.device)
+    q8, k8 = (
+        torch.empty(q.shape, dtype=torch.int8, device=q.device),
+        torch.empty(k.shape, dtype=torch.int8, device=q.device),
+    )
     q_scale = q.new_empty((batch, heads, cdiv(tokens, spans[0])), dtype=torch.float32)
     k_scale = q.new_empty((batch, key_heads, cdiv(keys, spans[1])), dtype=torch.float32)
     cast = v.dtype != torch.bfloat16
@@ -169,7 +179,17 @@ def prepare_triton(
         norm = q.new_empty((batch, key_heads), dtype=torch.float32)
         steps = cdiv(cdiv(keys, TILE), PARTS)
         launch(_key_sums_kernel, (PARTS * key_heads * batch,))(
-            _heads(k), sums, norm, key_heads, keys, channels, steps, PARTS=PARTS, TILE=TILE, BLOCK_D=block_d, num_warps=4
+            _heads(k),
+            sums,
+            norm,
+            key_heads,
+            keys,
+            channels,
+            steps,
+            PARTS=PARTS,
+            TILE=TILE,
+            BLOCK_D=block_d,
+            num_warps=4,
         )
     else:
         norm = q.new_zeros((batch, key_heads), dtype=torch.float32)

@@ -79,7 +79,8 @@ def _scales(qk: QuantizedQK, q: Tensor, keys: int, variant: AttentionVariant) ->
     """The scale of each query and of each key: ``(B, H, N)`` and ``(B, Hkv, Nk)``, of ones in 16 bit."""
     if not variant.quantizes_qk:
         return q.new_ones(q.shape[:3], dtype=torch.float32), q.new_ones(qk.k.shape[:3], dtype=torch.float32)
-    assert qk.q_scale is not None and qk.k_scale is not None, "only the Triton kernel quantizes queries itself"
+    assert qk.q_scale is not None, "only the Triton kernel quantizes queries itself"
+    assert qk.k_scale is not None
     q_scale = qk.q_scale[:, :, token_groups(variant.granularity, "query").index(q.shape[2], q.device)]
     if qk.marked:
         q_scale = q_scale.masked_fill(is_marked(q, variant.qk_bits), torch.nan)

@@ -22,7 +22,7 @@ from qframework.numerics import MIN_SCALE
 INTERPRETED = tl.constexpr(INTERPRET)
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
 ROWS_OF_BIAS = tl.constexpr(QUERY_BLOCK)
-WHOLE_BELOW = tl.constexpr(2.0**22)  # larger maxima need not be whole octaves: they are no logits but a mask's lowest number
+WHOLE_BELOW = tl.constexpr(2.0**22)  # larger maxima are a mask's lowest number and need not be whole octaves
 
 
 @triton.jit

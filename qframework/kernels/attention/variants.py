@@ -87,9 +87,9 @@ class AttentionVariant:
             always FP32. INT8 products are exact and take ``"fp32"`` only.
         smooth_q: subtract each query block's mean before quantizing and add its exact logits back (SageAttention2).
         smooth_v: subtract V's mean over tokens and add it to the output, which is exact since rows of P sum to one.
-        exponential: ``"exact"``, or ``"integer"``: P = 2^x has a linear mantissa of 8 bits, read off the bits of a multiple
-            of x (Schraudolph 1999). Up to 6 percent too large, of which normalization leaves 2 percent; with P and V in
-            16 bit and FP32 sums only. A call that returns the log-sum-exp uses exact exponentials.
+        exponential: ``"exact"``, or ``"integer"``: P = 2^x has a linear mantissa of 8 bits, read off the bits of a
+            multiple of x (Schraudolph 1999). It is up to 6 percent too large, of which normalization leaves 2 percent.
+            With P and V in 16 bit and FP32 sums only. A call that returns the log-sum-exp uses exact exponentials.
 
     Raises:
         UnsupportedError: an unknown value, or an FP16 accumulator for INT8 values.
@@ -129,8 +129,8 @@ class AttentionVariant:
             )
         if not self.quantizes_qk and (self.smooth_q or self.granularity != "per_block"):
             raise UnsupportedError(
-                "AttentionVariant: with qk_bits=16 smooth_q must be False and granularity 'per_block', since nothing is "
-                f"quantized, got smooth_q={self.smooth_q} and granularity={self.granularity!r}"
+                "AttentionVariant: smooth_q must be False and granularity 'per_block' with qk_bits=16, which quantizes "
+                f"neither Q nor K, got smooth_q={self.smooth_q} and granularity={self.granularity!r}"
             )
 
     @property
@@ -219,7 +219,7 @@ check_fp16_ranges(KEYS_PER_FP16_SUM, NARROW_P_RANGE, NARROW_V_RANGE)
 
 
 # Chips on which FP16 accumulation doubles the rate: GeForce and related ones.
-_FAST_FP16_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
+FAST_FP16_SUMS = ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tuple[int, int] | None) -> torch.dtype:
@@ -231,33 +231,9 @@ def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tupl
     """
     if variant.pv != "fp16" or variant.accumulator != "fp16" or dtype != torch.bfloat16:
         return dtype
-    return torch.float16 if capability is None or capability in _FAST_FP16_SUMS else dtype
-
-
-def choose_variant(
-    device: torch.device, nq: int, nk: int, head_dim: int, dtype: torch.dtype, plain: bool = True
-) -> str:
-    """The variant that ``"auto"`` selects: the fastest on ``device`` of those that are accurate for any input.
-
-    FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
-    On Hopper 16 bit is faster where its own kernel (``hopper.py``) runs: in ``plain`` calls, which are dense and have
-    neither mask nor bias nor log-sum-exp.
-    """
-    if device.type == "cuda" and nk >= 2048:
-        capability = torch.cuda.get_device_capability(device)
-        if capability in _FAST_FP16_SUMS and capability >= (8, 9):
-            return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
-        specialized = capability == (9, 0) and plain and fits_hopper(head_dim)
-        if capability >= (9, 0) and not specialized:
-            return _AUTO_FP8
-    return _AUTO_16_BIT
+    return torch.float16 if capability is None or capability in FAST_FP16_SUMS else dtype
 
 
 def fits_hopper(head_dim: int, qk_bits: int = 8) -> bool:
     """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes, tiles 64 or 128."""
     return 32 < head_dim <= 128 and head_dim * qk_bits % 128 == 0
-
-
-# On data-center chips FP16 accumulation is no faster, and may overflow. A block of keys loads one scale per warp.
-_AUTO_16_BIT = AttentionVariant(8, "per_block", "fp16", "fp32").spec
-_AUTO_FP8 = AttentionVariant(8, "per_warp", "fp8", "fp32").spec

@@ -10,13 +10,14 @@ from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 from test_compile_targets import compile_for, stack_bytes
 
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention import auto, hopper
+from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
-from qframework.kernels.attention.variants import choose_variant, resolve
+from qframework.kernels.attention.variants import resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 SPEC = "8-per_block-fp16-fp32"
@@ -166,17 +167,23 @@ def test_repeats_beside_another_stream(variant: str) -> None:
         assert torch.equal(first, again)
 
 
-def test_auto_takes_it_for_long_plain_calls(monkeypatch) -> None:
-    """Without a GPU: a device's name and capability decide."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+def test_auto_on_hopper(monkeypatch) -> None:
+    """Without a GPU: the integer exponential for long plain calls, else nothing is quantized; FP32 is."""
+    monkeypatch.setattr(auto, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(hopper, "chip_of", lambda device: ((9, 0), 132))
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
 
-    def chosen(head_dim: int, **options: bool) -> str:
-        return choose_variant(torch.device("cuda"), 4096, 4096, head_dim, torch.float16, **options)
+    def chosen(tokens: int, head_dim: int, heads: int = 4, dtype=torch.float16, plain: bool = True) -> str:
+        q = torch.empty(1, heads, tokens, head_dim, dtype=dtype)
+        return choose_variant(q, q, q, tokens, plain)
 
-    assert chosen(48) == chosen(64) == chosen(128) == SPEC
-    assert SPEC not in (chosen(72), chosen(32), chosen(256), chosen(128, plain=False))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert chosen(128) != SPEC
+    integer, as_is = (resolve(name).spec for name in ("integer_exp", "unquantized"))
+    assert chosen(8192, 48) == chosen(8192, 64) == chosen(8192, 128, dtype=torch.bfloat16) == integer
+    assert {chosen(8192, 72), chosen(8192, 32), chosen(8192, 256), chosen(8192, 128, plain=False)} == {as_is}
+    assert {chosen(197, 64), chosen(1024, 64, heads=64), chosen(4096, 64, heads=1)} == {as_is}
+    assert chosen(197, 64, dtype=torch.float32) == SPEC
+    monkeypatch.setattr(auto, "capability_of", lambda device: (10, 0))
+    assert chosen(8192, 64) not in (integer, as_is)
 
 
 def test_declines_what_it_cannot_compute() -> None:
