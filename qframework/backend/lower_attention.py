@@ -28,7 +28,7 @@ from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.replace_attention import name_shapes, replace_attention
-from qframework.kernels.attention.variants import resolve, values_dtype
+from qframework.kernels.attention.variants import QUERY_BLOCK, fits_hopper, resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
 _SAGE = torch.ops.qframework.sage_attention.default
@@ -39,6 +39,9 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
+_WINDOW = 64  # tokens up to which PyTorch's kernel with a mask is faster: 49 in Swin; 128 are slower
+_LONG = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
+_MANY_BLOCKS = 1024  # of queries: 32 heads of 4,096 tokens; 12 heads were faster and slower
 
 # nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
@@ -144,16 +147,24 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 def _pytorch_is_faster(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper is faster than all accurate variants.
 
-    Measured in float16 from 197 to 16,384 tokens (docs/performance.md): flash attention below 4,096 tokens, only cuDNN
-    from there on. Without 4 dimensions, with another width of V, with a mask and in FP32, PyTorch's kernels are slower.
+    Measured in float16 (docs/experiments.md): PyTorch's is faster below 4,096 tokens, flash attention up to 1,024 and
+    cuDNN above, and in windows with a bias. It is slower without 4 dimensions, with another width of V, with masks of
+    more tokens, in FP32, and from 4,096 tokens on than the integer exponential.
     """
     query, value = _fake_of(call.query), _fake_of(call.value)
-    if operation(call.end) != "scaled_dot_product_attention" or call.summands or query.ndim != 4:
+    if operation(call.end) != "scaled_dot_product_attention" or query.ndim != 4:
         return False
     channels = query.shape[-1]
     fused = query.dtype.itemsize == 2 and channels <= 128 and channels % 8 == 0 and value.shape[-1] == channels
-    short = max(call.shape[-2:]) <= 1024
-    return fused and (short or torch.backends.cuda.cudnn_sdp_enabled()) and _pytorch_keeps_up(query.device)
+    if not fused or not _pytorch_keeps_up(query.device):
+        return False
+    shortest, longest = min(call.shape[-2:]), max(call.shape[-2:])
+    if call.summands:
+        return longest <= _WINDOW
+    blocks = query.shape[0] * query.shape[1] * shortest // QUERY_BLOCK
+    if shortest >= _LONG and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
+        return False
+    return longest <= 1024 or torch.backends.cuda.cudnn_sdp_enabled()
 
 
 def _pytorch_keeps_up(device: torch.device) -> bool:

@@ -6,10 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_models import VARIANT, Attention, Capture, compiled, qkv
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
+from qframework.graph.attention_patterns import sdpa_call
 from qframework.kernels.attention.variants import VARIANTS
 
 
@@ -102,7 +104,7 @@ class TestWherePyTorchIsFaster:
     @pytest.mark.parametrize(
         ("fn", "given"),
         [
-            (masked, {}),
+            (masked, {"shape": (1, 2, 65, 64)}),
             (spelled_out, {}),
             (causal, {"dtype": torch.float32}),
             (causal, {"shape": (1, 2, 5, 160)}),
@@ -114,6 +116,21 @@ class TestWherePyTorchIsFaster:
     )
     def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
+
+    def test_auto_leaves_windows_with_a_mask(self):
+        assert not self.run(masked, "auto", shape=(3, 2, 49, 32)).calls
+
+    @pytest.mark.parametrize(
+        ("shape", "taken"),
+        [((2, 16, 4096, 64), True), ((4, 16, 4095, 64), False), ((1, 31, 4096, 64), False), ((2, 16, 4096, 72), False)],
+        ids=["long", "short", "few heads", "odd heads"],
+    )
+    def test_auto_takes_long_attention(self, shape, taken):
+        """Traced only: so much attention takes minutes on a CPU."""
+        graph = torch.fx.symbolic_trace(causal)
+        FakeTensorProp(graph).propagate(*(torch.empty(shape, dtype=torch.half, device="meta") for _ in range(3)))
+        (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+        assert lower_attention._pytorch_is_faster(sdpa_call(node)) == (not taken)
 
     @pytest.mark.parametrize("tokens", [1024, 2048])
     def test_without_cudnn_only_short_attention_stays_in_float(self, monkeypatch, tokens):

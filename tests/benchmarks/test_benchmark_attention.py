@@ -73,7 +73,10 @@ def test_checks_refuse_wrong_attention(spoil):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", [*VARIANTS, PER_WARP])
 def test_measured_errors_match_the_prediction(name, causal):
-    """All rows together have the predicted rounding error, and no row exceeds its bound."""
+    """All rows together have the predicted rounding error, and no row exceeds its bound.
+
+    Without quantized Q and K only roundings to 16 bit are left, whose prediction is their bound for the worst mantissa.
+    """
     given = make_inputs(Shape(2, 4, 320, 64, causal), "cpu", 1)
     variant = resolve(name)
     out = torch.ops.qframework.sage_attention(
@@ -82,7 +85,7 @@ def test_measured_errors_match_the_prediction(name, causal):
     given.check(variant)(out)
     noise = predicted_noise(given.query, given.key, given.value, given.rows, variant)
     error = (out - given.oracle).norm(dim=-1)
-    assert 0.8 < float(error.norm() / noise.rows.norm()) < 1.1
+    assert (0.8 if variant.quantizes_qk else 0.4) < float(error.norm() / noise.rows.norm()) < 1.1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +108,8 @@ def test_every_provider_is_right(provider):
     (record,) = Measurement(plan(provider))("check")
     assert record.status == "ok", record.reason
     if provider.startswith("qframework"):
-        assert 2.0**-11 < record.relative_l1 < 0.25
+        least = 2.0**-13 if provider == "qframework_unquantized" else 2.0**-11  # only its result is rounded
+        assert least < record.relative_l1 < 0.25
 
 
 # Workers
