@@ -100,7 +100,8 @@ def quantized_attention_triton(
     plain = bias.only_causal and lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
-    readable = normed and (int8 or not variant.quantizes_qk)
+    # Hopper's kernel takes maxima of products before it scales them.
+    readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
     if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
         return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias.causal, dtype), None
     mode = _mode(variant, values.v)

@@ -11,6 +11,7 @@ from oracle import UNIT
 from test_compile_targets import compile_for, stack_bytes
 
 from qframework.kernels.attention import auto, hopper
+from qframework.kernels.attention import quantized_attention as module
 from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.prepare import prepare_triton
@@ -151,6 +152,19 @@ def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: 
     assert torch.equal(out.isnan(), expected.isnan())
     exact = exact_attention(q.nan_to_num(0), k.nan_to_num(0), v, is_causal=problem.causal)
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, UNIT[problem.dtype] * 3 + 2.0**-9, 2.0**-6)
+
+
+@pytest.mark.parametrize("scale", [-0.2, 0.0])
+def test_leaves_scales_that_turn_maxima_around(scale: float, monkeypatch) -> None:
+    """Without a GPU: the general kernel is launched."""
+    monkeypatch.setattr(hopper, "fits", lambda *call: True)
+    monkeypatch.setattr(hopper, "attention_hopper", lambda *call: pytest.fail("Hopper's kernel"))
+    launched = []
+    monkeypatch.setattr(module, "launch", lambda kernel, grid: lambda *given, **named: launched.append(kernel))
+    q = torch.zeros(1, 40, 600, 64, dtype=torch.float16)
+    qk = QuantizedQK(q, None, q, None, 64, marked=False)
+    quantized_attention_triton(qk, Values(q), Bias(), resolve("unquantized"), scale, torch.float16)
+    assert launched
 
 
 @pytest.mark.gpu
