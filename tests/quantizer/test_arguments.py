@@ -158,7 +158,7 @@ FLAGS_FOR_NUMBERS = {
         observer="moving_average", averaging_constant=True
     ),
     "batches must be None or a positive integer, got True": lambda: calibrate(prepared(), [X], batches=True),
-    "AttentionVariant: qk_bits must be 8 or 4, got True": lambda: AttentionVariant(qk_bits=True),
+    "AttentionVariant: qk_bits must be 16, 8 or 4, got True": lambda: AttentionVariant(qk_bits=True),
     "AttentionVariant: smooth_q must be True or False, got 1": lambda: AttentionVariant(smooth_q=1),
     "AttentionVariant: smooth_v must be True or False, got 'yes'": lambda: AttentionVariant(smooth_v="yes"),
     "option 'freeze_weights' must be one of False, True, got 1": lambda: parse_options(None, {"freeze_weights": 1}),
