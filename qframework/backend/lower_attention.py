@@ -39,9 +39,9 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
-_WINDOW = 64  # tokens up to which PyTorch's kernel with a mask is faster: 49 in Swin; 128 are slower
+_WINDOW = 64  # tokens up to which PyTorch's kernel with a mask is faster: measured at 49 (Swin), slower at 128
 _LONG = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
-_MANY_BLOCKS = 1024  # of queries: 32 heads of 4,096 tokens; 12 heads were faster and slower
+_MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 
 # nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
@@ -147,9 +147,9 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 def _pytorch_is_faster(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper is faster than all accurate variants.
 
-    Measured in float16 (docs/experiments.md): PyTorch's is faster below 4,096 tokens, flash attention up to 1,024 and
-    cuDNN above, and in windows with a bias. It is slower without 4 dimensions, with another width of V, with masks of
-    more tokens, in FP32, and from 4,096 tokens on than the integer exponential.
+    Measured in float16 (docs/attention.md). PyTorch's is faster below 4,096 tokens (flash attention up to 1,024, cuDNN
+    above) and in windows with a bias. It is slower without 4 dimensions, with another width of V, with a mask over more
+    tokens, in FP32, and, compared with the integer exponential, from 4,096 tokens on.
     """
     query, value = _fake_of(call.query), _fake_of(call.value)
     if operation(call.end) != "scaled_dot_product_attention" or query.ndim != 4:

@@ -20,16 +20,16 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool) -> s
 
     FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
 
-    On Hopper tensor cores outrun everything else, and quantizing Q and K takes longer than it saves; long sequences are
-    faster with the integer exponential, where its own kernel (``hopper.py``) runs: in ``plain`` calls, which are dense
-    and have neither mask nor bias nor log-sum-exp. FP32, which is multiplied slowly, gains by INT8 on every chip.
+    On Hopper, quantizing Q and K takes longer than it saves, except with the integer exponential for long sequences.
+    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without mask, bias or log-sum-exp. FP32 operands
+    are quantized on every chip.
 
     Args:
-        q: ``(B, H, N, D)``, or packed where the call is not plain, as the next two.
+        q: ``(B, H, N, D)``; it may be packed, as K and V, if the call is not plain.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, Dv)``.
-        keys: of the longest sequence.
-        plain: see above.
+        keys: the number of keys of the longest sequence.
+        plain: whether the call is plain, see above.
     """
     capability = capability_of(q.device)
     if capability is None:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.kernels.attention.hopper_softmax import BLOCK_N, ROWS
 from qframework.kernels.attention.operands import QuantizedQK, query_memory_order
 from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, token_groups
@@ -34,11 +35,10 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
-ROWS = 64  # queries of a warpgroup
 BLOCK_M = 2 * ROWS
-BLOCK_N = BLOCK_M  # so that under causal attention every query attends to a key of its tile's last block
+assert BLOCK_N == BLOCK_M  # so that under causal attention every query attends to a key of its tile's last block
 STAGES = 2
-LEAST_TOKENS = 512  # of quantized Q: shorter sequences spend on a pass over it, which triton.py saves, what they gain
+LEAST_TOKENS = 512  # from which a pass that quantizes Q pays; triton.py quantizes Q within its kernel
 
 
 class Form(NamedTuple):
@@ -52,6 +52,18 @@ class Form(NamedTuple):
 
 
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_softmax import (
+        MASKED,
+        bounded_weights,
+        exact_weights,
+        halves,
+        integer_weights,
+        is_bounded,
+        left_operand,
+        new_maxima,
+        partial_sums,
+        whole,
+    )
     from qframework.kernels.runtime.gluon import (
         TensorDescriptor,
         fence_async_shared,
@@ -69,10 +81,6 @@ if HAS_GLUON:
     _ROWS, _BLOCK_M, _BLOCK_N, _STAGES, _KEY_BLOCK = (
         gl.constexpr(n) for n in (ROWS, BLOCK_M, BLOCK_N, STAGES, KEY_BLOCK)
     )
-    _MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
-    _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
-    _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
-    _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
 
     @gluon.jit
     def _place(work, tiles, H, HEADS_AT_ONCE):
@@ -123,109 +131,7 @@ if HAS_GLUON:
                 slot, phase = next_stage(slot, phase, _STAGES)
 
     @gluon.jit
-    def _halves(x):
-        """(ROWS, BLOCK_N) as (ROWS, BLOCK_N // KEY_BLOCK, KEY_BLOCK), whose last dimension shares a scale."""
-        return gl.reshape(x, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK))
-
-    @gluon.jit
-    def _new_top(s, top, scale, MASKED: gl.constexpr):
-        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK)."""
-        by_thread = gl.reshape(s, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
-        products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
-        scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
-        highest = products.to(gl.float32) * scale[:, :, None]
-        if MASKED and s.dtype == gl.int32:  # keys that are all masked have no logit, however small their scale
-            highest = gl.where(products == _MASKED, float("-inf"), highest)
-        return gl.maximum(top, gl.convert_layout(gl.max(gl.max(highest, 1), 1), top.type.layout))
-
-    @gluon.jit
-    def _integer_weights(s, top, scale):
-        """As ``_weights`` in BF16 with 2^x read off the bits of ``128 x + 127 * 128`` (Schraudolph 1999).
-
-        The mantissa is linear instead of exponential, at most 6 percent above, most of which cancels in P / sum(P).
-        """
-        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
-        zero = (_MAGIC + _ONE) - top * 128.0
-        x = gl.fma(s.to(gl.float32), 128.0 * scale[:, :, None] + gl.zeros_like(s).to(gl.float32), zero[:, None, None])
-        bits = gl.maximum(x.to(gl.int32, bitcast=True), 0x4B000000)  # 0 for all below; NaN stays NaN
-        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
-        return _low_halves(low, high, 0x5410)
-
-    @gluon.jit
-    def _bounded_weights(s, scale):
-        """As ``_integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition."""
-        step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
-        bits = s * step + ((_ONE << 16) + (1 << 15))
-        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
-        return _low_halves(low, high, 0x7632)
-
-    @gluon.jit
-    def _low_halves(low, high, SELECT: gl.constexpr):
-        """Words of the low (0x5410) or high (0x7632) halves of two."""
-        PERMUTE: gl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;" if SELECT == 0x5410 else "prmt.b32 $0, $1, $2, 0x7632;"
-        return gl.inline_asm_elementwise(PERMUTE, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-    @gluon.jit
-    def _is_bounded(q, q_scale, k_norm):
-        """Whether no logit of the queries (ROWS, D) exceeds _BOUND: |q k| <= |q| |k| (Cauchy and Schwarz)."""
-        D: gl.constexpr = q.shape[1]
-        values = q.load(gl.BlockedLayout([1, D // 2], [16, 2], [4, 1], [1, 0])).to(gl.int32)
-        norm = gl.sqrt(gl.sum(values * values, 1).to(gl.float32))
-        bound = gl.convert_layout(norm, q_scale.type.layout) * q_scale * k_norm
-        return gl.min(gl.where(bound <= _BOUND, 1, 0), 0) == 1  # NaN is not
-
-    @gluon.jit
-    def _weights(s, top, scale, DTYPE: gl.constexpr):
-        """exp2(s * scale - top), rounded to DTYPE: (ROWS, BLOCK_N // 2) words, each of two neighbouring keys."""
-        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
-        p = gl.exp2(s.to(gl.float32) * scale[:, :, None] - top[:, None, None])
-        low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
-        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
-        return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
-
-    @gluon.jit
-    def _apart(words, DTYPE: gl.constexpr):
-        """The low and the high halves of words as DTYPE."""
-        low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
-        return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
-
-    @gluon.jit
-    def _operand(words, DTYPE: gl.constexpr, SCORES: gl.constexpr, LAYOUT: gl.constexpr):
-        """Words as the left operand (ROWS, BLOCK_N) of P V; no value moves to another thread."""
-        low, high = _apart(words, DTYPE)
-        p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, _BLOCK_N)), SCORES, assert_trivial=True)
-        return gl.convert_layout(p, LAYOUT)
-
-    @gluon.jit
-    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
-        """(ROWS, COUNT, 4) words to (ROWS, COUNT // 2, 4): sums of two, in 16 bit."""
-        a, b = gl.split(gl.permute(gl.reshape(words, (_ROWS, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
-        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
-        return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-    @gluon.jit
-    def _partial_sums(words, DTYPE: gl.constexpr):
-        """(ROWS, 4): sums over the columns of each of the four threads of a row, which need no exchange.
-
-        Eight weights each are summed in 16 bit, where an instruction adds two pairs.
-        """
-        words = gl.reshape(words, (_ROWS, _BLOCK_N // 8, 4))
-        words = _added(words, _BLOCK_N // 8, DTYPE)
-        words = _added(words, _BLOCK_N // 16, DTYPE)
-        words = _added(words, _BLOCK_N // 32, DTYPE)
-        low, high = _apart(words, DTYPE)
-        return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
-
-    @gluon.jit
-    def _whole(x):
-        """Rounded to integers, up to 2^22; then powers of two of them are exact."""
-        return (x + 12582912.0) - 12582912.0
-
-    @gluon.jit
-    def _visit(
-        WHO: gl.constexpr, BOUNDED: gl.constexpr, state, at, blocks, q, q_scale, k_scales, shared, barriers,
-        FORM: gl.constexpr,
-    ):  # fmt: skip
+    def _visit(BOUNDED: gl.constexpr, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM: gl.constexpr):
         """All blocks of keys but the last, of which ``state`` holds the weights; the new state and place."""
         acc, total, top, weights = state
         slot, phase, next_slot, next_phase = at
@@ -241,7 +147,7 @@ if HAS_GLUON:
         RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
         no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
-        HALVES: gl.constexpr = _halves(no_scores).type.layout
+        HALVES: gl.constexpr = halves(no_scores).type.layout
         half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
         scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
         for i in range(1, blocks):
@@ -257,19 +163,19 @@ if HAS_GLUON:
             mbarrier.wait(v_ready.index(before), before_phase)
             v = v_stages.index(before).reshape((_BLOCK_N, DV))
             values = warpgroup_mma(weights, v, acc, is_async=True)
-            scores = _halves(warpgroup_mma_wait(1, deps=(products,)))
+            scores = halves(warpgroup_mma_wait(1, deps=(products,)))
             mbarrier.arrive(k_free.index(slot), count=1)
             if BOUNDED:
-                p = _bounded_weights(scores, scale)
+                p = bounded_weights(scores, scale)
             else:
-                new_top = _new_top(scores, top, scale, False)
+                new_top = new_maxima(scores, top, scale, False)
                 if INTEGER:
-                    new_top = _whole(new_top)
+                    new_top = whole(new_top)
                 rescale = gl.exp2(top - new_top)
                 top = new_top
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
-                p = _integer_weights(scores, top, scale) if INTEGER else _weights(scores, top, scale, DTYPE)
-            total += _partial_sums(p, DTYPE)
+                p = integer_weights(scores, top, scale) if INTEGER else exact_weights(scores, top, scale, DTYPE)
+            total += partial_sums(p, DTYPE)
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, _STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
@@ -277,7 +183,7 @@ if HAS_GLUON:
             mbarrier.arrive(v_free.index(before), count=1)
             if not BOUNDED:
                 acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-            weights = _operand(p, DTYPE, SCORES, WEIGHTS)
+            weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
         return (acc, total, top, weights), (slot, phase, next_slot, next_phase)
 
     @gluon.jit
@@ -301,7 +207,7 @@ if HAS_GLUON:
         ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
         RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
         no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
-        HALVES: gl.constexpr = _halves(no_scores).type.layout
+        HALVES: gl.constexpr = halves(no_scores).type.layout
         half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
         column = gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, SCORES))
         last_k_group = k_groups - 1
@@ -340,22 +246,22 @@ if HAS_GLUON:
             if INT8:
                 groups = gl.minimum((start + half * _KEY_BLOCK) // K_SPAN, last_k_group)
                 scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
-                scores = _halves(gl.where(keep, s, _MASKED))
+                scores = halves(gl.where(keep, s, MASKED))
             else:
                 scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
-                scores = _halves(gl.where(keep, s, float("-inf")))
-            top = _new_top(scores, gl.full((_ROWS,), float("-inf"), gl.float32, ROW), scale, True)
-            scores = _halves(gl.where(keep, s.to(gl.float32), float("-inf")))
+                scores = halves(gl.where(keep, s, float("-inf")))
+            top = new_maxima(scores, gl.full((_ROWS,), float("-inf"), gl.float32, ROW), scale, True)
+            scores = halves(gl.where(keep, s.to(gl.float32), float("-inf")))
             if INTEGER:
-                top = _whole(top)
+                top = whole(top)
                 if INT8:
-                    bounded = _is_bounded(q, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
+                    bounded = is_bounded(q, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
                     top = gl.where(bounded, 0.0, top)
-                p = _integer_weights(scores, top, scale)
+                p = integer_weights(scores, top, scale)
             else:
-                p = _weights(scores, top, scale, DTYPE)
-            total = _partial_sums(p, DTYPE)
-            weights = _operand(p, DTYPE, SCORES, WEIGHTS)
+                p = exact_weights(scores, top, scale, DTYPE)
+            total = partial_sums(p, DTYPE)
+            weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, _STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
@@ -364,11 +270,11 @@ if HAS_GLUON:
             at = (slot, phase, next_slot, next_phase)
             if INTEGER and INT8:
                 if bounded:
-                    state, at = _visit(WHO, True, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+                    state, at = _visit(True, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
                 else:
-                    state, at = _visit(WHO, False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+                    state, at = _visit(False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
             else:
-                state, at = _visit(WHO, False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
+                state, at = _visit(False, state, at, blocks, q, q_scale, k_scales, shared, barriers, FORM)
             acc, total, top, weights = state
             slot, phase, next_slot, next_phase = at
 
@@ -473,7 +379,8 @@ def fits(
     large = cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
     large = large and min(queries, keys) >= (LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK)
     sizes = fits_hopper(channels, variant.qk_bits) and values <= 128 and values % 8 == 0
-    return large and sizes and all(_addressable(x) for x in (q, k, v) if x is v or x.dtype in (torch.int8, v.dtype))
+    read = (q, k, v) if q.dtype == torch.int8 or not variant.quantizes_qk else (v,)  # else Q and K are quantized first
+    return large and sizes and all(_addressable(x) for x in read)
 
 
 def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:

@@ -243,6 +243,8 @@ class QuantizedAttentionArguments(NamedTuple):
         for argument, x in (("q", q), ("k", k), ("v", v)):
             if x.ndim != 4:
                 raise QFrameworkError(f"{name}: {argument} must have 4 dimensions, got shape {tuple(x.shape)}")
+        if not chosen.quantizes_qk:
+            raise UnsupportedError(f"{name}: variant must quantize Q and K, got {variant!r}. Call sage_attention")
         for argument, x in (("q", q), ("k", k)):
             check_dtype(name, argument, x, (torch.int8,))
         if chosen.pv == "fp16":

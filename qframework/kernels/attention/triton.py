@@ -67,7 +67,7 @@ def _exp2(x, INTEGER: tl.constexpr):
 
 @triton.jit
 def _float_products(q, k):
-    """Q K^T of floats, summed in float32; products of float32 are exact, since logits are not weights of a mean."""
+    """Q K^T of floats, summed in float32. Float32 is not rounded to TF32: an error of a logit multiplies its weight."""
     if q.dtype == tl.float32:
         out = tl.dot(q, k, input_precision="ieee")
     elif INTERPRETED:  # the interpreter multiplies the bits of bfloat16

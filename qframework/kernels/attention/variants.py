@@ -78,8 +78,8 @@ class AttentionVariant:
     """One way to quantize attention.
 
     Args:
-        qk_bits: bits of Q and K, 8 or 4, where INT4 is stored two to a byte; or 16: they are multiplied as they are.
-        granularity: which tokens of Q and of K share a scale; ``"per_block"``, and unused, with 16 bits.
+        qk_bits: 8, or 4, stored two to a byte; with 16, Q and K are not quantized and keep their dtype.
+        granularity: which tokens of Q and of K share a scale. With 16 bits only ``"per_block"``, without effect.
         pv: formats of P and V. ``"fp16"``: both in V's 16-bit dtype (but see :func:`values_dtype`), float32 in TF32.
             ``"int8"``: P with the static scale 1/127, V per channel. ``"fp8"``: both E4M3, V per channel.
             ``"int8_dequantized"``: V in INT8 with one scale, P in 16 bit (QAttn).
@@ -92,7 +92,8 @@ class AttentionVariant:
             With P and V in 16 bit and FP32 sums only. A call that returns the log-sum-exp uses exact exponentials.
 
     Raises:
-        UnsupportedError: an unknown value, or an FP16 accumulator for INT8 values.
+        UnsupportedError: an unknown value; an FP16 accumulator for INT8 values; the integer exponential with other
+            formats of P and V; smooth Q or another granularity with 16 bits.
     """
 
     qk_bits: int = 8
@@ -124,8 +125,8 @@ class AttentionVariant:
 
         if self.exponential == "integer" and (self.pv, self.accumulator) != ("fp16", "fp32"):
             raise UnsupportedError(
-                "AttentionVariant: exponential='integer' needs pv='fp16' and accumulator='fp32', got "
-                f"{self.pv!r} and {self.accumulator!r}"
+                "AttentionVariant: pv must be 'fp16' and accumulator 'fp32' with exponential='integer', got "
+                f"pv={self.pv!r} and accumulator={self.accumulator!r}"
             )
         if not self.quantizes_qk and (self.smooth_q or self.granularity != "per_block"):
             raise UnsupportedError(

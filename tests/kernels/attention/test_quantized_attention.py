@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qframework.errors import QFrameworkError
+from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels import attention_quantize, quantized_attention, value_quantize
 from qframework.kernels.attention.tiles import choose_attention_tile
-from qframework.kernels.attention.variants import KEYS_PER_FP16_SUM, QUERY_BLOCK
+from qframework.kernels.attention.variants import KEYS_PER_FP16_SUM, QUERY_BLOCK, VARIANTS, AttentionVariant, resolve
 
 
 def wide(q, k):
@@ -29,10 +29,37 @@ def test_errors_name_the_argument():
         (wide(q, k), r"q must have a head dimension of at most 256, got shape \(1, 2, 70, 272\)"),
         (wide(q, k) | {"channels": 16}, "q must have a head dimension of at most 256"),
         ({"channels": 257}, "q must have a head dimension of at most 256"),
+        ({"variant": "unquantized"}, "variant must quantize Q and K, got 'unquantized'. Call sage_attention"),
     ]:
         arguments = {"q": q, "q_scale": q_scale, "k": k, "k_scale": k_scale, "v": x.half()} | changes
         with pytest.raises(QFrameworkError, match=message):
             quantized_attention(**arguments)
+
+
+REFUSED_VARIANTS = {
+    "pv must be 'fp16' and accumulator 'fp32' with exponential='integer', got pv='int8' and accumulator='fp32'": {
+        "pv": "int8"
+    },
+    "pv must be 'fp16' .* got pv='fp16' and accumulator='fp16'": {"accumulator": "fp16"},
+    "granularity 'per_block' with qk_bits=16, .* got smooth_q=False and granularity='per_warp'": {
+        "qk_bits": 16,
+        "granularity": "per_warp",
+        "exponential": "exact",
+    },
+    "smooth_q must be False .* got smooth_q=True and granularity='per_block'": {"qk_bits": 16, "smooth_q": True},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED_VARIANTS)
+def test_formats_that_exclude_each_other_are_refused(message):
+    with pytest.raises(UnsupportedError, match=message):
+        AttentionVariant(**({"exponential": "integer"} | REFUSED_VARIANTS[message]))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_spec_is_read_back(name):
+    variant = resolve(name)
+    assert resolve(variant.spec) == variant
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)])

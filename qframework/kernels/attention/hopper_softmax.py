@@ -1,0 +1,122 @@
+"""The softmax of Hopper's attention: maxima of rows, weights of a block of keys, their sums, and P as an operand.
+
+Formula: :mod:`~qframework.kernels.attention.quantized_attention`. A thread holds two neighbouring keys of two rows in
+every eight; two weights are kept in one word of 32 bits, which is what P V reads, so that one instruction rounds, adds
+or moves both.
+"""
+
+from __future__ import annotations
+
+from qframework.kernels.attention.variants import KEY_BLOCK
+from qframework.kernels.runtime.gluon import HAS_GLUON
+
+ROWS = 64  # queries of a warpgroup
+BLOCK_N = 128  # keys of a block
+
+if HAS_GLUON:
+    from qframework.kernels.runtime.gluon import gl, gluon
+
+    _ROWS, _BLOCK_N, _KEY_BLOCK = (gl.constexpr(n) for n in (ROWS, BLOCK_N, KEY_BLOCK))
+    MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
+    _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
+    _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
+    _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
+
+    @gluon.jit
+    def halves(x):
+        """(ROWS, BLOCK_N) as (ROWS, BLOCK_N // KEY_BLOCK, KEY_BLOCK), whose last dimension shares a scale."""
+        return gl.reshape(x, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK))
+
+    @gluon.jit
+    def new_maxima(s, top, scale, ANY_MASKED: gl.constexpr):
+        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK)."""
+        by_thread = gl.reshape(s, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
+        products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
+        scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
+        highest = products.to(gl.float32) * scale[:, :, None]
+        if ANY_MASKED and s.dtype == gl.int32:  # keys that are all masked have no logit, however small their scale
+            highest = gl.where(products == MASKED, float("-inf"), highest)
+        return gl.maximum(top, gl.convert_layout(gl.max(gl.max(highest, 1), 1), top.type.layout))
+
+    @gluon.jit
+    def integer_weights(s, top, scale):
+        """As ``exact_weights`` in BF16 with 2^x read off the bits of ``128 x + 127 * 128`` (Schraudolph 1999).
+
+        The mantissa is linear instead of exponential, at most 6 percent above, most of which cancels in P / sum(P).
+        """
+        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
+        zero = (_MAGIC + _ONE) - top * 128.0
+        x = gl.fma(s.to(gl.float32), 128.0 * scale[:, :, None] + gl.zeros_like(s).to(gl.float32), zero[:, None, None])
+        bits = gl.maximum(x.to(gl.int32, bitcast=True), 0x4B000000)  # 0 for all below; NaN stays NaN
+        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        return _of_halves(low, high, 0x5410)
+
+    @gluon.jit
+    def bounded_weights(s, scale):
+        """As ``integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition."""
+        step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
+        bits = s * step + ((_ONE << 16) + (1 << 15))
+        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        return _of_halves(low, high, 0x7632)
+
+    @gluon.jit
+    def _of_halves(low, high, SELECT: gl.constexpr):
+        """Words of the low (0x5410) or the high (0x7632) halves of two words."""
+        PERMUTE: gl.constexpr = "prmt.b32 $0, $1, $2, 0x5410;" if SELECT == 0x5410 else "prmt.b32 $0, $1, $2, 0x7632;"
+        return gl.inline_asm_elementwise(PERMUTE, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def is_bounded(q, q_scale, k_norm):
+        """Whether no logit of the queries (ROWS, D) exceeds _BOUND: |q k| <= |q| |k| (Cauchy and Schwarz)."""
+        D: gl.constexpr = q.shape[1]
+        values = q.load(gl.BlockedLayout([1, D // 2], [16, 2], [4, 1], [1, 0])).to(gl.int32)
+        norm = gl.sqrt(gl.sum(values * values, 1).to(gl.float32))
+        bound = gl.convert_layout(norm, q_scale.type.layout) * q_scale * k_norm
+        return gl.min(gl.where(bound <= _BOUND, 1, 0), 0) == 1  # NaN is not
+
+    @gluon.jit
+    def exact_weights(s, top, scale, DTYPE: gl.constexpr):
+        """exp2(s * scale - top), rounded to DTYPE: (ROWS, BLOCK_N // 2) words, each of two neighbouring keys."""
+        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
+        p = gl.exp2(s.to(gl.float32) * scale[:, :, None] - top[:, None, None])
+        low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _apart(words, DTYPE: gl.constexpr):
+        """The low and the high halves of words as DTYPE."""
+        low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+        return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+
+    @gluon.jit
+    def left_operand(words, DTYPE: gl.constexpr, SCORES: gl.constexpr, LAYOUT: gl.constexpr):
+        """Words as the left operand (ROWS, BLOCK_N) of P V; no value moves to another thread."""
+        low, high = _apart(words, DTYPE)
+        p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, _BLOCK_N)), SCORES, assert_trivial=True)
+        return gl.convert_layout(p, LAYOUT)
+
+    @gluon.jit
+    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
+        """(ROWS, COUNT, 4) words to (ROWS, COUNT // 2, 4): sums of two, in 16 bit."""
+        a, b = gl.split(gl.permute(gl.reshape(words, (_ROWS, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
+        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
+        return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def partial_sums(words, DTYPE: gl.constexpr):
+        """(ROWS, 4): sums over the columns of each of the four threads of a row, which need no exchange.
+
+        Eight weights each are summed in 16 bit, where an instruction adds two pairs.
+        """
+        words = gl.reshape(words, (_ROWS, _BLOCK_N // 8, 4))
+        words = _added(words, _BLOCK_N // 8, DTYPE)
+        words = _added(words, _BLOCK_N // 16, DTYPE)
+        words = _added(words, _BLOCK_N // 32, DTYPE)
+        low, high = _apart(words, DTYPE)
+        return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
+
+    @gluon.jit
+    def whole(x):
+        """Rounded to integers, up to 2^22; then powers of two of them are exact."""
+        return (x + 12582912.0) - 12582912.0
