@@ -27,6 +27,7 @@ from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
+from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
 from qframework.kernels.attention.variants import QUERY_BLOCK, fits_hopper, resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
@@ -39,7 +40,7 @@ NEEDS_GRADIENTS = {
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
 
-_WINDOW = 64  # tokens up to which PyTorch's kernel with a mask is faster: measured at 49 (Swin), slower at 128
+_WINDOW = 64  # tokens up to which the memory-efficient kernel is faster with a mask: at 49 (Swin), not at 128
 _LONG = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 
@@ -147,9 +148,10 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 def _pytorch_is_faster(call: AttentionCall) -> bool:
     """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper is faster than all accurate variants.
 
-    Measured in float16 (docs/attention.md). PyTorch's is faster below 4,096 tokens (flash attention up to 1,024, cuDNN
-    above) and in windows with a bias. It is slower without 4 dimensions, with another width of V, with a mask over more
-    tokens, in FP32, and, compared with the integer exponential, from 4,096 tokens on.
+    Measured in float16 (docs/attention.md). cuDNN, which PyTorch prefers there, is faster with a mask or bias, and
+    below 4,096 tokens. PyTorch is slower without 4 dimensions, with another width of V, with decomposed relative
+    positions, in FP32, and, compared with the integer exponential, from 4,096 tokens on. Where cuDNN is switched off,
+    flash attention is faster up to 1,024 tokens, and with a mask the memory-efficient kernel in windows.
     """
     query, value = _fake_of(call.query), _fake_of(call.value)
     if operation(call.end) != "scaled_dot_product_attention" or query.ndim != 4:
@@ -160,7 +162,8 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
         return False
     shortest, longest = min(call.shape[-2:]), max(call.shape[-2:])
     if call.summands:
-        return longest <= _WINDOW
+        materialized = not any(map(decomposed, call.summands))
+        return materialized and (longest <= _WINDOW or torch.backends.cuda.cudnn_sdp_enabled())
     blocks = query.shape[0] * query.shape[1] * shortest // QUERY_BLOCK
     if shortest >= _LONG and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
         return False

@@ -60,6 +60,15 @@ def masked(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, q.new_zeros(q.shape[-2], k.shape[-2]))
 
 
+def with_relative_positions(q, k, v):
+    """On a grid of 3 x 4 tokens; their sum is never built by the operator, but by PyTorch."""
+    batch, heads, tokens, _ = q.shape
+    grid = q.reshape(batch, heads, 3, 4, -1)
+    rel_h, rel_w = grid[..., :3, None], grid[..., None, :4]
+    bias = (rel_h + rel_w).reshape(batch, heads, tokens, tokens)
+    return F.scaled_dot_product_attention(q, k, v, bias)
+
+
 def spelled_out(q, k, v):
     return (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(-1) @ v
 
@@ -104,7 +113,7 @@ class TestWherePyTorchIsFaster:
     @pytest.mark.parametrize(
         ("fn", "given"),
         [
-            (masked, {"shape": (1, 2, 65, 64)}),
+            (with_relative_positions, {"shape": (2, 2, 12, 16)}),
             (spelled_out, {}),
             (causal, {"dtype": torch.float32}),
             (causal, {"shape": (1, 2, 5, 160)}),
@@ -112,13 +121,19 @@ class TestWherePyTorchIsFaster:
             (causal, {"shape": (2, 5, 64)}),
             (causal, {"width": 128}),
         ],
-        ids=["masked", "spelled out", "float32", "large head", "odd head", "3 dimensions", "wide values"],
+        ids=["relative positions", "spelled out", "float32", "large head", "odd head", "3 dimensions", "wide values"],
     )
     def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
 
-    def test_auto_leaves_windows_with_a_mask(self):
-        assert not self.run(masked, "auto", shape=(3, 2, 49, 32)).calls
+    @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 65, 64), (1, 2, 300, 128)])
+    def test_auto_leaves_masks_to_cudnn(self, shape):
+        assert not self.run(masked, "auto", shape=shape).calls
+
+    @pytest.mark.parametrize(("tokens", "taken"), [(49, False), (65, True)])
+    def test_without_cudnn_auto_leaves_windows_with_a_mask(self, monkeypatch, tokens, taken):
+        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        assert bool(self.run(masked, "auto", shape=(3, 2, tokens, 32)).calls) == taken
 
     @pytest.mark.parametrize(
         ("shape", "taken"),
