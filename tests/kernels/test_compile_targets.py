@@ -119,6 +119,17 @@ def stack_bytes(compiled, tmp_path: Path) -> int:
     return max(int(n) for n in found)
 
 
+def serializes_wgmma(compiled, tmp_path: Path) -> bool:
+    """Whether ptxas makes asynchronous products wait for each other, as where their registers are written meanwhile."""
+    ptx = tmp_path / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    command = [tool, "-arch=sm_90a", "-v", ptx, "-o", tmp_path / "again.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "registers" in said.stderr, said.stderr
+    return "serialized" in said.stderr
+
+
 def epilogue_kind(flags) -> str:
     return epilogue_of(flags["ACTIVATION"], flags["HAS_RESIDUAL"], flags["OUT_SCALE"] != "none")
 

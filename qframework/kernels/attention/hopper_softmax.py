@@ -16,7 +16,7 @@ BLOCK_N = 128  # keys of a block
 if HAS_GLUON:
     from qframework.kernels.runtime.gluon import gl, gluon
 
-    _ROWS, _BLOCK_N, _KEY_BLOCK = (gl.constexpr(n) for n in (ROWS, BLOCK_N, KEY_BLOCK))
+    _ROWS, _BLOCK_N, _KEY_BLOCK, _WORDS = (gl.constexpr(n) for n in (ROWS, BLOCK_N, KEY_BLOCK, BLOCK_N // 32))
     MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
     _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
     _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
@@ -26,6 +26,19 @@ if HAS_GLUON:
     def halves(x):
         """(ROWS, BLOCK_N) as (ROWS, BLOCK_N // KEY_BLOCK, KEY_BLOCK), whose last dimension shares a scale."""
         return gl.reshape(x, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK))
+
+    @gluon.jit
+    def kept_keys(bits_ptr, block, scores):
+        """Which keys of ``block`` each row attends to, bool as ``halves(scores)``; ``bits_ptr`` is the first row's."""
+        by_word = gl.reshape(scores, (_ROWS, _WORDS, 32))
+        ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_word.type.layout))
+        WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_word.type.layout))
+        BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, by_word.type.layout))
+        word = gl.arange(0, _ROWS, layout=ROW)[:, None] * _WORDS + gl.arange(0, _WORDS, layout=WORD)[None, :]
+        words = gl.load(bits_ptr + block.to(gl.int64) * (2 * _ROWS * _WORDS) + word)
+        keep = (words[:, :, None] >> gl.arange(0, 32, layout=BIT)[None, None, :]) & 1
+        keep = gl.reshape(keep, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK)) != 0
+        return gl.convert_layout(keep, halves(scores).type.layout, assert_trivial=True)
 
     @gluon.jit
     def new_maxima(s, top, scale, ANY_MASKED: gl.constexpr):
@@ -52,10 +65,15 @@ if HAS_GLUON:
         return _of_halves(low, high, 0x5410)
 
     @gluon.jit
-    def bounded_weights(s, scale):
-        """As ``integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition."""
+    def bounded_weights(s, scale, keep, PARTIAL: gl.constexpr):
+        """As ``integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition.
+
+        With PARTIAL the weights of keys that ``keep`` leaves out are 0.
+        """
         step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
         bits = s * step + ((_ONE << 16) + (1 << 15))
+        if PARTIAL:
+            bits = gl.where(keep, bits, 0)
         low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
         return _of_halves(low, high, 0x7632)
 

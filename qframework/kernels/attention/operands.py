@@ -120,9 +120,9 @@ class Bias(NamedTuple):
     causal: bool = False
 
     @property
-    def only_causal(self) -> bool:
-        """Whether nothing is added to the logits, except that queries may be causal."""
-        return self.mask is None and self.rel_h is None
+    def only_bool(self) -> bool:
+        """Whether keys are left out at most, and nothing is added to the logits."""
+        return self.rel_h is None and (self.mask is None or self.mask.dtype == torch.bool)
 
     def masks_of(self, batch: int) -> Tensor | None:
         """The mask with a batch of 1 or ``batch``."""

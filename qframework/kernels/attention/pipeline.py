@@ -201,7 +201,7 @@ def _attention(
     if return_lse:
         variant = replace(variant, exponential="exact")
     values = _quantize_values(v, variant, steps, lengths)
-    plain = bias.only_causal and lengths is None and not return_lse and values.scale is None
+    plain = bias.only_bool and lengths is None and not return_lse and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
@@ -223,7 +223,8 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
-    plain = call.mask is None and call.rel_h is None and not x.return_lse
+    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
+    plain = bias.only_bool and not x.return_lse
     auto = x.variant == "auto"
     chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain) if auto else x.variant)
     call = _seen(call, chosen, x.smooth_k, x.is_causal)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
-from test_compile_targets import compile_for, stack_bytes
+from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
 from qframework.kernels.attention import auto, hopper
 from qframework.kernels.attention import quantized_attention as module
@@ -36,6 +36,7 @@ class Problem(NamedTuple):
     causal: bool = False
     dtype: torch.dtype = torch.float16
     variant: str = SPEC
+    mask: str = ""
 
     @property
     def name(self) -> str:
@@ -48,6 +49,22 @@ class Problem(NamedTuple):
         v = torch.randn(self.batch, self.keys, self.key_heads, self.value_dim, device=device, dtype=self.dtype)
         q[:, :, 7] *= 10
         return q, k, v.transpose(1, 2)
+
+    def masked(self, device: str) -> torch.Tensor | None:
+        """A bool mask that broadcasts to (batch, heads, queries, keys); some queries attend to nothing."""
+        if not self.mask:
+            return None
+        row, key = torch.arange(self.queries)[:, None], torch.arange(self.keys)[None, :]
+        lengths = torch.tensor([self.keys - 37, *[self.keys // 3] * (self.batch - 1)]).view(-1, 1, 1, 1)
+        masks = {
+            "padding": key < lengths,
+            "expanded": (key < lengths).expand(-1, self.heads, self.queries, -1),
+            "band": ((row - key).abs() < 150)[None, None],
+            "causal_padding": (key <= row) & (key < lengths),
+            "heads": (torch.rand(1, self.heads, self.queries, self.keys) > 0.4) & (row != 9),
+            "far": ((key > row + 700) | (key < 3) & (row > 200))[None, None],
+        }
+        return masks[self.mask].to(device)
 
 
 PROBLEMS = [
@@ -73,6 +90,13 @@ PROBLEMS = [
     Problem(variant="unquantized", head_dim=128, value_dim=128, queries=1000, keys=1000, causal=True, key_heads=16),
     Problem(variant="unquantized", head_dim=40, value_dim=104, keys=2049),
     Problem(variant="unquantized", dtype=torch.bfloat16, queries=4000, keys=3000, heads=3, key_heads=3, causal=True),
+    Problem(mask="padding", keys=900),
+    Problem(mask="causal_padding", queries=900, keys=900, key_heads=16, head_dim=128, value_dim=128),
+    Problem(mask="padding", queries=900, keys=900, causal=True),
+    Problem(variant="unquantized", mask="expanded", keys=900, dtype=torch.bfloat16),
+    Problem(variant="unquantized", mask="band", queries=1000, keys=1000, head_dim=80, value_dim=80),
+    Problem(variant="unquantized", mask="heads", keys=500, key_heads=32),
+    Problem(variant="unquantized", mask="far", queries=1000, keys=1500, heads=20, key_heads=20),
 ]
 
 
@@ -82,6 +106,17 @@ PROBLEMS = [
 @pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
 def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_path) -> None:
     """A spill in the loop costs more than the two warpgroups gain."""
+    _compiles_without_spilling(width, kind, causal, variant, False, tmp_path)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
+def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
+    _compiles_without_spilling(width, "fp16", False, variant, True, tmp_path)
+
+
+def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path) -> None:
     dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
 
     def described(kind, dtype, rows):
@@ -92,11 +127,12 @@ def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_p
     types |= {"q_desc": described(*stored, hopper.ROWS), "k_desc": described(*stored, hopper.BLOCK_N)}
     values = ("bf16", torch.bfloat16) if resolve(variant).exponential == "integer" else (kind, dtype)
     types |= {"v_desc": described(*values, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
-    types["logit_scale"] = "fp32"
-    constants = {"CAUSAL": causal, "FORM": hopper.form_of(resolve(variant), width, width)}
+    types |= {"logit_scale": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
+    constants = {"CAUSAL": causal, "FORM": hopper.form_of(resolve(variant), width, width, masked)}
     compiled = compile_for("sm_90", hopper.kernel, types, constants, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert stack_bytes(compiled, tmp_path) == 0
+    assert not serializes_wgmma(compiled, tmp_path)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name or "default")
@@ -109,7 +145,8 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     q, k, v = problem.operands("cuda")
     q[0, 1, 5, 0] = torch.nan
     scale = problem.head_dim**-0.5 * 1.4426950408889634
-    variant, bias = resolve(problem.variant), Bias(causal=problem.causal)
+    mask = problem.masked("cuda")
+    variant, bias = resolve(problem.variant), Bias(mask, causal=problem.causal)
     qk, factor = QuantizedQK(q, None, k, None, problem.head_dim, marked=False), scale
     if variant.quantizes_qk:
         q8, q_scale = attention_quantize(q, None, scale, variant.granularity, "query")
@@ -120,7 +157,7 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     expected, _ = quantized_attention_ref(qk, Values(v), bias, variant, factor, dtype=torch.float64)
     assert out[0, 1, 5].isnan().all()
     assert out.isnan().sum() == problem.value_dim
-    exact = exact_attention(q.nan_to_num(0), k, v, is_causal=problem.causal)
+    exact = exact_attention(q.nan_to_num(0), k, v, attn_mask=mask, is_causal=problem.causal)
     # The result is rounded once; P is rounded next to other running maxima than in the reference.
     rounding = UNIT[problem.dtype] * 3 + 2.0**-18
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, rounding, 0.0)
@@ -131,6 +168,12 @@ INTEGER_PROBLEMS = [
     Problem(queries=4000, keys=2000, heads=6, key_heads=3, dtype=torch.bfloat16),
     Problem(queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128, key_heads=16),
     Problem(queries=700, keys=1500, causal=True, head_dim=80, value_dim=72, dtype=torch.bfloat16),
+    Problem(mask="padding", keys=1000),
+    Problem(mask="padding", queries=1000, keys=1000, head_dim=128, value_dim=128, causal=True, key_heads=16),
+    Problem(mask="causal_padding", queries=1000, keys=1000, key_heads=32, dtype=torch.bfloat16),
+    Problem(mask="band", queries=1000, keys=1300),
+    Problem(mask="heads", queries=500, keys=500),
+    Problem(mask="far", queries=1000, keys=1500, heads=20, key_heads=20),
 ]
 
 
@@ -144,13 +187,14 @@ def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: 
     q *= times
     q[0, 1, 5, 0] = torch.nan
     k[1, 0, 3, 1] = torch.nan
-    variant, bias = resolve("integer_exp"), Bias(causal=problem.causal)
+    mask = problem.masked("cuda")
+    variant, bias = resolve("integer_exp"), Bias(mask, causal=problem.causal)
     qk, v16 = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True)
     assert bool(qk.k_norm.isinf()[1, 0])
     out, _ = quantized_attention_triton(qk, Values(v16), bias, variant, 1.0, problem.dtype)
     expected, _ = quantized_attention_ref(qk, Values(v16), bias, variant, dtype=torch.float64)
     assert torch.equal(out.isnan(), expected.isnan())
-    exact = exact_attention(q.nan_to_num(0), k.nan_to_num(0), v, is_causal=problem.causal)
+    exact = exact_attention(q.nan_to_num(0), k.nan_to_num(0), v, attn_mask=mask, is_causal=problem.causal)
     # Beside the result's own rounding: eight weights are summed in BF16. A weight's place on the scale of 128 steps to
     # an octave is off by up to half a step of the integer factor, so that it may be rounded to the other side.
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, UNIT[problem.dtype] * 3 + 2.0**-9, 2.0**-6)

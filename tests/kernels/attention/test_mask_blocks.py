@@ -1,0 +1,72 @@
+"""The blocks of a mask: which are visited, in which order, and the bits of those kept in part."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from qframework.kernels.attention.mask_blocks import BLOCK, mask_blocks_triton
+
+pytestmark = pytest.mark.interpreter
+kernel_only = pytest.mark.parametrize("implementation", ["triton"], indirect=True)
+QUERIES, KEYS = 300, 450
+
+
+def band(queries: int, keys: int) -> torch.Tensor:
+    row, key = torch.arange(queries)[:, None], torch.arange(keys)[None, :]
+    return ((key - row).abs() <= 40)[None, None]
+
+
+def padding(batch: int, keys: int) -> torch.Tensor:
+    return (torch.arange(keys) < torch.tensor([keys, keys // 3, 0])[:batch, None])[:, None, None]
+
+
+MASKS = {
+    "band": band(QUERIES, KEYS),
+    "padding": padding(3, KEYS),
+    "padding expanded": padding(2, KEYS).expand(2, 5, QUERIES, KEYS),
+    "random of heads": torch.rand(2, 3, QUERIES, KEYS) > 0.5,
+    "transposed": band(KEYS, QUERIES).transpose(2, 3),
+    "one row in all": torch.ones(1, 1, QUERIES, 1, dtype=torch.bool).index_fill(2, torch.tensor(7), False),
+    "all": torch.ones(1, 1, 1, 1, dtype=torch.bool),
+    "none": torch.zeros(1, 1, QUERIES, KEYS, dtype=torch.bool),
+}
+
+
+def unpacked(words: torch.Tensor) -> torch.Tensor:
+    """(BLOCK, WORDS) to (BLOCK, BLOCK) bool."""
+    return (words.cpu()[:, :, None] >> torch.arange(32) & 1).bool().flatten(1)
+
+
+@kernel_only
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("name", MASKS)
+def test_blocks_are_those_of_the_mask(name: str, causal: bool, place: torch.device) -> None:
+    mask = MASKS[name]
+    found = mask_blocks_triton(mask.to(place), QUERIES, KEYS, causal)
+    batch, heads, tiles, blocks = found.order.shape
+    assert blocks == -(-KEYS // BLOCK)
+    assert tiles == (1 if "padding" in name and not causal or name == "all" and not causal else 3)
+    full = mask.expand(*mask.shape[:2], QUERIES, KEYS)
+    full = full & torch.ones(QUERIES, KEYS, dtype=torch.bool).tril() if causal else full
+    for m, h, t in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, tiles))).tolist():
+        rows = full[m, h, t * BLOCK : (t + 1) * BLOCK]
+        parts = [rows[:, j * BLOCK : (j + 1) * BLOCK] for j in range(blocks)]
+        whole = {j for j, part in enumerate(parts) if part.all() and part.shape[1] == BLOCK}
+        partial = {j for j, part in enumerate(parts) if part.any()} - whole
+        expected = partial if partial | whole else {0}
+        count, visited = found.counts[m, h, t].tolist()
+        order = found.order[m, h, t].tolist()
+        assert (count, visited) == (len(expected), len(expected | whole))
+        assert (set(order[:count]), set(order[count:visited])) == (expected, whole)
+        for j in expected:
+            kept = unpacked(found.bits[m, h, t, j])
+            assert torch.equal(kept[: len(rows), : parts[j].shape[1]], parts[j])
+            assert not kept[:, parts[j].shape[1] :].any()
+
+
+@kernel_only
+def test_shares_what_broadcasts(place: torch.device) -> None:
+    """A mask that was expanded takes no more memory than the one it came from."""
+    mask = band(QUERIES, KEYS).to(place)
+    assert mask_blocks_triton(mask.expand(4, 7, -1, -1), QUERIES, KEYS, False).order.shape[:2] == (1, 1)
