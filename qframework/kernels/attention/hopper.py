@@ -105,8 +105,8 @@ def attention_hopper(
     at_once = next(count for count in (32, 16, 8, 4, 2, 1) if heads * batch % count == 0) if uneven else 1
     blocks: tuple[Any, ...] = (out, out, out, 1, 1, 1)
     if bias.mask is not None:
-        found = mask_blocks_triton(bias.mask, tokens, keys, bias.causal)
-        blocks = (*found, *found.order.shape[:3])
+        found = bias.blocks or mask_blocks_triton(bias.mask, tokens, keys, bias.causal)
+        blocks = (found.bits, found.order, found.counts, *found.order.shape[:3])
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         _describe(qk.q, ROWS, form.block_d),
         _describe(qk.k, BLOCK_N, form.block_d),

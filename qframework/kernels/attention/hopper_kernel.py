@@ -48,14 +48,13 @@ class Form(NamedTuple):
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_softmax import (
-        MASKED,
         bounded_weights,
         exact_weights,
         halves,
         integer_weights,
         is_bounded,
-        left_operand,
         kept_keys,
+        left_operand,
         new_maxima,
         partial_sums,
         whole,
@@ -111,8 +110,7 @@ if HAS_GLUON:
         """The block of keys that a tile visits as its ``i``-th."""
         if MASKED_FORM:
             return gl.load(mask[1] + entry * gl.cdiv(NK, _BLOCK_N) + gl.minimum(i, blocks - 1))
-        else:
-            return blocks - 1 - i
+        return blocks - 1 - i
 
     @gluon.jit
     def _produce(descs, shared, barriers, sizes, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
@@ -195,17 +193,16 @@ if HAS_GLUON:
             if BOUNDED:
                 p = bounded_weights(scores, scale, keep, PARTIAL)
             else:
-                if PARTIAL:
-                    scores = gl.where(keep, scores, MASKED if INT8 else float("-inf"))
-                new_top = new_maxima(scores, top, scale, PARTIAL)
+                new_top = new_maxima(scores, top, scale, keep, PARTIAL)
                 if INTEGER:
                     new_top = whole(new_top)
                 rescale = gl.exp2(top - new_top)
                 top = new_top
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
-                if PARTIAL:
-                    scores = gl.where(keep, scores.to(gl.float32), float("-inf"))
-                p = integer_weights(scores, top, scale) if INTEGER else exact_weights(scores, top, scale, DTYPE)
+                if INTEGER:
+                    p = integer_weights(scores, top, scale, keep, PARTIAL)
+                else:
+                    p = exact_weights(scores, top, scale, keep, PARTIAL, DTYPE)
             total += partial_sums(p, DTYPE)
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, _STAGES)
@@ -287,35 +284,32 @@ if HAS_GLUON:
             mbarrier.wait(k_ready.index(slot), phase)
             k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
             products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            s = warpgroup_mma_wait(0, deps=(products,))
+            scores = halves(warpgroup_mma_wait(0, deps=(products,)))
             mbarrier.arrive(k_free.index(slot), count=1)
             start = block * _BLOCK_N
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
-                keep = gl.convert_layout(gl.reshape(keep, (_ROWS, _BLOCK_N)), SCORES, assert_trivial=True)
             else:
-                keep = (start + column < NK)[None, :]
+                keep = (start + column < NK)[None, :] & (row[:, None] >= 0)
                 if CAUSAL:
                     keep = keep & ((start + column)[None, :] <= row[:, None])
+                keep = halves(keep)
             if INT8:
                 groups = gl.minimum((start + half * _KEY_BLOCK) // K_SPAN, last_k_group)
                 scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
-                scores = halves(gl.where(keep, s, MASKED))
             else:
                 scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
-                scores = halves(gl.where(keep, s, float("-inf")))
             # Where all keys are masked the maximum is finite, so that their weights are 0.
             least = -1e30 if MASKED_FORM else float("-inf")
-            top = new_maxima(scores, gl.full((_ROWS,), least, gl.float32, ROW), scale, True)
-            scores = halves(gl.where(keep, s.to(gl.float32), float("-inf")))
+            top = new_maxima(scores, gl.full((_ROWS,), least, gl.float32, ROW), scale, keep, True)
             if INTEGER:
                 top = whole(top)
                 if INT8:
                     bounded = is_bounded(q, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
                     top = gl.where(bounded, 0.0, top)
-                p = integer_weights(scores, top, scale)
+                p = integer_weights(scores, top, scale, keep, True)
             else:
-                p = exact_weights(scores, top, scale, DTYPE)
+                p = exact_weights(scores, top, scale, keep, True, DTYPE)
             total = partial_sums(p, DTYPE)
             weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)

@@ -17,7 +17,7 @@ if HAS_GLUON:
     from qframework.kernels.runtime.gluon import gl, gluon
 
     _ROWS, _BLOCK_N, _KEY_BLOCK, _WORDS = (gl.constexpr(n) for n in (ROWS, BLOCK_N, KEY_BLOCK, BLOCK_N // 32))
-    MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
+    _MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
     _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
     _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
     _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
@@ -41,18 +41,24 @@ if HAS_GLUON:
         return gl.convert_layout(keep, halves(scores).type.layout, assert_trivial=True)
 
     @gluon.jit
-    def new_maxima(s, top, scale, ANY_MASKED: gl.constexpr):
-        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK)."""
+    def new_maxima(s, top, scale, keep, PARTIAL: gl.constexpr):
+        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK).
+
+        With PARTIAL of the keys that ``keep`` has, as ``halves`` does s.
+        """
+        INT8: gl.constexpr = s.dtype == gl.int32
+        if PARTIAL:
+            s = gl.where(keep, s, _MASKED if INT8 else float("-inf"))
         by_thread = gl.reshape(s, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
         products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
         scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
         highest = products.to(gl.float32) * scale[:, :, None]
-        if ANY_MASKED and s.dtype == gl.int32:  # keys that are all masked have no logit, however small their scale
-            highest = gl.where(products == MASKED, float("-inf"), highest)
+        if PARTIAL and INT8:  # keys that are all masked have no logit, however small their scale
+            highest = gl.where(products == _MASKED, float("-inf"), highest)
         return gl.maximum(top, gl.convert_layout(gl.max(gl.max(highest, 1), 1), top.type.layout))
 
     @gluon.jit
-    def integer_weights(s, top, scale):
+    def integer_weights(s, top, scale, keep, PARTIAL: gl.constexpr):
         """As ``exact_weights`` in BF16 with 2^x read off the bits of ``128 x + 127 * 128`` (Schraudolph 1999).
 
         The mantissa is linear instead of exponential, at most 6 percent above, most of which cancels in P / sum(P).
@@ -61,15 +67,14 @@ if HAS_GLUON:
         zero = (_MAGIC + _ONE) - top * 128.0
         x = gl.fma(s.to(gl.float32), 128.0 * scale[:, :, None] + gl.zeros_like(s).to(gl.float32), zero[:, None, None])
         bits = gl.maximum(x.to(gl.int32, bitcast=True), 0x4B000000)  # 0 for all below; NaN stays NaN
+        if PARTIAL:
+            bits = gl.where(keep, bits, 0)
         low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
         return _of_halves(low, high, 0x5410)
 
     @gluon.jit
     def bounded_weights(s, scale, keep, PARTIAL: gl.constexpr):
-        """As ``integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition.
-
-        With PARTIAL the weights of keys that ``keep`` leaves out are 0.
-        """
+        """As ``integer_weights`` for bounded logits of INT8 products and ``top`` 0: a multiplication and addition."""
         step = (scale * 8388608.0 + 0.5).to(gl.int32)[:, :, None]
         bits = s * step + ((_ONE << 16) + (1 << 15))
         if PARTIAL:
@@ -93,10 +98,14 @@ if HAS_GLUON:
         return gl.min(gl.where(bound <= _BOUND, 1, 0), 0) == 1  # NaN is not
 
     @gluon.jit
-    def exact_weights(s, top, scale, DTYPE: gl.constexpr):
-        """exp2(s * scale - top), rounded to DTYPE: (ROWS, BLOCK_N // 2) words, each of two neighbouring keys."""
+    def exact_weights(s, top, scale, keep, PARTIAL: gl.constexpr, DTYPE: gl.constexpr):
+        """exp2(s * scale - top), rounded to DTYPE: (ROWS, BLOCK_N // 2) words, each of two neighbouring keys.
+
+        With PARTIAL the keys that ``keep`` leaves out weigh 0, whatever their scale: a NaN of theirs must not spread.
+        """
         top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
-        p = gl.exp2(s.to(gl.float32) * scale[:, :, None] - top[:, None, None])
+        x = s.to(gl.float32) * scale[:, :, None] - top[:, None, None]
+        p = gl.exp2(gl.where(keep, x, float("-inf")) if PARTIAL else x)
         low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
         ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)

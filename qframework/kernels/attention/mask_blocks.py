@@ -4,7 +4,7 @@ Formula: a block of BLOCK queries and BLOCK keys is kept whole, in part or not a
 partial blocks, then its whole ones, which need no mask; softmax does not depend on the order. Causality is part of the
 mask. A tile that keeps nothing visits block 0, whose bits are all 0.
 
-Layout: ``mask (M, H, N, Nk)``, any strides. A mask that broadcasts over batch, heads or queries has one entry for all of
+Layout: ``mask (M, H, N, Nk)``, any strides. One that broadcasts over batch, heads or queries has one entry for all of
 them. Bits are stored, and defined, for partial blocks and block 0 alone. Internal to Hopper's attention.
 """
 
@@ -30,14 +30,17 @@ class MaskBlocks(NamedTuple):
     bits: Tensor  # (M, H, T, blocks, BLOCK, WORDS) int32: bit j of word w is 1 where key 32 w + j is kept
     order: Tensor  # (M, H, T, blocks) int32: the blocks to visit, partial ones first
     counts: Tensor  # (M, H, T, 2) int32: the number of partial blocks, and of blocks to visit
+    seen: Tensor | None  # (M, Hkv or 1, Nk) int32: 1 for a key that some query attends to
 
 
-@triton.jit(do_not_specialize=["H", "N", "NK", "TILES", "BLOCKS"])
+@triton.jit(do_not_specialize=["H", "GROUP", "N", "NK", "TILES", "BLOCKS"])
 def _classify_kernel(
     mask_ptr,  # (M, H, N, Nk) bool
     bits_ptr,
     kinds_ptr,  # (M, H, T, blocks) int8
+    seen_ptr,  # (M, H // GROUP, Nk) int32, zeroed, or None
     H,
+    GROUP,  # query heads of a key head; 1 where the mask broadcasts over heads
     N,
     NK,
     TILES,
@@ -64,6 +67,9 @@ def _classify_kernel(
     every = tl.min(tl.min(tl.where((row < N)[:, None], kept, 1), 1), 0)  # queries beyond the last change nothing
     kind = tl.where(every == 1, _WHOLE, tl.where(some == 1, _PARTIAL, _NONE))
     tl.store(kinds_ptr + pid, kind.to(tl.int8))
+    if seen_ptr is not None:
+        seen_ptrs = seen_ptr + head // GROUP * NK + key
+        tl.atomic_max(seen_ptrs, 1, mask=(tl.max(kept, 0) == 1) & (key < NK), sem="relaxed")
     if kind == _PARTIAL or block == 0:
         words = tl.sum(tl.reshape(kept, (BLOCK, BLOCK // 32, 32)) << tl.arange(0, 32)[None, None, :], 2)
         out = tl.arange(0, BLOCK)[:, None] * (BLOCK // 32) + tl.arange(0, BLOCK // 32)[None, :]
@@ -93,8 +99,11 @@ def _order_kernel(
     tl.store(counts_ptr + tile * 2 + 1, partials + tl.sum(whole, 0))
 
 
-def mask_blocks_triton(mask: Tensor, queries: int, keys: int, causal: bool) -> MaskBlocks:
-    """The blocks of a bool ``mask``, 4-D, which broadcasts to ``queries`` and ``keys``. Does not synchronize."""
+def mask_blocks_triton(mask: Tensor, queries: int, keys: int, causal: bool, key_heads: int = 0) -> MaskBlocks:
+    """The blocks of a bool ``mask``, 4-D, which broadcasts to ``queries`` and ``keys``. Does not synchronize.
+
+    With ``key_heads``, the number of K's heads, also the keys that are seen.
+    """
     batch, heads, rows = (1 if mask.shape[i] == 1 or mask.stride(i) == 0 else mask.shape[i] for i in range(3))
     queries = queries if rows > 1 or causal else BLOCK
     mask = mask[:, :, :rows].expand(*mask.shape[:2], queries, keys)
@@ -104,10 +113,13 @@ def mask_blocks_triton(mask: Tensor, queries: int, keys: int, causal: bool) -> M
         for size in ((blocks, BLOCK, WORDS), (blocks,), (2,))
     )
     kinds = torch.empty(order.shape, dtype=torch.int8, device=mask.device)
+    group = heads // key_heads if key_heads and heads > 1 else 1
+    seen = mask.new_zeros((batch, heads // group, keys), dtype=torch.int32) if key_heads else None
     launch(_classify_kernel, (kinds.numel(),))(
-        mask, bits, kinds, heads, queries, keys, tiles, blocks, *mask.stride(), CAUSAL=causal, BLOCK=BLOCK, num_warps=4
-    )
+        mask, bits, kinds, seen, heads, group, queries, keys, tiles, blocks, *mask.stride(),
+        CAUSAL=causal, BLOCK=BLOCK, num_warps=4,
+    )  # fmt: skip
     launch(_order_kernel, (kinds.numel() // blocks,))(
         kinds, order, counts, blocks, PADDED=max(power_of_2(blocks), 16), num_warps=1
     )
-    return MaskBlocks(bits, order, counts)
+    return MaskBlocks(bits, order, counts, seen)

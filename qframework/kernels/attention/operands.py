@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import UnsupportedError
+from qframework.kernels.attention.mask_blocks import MaskBlocks
 from qframework.kernels.attention.variants import KEYS_PER_FP16_SUM, AttentionVariant, fp8_ranges
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -118,6 +119,7 @@ class Bias(NamedTuple):
     rel_h: Tensor | None = None  # (B, H, N, Kh)
     rel_w: Tensor | None = None  # (B, H, N, Kw)
     causal: bool = False
+    blocks: MaskBlocks | None = None  # those of the mask with causality, where they were computed already
 
     @property
     def only_bool(self) -> bool:

@@ -30,6 +30,7 @@ from qframework.kernels.attention.arguments import (
     default_scale,
 )
 from qframework.kernels.attention.auto import choose_variant
+from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.operands import (
     LOG2_E,
     AttentionShape,
@@ -185,6 +186,18 @@ def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, length
     return Values(last_contiguous(v))
 
 
+def _prepared(
+    q: Tensor, k: Tensor, v: Tensor, bias: Bias, variant: AttentionVariant, scale: float, smooth_k: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Hopper's kernel with the integer exponential, whose operands are prepared in one pass."""
+    seen = None
+    if bias.mask is not None:
+        blocks = mask_blocks_triton(bias.mask, q.shape[2], k.shape[2], bias.causal, k.shape[1])
+        bias, seen = bias._replace(blocks=blocks), blocks.seen
+    qk, v16 = prepare_triton(q, k, v, variant, scale, smooth_k, seen)
+    return _attend_triton(qk, Values(v16), bias, variant, q.dtype, False, None)
+
+
 def _attention(
     q: Tensor,
     k: Tensor,
@@ -200,15 +213,16 @@ def _attention(
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
     if return_lse:
         variant = replace(variant, exponential="exact")
+    plain = bias.only_bool and lengths is None and not return_lse
+    if plain and variant.exponential == "integer" and hopper.fits(q, k, v, variant, q.dtype, capability_of(q.device)):
+        return _prepared(q, k, v, bias, variant, scale, smooth_k)
+    k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = _quantize_values(v, variant, steps, lengths)
-    plain = bias.only_bool and lengths is None and not return_lse and values.scale is None
+    plain = plain and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)
-    if on_hopper and variant.exponential == "integer":
-        qk, v16 = prepare_triton(q, k, values.v, variant, scale, smooth_k)
-        return _attend_triton(qk, Values(v16), bias, variant, q.dtype, False, None)
     qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
     if lse is not None and k_mean is not None:  # softmax is invariant to the mean, the sum of exponentials is not
@@ -223,30 +237,35 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
+    call = _reached(call) if x.is_causal else call
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     plain = bias.only_bool and not x.return_lse
     auto = x.variant == "auto"
     chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain) if auto else x.variant)
-    call = _seen(call, chosen, x.smooth_k, x.is_causal)
-    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     scale = default_scale(x.query, x.scale)
     result, sums = _attention(call.q, call.k, call.v, bias, chosen, scale, x.smooth_k, x.return_lse, steps)
     return result.view(shape), sums.view(shape[:-1]) if sums is not None else x.empty_lse()
 
 
-def _seen(call: Canonical, variant: AttentionVariant, smooth_k: bool, is_causal: bool) -> Canonical:
-    """``call`` without the keys and values that no query attends to: they must not affect means and scales."""
+def _reached(call: Canonical) -> Canonical:
+    """A causal ``call`` without the keys and values after the last query: they must not affect means and scales."""
     queries, keys = call.q.shape[2], call.k.shape[2]
-    if is_causal and keys > queries and call.rel_h is None:
-        mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
-        call = call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
-    if not variant.quantizes_qk and variant.pv == "fp16" and not variant.smooth_v:  # nothing is shared among keys
+    if keys <= queries or call.rel_h is not None:
         return call
-    hidden = hidden_keys(call.mask, *call.k.shape[:3])
+    mask = call.mask[..., :queries] if call.mask is not None and call.mask.shape[-1] == keys else call.mask
+    return call._replace(k=call.k[:, :, :queries], v=call.v[:, :, :queries], mask=mask)
+
+
+def _without_hidden(
+    k: Tensor, v: Tensor, mask: Tensor | None, variant: AttentionVariant, smooth_k: bool
+) -> tuple[Tensor, Tensor]:
+    """K and V where keys that the mask hides from every query do not affect means and scales either."""
+    if mask is None or (not variant.quantizes_qk and variant.pv == "fp16" and not variant.smooth_v):
+        return k, v  # with nothing quantized, nothing is shared among keys
+    hidden = hidden_keys(mask, *k.shape[:3])
     if hidden is None:
-        return call
-    k, v = without_hidden(call.k, hidden, smooth_k), without_hidden(call.v, hidden, variant.smooth_v)
-    return call._replace(k=k, v=v)
+        return k, v
+    return without_hidden(k, hidden, smooth_k), without_hidden(v, hidden, variant.smooth_v)
 
 
 def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
@@ -290,7 +309,8 @@ def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
     for q_rows, k_rows in zip(*x.sequences(), strict=True):
         q, k, v = (t.transpose(0, 1)[None] for t in (x.query[q_rows], x.key[k_rows], x.value[k_rows]))
         if q.numel() and k.numel():
-            q, k, v, *_ = _seen(Canonical(q, k, v, None, None, None), chosen, x.smooth_k, x.is_causal)
+            if x.is_causal:
+                q, k, v, *_ = _reached(Canonical(q, k, v, None, None, None))
             dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, _TORCH)
             out[q_rows] = dense[0].transpose(0, 1)
     return out

@@ -3,11 +3,15 @@
 Formula: :mod:`~qframework.kernels.attention.quantize_qk`, for groups within blocks of QUERY_BLOCK tokens. The norm is
 the largest ``|k|`` of a head's quantized keys, infinite where a key held NaN or infinity.
 
+Keys that no query attends to do not affect the mean and the scales; they and their values are 0.
+
 Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)``, ``v (B, Hkv, Nk, Dv)`` with contiguous channels. Two launches: sums
 of parts of the keys, where K is smoothed, and one program for each tile of any of the three.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,7 +39,9 @@ TILE = QUERY_BLOCK
 @triton.jit(do_not_specialize=["NK", "STEPS"])
 def _key_sums_kernel(
     k,  # Heads
+    seen,  # Seen, or None: all keys
     sums_ptr,  # (B, Hkv, PARTS, D) fp32
+    counts_ptr,  # (B, Hkv, PARTS) int32, the number of keys in each sum
     norm_ptr,  # (B, Hkv) fp32, zeroed
     HKV,
     NK,
@@ -53,18 +59,32 @@ def _key_sums_kernel(
     base = k.data + head // HKV * k.batch + head % HKV * k.head
     d = tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_D,), tl.float32)
+    count = 0
     for step in range(part * STEPS, part * STEPS + STEPS):
         n = step * TILE + tl.arange(0, TILE)
-        x = tl.load(base + n[:, None] * k.token + d[None, :], mask=(n < NK)[:, None] & (d < D)[None, :], other=0.0)
+        used = _seen(seen, head // HKV, head % HKV, n, NK)
+        x = tl.load(base + n[:, None] * k.token + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
+        count += tl.sum(used.to(tl.int32), 0)
         total += tl.sum(finite_or_zero(x.to(tl.float32)), 0)
     tl.store(sums_ptr + pid * D + d, total, mask=d < D)
+    tl.store(counts_ptr + pid, count)
     if part == 0:
         tl.store(norm_ptr + head, 0.0)
 
 
 @triton.jit
+def _seen(seen, batch, head, n, N):
+    """Which tokens exist and are seen."""
+    used = n < N
+    if seen is not None:
+        at = (batch % seen.batches * seen.heads + head % seen.heads) * N + n
+        used = tl.load(seen.data + at, mask=used, other=0) != 0
+    return used
+
+
+@triton.jit
 def _quantized_tile(
-    x, q, scale_ptr, mean, factor, tile, head, HEADS, N, D, SPAN: tl.constexpr, QUERIES: tl.constexpr,
+    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, SPAN: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of a head of ``x`` and store it; ``(integers, scale of each row)``."""
@@ -72,8 +92,9 @@ def _quantized_tile(
     d = tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < D)[None, :]
     x_ptrs = x.data + head // HEADS * x.batch + head % HEADS * x.head + n[:, None] * x.token + d[None, :]
-    y = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-    y = tl.where(mask, (y - mean[None, :]) * factor, 0.0)
+    used = mask & _seen(seen, head // HEADS, head % HEADS, n, N)[:, None]
+    y = tl.load(x_ptrs, mask=used, other=0.0).to(tl.float32)
+    y = tl.where(used, (y - mean[None, :]) * factor, 0.0)
     amax = row_amax(y)
     scale, row_scale = group_scale(finite_rows(amax) if QUERIES else amax, 127, LEAST_SCALE, SPAN, 1, 1, 1, TILE)
     g = tile * (TILE // SPAN) + tl.arange(0, TILE // SPAN)
@@ -95,9 +116,11 @@ def _prepare_kernel(
     q8,  # Heads, int8
     k8,  # Heads, int8
     v16,  # Heads, bfloat16, or None
+    seen,  # Seen, or None: all keys
     q_scale_ptr,  # (B, H, cdiv(N, Q_SPAN)) fp32
     k_scale_ptr,  # (B, Hkv, cdiv(Nk, K_SPAN)) fp32
     sums_ptr,  # (B, Hkv, PARTS, D) fp32, or None: K is not smoothed
+    counts_ptr,  # (B, Hkv, PARTS) int32
     norm_ptr,  # (B, Hkv) fp32
     factor,
     H,
@@ -124,16 +147,20 @@ def _prepare_kernel(
         tiles = tl.cdiv(N, TILE)
         no_mean = tl.zeros((BLOCK_D,), tl.float32)
         head = (pid // tiles).to(tl.int64)
-        _quantized_tile(q, q8, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_SPAN, True, TILE, BLOCK_D)
+        _quantized_tile(
+            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_SPAN, True, TILE, BLOCK_D
+        )
     elif pid < Q_PROGRAMS + K_PROGRAMS:
         item = pid - Q_PROGRAMS
         head = (item // k_tiles).to(tl.int64)
         mean = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
             sums_ptrs = sums_ptr + (head * PARTS + tl.arange(0, PARTS))[:, None] * D + d[None, :]
-            mean = tl.math.div_rn(tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0), NK.to(tl.float32))
+            count = tl.maximum(tl.sum(tl.load(counts_ptr + head * PARTS + tl.arange(0, PARTS)), 0), 1)
+            total = tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0)
+            mean = tl.math.div_rn(total, count.to(tl.float32))
         values, scale = _quantized_tile(
-            k, k8, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, K_SPAN, False, TILE, BLOCK_D
+            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, K_SPAN, False, TILE, BLOCK_D
         )
         values = values.to(tl.float32)
         norm = tl.sqrt(tl.sum(values * values, 1)) * scale
@@ -144,9 +171,19 @@ def _prepare_kernel(
         head = (item // k_tiles).to(tl.int64)
         n = item % k_tiles * TILE + tl.arange(0, TILE)
         mask = (n < NK)[:, None] & (d < DV)[None, :]
-        x = tl.load(v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :], mask=mask)
+        used = mask & _seen(seen, head // HKV, head % HKV, n, NK)[:, None]
+        v_ptrs = v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :]
+        x = tl.load(v_ptrs, mask=used, other=0.0)
         out = v16.data + head // HKV * v16.batch + head % HKV * v16.head + n[:, None] * v16.token + d[None, :]
         tl.store(out, x.to(tl.bfloat16), mask=mask)
+
+
+class Seen(NamedTuple):
+    """Keys that some query attends to."""
+
+    data: Tensor  # (batches, heads, Nk) int32
+    batches: int
+    heads: int
 
 
 def can_prepare(variant: AttentionVariant) -> bool:
@@ -156,9 +193,12 @@ def can_prepare(variant: AttentionVariant) -> bool:
 
 
 def prepare_triton(
-    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, scale: float, smooth_k: bool
+    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, scale: float, smooth_k: bool, seen: Tensor | None = None
 ) -> tuple[QuantizedQK, Tensor]:
-    """Quantized Q and K with the norm of keys, and V in bfloat16, for a variant that :func:`can_prepare` accepts."""
+    """Quantized Q and K with the norm of keys, and V in bfloat16, for a variant that :func:`can_prepare` accepts.
+
+    ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M.
+    """
     check_device(q.device)
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     check_offsets("attention", query=q, key=k, value=v)
@@ -170,17 +210,21 @@ def prepare_triton(
     )
     q_scale = q.new_empty((batch, heads, cdiv(tokens, spans[0])), dtype=torch.float32)
     k_scale = q.new_empty((batch, key_heads, cdiv(keys, spans[1])), dtype=torch.float32)
-    cast = v.dtype != torch.bfloat16
+    cast = v.dtype != torch.bfloat16 or seen is not None
+    seen_keys = None if seen is None else Seen(seen, *seen.shape[:2])
     v16 = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device) if cast else v
     block_d = max(power_of_2(max(channels, values)), 16)
-    sums = None
+    sums = counts = None
     if smooth_k:
+        counts = q.new_empty((batch, key_heads, PARTS), dtype=torch.int32)
         sums = q.new_empty((batch, key_heads, PARTS, channels), dtype=torch.float32)
         norm = q.new_empty((batch, key_heads), dtype=torch.float32)
         steps = cdiv(cdiv(keys, TILE), PARTS)
         launch(_key_sums_kernel, (PARTS * key_heads * batch,))(
             _heads(k),
+            seen_keys,
             sums,
+            counts,
             norm,
             key_heads,
             keys,
@@ -201,9 +245,11 @@ def prepare_triton(
         _heads(q8),
         _heads(k8),
         _heads(v16) if cast else None,
+        seen_keys,
         q_scale,
         k_scale,
         sums,
+        counts,
         norm,
         scale * LOG2_E,
         heads,

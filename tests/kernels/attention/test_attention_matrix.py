@@ -149,7 +149,9 @@ def attend(implementation: str, inputs: Inputs, variant: str, smooth_k: bool, re
 def reference_of(implementation: str, inputs: Inputs, variant, smooth_k: bool) -> Tensor:
     """The reference in float64 on what this implementation quantized, in the kernel's blocks of keys."""
     steps = {"cpu": module._TORCH, "triton": module._TRITON}[implementation]
-    call = module._seen(inputs.four(), variant, smooth_k, inputs.is_causal)
+    call = module._reached(inputs.four()) if inputs.is_causal else inputs.four()
+    k, v = module._without_hidden(call.k, call.v, call.mask, variant, smooth_k)
+    call = call._replace(k=k, v=v)
     qk, _ = module._quantize_qk(call.q, call.k, variant, call.q.shape[-1] ** -0.5, smooth_k, steps, None)
     values = module._quantize_values(call.v, variant, steps, None)
     bias = Bias(call.mask, call.rel_h, call.rel_w, inputs.is_causal)

@@ -43,12 +43,14 @@ def unpacked(words: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", MASKS)
 def test_blocks_are_those_of_the_mask(name: str, causal: bool, place: torch.device) -> None:
     mask = MASKS[name]
-    found = mask_blocks_triton(mask.to(place), QUERIES, KEYS, causal)
+    key_heads = 5 if "expanded" in name else mask.shape[1]
+    found = mask_blocks_triton(mask.to(place), QUERIES, KEYS, causal, key_heads)
     batch, heads, tiles, blocks = found.order.shape
     assert blocks == -(-KEYS // BLOCK)
-    assert tiles == (1 if "padding" in name and not causal or name == "all" and not causal else 3)
+    assert tiles == (1 if name in ("padding", "padding expanded", "all") and not causal else 3)
     full = mask.expand(*mask.shape[:2], QUERIES, KEYS)
     full = full & torch.ones(QUERIES, KEYS, dtype=torch.bool).tril() if causal else full
+    assert torch.equal(found.seen.cpu().bool(), full[:, :heads].any(2))
     for m, h, t in torch.cartesian_prod(*(torch.arange(n) for n in (batch, heads, tiles))).tolist():
         rows = full[m, h, t * BLOCK : (t + 1) * BLOCK]
         parts = [rows[:, j * BLOCK : (j + 1) * BLOCK] for j in range(blocks)]
@@ -63,6 +65,14 @@ def test_blocks_are_those_of_the_mask(name: str, causal: bool, place: torch.devi
             kept = unpacked(found.bits[m, h, t, j])
             assert torch.equal(kept[: len(rows), : parts[j].shape[1]], parts[j])
             assert not kept[:, parts[j].shape[1] :].any()
+
+
+@kernel_only
+def test_grouped_heads_see_together(place: torch.device) -> None:
+    mask = torch.rand(2, 6, QUERIES, KEYS) > 0.996
+    found = mask_blocks_triton(mask.to(place), QUERIES, KEYS, False, key_heads=2)
+    assert torch.equal(found.seen.cpu().bool(), mask.unflatten(1, (2, 3)).any(2).any(2))
+    assert mask_blocks_triton(mask.to(place), QUERIES, KEYS, False).seen is None
 
 
 @kernel_only

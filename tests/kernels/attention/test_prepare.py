@@ -7,6 +7,7 @@ import torch
 from oracle import UNIT
 
 from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.padding import without_hidden
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve, token_groups
@@ -52,6 +53,30 @@ def test_agrees_with_the_references(size, granularity, dtype, smooth_k, place):
     assert v16.dtype == torch.bfloat16
     truncated = 2 if INTERPRET else 1  # by the interpreter, instead of rounded
     torch.testing.assert_close(v16.float(), v.float(), rtol=truncated * UNIT[torch.bfloat16], atol=0)
+
+
+@kernel_only
+@pytest.mark.parametrize("smooth_k", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("size", SIZES)
+def test_keys_that_nobody_sees_change_nothing(size, dtype, smooth_k, place):
+    """As if they held the mean, and their values 0; here they hold NaN."""
+    q, k, v = operands(size, place, dtype)
+    seen = (torch.rand(k.shape[0], 1, k.shape[2]) < 0.6).to(place)
+    seen[:, :, : k.shape[2] // 4] = False
+    hidden = ~seen[..., None].expand(-1, k.shape[1], -1, -1)
+    clean_k, clean_v = without_hidden(k, hidden, smooth_k), without_hidden(v, hidden, False)
+    k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
+    got, v16 = prepare_triton(q, k, v, resolve("integer_exp"), 0.3, smooth_k, seen.int())
+    mean = (clean_k.float() * seen[..., None]).sum(2, keepdim=True) / seen.sum(2).view(-1, 1, 1, 1)
+    centred = torch.where(hidden, 0.0, clean_k.float() - (mean if smooth_k else 0.0))
+    k8, k_scale = quantize_tokens_ref(centred, None, 1.0, "per_block", "key")
+    torch.testing.assert_close(got.k_scale, k_scale, rtol=2.0**-16, atol=0)
+    assert steps_apart(got.k, k8) <= 1
+    assert (got.k != k8).float().mean() < 0.01
+    assert got.k_norm.isfinite().all()
+    truncated = 2 if INTERPRET else 1
+    torch.testing.assert_close(v16.float(), clean_v.float(), rtol=truncated * UNIT[torch.bfloat16], atol=0)
 
 
 @kernel_only
