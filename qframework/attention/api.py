@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Literal, get_args, overload
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
+from qframework.kernels.attention.arguments import cast_mask
+from qframework.kernels.attention.auto import Masking, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
@@ -81,7 +84,9 @@ def sage_attention(
         scale: of the logits; ``1 / sqrt(D)`` when None.
         enable_gqa: allow Hkv < Hq where Hkv divides Hq.
         tensor_layout: ``"HND"`` is ``(..., heads, tokens, channels)``, ``"NHD"`` is ``(..., tokens, heads, channels)``.
-        variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS`` or an ``AttentionVariant``.
+        variant: ``"auto"``, the fastest that is accurate for any input, which on Hopper is PyTorch's attention for many
+            calls (:func:`~qframework.kernels.attention.auto.pytorch_is_faster`); a name of
+            ``qframework.kernels.attention.variants.VARIANTS`` or an ``AttentionVariant``.
         smooth_k: subtract the mean over tokens from ``key``, which cancels in the softmax and reduces INT8 errors.
         return_lse: also return the logarithm of the sum of exponentials.
         sm_scale: another name of ``scale``.
@@ -127,12 +132,46 @@ def attend(
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
+    if variant == "auto" and not return_lse and _is_left_to_pytorch(query, key, value, attn_mask, is_causal):
+        out, lse = _pytorch(query, key, value, attn_mask, is_causal, scale, enable_gqa), query.new_empty(0)
+        return (out.squeeze(0) if added else out), lse
     out, lse = torch.ops.qframework.sage_attention(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse
     )
     if added:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
     return out, lse
+
+
+def _is_left_to_pytorch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> bool:
+    """Whether PyTorch's attention is what ``"auto"`` means for this call."""
+    if (attn_mask is not None and is_causal) or min(query.ndim, key.ndim, value.ndim) < 4:
+        return False
+    masking: Masking = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
+    operands = [x for x in (query, key, value, attn_mask) if x is not None]
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+    same = all(x.dtype == query.dtype and x.device == query.device for x in (key, value))
+    return same and pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, gradients)
+
+
+def _pytorch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Tensor:
+    """PyTorch's attention, hidden from enclosing scopes, with this package's masks: a row of False gives zeros."""
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:  # of which cuDNN averages the values of a row of False
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
+        attn_mask = cast_mask(attn_mask, query.dtype)
+    with torch.DisableTorchFunction():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
 
 
 def sage_attention_varlen(

@@ -29,7 +29,8 @@ from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_cal
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
-from qframework.kernels.attention.variants import QUERY_BLOCK, fits_hopper, resolve, values_dtype
+from qframework.kernels.attention.auto import Masking, hopper_of, pytorch_is_faster
+from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
 
 _SAGE = torch.ops.qframework.sage_attention.default
@@ -39,10 +40,6 @@ NEEDS_GRADIENTS = {
     for option in _BY_DEVICE
 }
 FASTER_EXACT = "PyTorch's 16-bit kernels are faster on this chip. Use 'sage' or the name of a variant to quantize it"
-
-_WINDOW = 64  # tokens up to which the memory-efficient kernel is faster with a mask: at 49 (Swin), not at 128
-_LONG = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
-_MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 
 # nn.TransformerEncoderLayer in inference is one node, which contains its attention.
 _FUSED_BY_PYTORCH = {"_transformer_encoder_layer_fwd", "_native_multi_head_attention"}
@@ -124,7 +121,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
 def _is_wanted(node: Node, option: str) -> bool:
     """Whether the attention of a node should be quantized."""
     fake = _fake_of(node)
-    if option == "auto" and fake.dtype.itemsize == 2 and _pytorch_keeps_up(fake.device):
+    if option == "auto" and fake.dtype.itemsize == 2 and hopper_of(fake.device) is not None:
         return False
     return option != "off" and not (option in _BY_DEVICE and _reason_against(option, [fake]))
 
@@ -146,33 +143,19 @@ def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
 
 
 def _pytorch_is_faster(call: AttentionCall) -> bool:
-    """Whether PyTorch has a fused 16-bit kernel for this, which on Hopper is faster than all accurate variants.
-
-    Measured in float16 (docs/attention.md). cuDNN, which PyTorch prefers there, is faster with a mask or bias, and
-    below 4,096 tokens. PyTorch is slower without 4 dimensions, with another width of V, with decomposed relative
-    positions, in FP32, and, compared with the integer exponential, from 4,096 tokens on. Where cuDNN is switched off,
-    flash attention is faster up to 1,024 tokens, and with a mask the memory-efficient kernel in windows.
-    """
-    query, value = _fake_of(call.query), _fake_of(call.value)
-    if operation(call.end) != "scaled_dot_product_attention" or query.ndim != 4:
+    """Whether the call is one of PyTorch's attention, whose kernel is faster than all accurate variants."""
+    if operation(call.end) != "scaled_dot_product_attention":
         return False
-    channels = query.shape[-1]
-    fused = query.dtype.itemsize == 2 and channels <= 128 and channels % 8 == 0 and value.shape[-1] == channels
-    if not fused or not _pytorch_keeps_up(query.device):
-        return False
-    shortest, longest = min(call.shape[-2:]), max(call.shape[-2:])
-    if call.summands:
-        materialized = not any(map(decomposed, call.summands))
-        return materialized and (longest <= _WINDOW or torch.backends.cuda.cudnn_sdp_enabled())
-    blocks = query.shape[0] * query.shape[1] * shortest // QUERY_BLOCK
-    if shortest >= _LONG and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
-        return False
-    return longest <= 1024 or torch.backends.cuda.cudnn_sdp_enabled()
+    return pytorch_is_faster(_fake_of(call.query), call.shape[-1], _fake_of(call.value).shape[-1], _masking(call))
 
 
-def _pytorch_keeps_up(device: torch.device) -> bool:
-    """Whether the chip is Hopper, where PyTorch's attention makes up for INT8's twice as fast tensor cores."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+def _masking(call: AttentionCall) -> Masking:
+    """What is added to the logits."""
+    if not call.summands:
+        return "none"
+    if any(map(decomposed, call.summands)):
+        return "factors"
+    return "bool" if all(summand.fill == -torch.inf for summand in call.summands) else "float"
 
 
 def _reason_against(option: str, operands: Sequence[Tensor]) -> str | None:

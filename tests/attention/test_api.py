@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from attention_helpers import Operators, assert_within, exact_attention, expected_error, heads
 from torch import Tensor
 
-from qframework import sage_attention, sage_attention_varlen
+from qframework import sage_attention, sage_attention_varlen, use_sage_attention
+from qframework.attention import api
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant
 
@@ -383,3 +384,51 @@ def test_one_operator_runs() -> None:
     with Operators() as operators:
         sage_attention(X, X, X)
     assert operators.calls == ["sage_attention"]
+
+
+class TestLeftToPyTorch:
+    """``"auto"`` where PyTorch's attention is said to be the faster one."""
+
+    @pytest.fixture(autouse=True)
+    def faster(self, monkeypatch):
+        seen = []
+        monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: seen.append(call) or True)
+        return seen
+
+    def operands(self, dtype=torch.float16):
+        return [torch.randn(2, 3, 9, 16, dtype=dtype) for _ in range(3)]
+
+    @pytest.mark.parametrize("layout", ["HND", "NHD"])
+    def test_is_pytorchs(self, layout):
+        operands = self.operands()
+        given = [x.transpose(1, 2) for x in operands] if layout == "NHD" else operands
+        out = sage_attention(*given, is_causal=True, scale=0.2, tensor_layout=layout)
+        expected = F.scaled_dot_product_attention(*operands, is_causal=True, scale=0.2)
+        assert torch.equal(out, expected.transpose(1, 2) if layout == "NHD" else expected)
+
+    @pytest.mark.parametrize("kind", ["bool", "float"])
+    def test_a_query_without_keys_gives_zeros(self, kind, faster):
+        mask = torch.rand(2, 1, 9, 9) > 0.3
+        mask[0, 0, 4] = False
+        given = mask if kind == "bool" else torch.zeros(2, 1, 9, 9).masked_fill(~mask, -torch.inf)
+        out = sage_attention(*self.operands(), attn_mask=given)
+        assert [call[3] for call in faster] == [kind]
+        assert (out[0, :, 4] == 0).all()
+        assert out.isfinite().all()
+
+    def test_scopes_do_not_intercept_it(self):
+        operands = self.operands()
+        with use_sage_attention():
+            out = F.scaled_dot_product_attention(*operands)
+        assert torch.equal(out, F.scaled_dot_product_attention(*operands))
+
+    def test_gradients_are_pytorchs(self, faster):
+        operands = [x.requires_grad_() for x in self.operands(torch.float32)]
+        sage_attention(*operands).square().sum().backward()
+        assert faster[0][4] is True
+        assert all(x.grad is not None for x in operands)
+
+    @pytest.mark.parametrize("given", [{"variant": "sage_b"}, {"return_lse": True}])
+    def test_variants_and_sums_are_not(self, given, faster):
+        sage_attention(*self.operands(), **given)
+        assert not faster

@@ -12,6 +12,8 @@ from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.graph.attention_patterns import sdpa_call
+from qframework.kernels.attention import auto, hopper
+from qframework.kernels.attention.auto import Hopper
 from qframework.kernels.attention.variants import VARIANTS
 
 
@@ -60,6 +62,16 @@ def masked(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, q.new_zeros(q.shape[-2], k.shape[-2]))
 
 
+def without_some(q, k, v):
+    """A bool mask; the product is fake where the test is about sizes alone."""
+    return F.scaled_dot_product_attention(q, k, v, k[:, :1, :, 0].unsqueeze(2) > -1)
+
+
+def as_on_hopper(monkeypatch, cudnn):
+    for module in (auto, lower_attention):
+        monkeypatch.setattr(module, "hopper_of", lambda device: Hopper(132, cudnn))
+
+
 def with_relative_positions(q, k, v):
     """On a grid of 3 x 4 tokens; their sum is never built by the operator, but by PyTorch."""
     batch, heads, tokens, _ = q.shape
@@ -83,7 +95,7 @@ class TestWherePyTorchIsFaster:
     @pytest.fixture(autouse=True)
     def on_hopper(self, monkeypatch):
         monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
-        monkeypatch.setattr(lower_attention, "_pytorch_keeps_up", lambda device: True)
+        as_on_hopper(monkeypatch, cudnn=True)
 
     def run(self, fn, option, dtype=torch.half, shape=(1, 2, 5, 64), width=None):
         q, k = (torch.randn(shape, dtype=dtype) for _ in range(2))
@@ -116,23 +128,35 @@ class TestWherePyTorchIsFaster:
             (with_relative_positions, {"shape": (2, 2, 12, 16)}),
             (spelled_out, {}),
             (causal, {"dtype": torch.float32}),
-            (causal, {"shape": (1, 2, 5, 160)}),
             (causal, {"shape": (1, 2, 5, 60)}),
             (causal, {"shape": (2, 5, 64)}),
             (causal, {"width": 128}),
         ],
-        ids=["relative positions", "spelled out", "float32", "large head", "odd head", "3 dimensions", "wide values"],
+        ids=["relative positions", "spelled out", "float32", "odd head", "3 dimensions", "wide values"],
     )
     def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
 
-    @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 65, 64), (1, 2, 300, 128)])
-    def test_auto_leaves_masks_to_cudnn(self, shape):
+    @pytest.mark.parametrize("shape", [(3, 2, 49, 40), (1, 2, 65, 64), (1, 2, 300, 128), (1, 2, 5, 160)])
+    def test_auto_leaves_biases_to_cudnn(self, shape):
         assert not self.run(masked, "auto", shape=shape).calls
+
+    @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 64, 64)])
+    def test_auto_takes_windows_with_a_bias(self, shape):
+        assert self.run(masked, "auto", shape=shape).calls
+
+    @pytest.mark.parametrize(
+        ("shape", "taken"),
+        [((2, 32, 384, 64), True), ((2, 32, 383, 64), False), ((1, 2, 384, 64), False), ((2, 32, 384, 60), True)],
+        ids=["many blocks", "short", "few blocks", "odd heads"],
+    )
+    def test_auto_takes_bool_masks_over_many_tokens(self, shape, taken, monkeypatch):
+        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        assert bool(self.run(without_some, "auto", shape=shape).calls) == taken
 
     @pytest.mark.parametrize(("tokens", "taken"), [(49, False), (65, True)])
     def test_without_cudnn_auto_leaves_windows_with_a_mask(self, monkeypatch, tokens, taken):
-        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        as_on_hopper(monkeypatch, cudnn=False)
         assert bool(self.run(masked, "auto", shape=(3, 2, tokens, 32)).calls) == taken
 
     @pytest.mark.parametrize(
@@ -149,7 +173,7 @@ class TestWherePyTorchIsFaster:
 
     @pytest.mark.parametrize("tokens", [1024, 2048])
     def test_without_cudnn_only_short_attention_stays_in_float(self, monkeypatch, tokens):
-        monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: False)
+        as_on_hopper(monkeypatch, cudnn=False)
         assert bool(self.run(causal, "auto", shape=(1, 1, tokens, 16)).calls) == (tokens > 1024)
 
     def test_a_refusal_is_a_fallback_only_if_the_option_asks_for_it(self):
@@ -160,9 +184,9 @@ class TestWherePyTorchIsFaster:
 
 @pytest.mark.parametrize(("capability", "faster"), [((9, 0), True), ((8, 9), False), ((10, 0), False)])
 def test_pytorch_keeps_up_on_hopper(monkeypatch, capability, faster):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert lower_attention._pytorch_keeps_up(torch.device("cuda")) == faster
-    assert not lower_attention._pytorch_keeps_up(torch.device("cpu"))
+    monkeypatch.setattr(auto, "chip_of", lambda device: (capability, 100))
+    assert auto.hopper_of(torch.device("cuda")) == (Hopper(100, cudnn=True) if faster else None)
+    assert auto.hopper_of(torch.device("cpu")) is None
 
 
 class TestGradients:

@@ -29,6 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted
 if HAS_TRITON and not INTERPRET:
     import triton
     from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -123,8 +124,7 @@ def serializes_wgmma(compiled, tmp_path: Path) -> bool:
     """Whether ptxas makes asynchronous products wait for each other, as where their registers are written meanwhile."""
     ptx = tmp_path / "kernel.ptx"
     ptx.write_text(compiled.asm["ptx"])
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
-    command = [tool, "-arch=sm_90a", "-v", ptx, "-o", tmp_path / "again.cubin"]
+    command = [get_ptxas(90).path, "-arch=sm_90a", "-v", ptx, "-o", tmp_path / "again.cubin"]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "registers" in said.stderr, said.stderr
     return "serialized" in said.stderr

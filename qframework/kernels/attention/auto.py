@@ -1,28 +1,41 @@
-"""The variant that ``"auto"`` selects: the fastest of those that are accurate for any input, as far as measured."""
+"""What ``"auto"`` selects: the fastest that is accurate for any input, as far as measured, PyTorch's kernel included.
+
+:func:`pytorch_is_faster` decides between PyTorch's attention and this package's, :func:`choose_variant` among variants.
+"""
 
 from __future__ import annotations
 
+from typing import Literal, NamedTuple
+
+import torch
 from torch import Tensor
 
 from qframework.kernels.attention import hopper
-from qframework.kernels.attention.variants import FAST_FP16_SUMS, VARIANTS, AttentionVariant
-from qframework.kernels.runtime.chip import capability_of
+from qframework.kernels.attention.variants import (
+    FAST_FP16_SUMS,
+    QUERY_BLOCK,
+    VARIANTS,
+    AttentionVariant,
+    fits_hopper,
+)
+from qframework.kernels.runtime.chip import capability_of, chip_of
 
 LONG = 2048  # keys from which formats with fewer bits are faster
+LONG_MASKED = 8192  # with a mask, which may leave few of them
 
 # On data-center chips FP16 accumulation is no faster, and may overflow. A block of keys loads one scale per warp.
 _16_BIT = AttentionVariant(8, "per_block", "fp16", "fp32").spec
 _FP8 = AttentionVariant(8, "per_warp", "fp8", "fp32").spec
 
 
-def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool) -> str:
+def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, masked: bool = False) -> str:
     """The name or spec for these queries, keys and values.
 
     FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
 
     On Hopper, quantizing Q and K takes longer than it saves, except with the integer exponential for long sequences.
-    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without mask, bias or log-sum-exp. FP32 operands
-    are quantized on every chip.
+    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without bias or log-sum-exp. FP32 operands are
+    quantized on every chip.
 
     Args:
         q: ``(B, H, N, D)``; it may be packed, as K and V, if the call is not plain.
@@ -30,17 +43,82 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool) -> s
         v: ``(B, Hkv, Nk, Dv)``.
         keys: the number of keys of the longest sequence.
         plain: whether the call is plain, see above.
+        masked: whether it has a bool mask.
     """
     capability = capability_of(q.device)
     if capability is None:
         return _16_BIT
     if capability == (9, 0) and q.dtype.itemsize == 2:
         integer = VARIANTS["integer_exp"]
-        long = plain and min(q.shape[2], keys) >= LONG
-        fast = long and hopper.fits(q, k, v, integer, q.dtype, capability)
+        long = plain and min(q.shape[2], keys) >= (LONG_MASKED if masked else LONG)
+        fast = long and hopper.fits(q, k, v, integer, q.dtype, capability, masked)
         return (integer if fast else VARIANTS["unquantized"]).spec
     if keys < LONG:
         return _16_BIT
     if capability in FAST_FP16_SUMS and capability >= (8, 9):
         return "sage2pp_int8"  # FP16 accumulation doubles the rate of FP8 there
     return _FP8 if capability >= (9, 0) else _16_BIT
+
+
+Masking = Literal["none", "bool", "float", "factors"]
+"""What is added to the logits; ``"factors"`` are relative positions, which PyTorch adds as one mask."""
+
+_MAX_FUSED = 256  # channels of PyTorch's fused kernels
+_WINDOW = 64  # tokens up to which a mask or bias costs cuDNN most
+_MASKED = 384  # tokens from which Hopper's kernel with a bool mask is ahead; in between it depends on the mask
+_LONG_FASTER = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
+_MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
+_FLASH = 1024  # tokens up to which flash attention is faster, where cuDNN is switched off
+_PADDED = 512  # tokens from which PyTorch is faster though it pads the channels to a multiple of 8
+
+
+class Hopper(NamedTuple):
+    """What the choice depends on beside the call."""
+
+    processors: int
+    cudnn: bool  # whether PyTorch may use cuDNN, which it prefers
+
+
+@torch.compiler.assume_constant_result
+def hopper_of(device: torch.device) -> Hopper | None:
+    """The chip, None if it is not Hopper, on which only PyTorch's 16-bit attention keeps up with INT8."""
+    if device.type != "cuda" or chip_of(device)[0] != (9, 0):
+        return None
+    return Hopper(chip_of(device)[1], torch.backends.cuda.cudnn_sdp_enabled())
+
+
+def pytorch_is_faster(query: Tensor, keys: int, values: int, masking: Masking, gradients: bool = False) -> bool:
+    """Whether PyTorch has a fused 16-bit kernel for this that is faster than all accurate variants.
+
+    Measured in float16 on an H100 (docs/attention.md); False on other chips. Reads metadata alone.
+
+    Args:
+        query: ``(B, H, N, D)``; False for other numbers of dimensions.
+        keys: the number of keys.
+        values: channels of V.
+        masking: see :data:`Masking`.
+        gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case.
+    """
+    chip = hopper_of(query.device)
+    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors":
+        return False
+    batch, heads, queries, channels = query.shape
+    shortest, longest = min(queries, keys), max(queries, keys)
+    if channels != values or channels > _MAX_FUSED:
+        return False
+    if channels % 8:  # no fused kernel of PyTorch's takes a mask then
+        return masking == "none" and (gradients or shortest >= _PADDED)
+    if gradients:
+        return True
+    if masking == "none":
+        blocks = batch * heads * shortest // QUERY_BLOCK
+        if shortest >= _LONG_FASTER and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
+            return False
+        return chip.cudnn or longest <= _FLASH or channels > 128
+    if longest <= _WINDOW:
+        return not chip.cudnn or channels not in (32, 64)  # other heads do not fill a tile of the general kernel
+    if masking == "bool" and shortest >= _MASKED:
+        unquantized = VARIANTS["unquantized"]
+        if hopper.takes(batch, heads, queries, keys, channels, values, unquantized, True, chip.processors):
+            return False
+    return chip.cudnn

@@ -28,7 +28,13 @@ if HAS_GLUON:
 
 
 def fits(
-    q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, dtype: torch.dtype, capability: tuple[int, int] | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    variant: AttentionVariant,
+    dtype: torch.dtype,
+    capability: tuple[int, int] | None,
+    masked: bool = False,
 ) -> bool:
     """Whether the kernel computes this dense attention, and is faster than the general one.
 
@@ -39,19 +45,38 @@ def fits(
         variant: Q and K in INT8 with whole blocks of keys in a group, or in 16 bit; P and V in 16 bit, FP32 sums.
         dtype: of the result.
         capability: CUDA's, None for a CPU.
+        masked: whether there is a bool mask.
     """
     integer = variant.exponential == "integer"
-    if capability != (9, 0) or not HAS_GLUON or (v.dtype != dtype and not integer):
+    if capability != (9, 0) or (v.dtype != dtype and not integer):
         return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
     if variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2 or not _reads(q, v, variant):
         return False
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    large = cdiv(queries, BLOCK_M) * heads * batch >= chip_of(v.device)[1]
-    large = large and min(queries, keys) >= (LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK)
-    sizes = fits_hopper(channels, variant.qk_bits) and values <= 128 and values % 8 == 0
+    if not takes(batch, heads, queries, keys, channels, values, variant, masked, chip_of(v.device)[1]):
+        return False
     read = (q, k, v) if q.dtype == torch.int8 or not variant.quantizes_qk else (v,)  # else Q and K are quantized first
-    return large and sizes and all(_addressable(x) for x in read)
+    return all(_addressable(x) for x in read)
+
+
+def takes(
+    batch: int,
+    heads: int,
+    queries: int,
+    keys: int,
+    channels: int,
+    values: int,
+    variant: AttentionVariant,
+    masked: bool,
+    processors: int,
+) -> bool:
+    """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
+    least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
+    if masked and channels <= 64:  # the blocks of the mask are an additional pass
+        least = max(least, BLOCK_N + 1)
+    large = cdiv(queries, BLOCK_M) * heads * batch >= processors and min(queries, keys) >= least
+    return HAS_GLUON and large and fits_hopper(channels, variant.qk_bits) and values <= 128 and values % 8 == 0
 
 
 def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:

@@ -214,12 +214,13 @@ def _attention(
     if return_lse:
         variant = replace(variant, exponential="exact")
     plain = bias.only_bool and lengths is None and not return_lse
-    if plain and variant.exponential == "integer" and hopper.fits(q, k, v, variant, q.dtype, capability_of(q.device)):
+    at = (q.dtype, capability_of(q.device), bias.mask is not None)
+    if plain and variant.exponential == "integer" and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = _quantize_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
-    on_hopper = plain and hopper.fits(q, k, values.v, variant, q.dtype, capability_of(q.device))
+    on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)
@@ -241,7 +242,8 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     plain = bias.only_bool and not x.return_lse
     auto = x.variant == "auto"
-    chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain) if auto else x.variant)
+    masked = call.mask is not None
+    chosen = resolve(choose_variant(call.q, call.k, call.v, call.k.shape[2], plain, masked) if auto else x.variant)
     scale = default_scale(x.query, x.scale)
     result, sums = _attention(call.q, call.k, call.v, bias, chosen, scale, x.smooth_k, x.return_lse, steps)
     return result.view(shape), sums.view(shape[:-1]) if sums is not None else x.empty_lse()

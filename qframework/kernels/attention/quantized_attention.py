@@ -102,7 +102,8 @@ def quantized_attention_triton(
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
-    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, capability_of(qk.q.device)):
+    at = (capability_of(qk.q.device), bias.mask is not None)
+    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at):
         return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
