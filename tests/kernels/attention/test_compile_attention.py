@@ -319,6 +319,14 @@ def test_features_compile_and_fit(launches, chip, feature, tmp_path):
             assert_fits(chip, compile_launch(chip, launch), tmp_path, stack)
 
 
+@pytest.mark.parametrize("variant", ["unquantized", "sage_b"])
+def test_wide_heads_with_a_bias_keep_their_registers(launches, variant, tmp_path):
+    """On Hopper: with half as many warps they spilled, and ptxas serialized wgmma, which took up to 4 times as long."""
+    bias = torch.zeros(1, 2, 1024, 1024, dtype=torch.float16)
+    (launch,) = launches("sm_90", float_call(variant, 80, attn_mask=bias))["_quantized_attention_kernel"]
+    assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 0)
+
+
 def test_a_kernel_sees_what_the_chip_stores(launches):
     """The recorder's premise: FP8 values where the chip multiplies them, their numbers in float16 where it does not."""
     for chip, dtype in (("sm_90", torch.float8_e4m3fn), ("sm_80", torch.float16)):
