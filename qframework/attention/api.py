@@ -9,12 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.attention.arguments import cast_mask
+from qframework.fallbacks import Fallbacks
+from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask
 from qframework.kernels.attention.auto import Masking, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
 TensorLayout = Literal["HND", "NHD"]
+
+fallbacks = Fallbacks()
+"""How often attention ran in PyTorch's kernels, by reason: calls that no variant supports, and those that ``"auto"``
+left to PyTorch, which is faster. A compiled call counts once, when traced."""
 
 
 @overload
@@ -132,9 +137,12 @@ def attend(
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
-    if variant == "auto" and not return_lse and _is_left_to_pytorch(query, key, value, attn_mask, is_causal):
-        out, lse = _pytorch(query, key, value, attn_mask, is_causal, scale, enable_gqa), query.new_empty(0)
-        return (out.squeeze(0) if added else out), lse
+    call = SageAttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa, "auto", smooth_k)
+    if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
+        call.check()
+        _note_left_to_pytorch(query.device.type)
+        out = _pytorch(call)
+        return (out.squeeze(0) if added else out), query.new_empty(0)
     out, lse = torch.ops.qframework.sage_attention(
         query, key, value, attn_mask, is_causal, scale, enable_gqa, spec_of(variant), smooth_k, return_lse
     )
@@ -143,34 +151,36 @@ def attend(
     return out, lse
 
 
-def _is_left_to_pytorch(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: bool) -> bool:
-    """Whether PyTorch's attention is what ``"auto"`` means for this call."""
-    if (attn_mask is not None and is_causal) or min(query.ndim, key.ndim, value.ndim) < 4:
+def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
+    """Whether PyTorch's attention is what ``"auto"`` means for this call, which is not checked yet."""
+    query, key, value, mask = call.query, call.key, call.value, call.attn_mask
+    if (mask is not None and call.is_causal) or min(key.ndim, value.ndim) < query.ndim or key.ndim < 3:
         return False
-    masking: Masking = "none" if attn_mask is None else "bool" if attn_mask.dtype == torch.bool else "float"
-    operands = [x for x in (query, key, value, attn_mask) if x is not None]
+    masking: Masking = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    operands = [x for x in (query, key, value, mask) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    same = all(x.dtype == query.dtype and x.device == query.device for x in (key, value))
-    return same and pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, gradients)
+    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, gradients)
 
 
-def _pytorch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> Tensor:
+# Dynamo calls this while tracing instead of tracing into it.
+@torch.compiler.assume_constant_result
+def _note_left_to_pytorch(device: str) -> None:
+    reason = f"PyTorch's attention is faster on this {device} device"
+    fallbacks.note(
+        reason, f"attention: {reason} for some calls, or all, and 'auto' takes it. Name a variant to quantize"
+    )
+
+
+def _pytorch(call: SageAttentionArguments) -> Tensor:
     """PyTorch's attention, hidden from enclosing scopes, with this package's masks: a row of False gives zeros."""
-    if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:  # of which cuDNN averages the values of a row of False
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-        attn_mask = cast_mask(attn_mask, query.dtype)
+    mask = call.attn_mask
+    if mask is not None:
+        if mask.dtype == torch.bool:  # of which cuDNN averages the values of a row of False
+            mask = torch.zeros_like(mask, dtype=call.query.dtype).masked_fill(~mask, -torch.inf)
+        mask = cast_mask(mask, call.query.dtype)
     with torch.DisableTorchFunction():
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            call.query, call.key, call.value, mask, 0.0, call.is_causal, scale=call.scale, enable_gqa=call.enable_gqa
         )
 
 

@@ -14,19 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.api import attend, autocast, spec_of
+from qframework.attention.api import attend, autocast, fallbacks, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.attention.layer_choice import OFF
 from qframework.compat.dispatch import FakeTensor
 from qframework.errors import UnsupportedError
-from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES
-
-fallbacks = Fallbacks()
-"""How often :class:`use_sage_attention` fell back to PyTorch, by reason. A compiled call counts once, when traced."""
 
 _EXPORTED_SDPA = torch.ops.aten.scaled_dot_product_attention.default
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, FakeTensor)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from qframework.attention import fallbacks
+from qframework.attention import api, fallbacks
 
 
 @pytest.fixture
@@ -15,3 +15,9 @@ def no_fallbacks_yet() -> Iterator[None]:
     fallbacks.clear()
     yield
     fallbacks.clear()
+
+
+@pytest.fixture(autouse=True)
+def auto_is_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests are about what is quantized; ``"auto"`` leaves nearly all calls on a CPU to PyTorch."""
+    monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: False)

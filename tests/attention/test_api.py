@@ -11,8 +11,9 @@ from attention_helpers import Operators, assert_within, exact_attention, expecte
 from torch import Tensor
 
 from qframework import sage_attention, sage_attention_varlen, use_sage_attention
-from qframework.attention import api
+from qframework.attention import api, fallbacks
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention.auto import pytorch_is_faster
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant
 
 
@@ -386,6 +387,21 @@ def test_one_operator_runs() -> None:
     assert operators.calls == ["sage_attention"]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (("none",), True),
+        (("float",), True),
+        (("factors",), False),
+        (("bool", True), True),
+        (("float", True), False),
+    ],
+)
+def test_on_a_cpu_pytorch_is_faster(given: tuple, expected: bool) -> None:
+    """But for relative positions, and gradients of rows of the lowest float, which PyTorch's kernels get wrong."""
+    assert pytorch_is_faster(torch.zeros(1, 2, 9, 16), 9, 16, *given) == expected
+
+
 class TestLeftToPyTorch:
     """``"auto"`` where PyTorch's attention is said to be the faster one."""
 
@@ -427,6 +443,17 @@ class TestLeftToPyTorch:
         sage_attention(*operands).square().sum().backward()
         assert faster[0][4] is True
         assert all(x.grad is not None for x in operands)
+
+    def test_is_said_once_and_counted(self, caplog, no_fallbacks_yet):
+        for _ in range(3):
+            sage_attention(*self.operands())
+        assert dict(fallbacks) == {"PyTorch's attention is faster on this cpu device": 3}
+        assert len([record for record in caplog.records if "'auto' takes it" in record.getMessage()]) == 1
+
+    def test_arguments_are_checked_as_ever(self):
+        query, key, value = self.operands()
+        with pytest.raises(QFrameworkError, match="key must have query's head dimension 16, got 8"):
+            sage_attention(query, key[..., :8], value)
 
     @pytest.mark.parametrize("given", [{"variant": "sage_b"}, {"return_lse": True}])
     def test_variants_and_sums_are_not(self, given, faster):

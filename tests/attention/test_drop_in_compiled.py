@@ -11,7 +11,8 @@ from attention_helpers import Attention, count_operators, qkv
 from torch import Tensor, nn
 
 from qframework import sage_attention, use_sage_attention
-from qframework.attention import fallbacks
+from qframework.attention import api, fallbacks
+from qframework.kernels.attention import auto
 from qframework.kernels.attention.variants import AttentionVariant
 
 SDPA = F.scaled_dot_product_attention
@@ -155,3 +156,23 @@ def test_reduce_overhead_replays_with_new_inputs() -> None:
         tensors = qkv(device="cuda", dtype=torch.float16)
         with use_sage_attention():
             torch.testing.assert_close(compiled(*tensors), Attention()(*tensors), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_auto_on_a_cpu_is_pytorchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled in one graph, with sizes that change; counted when it is traced."""
+    monkeypatch.setattr(api, "pytorch_is_faster", auto.pytorch_is_faster)
+
+    def twice(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with use_sage_attention():
+            first = F.scaled_dot_product_attention(query, key, value)
+        return first + sage_attention(query, key, value, is_causal=True)
+
+    compiled, graphs = graphs_of(twice, dynamic=True)
+    for tokens in (5, 9):
+        q, k, v = (torch.randn(2, 3, tokens, 16) for _ in range(3))
+        exact = F.scaled_dot_product_attention
+        torch.testing.assert_close(compiled(q, k, v), exact(q, k, v) + exact(q, k, v, is_causal=True))
+    assert len(graphs) == 1
+    assert count_operators(graphs[0]) == 0
+    assert set(fallbacks) == {"PyTorch's attention is faster on this cpu device"}

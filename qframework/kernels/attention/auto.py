@@ -88,19 +88,25 @@ def hopper_of(device: torch.device) -> Hopper | None:
 
 
 def pytorch_is_faster(query: Tensor, keys: int, values: int, masking: Masking, gradients: bool = False) -> bool:
-    """Whether PyTorch has a fused 16-bit kernel for this that is faster than all accurate variants.
+    """Whether PyTorch has a kernel for this that is faster than all accurate variants.
 
-    Measured in float16 on an H100 (docs/attention.md); False on other chips. Reads metadata alone.
+    On a CPU that is so for all but relative positions in factors: variants run as their reference there. On Hopper it
+    was measured in float16 on an H100 (docs/attention.md). False on other chips. Reads metadata alone.
 
     Args:
-        query: ``(B, H, N, D)``; False for other numbers of dimensions.
+        query: ``(B, H, N, D)``; on a GPU False for other numbers of dimensions.
         keys: the number of keys.
         values: channels of V.
         masking: see :data:`Masking`.
-        gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case.
+        gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case. Those
+            with a float mask are left to the variants, whose gradients are right for rows of the lowest float.
     """
+    if masking == "factors" or (gradients and masking == "float"):
+        return False
+    if query.device.type == "cpu":
+        return True
     chip = hopper_of(query.device)
-    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2 or masking == "factors":
+    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2:
         return False
     batch, heads, queries, channels = query.shape
     shortest, longest = min(queries, keys), max(queries, keys)
