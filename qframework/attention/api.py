@@ -11,7 +11,7 @@ from torch import Tensor
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask
-from qframework.kernels.attention.auto import Masking, pytorch_is_faster
+from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
@@ -159,10 +159,16 @@ def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
     masking: Masking = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
     operands = [x for x in (query, key, value, mask) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
-    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, gradients)
+    chip = _hopper_of(query.device)
+    return pytorch_is_faster(query, key.shape[-2], value.shape[-1], masking, chip, gradients)
 
 
-# Dynamo calls this while tracing instead of tracing into it.
+# Dynamo calls the next two while tracing instead of tracing into them.
+@torch.compiler.assume_constant_result
+def _hopper_of(device: torch.device) -> Hopper | None:
+    return hopper_of(device)
+
+
 @torch.compiler.assume_constant_result
 def _note_left_to_pytorch(device: str) -> None:
     reason = f"PyTorch's attention is faster on this {device} device"

@@ -146,7 +146,9 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
     """Whether the call is one of PyTorch's attention, whose kernel is faster than all accurate variants."""
     if operation(call.end) != "scaled_dot_product_attention":
         return False
-    return pytorch_is_faster(_fake_of(call.query), call.shape[-1], _fake_of(call.value).shape[-1], _masking(call))
+    query, values = _fake_of(call.query), _fake_of(call.value).shape[-1]
+    chip = hopper_of(query.device)
+    return chip is not None and pytorch_is_faster(query, call.shape[-1], values, _masking(call), chip)
 
 
 def _masking(call: AttentionCall) -> Masking:

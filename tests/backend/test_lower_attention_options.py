@@ -68,8 +68,7 @@ def without_some(q, k, v):
 
 
 def as_on_hopper(monkeypatch, cudnn):
-    for module in (auto, lower_attention):
-        monkeypatch.setattr(module, "hopper_of", lambda device: Hopper(132, cudnn))
+    monkeypatch.setattr(lower_attention, "hopper_of", lambda device: Hopper(132, cudnn))
 
 
 def with_relative_positions(q, k, v):

@@ -79,7 +79,6 @@ class Hopper(NamedTuple):
     cudnn: bool  # whether PyTorch may use cuDNN, which it prefers
 
 
-@torch.compiler.assume_constant_result
 def hopper_of(device: torch.device) -> Hopper | None:
     """The chip, None if it is not Hopper, on which only PyTorch's 16-bit attention keeps up with INT8."""
     if device.type != "cuda" or chip_of(device)[0] != (9, 0):
@@ -87,7 +86,9 @@ def hopper_of(device: torch.device) -> Hopper | None:
     return Hopper(chip_of(device)[1], torch.backends.cuda.cudnn_sdp_enabled())
 
 
-def pytorch_is_faster(query: Tensor, keys: int, values: int, masking: Masking, gradients: bool = False) -> bool:
+def pytorch_is_faster(
+    query: Tensor, keys: int, values: int, masking: Masking, chip: Hopper | None, gradients: bool = False
+) -> bool:
     """Whether PyTorch has a kernel for this that is faster than all accurate variants.
 
     On a CPU that is so for all but relative positions in factors: variants run as their reference there. On Hopper it
@@ -98,15 +99,15 @@ def pytorch_is_faster(query: Tensor, keys: int, values: int, masking: Masking, g
         keys: the number of keys.
         values: channels of V.
         masking: see :data:`Masking`.
+        chip: :func:`hopper_of` the device.
         gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case. Those
             with a float mask are left to the variants, whose gradients are right for rows of the lowest float.
     """
     if masking == "factors" or (gradients and masking == "float"):
         return False
-    if query.device.type == "cpu":
-        return True
-    chip = hopper_of(query.device)
-    if chip is None or query.ndim != 4 or query.dtype.itemsize != 2:
+    if chip is None:
+        return query.device.type == "cpu"
+    if query.ndim != 4 or query.dtype.itemsize != 2:
         return False
     batch, heads, queries, channels = query.shape
     shortest, longest = min(queries, keys), max(queries, keys)
