@@ -20,10 +20,12 @@ with explained():
     _old_load = not hasattr(tma, "async_load") and hasattr(tma, "async_copy_global_to_shared")
     _old_store = not hasattr(tma, "async_store") and hasattr(tma, "async_copy_shared_to_global")
     tma_load = tma.async_copy_global_to_shared if _old_load else tma.async_load
+    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
     tma_store = tma.async_copy_shared_to_global if _old_store else tma.async_store
 
 __all__ = [
     "TensorDescriptor",
+    "barrier",
     "fence_async_shared",
     "gl",
     "gluon",

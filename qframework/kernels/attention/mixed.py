@@ -2,7 +2,7 @@
 
 Formula (QAttn eq. 15-18)::
 
-    S = s_q s_k / sqrt(d) * (Q8 K8^T)        INT32, exact
+    S = s_q s_k / sqrt(d) * (Q8 K8^T)        INT32, exact; scales are positive
     O = softmax(S) (V8 * s_v)                P and V8 in float16 (V8 is exact there), FP32 accumulator
     out = clamp(round(O / out_scale), -127, 127) as int8, or O rounded once to out_dtype
 
@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework import numerics
+from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
-from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, last_contiguous
+from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, check_offsets, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
 from qframework.kernels.attention.variants import AttentionVariant
@@ -127,13 +128,30 @@ def mixed_attention_cpu(x: MixedAttentionArguments) -> Tensor:
     return result.copy_(out.view(result.shape))
 
 
+def _on_hopper(x: MixedAttentionArguments, logit_scale: float) -> Tensor | None:
+    """``mixed_attention`` by Hopper's kernels for dense calls; None for calls that they do not compute."""
+    call = canonical(x)
+    q, k, v = (last_contiguous(t) for t in call[:3])
+    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
+    if not bias.is_empty or logit_scale <= 0 or not hopper_dense.fits(q, k, v, x.result_dtype):
+        return None
+    check_offsets(_NAME, query=q, key=k, value=v)
+    given = (x.query_scale, x.key_scale, x.value_scale, x.out_scale)
+    scales = hopper_dense.Scales(*(None if scale is None else scale.reshape(-1) for scale in given))
+    out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype)
+    return out.view(*x.query.shape[:-1], x.value.shape[-1])
+
+
 def mixed_attention_triton(x: MixedAttentionArguments) -> Tensor:
     """``mixed_attention`` on a GPU."""
     check_device(x.query.device)
     if x.query.numel() == 0 or x.key.numel() == 0:
         return x.empty_result().zero_()
-    qk, values, bias = _operands(x)
     logit_scale = default_scale(x.query, x.scale) * LOG2_E
+    out = _on_hopper(x, logit_scale)
+    if out is not None:
+        return out
+    qk, values, bias = _operands(x)
     out_scale = x.out_scale.reshape(-1) if x.out_scale is not None else None
     out, _ = quantized_attention_triton(qk, values, bias, _VARIANT, logit_scale, x.result_dtype, out_scale)
     return out.view(*x.query.shape[:-1], x.value.shape[-1])
@@ -172,7 +190,7 @@ def mixed_attention(
         query: ``(..., H, N, D)`` int8, 3-D to 5-D, any strides.
         key: ``(..., Hkv, Nk, D)`` int8.
         value: ``(..., Hkv, Nk, Dv)`` int8.
-        query_scale: fp32, dequantizes ``query``: ``()`` or ``(1,)`` per tensor, ``(H, 1, 1)`` per head.
+        query_scale: fp32, positive, dequantizes ``query``: ``()`` or ``(1,)`` per tensor, ``(H, 1, 1)`` per head.
         key_scale: the same for ``key``, ``(Hkv, 1, 1)`` per head.
         value_scale: the same for ``value``.
         attn_mask: bool (True attends) or float, broadcastable to ``(..., H, N, Nk)``.

@@ -126,6 +126,11 @@ class Bias(NamedTuple):
         """Whether keys are left out at most, and nothing is added to the logits."""
         return self.rel_h is None and (self.mask is None or self.mask.dtype == torch.bool)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether every query attends to every key, and nothing is added to the logits."""
+        return self.mask is None and self.rel_h is None and not self.causal
+
     def masks_of(self, batch: int) -> Tensor | None:
         """The mask with a batch of 1 or ``batch``."""
         if self.mask is None or self.mask.shape[0] in (1, batch):

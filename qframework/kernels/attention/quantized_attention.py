@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention import hopper, hopper_dense
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.operands import (
     AttentionShape,
@@ -53,6 +53,7 @@ from qframework.kernels.attention.triton import (
     _quantized_attention_kernel,
 )
 from qframework.kernels.attention.variants import (
+    VARIANTS,
     AttentionVariant,
     check_fp16_ranges,
     fp8_ranges,
@@ -97,6 +98,9 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
+    dense = bias.is_empty and lengths is None and not lse and logit_scale > 0
+    if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
+        return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.Scales(), logit_scale, dtype), None
     plain = bias.only_bool and lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None

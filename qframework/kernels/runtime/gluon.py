@@ -19,6 +19,7 @@ if HAS_GLUON:
     try:
         from qframework.compat.gluon import (
             TensorDescriptor,
+            barrier,
             fence_async_shared,
             gl,
             gluon,
@@ -48,6 +49,7 @@ if HAS_GLUON:
 __all__ = [
     "HAS_GLUON",
     "TensorDescriptor",
+    "barrier",
     "fence_async_shared",
     "gl",
     "gluon",

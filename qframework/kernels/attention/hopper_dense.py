@@ -1,0 +1,185 @@
+"""Attention for Hopper without masks, by many small programs: which calls, which of two kernels, and its launch.
+
+hopper_resident_kernel.py keeps all keys of a head in shared memory, hopper_stream_kernel.py lets them pass through.
+Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency. Scales are
+one per tensor or head, and their product with the softmax scale must be positive: maxima are taken before scaling.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.attention import hopper
+from qframework.kernels.attention.hopper_pieces import BLOCK_N, HALF, ROWS, PieceForm
+from qframework.kernels.attention.operands import query_memory_order
+from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+
+MAX_CHANNELS = 64
+_SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
+_PROGRAM_BYTES = 2048  # of each for barriers and the system
+_REGISTERS = {2: 168, 3: 168, 4: 128}  # per thread, with so many warpgroups at work on a multiprocessor
+_LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
+
+if HAS_GLUON:
+    from qframework.kernels.attention.hopper_resident_kernel import kernel as resident
+    from qframework.kernels.attention.hopper_stream_kernel import kernel as streaming
+    from qframework.kernels.runtime.gluon import TensorDescriptor
+
+
+class Scales(NamedTuple):
+    """Scales ``(1,)`` or ``(heads,)`` fp32 of Q, K, V and of an INT8 result; None where there is none."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    out: Tensor | None = None
+
+
+class Pieces(NamedTuple):
+    """How keys are split: ``first`` and ``second`` (0 for none) hold the last keys, after whole blocks of 128."""
+
+    first: int
+    second: int
+    blocks: int
+    masked: bool  # whether the last piece holds more than the last keys
+
+
+class Plan(NamedTuple):
+    """How a call is computed."""
+
+    stream: bool
+    warpgroups: int  # of a program
+    registers: int  # of a thread
+    parts: int  # programs of a head
+
+
+def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute a dense call without mask, causality or log-sum-exp, on a Hopper GPU.
+
+    Args:
+        q: ``(B, H, N, D)`` int8, or in 16 bit, as the others.
+        k: ``(B, Hkv, Nk, D)``.
+        v: ``(B, Hkv, Nk, Dv)``.
+        dtype: of the result: 16 bit, or int8 for int8 operands.
+    """
+    if not HAS_GLUON or capability_of(q.device) != (9, 0) or max(q.shape[3], v.shape[3]) > MAX_CHANNELS:
+        return False
+    int8 = q.dtype == torch.int8
+    if not q.dtype == k.dtype == v.dtype or (dtype != q.dtype if not int8 else dtype == torch.float32):
+        return False
+    if not int8 and q.dtype.itemsize != 2:
+        return False
+    whole = v.shape[3] * torch.empty((), dtype=dtype).element_size() % 16 == 0  # of the result's rows
+    return whole and all(hopper._addressable(x) for x in (q, k, v))
+
+
+@functools.cache
+def split(keys: int) -> Pieces:
+    """Pieces of 16, 32 or 64 keys that hold few more than the keys there are."""
+    blocks, before_last = divmod(keys - 1, BLOCK_N)
+    rest = before_last + 1
+    first = min(max(power_of_2(rest // 2 + 1), 16), HALF)
+    if first >= rest:
+        return Pieces(first, 0, blocks, first > rest)
+    second = max(power_of_2(rest - first), 16)
+    if 2 * first <= HALF and second == first:
+        first, second = 2 * first, 0
+    return Pieces(first, second, blocks, first + second > rest)
+
+
+@functools.cache
+def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int) -> Plan:
+    """The kernel and its shape for ``heads`` heads of all sequences of a batch.
+
+    The resident kernel needs three or four programs on a multiprocessor to hide their latency. A program takes several
+    tiles of queries of a head where there are enough heads, since each program loads the head's keys and values.
+    """
+    pieces = split(keys)
+    element = 1 if int8 else 2
+    held = pieces.first + pieces.second + pieces.blocks * BLOCK_N
+    width = power_of_2(max(channels, 32))
+    at_once = min(_SHARED_BYTES // (held * width * (element + 2) + 2 * ROWS * width * element + _PROGRAM_BYTES), 4)
+    if at_once >= 3 or pieces.blocks == 0:
+        slots = processors * max(at_once, 1)
+        parts = min(
+            range(1, cdiv(queries, ROWS) + 1),
+            key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
+        )
+        return Plan(False, 1, _REGISTERS[max(at_once, 2)], parts)
+    return Plan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS))
+
+
+def attention_dense(
+    q: Tensor, k: Tensor, v: Tensor, scales: Scales, logit_scale: float, dtype: torch.dtype, how: Plan | None = None
+) -> Tensor:
+    """``softmax(q k^T logit_scale) v`` with the scales, for operands that :func:`fits` accepts.
+
+    Args:
+        q: ``(B, H, N, D)``, see :func:`fits`; with no key there is nothing to compute.
+        k: ``(B, Hkv, Nk, D)``.
+        v: ``(B, Hkv, Nk, Dv)``.
+        scales: dequantize Q, K and V, and quantize an int8 result.
+        logit_scale: from ``q k``, dequantized, to logits in base 2.
+        dtype: of the result.
+        how: by default chosen by :func:`plan`.
+
+    Returns:
+        ``(B, H, N, Dv)``, in memory (B, N, H, Dv).
+    """
+    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
+    int8 = q.dtype == torch.int8
+    widest = max(channels, values)
+    how = how or plan(batch * heads, queries, keys, widest, int8, chip_of(q.device)[1])
+    pieces = split(keys)
+    block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
+    rows = ROWS * how.warpgroups
+    out = query_memory_order(batch, heads, queries, values, q, dtype)
+    form = PieceForm(
+        block_d,
+        block_dv,
+        how.warpgroups,
+        pieces.first,
+        pieces.second,
+        halves=int8,
+        masked=pieces.masked,
+        int8_values=int8,
+        whole_values=values == block_dv,
+        reuses_query=dtype == q.dtype and block_d == block_dv,
+    )
+    sizes = (pieces.first, pieces.second or pieces.first, BLOCK_N)
+    blocks = {} if how.stream else {"BLOCKS": pieces.blocks}
+    launch(streaming if how.stream else resident, (how.parts * heads * batch,))(
+        _describe(q, rows, block_d),
+        *(_describe(k, n, block_d) for n in sizes),
+        *(_describe(v, n, block_dv) for n in sizes),
+        _describe(out, rows, block_dv),
+        v,
+        *v.stride()[:3],
+        *scales,
+        logit_scale,
+        heads,
+        heads // k.shape[1],
+        queries,
+        keys,
+        values,
+        how.parts,
+        V_LAYOUT=hopper.layout(pieces.first, block_dv, torch.float16 if int8 else v.dtype),
+        PER_HEAD=tuple(scale is not None and scale.numel() > 1 for scale in scales),
+        FORM=form,
+        **blocks,
+        num_warps=4 * how.warpgroups,
+        maxnreg=how.registers,
+    )
+    return out
+
+
+def _describe(x: Tensor, rows: int, channels: int) -> Any:
+    """Gluon's descriptor of heads ``(B, H, N, D)``, for blocks of ``rows`` tokens of a head."""
+    block = [1, 1, rows, channels]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, hopper.layout(rows, channels, x.dtype))

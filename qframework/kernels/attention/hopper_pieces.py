@@ -1,0 +1,261 @@
+"""What Hopper's kernels for many small programs share: keys in pieces, the softmax of a piece, INT8 values as float16.
+
+Formula: :mod:`~qframework.kernels.attention.quantized_attention`, for one scale per head and a product of the scales
+that is not negative: the maximum of a row is taken before its products are scaled. Weights of two neighbouring keys
+share a word of 32 bits, as P V reads them, so that one instruction rounds, adds or moves both.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from qframework.kernels.runtime.gluon import HAS_GLUON
+
+BLOCK_N = 128  # keys of a whole block
+HALF = BLOCK_N // 2
+ROWS = 64  # queries of a warpgroup
+
+
+class PieceForm(NamedTuple):
+    """Compile-time sizes and formats."""
+
+    block_d: int  # channels of Q and K, padded to a power of two
+    block_dv: int
+    warpgroups: int  # of a program
+    first: int  # keys of the first piece
+    second: int  # of the second piece, 0 for none
+    halves: bool  # whole blocks in two halves: P V of one runs while the other's weights are computed
+    masked: bool  # whether the last piece holds more than the last keys
+    int8_values: bool
+    whole_values: bool  # block_dv is the number of V's channels
+    reuses_query: bool  # the result takes the place of its queries in shared memory
+
+
+if HAS_GLUON:
+    from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+    _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(HALF)
+    _LEAST = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
+
+    @gluon.jit
+    def products(q, k, KEYS: gl.constexpr, FORM: gl.constexpr):
+        """Q K^T of (M, D) queries and a piece of keys (KEYS, D), in flight."""
+        INT8: gl.constexpr = q.dtype == gl.int8
+        WARPS: gl.constexpr = FORM.warpgroups * 4
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 32 if INT8 else 16])
+        zeros = gl.zeros((FORM.warpgroups * _ROWS, KEYS), gl.int32 if INT8 else gl.float32, SCORES)
+        return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+    @gluon.jit
+    def _thread_maxima(s):
+        """(M, 4): maxima over the keys of each of the four threads of a row."""
+        M: gl.constexpr = s.shape[0]
+        by_thread = gl.reshape(s, (M, s.shape[1] // 8, 4, 2))
+        return gl.max(gl.max(by_thread, 3), 1)
+
+    @gluon.jit
+    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
+        """(M, COUNT, 4) words to (M, COUNT // 2, 4): sums of two, in 16 bit."""
+        M: gl.constexpr = words.shape[0]
+        a, b = gl.split(gl.permute(gl.reshape(words, (M, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
+        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
+        return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _apart(words, DTYPE: gl.constexpr):
+        """The low and the high halves of words as DTYPE."""
+        low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
+        return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
+
+    @gluon.jit
+    def _thread_sums(words, KEYS: gl.constexpr, DTYPE: gl.constexpr):
+        """(M, 4): sums of the weights of each of the four threads of a row; up to eight are summed in 16 bit."""
+        M: gl.constexpr = words.shape[0]
+        words = gl.reshape(words, (M, KEYS // 8, 4))
+        if KEYS >= 16:
+            words = _added(words, KEYS // 8, DTYPE)
+        if KEYS >= 32:
+            words = _added(words, KEYS // 16, DTYPE)
+        if KEYS >= 64:
+            words = _added(words, KEYS // 32, DTYPE)
+        low, high = _apart(words, DTYPE)
+        return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
+
+    @gluon.jit
+    def _exponentials(s, scale, top, KEYS: gl.constexpr, DTYPE: gl.constexpr, start, NK, MASKED: gl.constexpr):
+        """2^(s scale - top) rounded to DTYPE: (M, KEYS // 2) words."""
+        M: gl.constexpr = s.shape[0]
+        top = gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))
+        p = gl.exp2(s.to(gl.float32) * scale - top[:, None])
+        if MASKED:
+            column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))
+            p = gl.where((start + column < NK)[None, :], p, 0.0)
+        low, high = gl.split(gl.reshape(p, (M, KEYS // 2, 2)))
+        ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
+        return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def _left_operand(words, s, KEYS: gl.constexpr, DTYPE: gl.constexpr, RESULT: gl.constexpr):
+        """Words as the left operand (M, KEYS) of P V; no value moves to another thread."""
+        M: gl.constexpr = words.shape[0]
+        low, high = _apart(words, DTYPE)
+        p = gl.convert_layout(gl.reshape(gl.join(low, high), (M, KEYS)), s.type.layout, assert_trivial=True)
+        return gl.convert_layout(p, gl.DotOperandLayout(0, RESULT, 2))
+
+    @gluon.jit
+    def _kept(s, start, NK):
+        """Products of keys that exist; the others below all products."""
+        column = gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        return gl.where((start + column < NK)[None, :], s, _LEAST if s.dtype == gl.int32 else float("-inf"))
+
+    @gluon.jit
+    def _maxima(s, s2, scale):
+        """The largest logits of rows, of one or two pieces' products."""
+        highest = _thread_maxima(s)
+        if s2 is not None:
+            highest = gl.maximum(
+                highest, gl.convert_layout(_thread_maxima(s2), highest.type.layout, assert_trivial=True)
+            )
+        return gl.max(highest, 1).to(gl.float32) * scale
+
+    @gluon.jit
+    def visit_pieces(q, pieces, v_ready, scale, start, NK, VALUES: gl.constexpr, FORM: gl.constexpr):
+        """The first visit, of the last keys: (P V, sums of P, maxima in octaves)."""
+        k_first, k_second, v_first, v_second = pieces
+        FIRST: gl.constexpr = FORM.first
+        SECOND: gl.constexpr = FORM.second
+        DV: gl.constexpr = FORM.block_dv
+        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, DV, 16])
+        MASK_FIRST: gl.constexpr = FORM.masked and SECOND == 0
+        if SECOND > 0:
+            first = products(q, k_first.reshape((FIRST, FORM.block_d)), FIRST, FORM)
+            second = products(q, k_second.reshape((SECOND, FORM.block_d)), SECOND, FORM)
+            s, s2 = warpgroup_mma_wait(0, deps=(first, second))
+            top = _maxima(s, _kept(s2, start + FIRST, NK) if FORM.masked else s2, scale)
+        else:
+            first = products(q, k_first.reshape((FIRST, FORM.block_d)), FIRST, FORM)
+            s = warpgroup_mma_wait(0, deps=(first,))
+            top = _maxima(_kept(s, start, NK) if MASK_FIRST else s, None, scale)
+        words = _exponentials(s, scale, top, FIRST, VALUES, start, NK, MASK_FIRST)
+        total = _thread_sums(words, FIRST, VALUES)
+        weights = _left_operand(words, s, FIRST, VALUES, RESULT)
+        if not FORM.int8_values:
+            mbarrier.wait(v_ready, 0)
+        acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
+        values = warpgroup_mma(weights, v_first.reshape((FIRST, DV)), acc, use_acc=False, is_async=True)
+        weights2 = weights
+        if SECOND > 0:
+            words2 = _exponentials(s2, scale, top, SECOND, VALUES, start + FIRST, NK, FORM.masked)
+            total += gl.convert_layout(_thread_sums(words2, SECOND, VALUES), total.type.layout, assert_trivial=True)
+            weights2 = _left_operand(words2, s2, SECOND, VALUES, RESULT)
+            values = warpgroup_mma(weights2, v_second.reshape((SECOND, DV)), values, is_async=True)
+        # The operands in registers are read until the wait, which takes them so that nothing else gets their place.
+        acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
+        return acc, total, top
+
+    @gluon.jit
+    def block_products(q, k_tile, FORM: gl.constexpr):
+        """Q K^T of a whole block: of its two halves, or of all keys twice."""
+        k = k_tile.reshape((_BLOCK_N, FORM.block_d))
+        if FORM.halves:
+            first = products(q, k.slice(0, _HALF), _HALF, FORM)
+            second = products(q, k.slice(_HALF, _HALF), _HALF, FORM)
+            s, s2 = warpgroup_mma_wait(0, deps=(first, second))
+        else:
+            s = warpgroup_mma_wait(0, deps=(products(q, k, _BLOCK_N, FORM),))
+            s2 = s
+        return s, s2
+
+    @gluon.jit
+    def visit(s, s2, v_tile, state, scale, VALUES: gl.constexpr, FORM: gl.constexpr):
+        """The state of ``visit_pieces`` with a whole block more, of products ``s`` and ``s2``."""
+        acc, total, top = state
+        RESULT: gl.constexpr = acc.type.layout
+        KEYS: gl.constexpr = s.shape[1]
+        v = v_tile.reshape((_BLOCK_N, FORM.block_dv))
+        new_top = gl.maximum(
+            top, gl.convert_layout(_maxima(s, s2 if FORM.halves else None, scale), top.type.layout, assert_trivial=True)
+        )
+        rescale = gl.exp2(top - new_top)
+        total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
+        words = _exponentials(s, scale, new_top, KEYS, VALUES, 0, 0, False)
+        sums = _thread_sums(words, KEYS, VALUES)
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, RESULT))[:, None]
+        weights = _left_operand(words, s, KEYS, VALUES, RESULT)
+        values = warpgroup_mma(weights, v.slice(0, KEYS), acc, is_async=True)
+        weights2 = weights
+        if FORM.halves:
+            words2 = _exponentials(s2, scale, new_top, _HALF, VALUES, 0, 0, False)
+            sums += _thread_sums(words2, _HALF, VALUES)
+            weights2 = _left_operand(words2, s2, _HALF, VALUES, RESULT)
+            values = warpgroup_mma(weights2, v.slice(_HALF, _HALF), values, is_async=True)
+        total += gl.convert_layout(sums, total.type.layout, assert_trivial=True)
+        acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
+        return acc, total, new_top
+
+    @gluon.jit
+    def store_result(tile, acc, total, factor, FORM: gl.constexpr):
+        """P V / sum(P) * ``factor`` in the dtype of ``tile``, in shared memory."""
+        DV: gl.constexpr = FORM.block_dv
+        sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
+        result = acc * (factor / sums)[:, None]
+        place = tile.reshape((FORM.warpgroups * _ROWS, DV))
+        if tile.dtype == gl.int8:  # the sum with 1.5 * 2**23 has the integer in its lowest byte
+            result = gl.minimum(gl.maximum(result, -127.0), 127.0) + 12582912.0
+            place.store(result.to(gl.int32, bitcast=True).to(gl.int8))
+        else:
+            place.store(result.to(tile.dtype))
+
+    @gluon.constexpr_function
+    def places_of_values(FORM):
+        """A layout of INT8 values (keys, block_dv) in registers, 16 bytes a thread."""
+        PER_ROW = FORM.block_dv // 16
+        return gl.BlockedLayout([1, 16], [32 // PER_ROW, PER_ROW], [FORM.warpgroups * 4, 1], [1, 0])
+
+    @gluon.jit
+    def load_int8_values(ptr, start, KEYS: gl.constexpr, stride, NK, DV, FORM: gl.constexpr):
+        """INT8 values (KEYS, block_dv) from ``start`` on, in registers; 0 where there are none."""
+        PLACES: gl.constexpr = places_of_values(FORM)
+        row = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, PLACES))
+        column = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, PLACES))
+        inside = (row < NK)[:, None]
+        if not FORM.whole_values:
+            inside = inside & (column < DV)[None, :]
+        return gl.load(ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
+
+    @gluon.jit
+    def store_as_float16(tile, values):
+        """INT8 values as float16 in shared memory, exactly: a float16 of 1024 and more has integers in its bits."""
+        halves = gl.inline_asm_elementwise(
+            """{
+            .reg .b32 bytes, low, high, offset;
+            xor.b32 bytes, $2, 0x80808080;
+            mov.b32 offset, 0x64806480;
+            prmt.b32 low, bytes, 0x64646464, 0x4140;
+            prmt.b32 high, bytes, 0x64646464, 0x4342;
+            sub.f16x2 $0, low, offset;
+            sub.f16x2 $1, high, offset;
+            }""",
+            "=r,=r,r",
+            [values],
+            dtype=gl.float16,
+            is_pure=True,
+            pack=4,
+        )
+        tile.reshape((values.shape[0], values.shape[1])).store(halves)
+
+    @gluon.jit
+    def scales_of(scales, h, kv, logit_scale, PER_HEAD: gl.constexpr):
+        """(factor from products to logits in octaves, factor of the result) from the pointers to four scales."""
+        q_scale, k_scale, v_scale, out_scale = scales
+        scale = logit_scale
+        factor = 1.0
+        if q_scale is not None:
+            scale = scale * gl.load(q_scale + (h if PER_HEAD[0] else 0))
+        if k_scale is not None:
+            scale = scale * gl.load(k_scale + (kv if PER_HEAD[1] else 0))
+        if v_scale is not None:
+            factor = gl.load(v_scale + (kv if PER_HEAD[2] else 0))
+        if out_scale is not None:
+            factor = factor / gl.load(out_scale + (h if PER_HEAD[3] else 0))
+        return scale, factor
