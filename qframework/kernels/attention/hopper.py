@@ -297,8 +297,9 @@ def _readable_bias(bias: Bias, added: Added) -> _ReadBias:
         assert bias.rel_h is not None and bias.rel_w is not None
         return _ReadBias(added, _aligned(bias.rel_w), last_contiguous(_without_copies(bias.rel_h)))
     assert bias.mask is not None
-    mask = _aligned(bias.mask)
-    return _ReadBias(added, None, mask[:, :, :1]) if added.kind == "row" else _ReadBias(added, mask, None)
+    if added.kind == "row":
+        return _ReadBias(added, None, _aligned(bias.mask[:, :, :1]))
+    return _ReadBias(added, _aligned(bias.mask), None)
 
 
 def _without_copies(x: Tensor) -> Tensor:
@@ -311,10 +312,8 @@ def _without_copies(x: Tensor) -> Tensor:
 def _aligned(x: Tensor) -> Tensor:
     """``x`` without copies of batches and heads, with rows that start at multiples of 16 bytes."""
     x = _without_copies(x)
-    step = 16 // x.element_size()
-    strides = all(size == 1 or (stride % max(step, 8) == 0 and stride > 0) for size, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
+    step = max(16 // x.element_size(), 8)  # rows are read in steps of 8
+    strides = all(n == 1 or (s > 0 and s % step == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
     if strides and x.stride(3) == 1 and x.data_ptr() % 16 == 0:
         return x
-    rows = x.narrow(2, 0, 1) if x.stride(2) == 0 else x
-    padded = rows.new_empty((*rows.shape[:3], cdiv(x.shape[3], 16) * 16))[..., : x.shape[3]]
-    return padded.copy_(rows)
+    return x.new_empty((*x.shape[:3], cdiv(x.shape[3], 16) * 16))[..., : x.shape[3]].copy_(x)

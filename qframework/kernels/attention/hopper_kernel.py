@@ -267,25 +267,28 @@ if HAS_GLUON:
         KIND: gl.constexpr = FORM.bias
         BLOCK_N: gl.constexpr = FORM.block_n
         SCORES: gl.constexpr = no_scores.type.layout
-        bias_ptr, bias_token = bias
+        bias_ptr, bias_token, queries = bias
         if KIND == "tile":
-            return shared[8].index(slot * 2 + WHO).reshape((_ROWS, BLOCK_N)).load(SCORES).to(gl.float32)
-        if KIND == "row":
+            added = shared[8].index(slot * 2 + WHO).reshape((_ROWS, BLOCK_N)).load(SCORES).to(gl.float32)
+        elif KIND == "row":
             key = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
             if FIRST:  # the last block
-                return gl.load(bias_ptr + key, mask=key < NK, other=0.0).to(gl.float32)[None, :]
-            return gl.load(bias_ptr + key).to(gl.float32)[None, :]
-        COLUMNS: gl.constexpr = FORM.columns
-        by_row = gl.reshape(no_scores, (_ROWS, BLOCK_N // COLUMNS, COLUMNS))
-        width = shared[8].index(WHO).reshape((_ROWS, COLUMNS)).load(gl.SliceLayout(1, by_row.type.layout))
-        QUERY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_row.type.layout))
-        LINE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_row.type.layout))
-        line = block * (BLOCK_N // COLUMNS) + gl.arange(0, BLOCK_N // COLUMNS, layout=LINE)
-        line = gl.minimum(line, NK // COLUMNS - 1)
-        query = gl.arange(0, _ROWS, layout=QUERY)
-        height = gl.load(bias_ptr + query[:, None] * bias_token + line[None, :])
-        both = height.to(gl.float32)[:, :, None] + width.to(gl.float32)[:, None, :]
-        return gl.convert_layout(gl.reshape(both, (_ROWS, BLOCK_N)), SCORES, assert_trivial=True)
+                added = gl.load(bias_ptr + key, mask=key < NK, other=0.0).to(gl.float32)[None, :]
+            else:
+                added = gl.load(bias_ptr + key).to(gl.float32)[None, :]
+        else:
+            COLUMNS: gl.constexpr = FORM.columns
+            by_row = gl.reshape(no_scores, (_ROWS, BLOCK_N // COLUMNS, COLUMNS))
+            width = shared[8].index(WHO).reshape((_ROWS, COLUMNS)).load(gl.SliceLayout(1, by_row.type.layout))
+            QUERY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_row.type.layout))
+            LINE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_row.type.layout))
+            line = block * (BLOCK_N // COLUMNS) + gl.arange(0, BLOCK_N // COLUMNS, layout=LINE)
+            line = gl.minimum(line, NK // COLUMNS - 1)
+            query = gl.minimum(gl.arange(0, _ROWS, layout=QUERY), queries - 1)
+            height = gl.load(bias_ptr + query[:, None] * bias_token + line[None, :])
+            both = height.to(gl.float32)[:, :, None] + width.to(gl.float32)[:, None, :]
+            added = gl.convert_layout(gl.reshape(both, (_ROWS, BLOCK_N)), SCORES, assert_trivial=True)
+        return added
 
     @gluon.jit
     def _kept_by_place(block, first, NK, scores, CAUSAL: gl.constexpr):
@@ -312,7 +315,8 @@ if HAS_GLUON:
         INTEGER: gl.constexpr = FORM.integer
         NATURAL: gl.constexpr = FORM.bias != "none"
         if NATURAL:
-            new_top = new_maxima(scores, top, scale * 0.0 + 1.0, keep, PARTIAL)
+            ones = gl.full(scale.shape, 1.0, gl.float32, scale.type.layout)
+            new_top = new_maxima(scores, top, ones, keep, PARTIAL)
             rescale = natural_rescale(top, new_top)
             factor, shift = in_octaves(new_top)
             p = exact_weights(scores, shift, _by_row(factor, scores), keep, PARTIAL, DTYPE)
@@ -344,6 +348,8 @@ if HAS_GLUON:
         INT8: gl.constexpr = K_SPAN > 0
         MASKED_FORM: gl.constexpr = FORM.masked
         NATURAL: gl.constexpr = FORM.bias != "none"
+        # Wide heads have no registers left for a bias that waits for products.
+        LATE: gl.constexpr = FORM.bias != "none" and FORM.bias != "factors" and FORM.block_dv + FORM.rest_dv > 80
         VALUE_SLICES: gl.constexpr = 2 if FORM.rest_dv > 0 else 1
         DTYPE: gl.constexpr = shared[4].dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
@@ -367,12 +373,14 @@ if HAS_GLUON:
             products = _products(q, shared, slot, no_scores, FORM)
             mbarrier.wait(v_ready.index(before), before_phase)
             values, values_rest = _start_values(weights, shared, before, acc, acc_rest, FORM)
-            if NATURAL:
+            if NATURAL and not LATE:
                 added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
-                products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
-                scores = halves(products * (logit_scale * _NATURAL) + added)
-            else:
-                scores = halves(warpgroup_mma_wait(VALUE_SLICES, deps=(products,)))
+            products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
+            if LATE:
+                added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+            if NATURAL:
+                products = products * (logit_scale * _NATURAL) + added
+            scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
             keep = scores == scores
             if PARTIAL:
@@ -410,9 +418,7 @@ if HAS_GLUON:
         return _visit(WHO, BOUNDED, False, begin, blocks, state, at, q, q_scale, shared, barriers, keys, FORM)
 
     @gluon.jit
-    def _scale_of_queries(
-        q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr
-    ):
+    def _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr):
         """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query with NaN or infinity."""
         Q_SPAN: gl.constexpr = FORM.q_span
         ROW: gl.constexpr = row.type.layout
@@ -481,7 +487,8 @@ if HAS_GLUON:
             bits_ptr = k_scale_ptr
             if MASKED_FORM:
                 bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_M) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
-            head_bias = (_head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM), bias_token)
+            here = _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
+            head_bias = (here, bias_token, N - first)
             q_tile = shared[0].index(WHO).reshape((_ROWS, D))
             q_rest = q_tile
             if REST > 0:
@@ -491,9 +498,7 @@ if HAS_GLUON:
             # The first visit, masked.
             mbarrier.wait(q_ready.index(WHO), q_phase)
             q_phase = q_phase ^ 1
-            q_scale = _scale_of_queries(
-                q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM
-            )
+            q_scale = _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
             mbarrier.wait(k_ready.index(slot), phase)
             products = warpgroup_mma_wait(0, deps=(_products(q, shared, slot, no_scores, FORM),))
             if NATURAL:
@@ -512,9 +517,9 @@ if HAS_GLUON:
             least = gl.full((_ROWS,), LEAST, gl.float32, ROW)
             if INTEGER and INT8:
                 top = whole(new_maxima(scores, least, scale, keep, True))
-                squares = sum_of_squares(q_tile, q_scale.type.layout)
+                squares = sum_of_squares(q_tile, q_scale)
                 if REST > 0:
-                    squares += sum_of_squares(q_rest, q_scale.type.layout)
+                    squares += sum_of_squares(q_rest, q_scale)
                 bounded = is_bounded(squares, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
                 top = gl.where(bounded, 0.0, top)
                 p = integer_weights(scores, top, scale, keep, True)

@@ -98,11 +98,11 @@ if HAS_GLUON:
         return gl.inline_asm_elementwise(PERMUTE, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
     @gluon.jit
-    def sum_of_squares(q, LAYOUT: gl.constexpr):
-        """Of the integers (ROWS, D) of each query, float32 (ROWS,) in LAYOUT."""
+    def sum_of_squares(q, q_scale):
+        """Of the integers (ROWS, D) of each query, float32 as ``q_scale``."""
         D: gl.constexpr = q.shape[1]
         values = q.load(gl.BlockedLayout([1, D // 2], [16, 2], [4, 1], [1, 0])).to(gl.int32)
-        return gl.convert_layout(gl.sum(values * values, 1).to(gl.float32), LAYOUT)
+        return gl.convert_layout(gl.sum(values * values, 1).to(gl.float32), q_scale.type.layout)
 
     @gluon.jit
     def is_bounded(squares, q_scale, k_norm):
