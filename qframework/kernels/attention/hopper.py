@@ -40,6 +40,9 @@ class Added(NamedTuple):
     columns: int = 0  # of the image that relative positions describe
 
 
+NOTHING = Added()
+
+
 def added_by(bias: Bias, keys: int) -> Added | None:
     """How the kernel reads ``bias``; None if it does not.
 
@@ -51,7 +54,7 @@ def added_by(bias: Bias, keys: int) -> Added | None:
         same = bias.rel_h.dtype == bias.rel_w.dtype in FLOAT_DTYPES and bias.rel_h.shape[:3] == bias.rel_w.shape[:3]
         return Added("factors", bias.rel_w.element_size(), columns) if fits and same and bias.mask is None else None
     if bias.only_bool or bias.mask is None:
-        return Added()
+        return NOTHING
     if bias.mask.shape[3] != keys or bias.mask.dtype not in FLOAT_DTYPES:
         return None
     rows = bias.mask.shape[2] > 1 and bias.mask.stride(2) > 0
@@ -66,7 +69,7 @@ def fits(
     dtype: torch.dtype,
     capability: tuple[int, int] | None,
     masked: bool = False,
-    added: Added | None = Added(),
+    added: Added | None = NOTHING,
 ) -> bool:
     """Whether the kernel computes this dense attention, and is faster than the general one.
 
@@ -103,7 +106,7 @@ def takes(
     variant: AttentionVariant,
     masked: bool,
     processors: int,
-    added: Added = Added(),
+    added: Added = NOTHING,
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
     least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
@@ -155,7 +158,7 @@ def slices(channels: int, least: int = 16) -> tuple[int, int]:
     return (2 * first, 0) if rest >= first else (first, rest)
 
 
-def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool, added: Added = Added()) -> Form:
+def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool, added: Added = NOTHING) -> Form:
     """The kernel's form for heads of so many channels in Q and K, and in V."""
     wider = max(channels, values)
     keys_in, values_in = slices(wider, 32 if variant.quantizes_qk else 16), slices(wider)
@@ -177,7 +180,7 @@ def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool,
     )
 
 
-def shared_bytes(form: Form, added: Added = Added()) -> int:
+def shared_bytes(form: Form, added: Added = NOTHING) -> int:
     """Bytes of shared memory that tiles of this form take, without barriers."""
     operand = 1 if form.q_span else 2
     d, dv = form.block_d + form.rest_d, form.block_dv + form.rest_dv
@@ -293,25 +296,27 @@ class _ReadBias(NamedTuple):
 
 def _readable_bias(bias: Bias, added: Added) -> _ReadBias:
     """The bias of ``added``, copied where TMA or loads of several numbers cannot address it."""
-    if added.kind == "factors":
-        assert bias.rel_h is not None and bias.rel_w is not None
-        return _ReadBias(added, _aligned(bias.rel_w), last_contiguous(_without_copies(bias.rel_h)))
+    if bias.rel_h is not None and bias.rel_w is not None:
+        height, width = _without_copies(bias.rel_h, bias.rel_w)
+        return _ReadBias(added, _aligned(width), last_contiguous(height))
     assert bias.mask is not None
+    (mask,) = _without_copies(bias.mask)
     if added.kind == "row":
-        return _ReadBias(added, None, _aligned(bias.mask[:, :, :1]))
-    return _ReadBias(added, _aligned(bias.mask), None)
+        return _ReadBias(added, None, _aligned(mask[:, :, :1]))
+    return _ReadBias(added, _aligned(mask), None)
 
 
-def _without_copies(x: Tensor) -> Tensor:
-    """``x (M, H, N, ...)`` with dimensions of 1 for the first two where they are expanded."""
+def _without_copies(*given: Tensor) -> list[Tensor]:
+    """``(M, H, N, ...)`` with dimensions of 1 for the first two where all are expanded."""
+    alike = list(given)
     for dim in range(2):
-        x = x.narrow(dim, 0, 1) if x.stride(dim) == 0 else x
-    return x
+        if all(x.stride(dim) == 0 for x in alike):
+            alike = [x.narrow(dim, 0, 1) for x in alike]
+    return alike
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x`` without copies of batches and heads, with rows that start at multiples of 16 bytes."""
-    x = _without_copies(x)
+    """``x`` with rows that start at multiples of 16 bytes."""
     step = max(16 // x.element_size(), 8)  # rows are read in steps of 8
     strides = all(n == 1 or (s > 0 and s % step == 0) for n, s in zip(x.shape[:3], x.stride()[:3], strict=True))
     if strides and x.stride(3) == 1 and x.data_ptr() % 16 == 0:

@@ -205,9 +205,8 @@ if HAS_GLUON:
                 tma_load(v_desc, [b, kv, start, 0], ready, v_stages.index(slot))
                 if REST_DV > 0:
                     tma_load(v_rest_desc, [b, kv, start, DV], ready, v_rest.index(slot))
-                if SHARES_OUT:  # the results before leave meanwhile
-                    if i == 0:
-                        _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
+                if SHARES_OUT and i == 0:  # the results before leave meanwhile
+                    _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
                 slot, phase = next_stage(slot, phase, STAGES)
             q_phase = q_phase ^ 1
 
@@ -419,7 +418,7 @@ if HAS_GLUON:
 
     @gluon.jit
     def _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr):
-        """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query with NaN or infinity."""
+        """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query that is not finite."""
         Q_SPAN: gl.constexpr = FORM.q_span
         ROW: gl.constexpr = row.type.layout
         if Q_SPAN > 0:

@@ -8,9 +8,9 @@ or moves both.
 from __future__ import annotations
 
 from qframework.kernels.attention.mask_blocks import WORDS
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
-from qframework.kernels.attention.operands import LOG2_E
 
 ROWS = 64  # queries of a warpgroup
 
@@ -23,8 +23,7 @@ if HAS_GLUON:
     _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
     _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
     _LOG2_E = gl.constexpr(LOG2_E)
-    _LARGE = gl.constexpr(1e37)  # its multiples in base 2 are finite, and two floats above it are 2^100 apart or equal
-    _SHRUNK = gl.constexpr(2.0**-60)
+    _LARGE = gl.constexpr(2.0**28)  # two floats from here on are equal or at least 32 apart
     LOWEST = gl.constexpr(-3.4028234663852886e38)
 
     @gluon.jit
@@ -166,10 +165,10 @@ if HAS_GLUON:
     def in_octaves(top):
         """(factor, shift) with e^(x - top) = 2^(x * factor - shift) for natural logits ``x``.
 
-        The shift is rounded, by which all weights of a row change alike. Of logits as large as the lowest number of
-        float32 only those that equal the maximum have a weight; their products with log2(e) would overflow.
+        The shift is rounded, by which all weights of a row change alike, at most 2^12 times. Of larger logits, as where
+        a mask holds the lowest float32, only those that equal the maximum have a weight, whatever the base.
         """
-        factor = gl.where(gl.maximum(top, -top) > _LARGE, _SHRUNK, _LOG2_E)
+        factor = gl.where(gl.maximum(top, -top) > _LARGE, 1.0, _LOG2_E)
         return factor, top * factor
 
     @gluon.jit
