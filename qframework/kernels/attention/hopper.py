@@ -25,7 +25,11 @@ from qframework.numerics import FLOAT_DTYPES
 
 _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the last
 
+_CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
+
 LEAST_TOKENS = 512  # from which a pass that quantizes Q pays; triton.py quantizes Q within its kernel
+LEAST_WIDE = 4096  # the same for more than 128 channels
+LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_kernel import kernel
@@ -110,6 +114,10 @@ def takes(
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
     least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
+    if variant.quantizes_qk and channels > 128:
+        least = LEAST_WIDE
+    if channels <= 32:
+        least = LEAST_NARROW
     if masked and channels <= 64:  # the blocks of the mask are an additional pass
         least = max(least, mask_blocks.BLOCK + 1)
     large = cdiv(queries, BLOCK_M) * heads * batch >= processors and min(queries, keys) >= least
@@ -150,10 +158,8 @@ def layout(rows: int, channels: int, dtype: torch.dtype) -> Any:
 
 
 def slices(channels: int, least: int = 16) -> tuple[int, int]:
-    """Heads of so many channels as two powers of two, the second of at least ``least``, or 64 and more and 0."""
-    if channels <= 64:
-        return 64, 0
-    first = 1 << (channels.bit_length() - 1)
+    """Heads of so many channels as two powers of two, the second of at least ``least``, or one of 32 or more and 0."""
+    first = max(1 << (channels.bit_length() - 1), 32)
     rest = max(power_of_2(channels - first), least) if channels > first else 0
     return (2 * first, 0) if rest >= first else (first, rest)
 
@@ -164,13 +170,14 @@ def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool,
     keys_in, values_in = slices(wider, 32 if variant.quantizes_qk else 16), slices(wider)
     spans = (token_groups(variant.granularity, role).span for role in ("query", "key"))
     q_span, k_span = spans if variant.quantizes_qk else (0, 0)
-    wide_bias = added.kind == "tile" and added.itemsize > 2
-    return Form(
+    # 128 keys as long as their logits fit registers beside the accumulator, and a bias shared memory.
+    most = 64 if added.kind == "tile" and added.itemsize > 2 else 128 if added.kind != "none" else 160
+    form = Form(
         *keys_in,
         *values_in,
-        block_n=64 if sum(values_in) > 128 or (wide_bias and sum(values_in) > 64) else 128,
+        block_n=128 if sum(values_in) <= most else 64,
         stages=2,
-        shares_out=not variant.quantizes_qk and (sum(values_in) > 128 or added.kind == "tile"),
+        shares_out=False,
         q_span=q_span,
         k_span=k_span,
         integer=variant.exponential == "integer",
@@ -178,6 +185,8 @@ def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool,
         bias=added.kind,
         columns=added.columns,
     )
+    too_large = shared_bytes(form, added) > _SHARED and not variant.quantizes_qk
+    return form._replace(shares_out=True) if too_large else form
 
 
 def shared_bytes(form: Form, added: Added = NOTHING) -> int:
@@ -207,7 +216,8 @@ def attention_hopper(
     q_scale, k_scale = (out, out) if qk.q_scale is None or qk.k_scale is None else (qk.q_scale, qk.k_scale)
     items = cdiv(tokens, BLOCK_M) * heads * batch
     uneven = bias.causal or masked
-    at_once = next(count for count in (32, 16, 8, 4, 2, 1) if heads * batch % count == 0) if uneven else 1
+    cached = _heads_in_cache(qk.k, v) * (heads // qk.k.shape[1])
+    at_once = _divisor(heads * batch, min(cached, 32)) if uneven else 1
     batches_at_once = 1
     queries = _slices_of(qk.q, ROWS, form.block_d, form.rest_d)
     biases: tuple[Any, ...] = (out, 0, 0, 0)
@@ -221,7 +231,7 @@ def attention_hopper(
         blocks = (out, out, out, *read.sizes, 1)
         biases = read.arguments
         bias_desc = read.desc(form) or bias_desc
-        at_once, batches_at_once = read.in_flight(batch, heads, at_once)
+        at_once, batches_at_once = read.in_flight(batch, heads, at_once, cached)
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         *queries,
         *_slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
@@ -285,13 +295,24 @@ class _ReadBias(NamedTuple):
             return None
         return _describe(self.tiled, ROWS, form.block_n if self.added.kind == "tile" else form.columns)
 
-    def in_flight(self, batch: int, heads: int, heads_at_once: int) -> tuple[int, int]:
-        """(heads at once, batches at once), so that a bias that broadcasts is read once from memory."""
+    def in_flight(self, batch: int, heads: int, heads_at_once: int, cached: int) -> tuple[int, int]:
+        """(heads at once, batches at once), so that a bias that broadcasts is read from memory about once."""
         if self.added.kind != "tile":
             return heads_at_once, 1
         if self.sizes[0] == 1 and batch > 1:
-            return batch, batch
-        return (heads, 1) if self.sizes[1] == 1 else (heads_at_once, 1)
+            together = _divisor(batch, cached)
+            return together, together
+        return (_divisor(heads, cached), 1) if self.sizes[1] == 1 else (heads_at_once, 1)
+
+
+def _heads_in_cache(k: Tensor, v: Tensor) -> int:
+    """How many heads of K and V the L2 cache holds beside what else passes through, at least one."""
+    return max(_CACHE // (k.shape[2] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())), 1)
+
+
+def _divisor(count: int, most: int) -> int:
+    """The largest power of two up to ``most`` that divides ``count``."""
+    return min(count & -count, 1 << (most.bit_length() - 1))
 
 
 def _readable_bias(bias: Bias, added: Added) -> _ReadBias:

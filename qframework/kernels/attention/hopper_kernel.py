@@ -93,16 +93,20 @@ if HAS_GLUON:
 
     @gluon.jit
     def _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE):
-        """(tile of queries, head, batch) of item ``work``: some heads at a time, their last tiles first.
+        """(tile of queries, head, batch) of item ``work``: all tiles of some heads, which share the L2 cache.
 
-        Under causal attention the last tiles take longest; the heads in flight share the L2 cache. With a bias that
-        broadcasts over batches, all batches of a head are in flight.
+        Under causal attention the last tiles take longest: they come first, and last in every second group of heads, so
+        that each program's items take about as long. With a bias that broadcasts over batches, a group is of several
+        batches of a head.
         """
         items = tiles * HEADS_AT_ONCE
         within = work % items
-        head = work // items * HEADS_AT_ONCE + within % HEADS_AT_ONCE
+        group = work // items
+        rank = within // HEADS_AT_ONCE
+        tile = gl.where(group % 2 == 0, tiles - 1 - rank, rank)
+        head = group * HEADS_AT_ONCE + within % HEADS_AT_ONCE
         batch = head % BATCHES_AT_ONCE + head // (BATCHES_AT_ONCE * H) * BATCHES_AT_ONCE
-        return tiles - 1 - within // HEADS_AT_ONCE, head // BATCHES_AT_ONCE % H, batch
+        return tile, head // BATCHES_AT_ONCE % H, batch
 
     @gluon.jit
     def _blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
@@ -205,7 +209,7 @@ if HAS_GLUON:
                 tma_load(v_desc, [b, kv, start, 0], ready, v_stages.index(slot))
                 if REST_DV > 0:
                     tma_load(v_rest_desc, [b, kv, start, DV], ready, v_rest.index(slot))
-                if SHARES_OUT and i == 0:  # the results before leave meanwhile
+                if SHARES_OUT and i == gl.minimum(STAGES, blocks) - 1:  # the results before leave meanwhile
                     _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
                 slot, phase = next_stage(slot, phase, STAGES)
             q_phase = q_phase ^ 1

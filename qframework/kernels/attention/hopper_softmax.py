@@ -162,17 +162,25 @@ if HAS_GLUON:
         return (x + 12582912.0) - 12582912.0
 
     @gluon.jit
+    def _times_log2_e(x):
+        """Rounded in any context: the shift of all blocks is the same number only if no addition is fused with it."""
+        return gl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, 0f3FB8AA3B;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        )
+
+    @gluon.jit
     def in_octaves(top):
         """(factor, shift) with e^(x - top) = 2^(x * factor - shift) for natural logits ``x``.
 
         The shift is rounded, by which all weights of a row change alike, at most 2^12 times. Of larger logits, as where
         a mask holds the lowest float32, only those that equal the maximum have a weight, whatever the base.
         """
-        factor = gl.where(gl.maximum(top, -top) > _LARGE, 1.0, _LOG2_E)
-        return factor, top * factor
+        large = gl.maximum(top, -top) > _LARGE
+        return gl.where(large, 1.0, _LOG2_E), gl.where(large, top, _times_log2_e(top))
 
     @gluon.jit
     def natural_rescale(top, new_top):
         """e^(top - new_top), consistent with :func:`in_octaves`."""
         same = gl.where(top == new_top, 1.0, 0.0)
-        return gl.where(gl.maximum(top, -top) > _LARGE, same, gl.exp2(top * _LOG2_E - new_top * _LOG2_E))
+        rescale = gl.exp2(_times_log2_e(top) - _times_log2_e(new_top))
+        return gl.where(gl.maximum(top, -top) > _LARGE, same, rescale)

@@ -236,8 +236,5 @@ def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tupl
 
 
 def fits_hopper(head_dim: int, qk_bits: int = 8) -> bool:
-    """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes.
-
-    Those over 128 in 16 bit only.
-    """
-    return 32 < head_dim <= (256 if qk_bits == 16 else 128) and head_dim * qk_bits % 128 == 0
+    """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes."""
+    return (16 if qk_bits == 16 else 32) < head_dim <= 256 and head_dim * qk_bits % 128 == 0
