@@ -14,49 +14,64 @@ read P, so that a turn passed on after them would exclude the other warpgroup fo
 With the integer exponential and a bound on all logits of a tile, there is no running maximum and nothing to rescale: a
 weight takes one multiplication and addition and half a permutation.
 
-Without a mask, blocks of keys are visited from the last, which alone needs one, to the first; with a mask in the order
-of mask_blocks.py, which leaves out what no query of the tile attends to. Row maxima of 8-bit products are taken from
-integers.
+Channels are one or two slices, each a power of two, so that heads of 96 are multiplied as 64 + 32 instead of 128.
+
+Without a mask, blocks of keys are visited from the last, which alone needs one, to the first; with a bool mask in the
+order of mask_blocks.py, which leaves out what no query of the tile attends to. Row maxima of 8-bit products are taken
+from integers. A float bias arrives with the keys of its block; logits are natural then, not in base 2.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_softmax import BLOCK_N, ROWS
+from qframework.kernels.attention.hopper_softmax import ROWS
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 BLOCK_M = 2 * ROWS
-assert BLOCK_N == BLOCK_M  # so that under causal attention every query attends to a key of its tile's last block
-assert BLOCK_N == mask_blocks.BLOCK
-STAGES = 2
+assert BLOCK_M == mask_blocks.BLOCK
+
+BiasKind = Literal["none", "tile", "row", "factors"]
+"""What is added to logits: nothing, a bias of each query, one of all queries, or relative positions in factors."""
 
 
 class Form(NamedTuple):
-    """Compile-time sizes: channels padded to a power of two, and tokens that share a scale."""
+    """Compile-time sizes: slices of channels, each a power of two or 0, and tokens that share a scale."""
 
     block_d: int
+    rest_d: int  # the second slice of channels of Q and K
     block_dv: int
+    rest_dv: int
+    block_n: int  # keys of a block, 64 or 128
+    stages: int  # blocks of keys and values in shared memory
+    shares_out: bool  # the result leaves through Q's shared memory
     q_span: int  # 0: Q and K are in 16 bit, without scales
     k_span: int
     integer: bool  # integer exponential
-    masked: bool  # a mask's blocks are given
+    masked: bool  # a bool mask's blocks are given
+    bias: BiasKind = "none"  # others with Q and K in 16 bit only
+    columns: int = 0  # of the image that relative positions describe, a power of two that divides block_n
 
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_softmax import (
+        LOWEST,
         bounded_weights,
         exact_weights,
         halves,
+        in_octaves,
         integer_weights,
         is_bounded,
         kept_keys,
         left_operand,
+        natural_rescale,
         new_maxima,
         partial_sums,
+        sum_of_squares,
         whole,
     )
     from qframework.kernels.runtime.gluon import (
@@ -72,107 +87,285 @@ if HAS_GLUON:
         warpgroup_mma_wait,
     )
 
-    _ROWS, _BLOCK_M, _BLOCK_N, _STAGES, _KEY_BLOCK = (
-        gl.constexpr(n) for n in (ROWS, BLOCK_M, BLOCK_N, STAGES, KEY_BLOCK)
-    )
-    _MASK_WORDS = gl.constexpr(BLOCK_M * mask_blocks.WORDS)  # of a block
+    _ROWS, _BLOCK_M, _KEY_BLOCK = (gl.constexpr(n) for n in (ROWS, BLOCK_M, KEY_BLOCK))
+    _MASK_WORDS = gl.constexpr(BLOCK_M * mask_blocks.WORDS)  # of a block of the mask
+    _NATURAL = gl.constexpr(1 / LOG2_E)
 
     @gluon.jit
-    def _place(work, tiles, H, HEADS_AT_ONCE):
-        """(tile of queries, head, batch) of item ``work``: some heads at a time, their last tiles first.
+    def _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE):
+        """(tile of queries, head, batch) of item ``work``: all tiles of some heads, which share the L2 cache.
 
-        Under causal attention the last tiles take longest; the heads in flight share the L2 cache.
+        Under causal attention the last tiles take longest: they come first, and last in every second group of heads, so
+        that each program's items take about as long. With a bias that broadcasts over batches, a group is of several
+        batches of a head.
         """
         items = tiles * HEADS_AT_ONCE
         within = work % items
-        head = work // items * HEADS_AT_ONCE + within % HEADS_AT_ONCE
-        return tiles - 1 - within // HEADS_AT_ONCE, head % H, head // H
+        group = work // items
+        rank = within // HEADS_AT_ONCE
+        tile = gl.where(group % 2 == 0, tiles - 1 - rank, rank)
+        head = group * HEADS_AT_ONCE + within % HEADS_AT_ONCE
+        batch = head % BATCHES_AT_ONCE + head // (BATCHES_AT_ONCE * H) * BATCHES_AT_ONCE
+        return tile, head // BATCHES_AT_ONCE % H, batch
 
     @gluon.jit
-    def _blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, MASKED_FORM: gl.constexpr):
+    def _blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """(blocks of keys that a tile of queries attends to, how many of them in part, its entry in ``mask``)."""
+        MASKED_FORM: gl.constexpr = FORM.masked
+        BLOCK_N: gl.constexpr = FORM.block_n
+        IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N  # blocks in a block of the mask
         if MASKED_FORM:
-            counts_ptr, MASKS, MASK_HEADS, MASK_TILES = mask[2:]
+            counts_ptr, MASKS, MASK_HEADS, MASK_TILES = mask[2:6]
             entry = ((b % MASKS * MASK_HEADS + h % MASK_HEADS) * MASK_TILES + tile % MASK_TILES).to(gl.int64)
-            partial = gl.load(counts_ptr + entry * 2)
-            blocks = gl.load(counts_ptr + entry * 2 + 1)
+            partial = gl.load(counts_ptr + entry * 2) * IN_ONE
+            blocks = gl.load(counts_ptr + entry * 2 + 1) * IN_ONE
         else:
             end = NK
             if CAUSAL:
                 end = gl.minimum(NK, (tile + 1) * _BLOCK_M)
-            blocks = gl.cdiv(end, _BLOCK_N)
-            partial = 1
+            blocks = gl.cdiv(end, BLOCK_N)
+            partial = gl.minimum(IN_ONE if CAUSAL else 1, blocks)
             entry = tile
         return blocks, partial, entry
 
     @gluon.jit
-    def _block_at(i, blocks, entry, NK, mask, MASKED_FORM: gl.constexpr):
+    def _block_at(i, blocks, entry, NK, mask, FORM: gl.constexpr):
         """The block of keys that a tile visits as its ``i``-th."""
+        MASKED_FORM: gl.constexpr = FORM.masked
+        BLOCK_N: gl.constexpr = FORM.block_n
+        IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N
         if MASKED_FORM:
-            return gl.load(mask[1] + entry * gl.cdiv(NK, _BLOCK_N) + gl.minimum(i, blocks - 1))
+            i = gl.minimum(i, blocks - 1)
+            return gl.load(mask[1] + entry * gl.cdiv(NK, _BLOCK_M) + i // IN_ONE) * IN_ONE + i % IN_ONE
         return blocks - 1 - i
+
+    @gluon.jit
+    def _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM: gl.constexpr):
+        """Both warpgroups' queries, and their factors of relative positions within a row of the image."""
+        q_desc, q_rest_desc, bias_desc = descs[0], descs[1], descs[8]
+        q_tiles, q_rest, bias_tiles = shared[0], shared[1], shared[8]
+        q_ready, q_free = barriers[0], barriers[1]
+        D: gl.constexpr = FORM.block_d
+        REST: gl.constexpr = FORM.rest_d
+        FACTORS: gl.constexpr = FORM.bias == "factors"
+        REST_BYTES: gl.constexpr = q_rest_desc.block_type.nbytes if REST > 0 else 0
+        BIAS_BYTES: gl.constexpr = bias_desc.block_type.nbytes if FACTORS else 0
+        for who in gl.static_range(2):
+            first = tile * _BLOCK_M + who * _ROWS
+            ready = q_ready.index(who)
+            mbarrier.wait(q_free.index(who), q_phase)
+            mbarrier.expect(ready, q_desc.block_type.nbytes + REST_BYTES + BIAS_BYTES)
+            tma_load(q_desc, [b, h, first, 0], ready, q_tiles.index(who))
+            if REST > 0:
+                tma_load(q_rest_desc, [b, h, first, D], ready, q_rest.index(who))
+            if FACTORS:
+                tma_load(bias_desc, [b % mask[3], h % mask[4], first, 0], ready, bias_tiles.index(who))
 
     @gluon.jit
     def _produce(descs, shared, barriers, sizes, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """The loading warp."""
-        q_desc, k_desc, v_desc, _ = descs
-        q_tiles, k_stages, v_stages, _ = shared
-        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
-        MASKED_FORM: gl.constexpr = FORM.masked
+        _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
+        _, _, k_stages, k_rest, v_stages, v_rest, _, _, bias_stages = shared
+        _, _, k_ready, k_free, v_ready, v_free = barriers
+        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
+        D: gl.constexpr = FORM.block_d
+        DV: gl.constexpr = FORM.block_dv
+        REST: gl.constexpr = FORM.rest_d
+        REST_DV: gl.constexpr = FORM.rest_dv
+        BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
+        SHARES_OUT: gl.constexpr = FORM.shares_out
+        TILE: gl.constexpr = FORM.bias == "tile"
+        K_REST_BYTES: gl.constexpr = k_rest_desc.block_type.nbytes if REST > 0 else 0
+        V_REST_BYTES: gl.constexpr = v_rest_desc.block_type.nbytes if REST_DV > 0 else 0
+        BIAS_BYTES: gl.constexpr = 2 * bias_desc.block_type.nbytes if TILE else 0
         tiles = gl.cdiv(N, _BLOCK_M)
         slot = 0
         phase = 1  # waiting for phase 1 of a fresh barrier returns at once: everything is free
         q_phase = 1
         for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE)
-            for who in gl.static_range(2):
-                mbarrier.wait(q_free.index(who), q_phase)
-                mbarrier.expect(q_ready.index(who), q_desc.block_type.nbytes)
-                tma_load(q_desc, [b, h, tile * _BLOCK_M + who * _ROWS, 0], q_ready.index(who), q_tiles.index(who))
-            q_phase = q_phase ^ 1
-            blocks, _partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, MASKED_FORM)
-            block = _block_at(0, blocks, entry, NK, mask, MASKED_FORM)
+            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
+            if not SHARES_OUT:
+                _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
+            blocks, _partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
+            block = _block_at(0, blocks, entry, NK, mask, FORM)
             for i in range(blocks):
-                place = [b, h // GROUP, block * _BLOCK_N, 0]
-                block = _block_at(i + 1, blocks, entry, NK, mask, MASKED_FORM)  # early: it may be a load
+                start = block * BLOCK_N
+                kv = h // GROUP
+                block = _block_at(i + 1, blocks, entry, NK, mask, FORM)  # early: it may be a load
+                ready = k_ready.index(slot)
                 mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(k_ready.index(slot), k_desc.block_type.nbytes)
-                tma_load(k_desc, place, k_ready.index(slot), k_stages.index(slot))
+                mbarrier.expect(ready, k_desc.block_type.nbytes + K_REST_BYTES + BIAS_BYTES)
+                tma_load(k_desc, [b, kv, start, 0], ready, k_stages.index(slot))
+                if REST > 0:
+                    tma_load(k_rest_desc, [b, kv, start, D], ready, k_rest.index(slot))
+                if TILE:
+                    for who in gl.static_range(2):
+                        place = [b % mask[3], h % mask[4], tile * _BLOCK_M + who * _ROWS, start]
+                        tma_load(bias_desc, place, ready, bias_stages.index(slot * 2 + who))
+                ready = v_ready.index(slot)
                 mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(v_ready.index(slot), v_desc.block_type.nbytes)
-                tma_load(v_desc, place, v_ready.index(slot), v_stages.index(slot))
-                slot, phase = next_stage(slot, phase, _STAGES)
+                mbarrier.expect(ready, v_desc.block_type.nbytes + V_REST_BYTES)
+                tma_load(v_desc, [b, kv, start, 0], ready, v_stages.index(slot))
+                if REST_DV > 0:
+                    tma_load(v_rest_desc, [b, kv, start, DV], ready, v_rest.index(slot))
+                if SHARES_OUT and i == gl.minimum(STAGES, blocks) - 1:  # the results before leave meanwhile
+                    _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
+                slot, phase = next_stage(slot, phase, STAGES)
+            q_phase = q_phase ^ 1
+
+    @gluon.jit
+    def _products(q, shared, slot, no_scores, FORM: gl.constexpr):
+        """Q K^T of the keys in ``slot``, in flight."""
+        D: gl.constexpr = FORM.block_d
+        REST: gl.constexpr = FORM.rest_d
+        BLOCK_N: gl.constexpr = FORM.block_n
+        k = shared[2].index(slot).reshape((BLOCK_N, D)).permute((1, 0))
+        products = warpgroup_mma(q[0], k, no_scores, use_acc=False, is_async=True)
+        if REST > 0:
+            k = shared[3].index(slot).reshape((BLOCK_N, REST)).permute((1, 0))
+            products = warpgroup_mma(q[1], k, products, is_async=True)
+        return products
+
+    @gluon.jit
+    def _start_values(weights, shared, slot, acc, acc_rest, FORM: gl.constexpr):
+        """P V of the values in ``slot`` added to both slices, in flight."""
+        DV: gl.constexpr = FORM.block_dv
+        REST_DV: gl.constexpr = FORM.rest_dv
+        BLOCK_N: gl.constexpr = FORM.block_n
+        v = shared[4].index(slot).reshape((BLOCK_N, DV))
+        values = warpgroup_mma(weights, v, acc, is_async=True)
+        values_rest = acc_rest
+        if REST_DV > 0:
+            LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc_rest.type.layout, 2)
+            v = shared[5].index(slot).reshape((BLOCK_N, REST_DV))
+            values_rest = warpgroup_mma(gl.convert_layout(weights, LAYOUT), v, acc_rest, is_async=True)
+        return values, values_rest
+
+    @gluon.jit
+    def _finish_values(values, values_rest, weights, FORM: gl.constexpr):
+        """Both slices of the accumulator, and the weights, which P V reads until here.
+
+        Without this use of theirs, new weights get their registers, and ptxas serializes.
+        """
+        REST_DV: gl.constexpr = FORM.rest_dv
+        if REST_DV > 0:
+            acc, acc_rest, weights = warpgroup_mma_wait(0, deps=(values, values_rest, weights))
+        else:
+            acc, weights = warpgroup_mma_wait(0, deps=(values, weights))
+            acc_rest = values_rest
+        return acc, acc_rest, weights
+
+    @gluon.jit
+    def _rescaled(acc, acc_rest, rescale, FORM: gl.constexpr):
+        REST_DV: gl.constexpr = FORM.rest_dv
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+        if REST_DV > 0:
+            acc_rest = acc_rest * gl.convert_layout(rescale, gl.SliceLayout(1, acc_rest.type.layout))[:, None]
+        return acc, acc_rest
+
+    @gluon.jit
+    def _bias_of(WHO: gl.constexpr, block, slot, bias, shared, NK, no_scores, FIRST: gl.constexpr, FORM: gl.constexpr):
+        """The natural bias of a block of keys, float32 (ROWS, BLOCK_N) or (1, BLOCK_N)."""
+        KIND: gl.constexpr = FORM.bias
+        BLOCK_N: gl.constexpr = FORM.block_n
+        SCORES: gl.constexpr = no_scores.type.layout
+        bias_ptr, bias_token, queries = bias
+        if KIND == "tile":
+            added = shared[8].index(slot * 2 + WHO).reshape((_ROWS, BLOCK_N)).load(SCORES).to(gl.float32)
+        elif KIND == "row":
+            key = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
+            if FIRST:  # the last block
+                added = gl.load(bias_ptr + key, mask=key < NK, other=0.0).to(gl.float32)[None, :]
+            else:
+                added = gl.load(bias_ptr + key).to(gl.float32)[None, :]
+        else:
+            COLUMNS: gl.constexpr = FORM.columns
+            by_row = gl.reshape(no_scores, (_ROWS, BLOCK_N // COLUMNS, COLUMNS))
+            width = shared[8].index(WHO).reshape((_ROWS, COLUMNS)).load(gl.SliceLayout(1, by_row.type.layout))
+            QUERY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_row.type.layout))
+            LINE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_row.type.layout))
+            line = block * (BLOCK_N // COLUMNS) + gl.arange(0, BLOCK_N // COLUMNS, layout=LINE)
+            line = gl.minimum(line, NK // COLUMNS - 1)
+            query = gl.minimum(gl.arange(0, _ROWS, layout=QUERY), queries - 1)
+            height = gl.load(bias_ptr + query[:, None] * bias_token + line[None, :])
+            both = height.to(gl.float32)[:, :, None] + width.to(gl.float32)[:, None, :]
+            added = gl.convert_layout(gl.reshape(both, (_ROWS, BLOCK_N)), SCORES, assert_trivial=True)
+        return added
+
+    @gluon.jit
+    def _kept_by_place(block, first, NK, scores, CAUSAL: gl.constexpr):
+        """Which keys of ``block`` the queries from ``first`` attend to, as :func:`kept_keys`."""
+        SCORES: gl.constexpr = scores.type.layout
+        key = block * scores.shape[1] + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, SCORES))
+        row = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
+        keep = (key < NK)[None, :] & (row[:, None] >= 0)
+        if CAUSAL:
+            keep = keep & (key[None, :] <= row[:, None])
+        return halves(keep)
+
+    @gluon.jit
+    def _by_row(x, like):
+        """(ROWS,) for every row and half of ``halves`` like ``like``."""
+        HALVES: gl.constexpr = like.type.layout
+        half = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+        x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
+        return x[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
+
+    @gluon.jit
+    def _weights_of(scores, top, scale, keep, PARTIAL: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
+        """(maxima of rows, what sums before are multiplied by, weights in words)."""
+        INTEGER: gl.constexpr = FORM.integer
+        NATURAL: gl.constexpr = FORM.bias != "none"
+        if NATURAL:
+            ones = gl.full(scale.shape, 1.0, gl.float32, scale.type.layout)
+            new_top = new_maxima(scores, top, ones, keep, PARTIAL)
+            rescale = natural_rescale(top, new_top)
+            factor, shift = in_octaves(new_top)
+            p = exact_weights(scores, shift, _by_row(factor, scores), keep, PARTIAL, DTYPE)
+        else:
+            new_top = new_maxima(scores, top, scale, keep, PARTIAL)
+            if INTEGER:
+                new_top = whole(new_top)
+            rescale = gl.exp2(top - new_top)
+            if INTEGER:
+                p = integer_weights(scores, new_top, scale, keep, PARTIAL)
+            else:
+                p = exact_weights(scores, new_top, scale, keep, PARTIAL, DTYPE)
+        return new_top, rescale, p
 
     @gluon.jit
     def _visit(
-        BOUNDED: gl.constexpr, PARTIAL: gl.constexpr, begin, end, state, at, q, q_scale, shared, barriers, keys,
-        FORM: gl.constexpr,
+        WHO: gl.constexpr, BOUNDED: gl.constexpr, PARTIAL: gl.constexpr, begin, end, state, at, q, q_scale, shared,
+        barriers, keys, FORM: gl.constexpr,
     ):  # fmt: skip
         """Blocks of keys from the ``begin``-th, before which ``state`` holds the weights; the new state and place."""
-        k_scales, k_groups, blocks, bits_ptr, entry, NK, mask = keys
-        acc, total, top, weights = state
+        k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, logit_scale = keys
+        acc, acc_rest, total, top, weights = state
         slot, phase, next_slot, next_phase = at
-        _, k_stages, v_stages, _ = shared
         _, _, k_ready, k_free, v_ready, v_free = barriers
-        D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
+        BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
         K_SPAN: gl.constexpr = FORM.k_span
         INT8: gl.constexpr = K_SPAN > 0
-        INTEGER: gl.constexpr = FORM.integer
         MASKED_FORM: gl.constexpr = FORM.masked
-        DTYPE: gl.constexpr = v_stages.dtype
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
+        NATURAL: gl.constexpr = FORM.bias != "none"
+        # Wide heads have no registers left for a bias that waits for products.
+        LATE: gl.constexpr = FORM.bias != "none" and FORM.bias != "factors" and FORM.block_dv + FORM.rest_dv > 80
+        VALUE_SLICES: gl.constexpr = 2 if FORM.rest_dv > 0 else 1
+        DTYPE: gl.constexpr = shared[4].dtype
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
         RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
-        no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
+        no_scores = gl.zeros((_ROWS, BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = halves(no_scores).type.layout
-        half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+        half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
         scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
         for i in range(begin, end):
-            block = _block_at(i, blocks, entry, NK, mask, MASKED_FORM)
+            block = _block_at(i, blocks, entry, NK, mask, FORM)
             if INT8:
-                groups = (block * _BLOCK_N + half * _KEY_BLOCK) // K_SPAN
+                groups = (block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN
                 if MASKED_FORM:  # it may be the last
                     groups = gl.minimum(groups, k_groups - 1)
                 scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
@@ -180,182 +373,234 @@ if HAS_GLUON:
             before_phase = phase
             slot = next_slot
             phase = next_phase
-            k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
-            products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
+            products = _products(q, shared, slot, no_scores, FORM)
             mbarrier.wait(v_ready.index(before), before_phase)
-            v = v_stages.index(before).reshape((_BLOCK_N, DV))
-            values = warpgroup_mma(weights, v, acc, is_async=True)
-            scores = halves(warpgroup_mma_wait(1, deps=(products,)))
+            values, values_rest = _start_values(weights, shared, before, acc, acc_rest, FORM)
+            if NATURAL and not LATE:
+                added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+            products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
+            if LATE:
+                added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+            if NATURAL:
+                products = products * (logit_scale * _NATURAL) + added
+            scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
             keep = scores == scores
             if PARTIAL:
-                keep = kept_keys(bits_ptr, block, no_scores)
+                if MASKED_FORM:
+                    keep = kept_keys(bits_ptr, block, no_scores)
+                else:
+                    keep = _kept_by_place(block, first, NK, no_scores, True)
             if BOUNDED:
                 p = bounded_weights(scores, scale, keep, PARTIAL)
             else:
-                new_top = new_maxima(scores, top, scale, keep, PARTIAL)
-                if INTEGER:
-                    new_top = whole(new_top)
-                rescale = gl.exp2(top - new_top)
-                top = new_top
+                top, rescale, p = _weights_of(scores, top, scale, keep, PARTIAL, DTYPE, FORM)
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
-                if INTEGER:
-                    p = integer_weights(scores, top, scale, keep, PARTIAL)
-                else:
-                    p = exact_weights(scores, top, scale, keep, PARTIAL, DTYPE)
             total += partial_sums(p, DTYPE)
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
-            next_slot, next_phase = next_stage(slot, phase, _STAGES)
+            next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
-            # P V reads its weights until here: without this use, new weights get their registers, and ptxas serializes.
-            acc, weights = warpgroup_mma_wait(0, deps=(values, weights))
+            acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
             mbarrier.arrive(v_free.index(before), count=1)
             if not BOUNDED:
-                acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
+                acc, acc_rest = _rescaled(acc, acc_rest, rescale, FORM)
             weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
-        return (acc, total, top, weights), (slot, phase, next_slot, next_phase)
+        return (acc, acc_rest, total, top, weights), (slot, phase, next_slot, next_phase)
 
     @gluon.jit
-    def _visit_all(BOUNDED: gl.constexpr, partial, state, at, q, q_scale, shared, barriers, keys, FORM: gl.constexpr):
-        """All blocks of keys but the first visited."""
-        MASKED_FORM: gl.constexpr = FORM.masked
+    def _visit_all(
+        WHO: gl.constexpr, BOUNDED: gl.constexpr, partial, state, at, q, q_scale, shared, barriers, keys,
+        SEVERAL: gl.constexpr, FORM: gl.constexpr,
+    ):  # fmt: skip
+        """All blocks of keys but the first visited; SEVERAL: more than it may be kept in part."""
         blocks = keys[2]
         begin = 1
-        if MASKED_FORM:
-            state, at = _visit(BOUNDED, True, 1, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
+        if SEVERAL:
+            state, at = _visit(WHO, BOUNDED, True, 1, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
             begin = gl.maximum(partial, 1)
-        return _visit(BOUNDED, False, begin, blocks, state, at, q, q_scale, shared, barriers, keys, FORM)
+        return _visit(WHO, BOUNDED, False, begin, blocks, state, at, q, q_scale, shared, barriers, keys, FORM)
+
+    @gluon.jit
+    def _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr):
+        """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query that is not finite."""
+        Q_SPAN: gl.constexpr = FORM.q_span
+        ROW: gl.constexpr = row.type.layout
+        if Q_SPAN > 0:
+            q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + gl.minimum(row, N - 1) // Q_SPAN) * logit_scale
+            marks = q[0].slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
+            marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # it held NaN or infinity
+            q_scale = gl.where(marked, float("nan"), q_scale)
+        else:
+            q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
+        return gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout)))
+
+    @gluon.jit
+    def _store(result, sums, tile, desc, place):
+        """The accumulator divided by the sums of its rows, through shared memory."""
+        result = result * (1.0 / gl.convert_layout(sums, gl.SliceLayout(1, result.type.layout)))[:, None]
+        tile.reshape((result.shape[0], result.shape[1])).store(result.to(desc.dtype))
+        fence_async_shared()
+        tma_store(desc, place, tile)
 
     @gluon.jit
     def _consume(
-        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr
+        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, mask, bias, CAUSAL: gl.constexpr, FORM: gl.constexpr
     ):
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
-        _, _, v_desc, out_desc = descs
-        q_tiles, k_stages, v_stages, out_tiles = shared
         q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
         q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale = scales
-        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE = sizes
+        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
+        bias_ptr, bias_batch, bias_head, bias_token = bias
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
-        Q_SPAN: gl.constexpr = FORM.q_span
+        REST: gl.constexpr = FORM.rest_d
+        REST_DV: gl.constexpr = FORM.rest_dv
+        BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
         K_SPAN: gl.constexpr = FORM.k_span
         INTEGER: gl.constexpr = FORM.integer
         MASKED_FORM: gl.constexpr = FORM.masked
-        INT8: gl.constexpr = Q_SPAN > 0
-        DTYPE: gl.constexpr = v_desc.dtype
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, _BLOCK_N, 32 if INT8 else 16])
+        NATURAL: gl.constexpr = FORM.bias != "none"
+        SHARES_OUT: gl.constexpr = FORM.shares_out
+        INT8: gl.constexpr = K_SPAN > 0
+        # Blocks beside the first visited that may be kept in part.
+        SEVERAL: gl.constexpr = FORM.masked or (CAUSAL and FORM.block_n < _BLOCK_M)
+        # Where all keys are masked the maximum is finite, so that their weights are 0.
+        LEAST: gl.constexpr = LOWEST if NATURAL else (-1e30 if SEVERAL else float("-inf"))
+        DTYPE: gl.constexpr = descs[4].dtype
+        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
         RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        REST_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST_DV if REST_DV > 0 else DV, 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
         ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-        RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-        no_scores = gl.zeros((_ROWS, _BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
+        no_scores = gl.zeros((_ROWS, BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = halves(no_scores).type.layout
-        half = gl.arange(0, _BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
-        column = gl.arange(0, _BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-        last_k_group = k_groups - 1
+        half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
         tiles = gl.cdiv(N, _BLOCK_M)
         slot = 0
         phase = 0
         q_phase = 0
         for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE)
+            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
             first = tile * _BLOCK_M + WHO * _ROWS
             row = first + gl.arange(0, _ROWS, layout=ROW)
             k_scales = k_scale_ptr + (b * (H // GROUP) + h // GROUP) * k_groups
-            blocks, partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, MASKED_FORM)
-            block = _block_at(0, blocks, entry, NK, mask, MASKED_FORM)
+            blocks, partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
+            block = _block_at(0, blocks, entry, NK, mask, FORM)
             bits_ptr = k_scale_ptr
             if MASKED_FORM:
-                bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_N) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
-            q = q_tiles.index(WHO).reshape((_ROWS, D))
+                bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_M) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
+            here = _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
+            head_bias = (here, bias_token, N - first)
+            q_tile = shared[0].index(WHO).reshape((_ROWS, D))
+            q_rest = q_tile
+            if REST > 0:
+                q_rest = shared[1].index(WHO).reshape((_ROWS, REST))
+            q = (q_tile, q_rest)
 
             # The first visit, masked.
             mbarrier.wait(q_ready.index(WHO), q_phase)
             q_phase = q_phase ^ 1
-            if INT8:
-                q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + gl.minimum(row, N - 1) // Q_SPAN) * logit_scale
-                marks = q.slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
-                marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # it held NaN or infinity
-                q_scale = gl.where(marked, float("nan"), q_scale)
-            else:
-                q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
-            q_scale = gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
+            q_scale = _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
             mbarrier.wait(k_ready.index(slot), phase)
-            k = k_stages.index(slot).reshape((_BLOCK_N, D)).permute((1, 0))
-            products = warpgroup_mma(q, k, no_scores, use_acc=False, is_async=True)
-            scores = halves(warpgroup_mma_wait(0, deps=(products,)))
+            products = warpgroup_mma_wait(0, deps=(_products(q, shared, slot, no_scores, FORM),))
+            if NATURAL:
+                added = _bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
+                products = products * (logit_scale * _NATURAL) + added
+            scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
-            start = block * _BLOCK_N
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
             else:
-                keep = (start + column < NK)[None, :] & (row[:, None] >= 0)
-                if CAUSAL:
-                    keep = keep & ((start + column)[None, :] <= row[:, None])
-                keep = halves(keep)
+                keep = _kept_by_place(block, first, NK, no_scores, CAUSAL)
+            scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
             if INT8:
-                groups = gl.minimum((start + half * _KEY_BLOCK) // K_SPAN, last_k_group)
+                groups = gl.minimum((block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN, k_groups - 1)
                 scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
-            else:
-                scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
-            # Where all keys are masked the maximum is finite, so that their weights are 0.
-            least = -1e30 if MASKED_FORM else float("-inf")
-            top = new_maxima(scores, gl.full((_ROWS,), least, gl.float32, ROW), scale, keep, True)
-            if INTEGER:
-                top = whole(top)
-                if INT8:
-                    bounded = is_bounded(q, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
-                    top = gl.where(bounded, 0.0, top)
+            least = gl.full((_ROWS,), LEAST, gl.float32, ROW)
+            if INTEGER and INT8:
+                top = whole(new_maxima(scores, least, scale, keep, True))
+                squares = sum_of_squares(q_tile, q_scale)
+                if REST > 0:
+                    squares += sum_of_squares(q_rest, q_scale)
+                bounded = is_bounded(squares, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
+                top = gl.where(bounded, 0.0, top)
                 p = integer_weights(scores, top, scale, keep, True)
             else:
-                p = exact_weights(scores, top, scale, keep, True, DTYPE)
+                top, _, p = _weights_of(scores, least, scale, keep, True, DTYPE, FORM)
             total = partial_sums(p, DTYPE)
             weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
-            next_slot, next_phase = next_stage(slot, phase, _STAGES)
+            acc_rest = 0.0
+            if REST_DV > 0:
+                acc_rest = gl.zeros((_ROWS, REST_DV), gl.float32, REST_RESULT)
+            next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
 
-            state = (acc, total, top, weights)
+            state = (acc, acc_rest, total, top, weights)
             at = (slot, phase, next_slot, next_phase)
-            keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask)
+            keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, logit_scale)
             if INTEGER and INT8:
                 if bounded:
-                    state, at = _visit_all(True, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
+                    state, at = _visit_all(
+                        WHO, True, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
+                    )
                 else:
-                    state, at = _visit_all(False, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
+                    state, at = _visit_all(
+                        WHO, False, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
+                    )
             else:
-                state, at = _visit_all(False, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
-            acc, total, top, weights = state
+                state, at = _visit_all(
+                    WHO, False, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
+                )
+            acc, acc_rest, total, top, weights = state
             slot, phase, next_slot, next_phase = at
 
-            mbarrier.arrive(q_free.index(WHO), count=1)
+            if not SHARES_OUT:
+                mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
-            v = v_stages.index(slot).reshape((_BLOCK_N, DV))
-            acc = warpgroup_mma_wait(0, deps=(warpgroup_mma(weights, v, acc, is_async=True),))
+            values, values_rest = _start_values(weights, shared, slot, acc, acc_rest, FORM)
+            acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
             mbarrier.arrive(v_free.index(slot), count=1)
             slot = next_slot
             phase = next_phase
-            sums = gl.convert_layout(gl.sum(total, 1), RESULT_ROW)
-            if MASKED_FORM:
+            sums = gl.sum(total, 1)
+            if SEVERAL or NATURAL:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
-            result = acc * (1.0 / sums)[:, None]
-            out = out_tiles.index(WHO)
-            tma.store_wait(0)  # the result before has left
-            out.reshape((_ROWS, DV)).store(result.to(out_desc.dtype))
-            fence_async_shared()
-            tma_store(out_desc, [b, h, first, 0], out)
+            if not SHARES_OUT:
+                tma.store_wait(0)  # the result before has left
+            _store(acc, sums, shared[6].index(WHO), descs[6], [b, h, first, 0])
+            if REST_DV > 0:
+                _store(acc_rest, sums, shared[7].index(WHO), descs[7], [b, h, first, DV])
+            if SHARES_OUT:
+                tma.store_wait(0)
+                mbarrier.arrive(q_free.index(WHO), count=1)
         tma.store_wait(0)
 
-    _UNSPECIALIZED = ["q_groups", "k_groups", "H", "GROUP", "N", "NK", "ITEMS", "HEADS_AT_ONCE"]
-    _UNSPECIALIZED += ["MASKS", "MASK_HEADS", "MASK_TILES"]
+    @gluon.jit
+    def _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM: gl.constexpr):
+        """Where the bias of a row starts, or the relative positions of the queries from ``first``."""
+        KIND: gl.constexpr = FORM.bias
+        if KIND == "row":  # in steps of 8, so that several are loaded at once
+            return bias_ptr + (b % mask[3] * bias_batch + h % mask[4] * bias_head) * 8
+        if KIND == "factors":
+            return bias_ptr + b % mask[3] * bias_batch + h % mask[4] * bias_head + first * bias_token
+        return bias_ptr
+
+    _UNSPECIALIZED = ["q_groups", "k_groups", "H", "GROUP", "N", "NK", "ITEMS", "HEADS_AT_ONCE", "BATCHES_AT_ONCE"]
+    _UNSPECIALIZED += ["MASKS", "MASK_HEADS", "MASK_TILES", "bias_batch", "bias_head", "bias_token"]
 
     @gluon.jit(do_not_specialize=_UNSPECIALIZED)
     def _specialized_attention_kernel(
         q_desc,  # (B, H, N, D) int8, or as V; blocks of (1, 1, ROWS, block_d)
-        k_desc,  # (B, Hkv, Nk, D) as Q, blocks of (1, 1, BLOCK_N, block_d)
-        v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, BLOCK_N, block_dv)
+        q_rest_desc,  # the same with blocks of (1, 1, ROWS, rest_d); q_desc again without a second slice
+        k_desc,  # (B, Hkv, Nk, D) as Q, blocks of (1, 1, block_n, block_d)
+        k_rest_desc,
+        v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, block_n, block_dv)
+        v_rest_desc,
         out_desc,  # (B, H, N, Dv) 16 bit, blocks of (1, 1, ROWS, block_dv)
+        out_rest_desc,
+        bias_desc,  # (MASKS, MASK_HEADS, N, Nk) or, relative positions, (..., columns), blocks of 64 rows; or any
         q_scale_ptr,  # (B, H, q_groups) fp32; any pointer where Q and K are in 16 bit, as the next
         k_scale_ptr,  # (B, Hkv, k_groups) fp32
         k_norm_ptr,  # (B, Hkv) fp32, the largest norm of a key; any pointer without integer exponential
@@ -368,12 +613,17 @@ if HAS_GLUON:
         NK,
         ITEMS,  # tiles of all heads
         HEADS_AT_ONCE,  # divides B H
-        bits_ptr,  # MaskBlocks, or any pointers without a mask
+        BATCHES_AT_ONCE,  # 1 or B
+        bits_ptr,  # MaskBlocks, or any pointers without a bool mask
         order_ptr,
         counts_ptr,
-        MASKS,
+        MASKS,  # batches of the mask or bias; batch b uses b % MASKS
         MASK_HEADS,
         MASK_TILES,
+        bias_ptr,  # a row (MASKS, MASK_HEADS, Nk), or relative positions (MASKS, MASK_HEADS, N, lines); or any pointer
+        bias_batch,  # its strides, of a row in steps of 8 numbers
+        bias_head,
+        bias_token,
         CAUSAL: gl.constexpr,
         FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
@@ -381,36 +631,68 @@ if HAS_GLUON:
         """Persistent programs, each of which computes every ``num_programs``-th tile."""
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
+        REST: gl.constexpr = FORM.rest_d
+        REST_DV: gl.constexpr = FORM.rest_dv
+        BLOCK_N: gl.constexpr = FORM.block_n
+        STAGES: gl.constexpr = FORM.stages
+        SHARES_OUT: gl.constexpr = FORM.shares_out
+        TILE: gl.constexpr = FORM.bias == "tile"
+        FACTORS: gl.constexpr = FORM.bias == "factors"
         q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, D], q_desc.layout)
-        k_stages = gl.allocate_shared_memory(k_desc.dtype, [_STAGES, 1, 1, _BLOCK_N, D], k_desc.layout)
-        v_stages = gl.allocate_shared_memory(v_desc.dtype, [_STAGES, 1, 1, _BLOCK_N, DV], v_desc.layout)
-        out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, DV], out_desc.layout)
+        k_stages = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
+        v_stages = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+        q_rest = q_tiles
+        k_rest = k_stages
+        v_rest = v_stages
+        if REST > 0:
+            q_rest = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, REST], q_rest_desc.layout)
+            k_rest = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, REST], k_rest_desc.layout)
+        if REST_DV > 0:
+            v_rest = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, REST_DV], v_rest_desc.layout)
+        out_tiles = q_tiles
+        out_rest = q_rest
+        if not SHARES_OUT:
+            out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, DV], out_desc.layout)
+            out_rest = out_tiles
+            if REST_DV > 0:
+                out_rest = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, REST_DV], out_rest_desc.layout)
+        bias_tiles = q_tiles
+        if TILE:
+            bias_tiles = gl.allocate_shared_memory(
+                bias_desc.dtype, [2 * STAGES, 1, 1, _ROWS, BLOCK_N], bias_desc.layout
+            )
+        if FACTORS:
+            COLUMNS: gl.constexpr = FORM.columns
+            bias_tiles = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, _ROWS, COLUMNS], bias_desc.layout)
         q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        k_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-        k_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-        v_ready = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
-        v_free = gl.allocate_shared_memory(gl.int64, [_STAGES, 1], mbarrier.MBarrierLayout())
+        k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(q_ready.index(i), count=1)
             mbarrier.init(q_free.index(i), count=1)
-        for i in gl.static_range(_STAGES):
+        for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
-        descs = (q_desc, k_desc, v_desc, out_desc)
-        shared = (q_tiles, k_stages, v_stages, out_tiles)
+        descs = (
+            q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc, bias_desc,
+        )  # fmt: skip
+        shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
         barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
         scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale)
-        sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE)
+        sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
+        bias = (bias_ptr, bias_batch, bias_head, bias_token)
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, mask, CAUSAL, FORM)),
-                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, mask, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, mask, bias, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, mask, bias, CAUSAL, FORM)),
                 (_produce, (descs, shared, barriers, sizes, mask, CAUSAL, FORM)),
             ],
             [4, 1],  # warps of the second and third

@@ -7,37 +7,45 @@ or moves both.
 
 from __future__ import annotations
 
+from qframework.kernels.attention.mask_blocks import WORDS
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ROWS = 64  # queries of a warpgroup
-BLOCK_N = 128  # keys of a block
 
 if HAS_GLUON:
     from qframework.kernels.runtime.gluon import gl, gluon
 
-    _ROWS, _BLOCK_N, _KEY_BLOCK, _WORDS = (gl.constexpr(n) for n in (ROWS, BLOCK_N, KEY_BLOCK, BLOCK_N // 32))
+    _ROWS, _KEY_BLOCK, _MASK_WORDS = (gl.constexpr(n) for n in (ROWS, KEY_BLOCK, WORDS))
     _MASKED = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
     _BOUND = gl.constexpr(60.0)  # logits up to this need no maximum: 2^60 and its sums are far from BF16's limit
     _ONE = gl.constexpr(127 << 7)  # the bits of 1 in BF16; a step is a 128th of an octave
     _MAGIC = gl.constexpr(8388608.0)  # 2^23: a float from here to 2^24 has its value in the low bits
+    _LOG2_E = gl.constexpr(LOG2_E)
+    _LARGE = gl.constexpr(2.0**28)  # two floats from here on are equal or at least 32 apart
+    LOWEST = gl.constexpr(-3.4028234663852886e38)
 
     @gluon.jit
     def halves(x):
         """(ROWS, BLOCK_N) as (ROWS, BLOCK_N // KEY_BLOCK, KEY_BLOCK), whose last dimension shares a scale."""
-        return gl.reshape(x, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK))
+        return gl.reshape(x, (_ROWS, x.shape[1] // _KEY_BLOCK, _KEY_BLOCK))
 
     @gluon.jit
     def kept_keys(bits_ptr, block, scores):
         """Which keys of ``block`` each row attends to, bool as ``halves(scores)``; ``bits_ptr`` is the first row's."""
-        by_word = gl.reshape(scores, (_ROWS, _WORDS, 32))
+        BLOCK_N: gl.constexpr = scores.shape[1]
+        WORDS: gl.constexpr = BLOCK_N // 32
+        IN_ONE: gl.constexpr = _MASK_WORDS // WORDS  # such blocks in a block of the mask
+        by_word = gl.reshape(scores, (_ROWS, WORDS, 32))
         ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_word.type.layout))
         WORD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_word.type.layout))
         BIT: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, by_word.type.layout))
-        word = gl.arange(0, _ROWS, layout=ROW)[:, None] * _WORDS + gl.arange(0, _WORDS, layout=WORD)[None, :]
-        words = gl.load(bits_ptr + block.to(gl.int64) * (2 * _ROWS * _WORDS) + word)
+        word = gl.arange(0, _ROWS, layout=ROW)[:, None] * _MASK_WORDS + gl.arange(0, WORDS, layout=WORD)[None, :]
+        first = (block // IN_ONE).to(gl.int64) * (2 * _ROWS * _MASK_WORDS) + block % IN_ONE * WORDS
+        words = gl.load(bits_ptr + first + word)
         keep = (words[:, :, None] >> gl.arange(0, 32, layout=BIT)[None, None, :]) & 1
-        keep = gl.reshape(keep, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK)) != 0
+        keep = gl.reshape(keep, (_ROWS, BLOCK_N // _KEY_BLOCK, _KEY_BLOCK)) != 0
         return gl.convert_layout(keep, halves(scores).type.layout, assert_trivial=True)
 
     @gluon.jit
@@ -49,7 +57,7 @@ if HAS_GLUON:
         INT8: gl.constexpr = s.dtype == gl.int32
         if PARTIAL:
             s = gl.where(keep, s, _MASKED if INT8 else float("-inf"))
-        by_thread = gl.reshape(s, (_ROWS, _BLOCK_N // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
+        by_thread = gl.reshape(s, (_ROWS, s.shape[1], _KEY_BLOCK // 8, 4, 2))
         products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
         scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
         highest = products.to(gl.float32) * scale[:, :, None]
@@ -69,7 +77,7 @@ if HAS_GLUON:
         bits = gl.maximum(x.to(gl.int32, bitcast=True), 0x4B000000)  # 0 for all below; NaN stays NaN
         if PARTIAL:
             bits = gl.where(keep, bits, 0)
-        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        low, high = gl.split(gl.reshape(bits, (_ROWS, s.shape[1] * (_KEY_BLOCK // 2), 2)))
         return _of_halves(low, high, 0x5410)
 
     @gluon.jit
@@ -79,7 +87,7 @@ if HAS_GLUON:
         bits = s * step + ((_ONE << 16) + (1 << 15))
         if PARTIAL:
             bits = gl.where(keep, bits, 0)
-        low, high = gl.split(gl.reshape(bits, (_ROWS, _BLOCK_N // 2, 2)))
+        low, high = gl.split(gl.reshape(bits, (_ROWS, s.shape[1] * (_KEY_BLOCK // 2), 2)))
         return _of_halves(low, high, 0x7632)
 
     @gluon.jit
@@ -89,12 +97,16 @@ if HAS_GLUON:
         return gl.inline_asm_elementwise(PERMUTE, "=r,r,r", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
     @gluon.jit
-    def is_bounded(q, q_scale, k_norm):
-        """Whether no logit of the queries (ROWS, D) exceeds _BOUND: |q k| <= |q| |k| (Cauchy and Schwarz)."""
+    def sum_of_squares(q, q_scale):
+        """Of the integers (ROWS, D) of each query, float32 as ``q_scale``."""
         D: gl.constexpr = q.shape[1]
         values = q.load(gl.BlockedLayout([1, D // 2], [16, 2], [4, 1], [1, 0])).to(gl.int32)
-        norm = gl.sqrt(gl.sum(values * values, 1).to(gl.float32))
-        bound = gl.convert_layout(norm, q_scale.type.layout) * q_scale * k_norm
+        return gl.convert_layout(gl.sum(values * values, 1).to(gl.float32), q_scale.type.layout)
+
+    @gluon.jit
+    def is_bounded(squares, q_scale, k_norm):
+        """Whether no logit of queries with these squared norms exceeds _BOUND: |q k| <= |q| |k| (Cauchy, Schwarz)."""
+        bound = gl.sqrt(squares) * q_scale * k_norm
         return gl.min(gl.where(bound <= _BOUND, 1, 0), 0) == 1  # NaN is not
 
     @gluon.jit
@@ -106,7 +118,7 @@ if HAS_GLUON:
         top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
         x = s.to(gl.float32) * scale[:, :, None] - top[:, None, None]
         p = gl.exp2(gl.where(keep, x, float("-inf")) if PARTIAL else x)
-        low, high = gl.split(gl.reshape(p, (_ROWS, _BLOCK_N // 2, 2)))
+        low, high = gl.split(gl.reshape(p, (_ROWS, s.shape[1] * (_KEY_BLOCK // 2), 2)))
         ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -120,7 +132,7 @@ if HAS_GLUON:
     def left_operand(words, DTYPE: gl.constexpr, SCORES: gl.constexpr, LAYOUT: gl.constexpr):
         """Words as the left operand (ROWS, BLOCK_N) of P V; no value moves to another thread."""
         low, high = _apart(words, DTYPE)
-        p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, _BLOCK_N)), SCORES, assert_trivial=True)
+        p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, words.shape[1] * 2)), SCORES, assert_trivial=True)
         return gl.convert_layout(p, LAYOUT)
 
     @gluon.jit
@@ -136,10 +148,11 @@ if HAS_GLUON:
 
         Eight weights each are summed in 16 bit, where an instruction adds two pairs.
         """
-        words = gl.reshape(words, (_ROWS, _BLOCK_N // 8, 4))
-        words = _added(words, _BLOCK_N // 8, DTYPE)
-        words = _added(words, _BLOCK_N // 16, DTYPE)
-        words = _added(words, _BLOCK_N // 32, DTYPE)
+        COUNT: gl.constexpr = words.shape[1] // 4
+        words = gl.reshape(words, (_ROWS, COUNT, 4))
+        words = _added(words, COUNT, DTYPE)
+        words = _added(words, COUNT // 2, DTYPE)
+        words = _added(words, COUNT // 4, DTYPE)
         low, high = _apart(words, DTYPE)
         return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
 
@@ -147,3 +160,27 @@ if HAS_GLUON:
     def whole(x):
         """Rounded to integers, up to 2^22; then powers of two of them are exact."""
         return (x + 12582912.0) - 12582912.0
+
+    @gluon.jit
+    def _times_log2_e(x):
+        """Rounded in any context: the shift of all blocks is the same number only if no addition is fused with it."""
+        return gl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, 0f3FB8AA3B;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        )
+
+    @gluon.jit
+    def in_octaves(top):
+        """(factor, shift) with e^(x - top) = 2^(x * factor - shift) for natural logits ``x``.
+
+        The shift is rounded, by which all weights of a row change alike, at most 2^12 times. Of larger logits, as where
+        a mask holds the lowest float32, only those that equal the maximum have a weight, whatever the base.
+        """
+        large = gl.maximum(top, -top) > _LARGE
+        return gl.where(large, 1.0, _LOG2_E), gl.where(large, top, _times_log2_e(top))
+
+    @gluon.jit
+    def natural_rescale(top, new_top):
+        """e^(top - new_top), consistent with :func:`in_octaves`."""
+        same = gl.where(top == new_top, 1.0, 0.0)
+        rescale = gl.exp2(_times_log2_e(top) - _times_log2_e(new_top))
+        return gl.where(gl.maximum(top, -top) > _LARGE, same, rescale)

@@ -101,12 +101,12 @@ def quantized_attention_triton(
     dense = bias.is_empty and lengths is None and not lse and logit_scale > 0
     if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
         return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.Scales(), logit_scale, dtype), None
-    plain = bias.only_bool and lengths is None and not lse and out_scale is None and values.scale is None
+    plain = lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
-    at = (capability_of(qk.q.device), bias.mask is not None)
+    at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
     if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at):
         return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias, dtype), None
     mode = _mode(variant, values.v)

@@ -236,5 +236,5 @@ def values_dtype(variant: AttentionVariant, dtype: torch.dtype, capability: tupl
 
 
 def fits_hopper(head_dim: int, qk_bits: int = 8) -> bool:
-    """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes, tiles 64 or 128."""
-    return 32 < head_dim <= 128 and head_dim * qk_bits % 128 == 0
+    """Whether the kernel for Hopper takes heads of so many channels: TMA needs rows of 16 bytes."""
+    return (16 if qk_bits == 16 else 32) < head_dim <= 256 and head_dim * qk_bits % 128 == 0

@@ -8,11 +8,12 @@ import pytest
 import torch
 from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
-from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
+from test_compile_targets import MAX_STACK, compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import auto, hopper
+from qframework.kernels.attention import auto, hopper, hopper_dense
 from qframework.kernels.attention import quantized_attention as module
 from qframework.kernels.attention.auto import choose_variant
+from qframework.kernels.attention.hopper import NOTHING, Added
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import attention_quantize
@@ -37,6 +38,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.float16
     variant: str = SPEC
     mask: str = ""
+    columns: int = 0
 
     @property
     def name(self) -> str:
@@ -51,9 +53,11 @@ class Problem(NamedTuple):
         return q, k, v.transpose(1, 2)
 
     def masked(self, device: str) -> torch.Tensor | None:
-        """A bool mask that broadcasts to (batch, heads, queries, keys); some queries attend to nothing."""
+        """A mask that broadcasts to (batch, heads, queries, keys); some queries attend to nothing."""
         if not self.mask:
             return None
+        if self.mask.startswith("float"):
+            return self.added(self.mask.removeprefix("float ")).to(device)
         row, key = torch.arange(self.queries)[:, None], torch.arange(self.keys)[None, :]
         lengths = torch.tensor([self.keys - 37, *[self.keys // 3] * (self.batch - 1)]).view(-1, 1, 1, 1)
         masks = {
@@ -65,6 +69,43 @@ class Problem(NamedTuple):
             "far": ((key > row + 700) | (key < 3) & (row > 200))[None, None],
         }
         return masks[self.mask].to(device)
+
+    def added(self, kind: str) -> torch.Tensor:
+        """A float mask."""
+        shapes = {
+            "per head": (1, self.heads, self.queries, self.keys),
+            "per batch": (self.batch, 1, self.queries, self.keys),
+            "full": (self.batch, self.heads, self.queries, self.keys),
+            "full float32": (self.batch, self.heads, self.queries, self.keys),
+            "low rows": (self.batch, 1, self.queries, self.keys),
+            "row": (self.batch, 1, 1, self.keys),
+            "expanded row": (self.batch, 1, 1, self.keys),
+        }
+        mask = torch.randn(shapes[kind])
+        if kind.endswith("row"):
+            lengths = torch.linspace(self.keys // 2, self.keys, self.batch).long().view(-1, 1, 1, 1)
+            mask = mask.masked_fill(torch.arange(self.keys) >= lengths, -torch.inf)
+        else:
+            mask[:, :, 9] = -torch.inf
+            mask[:, :, 13, : self.keys // 2] = -torch.inf  # block after block without a key
+            mask[:, :, 17, self.keys // 3 :] = -torch.inf
+        mask = mask if kind.endswith("float32") else mask.to(self.dtype)
+        if kind == "low rows":
+            lowest = torch.finfo(self.dtype).min
+            mask[:, :, 3] = lowest
+            mask[:, :, 21, ::2] = lowest
+        return mask.expand(-1, self.heads, self.queries, -1) if kind == "expanded row" else mask
+
+    def factors(self, device: str) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """Relative positions in an image with rows of ``columns``."""
+        if not self.columns:
+            return None, None
+        lines = self.keys // self.columns
+        height, width = (
+            torch.randn(self.batch, self.heads, self.queries, n, device=device, dtype=self.dtype)
+            for n in (lines, self.columns)
+        )
+        return height, width
 
 
 PROBLEMS = [
@@ -98,6 +139,37 @@ PROBLEMS = [
     Problem(variant="unquantized", mask="heads", keys=500, key_heads=32),
     Problem(variant="unquantized", mask="far", queries=1000, keys=1500, heads=20, key_heads=20),
 ]
+PLAIN = Problem(variant="unquantized", heads=40, key_heads=40)
+WIDE = PLAIN._replace(head_dim=256, value_dim=256)
+PROBLEMS += [
+    WIDE,
+    WIDE._replace(queries=1000, keys=1000, causal=True, dtype=torch.bfloat16, key_heads=20),
+    WIDE._replace(queries=900, keys=70, causal=True),
+    WIDE._replace(queries=700, keys=1000, causal=True),
+    WIDE._replace(keys=64),
+    WIDE._replace(mask="band", queries=1000, keys=1000),
+    WIDE._replace(mask="heads", keys=450),
+    WIDE._replace(mask="float per head", keys=333),
+    WIDE._replace(head_dim=200, value_dim=40, mask="padding", keys=900),
+    PLAIN._replace(head_dim=192, value_dim=192, keys=577, key_heads=10),
+    PLAIN._replace(head_dim=160, value_dim=160, keys=2049, dtype=torch.bfloat16),
+    PLAIN._replace(head_dim=144, value_dim=136, causal=True, queries=600, keys=600),
+    PLAIN._replace(head_dim=96, value_dim=96, causal=True, queries=600, keys=600),
+    PLAIN._replace(mask="float per head"),
+    PLAIN._replace(mask="float per head", keys=203),
+    PLAIN._replace(mask="float per batch", head_dim=80, value_dim=80, dtype=torch.bfloat16),
+    PLAIN._replace(mask="float full", head_dim=128, value_dim=128, key_heads=20),
+    PLAIN._replace(mask="float full float32", keys=500),
+    PLAIN._replace(mask="float per batch", causal=True, queries=500, keys=500),
+    PLAIN._replace(mask="float low rows", keys=700),
+    PLAIN._replace(mask="float low rows", keys=700, dtype=torch.bfloat16, head_dim=96, value_dim=96),
+    PLAIN._replace(mask="float row", keys=700),
+    PLAIN._replace(mask="float row", keys=333, head_dim=128, value_dim=128, dtype=torch.bfloat16),
+    PLAIN._replace(mask="float expanded row", keys=700, causal=True),
+    PLAIN._replace(columns=64, queries=512, keys=512, head_dim=80, value_dim=80),
+    PLAIN._replace(columns=16, queries=336, keys=336, dtype=torch.bfloat16),
+    PLAIN._replace(columns=128, queries=384, keys=384, head_dim=128, value_dim=128),
+]
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
@@ -116,29 +188,72 @@ def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
     _compiles_without_spilling(width, "fp16", False, variant, True, tmp_path)
 
 
-def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path) -> None:
-    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}[kind]
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
+@pytest.mark.parametrize("width", [80, 96, 160, 192, 256])
+def test_compiles_for_other_widths(width, masked, tmp_path) -> None:
+    _compiles_without_spilling(width, "fp16", not masked, "unquantized", masked, tmp_path)
 
-    def described(kind, dtype, rows):
-        return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, dtype)!r}>"
 
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    "added", [Added("tile", 2), Added("tile", 4), Added("row", 2), Added("factors", 2, 64)], ids=str
+)
+def test_compiles_with_a_bias(width, added, tmp_path) -> None:
+    """A register or a few may be spilled once in a tile of queries, outside of the loop."""
+    if width > 128 and added.itemsize > 2:
+        pytest.skip("does not fit shared memory: the general kernel")
+    _compiles_without_spilling(width, "bf16", False, "unquantized", False, tmp_path, added, MAX_STACK)
+
+
+def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0) -> None:
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
+
+    def described(kind, rows, channels):
+        return f"tensordesc<{kind}[1, 1, {rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind])!r}>"
+
+    form = hopper.form_of(resolve(variant), width, width, masked, added)
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
-    stored = ("i8", torch.int8) if resolve(variant).quantizes_qk else (kind, dtype)
-    types |= {"q_desc": described(*stored, hopper.ROWS), "k_desc": described(*stored, hopper.BLOCK_N)}
-    values = ("bf16", torch.bfloat16) if resolve(variant).exponential == "integer" else (kind, dtype)
-    types |= {"v_desc": described(*values, hopper.BLOCK_N), "out_desc": described(kind, dtype, hopper.ROWS)}
+    stored = "i8" if resolve(variant).quantizes_qk else kind
+    values = "bf16" if resolve(variant).exponential == "integer" else kind
+    of_keys, of_values = (form.block_d, form.rest_d), (form.block_dv, form.rest_dv)
+    for name, (dtype, rows, (first, rest)) in {
+        "q": (stored, hopper.ROWS, of_keys),
+        "k": (stored, form.block_n, of_keys),
+        "v": (values, form.block_n, of_values),
+        "out": (kind, hopper.ROWS, of_values),
+    }.items():
+        types |= {f"{name}_desc": described(dtype, rows, first)}
+        types |= {f"{name}_rest_desc": described(dtype, rows, rest or first)}
+    bias = "fp32" if added.itemsize == 4 else kind
+    columns = {"tile": form.block_n, "factors": form.columns}.get(form.bias, form.block_n)
+    types |= {"bias_ptr": f"*{bias}", "bias_desc": described(bias, hopper.ROWS, columns)}
     types |= {"logit_scale": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
-    constants = {"CAUSAL": causal, "FORM": hopper.form_of(resolve(variant), width, width, masked)}
-    compiled = compile_for("sm_90", hopper.kernel, types, constants, num_warps=4)
+    compiled = compile_for("sm_90", hopper.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
-    assert stack_bytes(compiled, tmp_path) == 0
+    assert stack_bytes(compiled, tmp_path) <= allowed
     assert not serializes_wgmma(compiled, tmp_path)
+    assert compiled.metadata.shared <= 227 * 1024
+    assert hopper.shared_bytes(form, added) <= compiled.metadata.shared <= hopper.shared_bytes(form, added) + 1024
+
+
+@pytest.mark.parametrize(
+    ("channels", "expected"),
+    [
+        *[(40, (64, 0)), (64, (64, 0)), (72, (64, 16)), (96, (64, 32)), (104, (128, 0)), (128, (128, 0))],
+        *[(136, (128, 16)), (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0))],
+    ],
+)
+def test_slices_of_channels(channels, expected) -> None:
+    assert hopper.slices(channels) == expected
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.name or "default")
 @pytest.mark.gpu
 def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call: False)  # the kernels of hopper_dense.py
     calls = []
     launch = hopper.attention_hopper
     monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
@@ -146,7 +261,8 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     q[0, 1, 5, 0] = torch.nan
     scale = problem.head_dim**-0.5 * 1.4426950408889634
     mask = problem.masked("cuda")
-    variant, bias = resolve(problem.variant), Bias(mask, causal=problem.causal)
+    relative = problem.factors("cuda")
+    variant, bias = resolve(problem.variant), Bias(mask, *relative, problem.causal)
     qk, factor = QuantizedQK(q, None, k, None, problem.head_dim, marked=False), scale
     if variant.quantizes_qk:
         q8, q_scale = attention_quantize(q, None, scale, variant.granularity, "query")
@@ -157,7 +273,8 @@ def test_agrees_with_the_reference(problem: Problem, monkeypatch) -> None:
     expected, _ = quantized_attention_ref(qk, Values(v), bias, variant, factor, dtype=torch.float64)
     assert out[0, 1, 5].isnan().all()
     assert out.isnan().sum() == problem.value_dim
-    exact = exact_attention(q.nan_to_num(0), k, v, attn_mask=mask, is_causal=problem.causal)
+    clean = q.nan_to_num(0)
+    exact = exact_attention(clean, k, v, mask, problem.causal, rel_h=relative[0], rel_w=relative[1])
     # The result is rounded once; P is rounded next to other running maxima than in the reference.
     rounding = UNIT[problem.dtype] * 3 + 2.0**-18
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, rounding, 0.0)
@@ -211,6 +328,60 @@ def test_leaves_scales_that_turn_maxima_around(scale: float, monkeypatch) -> Non
     qk = QuantizedQK(q, None, q, None, 64, marked=False)
     quantized_attention_triton(qk, Values(q), Bias(), resolve("unquantized"), scale, torch.float16)
     assert launched
+
+
+def test_reads_biases_where_tma_can(monkeypatch) -> None:
+    """Without a GPU: which biases are read, in which order tiles share them, and which are copied."""
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    mask = torch.zeros(2, 40, 300, 304, dtype=torch.float16)
+
+    def read(mask: torch.Tensor) -> tuple:
+        added = hopper.added_by(Bias(mask), mask.shape[3])
+        given = hopper._readable_bias(Bias(mask), added)
+        held = given.tiled if given.tiled is not None else given.loaded
+        return added.kind, given.sizes, given.in_flight(2, 40, 1), held.data_ptr() == mask.data_ptr()
+
+    assert read(mask) == ("tile", (2, 40), (1, 1), True)
+    assert read(mask[:1]) == ("tile", (1, 40), (2, 2), True)
+    assert read(mask[:1].expand(2, -1, -1, -1)) == ("tile", (1, 40), (2, 2), True)
+    assert read(mask[:, :1]) == ("tile", (2, 1), (40, 1), True)
+    assert read(mask[:, :, :1].expand(-1, -1, 300, -1)) == ("row", (2, 40), (1, 1), True)
+    assert read(mask[..., :303]) == ("tile", (2, 40), (1, 1), True)
+    assert read(mask[..., 1:]) == ("tile", (2, 40), (1, 1), False)
+    assert read(mask.mT.contiguous().mT) == ("tile", (2, 40), (1, 1), False)
+    assert hopper.added_by(Bias(mask[..., :1]), 304) is None
+    assert hopper.added_by(Bias(mask > 0), 304) == NOTHING == hopper.added_by(Bias(causal=True), 304)
+    height, width = torch.zeros(2, 40, 300, 14), torch.zeros(2, 40, 300, 14)
+    assert hopper.added_by(Bias(None, height, width), 196) is None
+    width = torch.zeros(2, 40, 300, 64)
+    assert hopper.added_by(Bias(None, height, width), 14 * 64) == Added("factors", 4, 64)
+    assert hopper.added_by(Bias(None, height.half(), width), 14 * 64) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "problem",
+    [
+        PLAIN._replace(causal=True, queries=1000, keys=1000, head_dim=256, value_dim=256),
+        PLAIN._replace(head_dim=96, value_dim=96, queries=1000, keys=1000),
+        PLAIN._replace(mask="float per head", queries=1000, keys=1000),
+        PLAIN._replace(mask="float row", queries=1000, keys=1000),
+        PLAIN._replace(columns=64, queries=1024, keys=1024),
+    ],
+    ids=lambda problem: problem.name,
+)
+def test_wide_heads_and_biases_repeat(problem) -> None:
+    """As :func:`test_repeats_beside_another_stream`."""
+    q, k, v = problem.operands("cuda")
+    height, width = problem.factors("cuda")
+    given = {"attn_mask": problem.masked("cuda"), "rel_h": height, "rel_w": width, "is_causal": problem.causal}
+    first = torch.ops.qframework.sage_attention(q, k, v, variant="unquantized", **given)[0]
+    other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+    for _ in range(50):
+        with torch.cuda.stream(other):
+            x = (x @ x).clamp(-1, 1)
+        again = torch.ops.qframework.sage_attention(q, k, v, variant="unquantized", **given)[0]
+        assert torch.equal(first.nan_to_num(7), again.nan_to_num(7))
 
 
 @pytest.mark.gpu

@@ -52,7 +52,7 @@ def operand(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
     monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (9, 0))
-    monkeypatch.setattr(hopper, "_addressable", lambda x: x.shape[3] * x.element_size() % 16 == 0)
+    monkeypatch.setattr(hopper, "addressable", lambda x: x.shape[3] * x.element_size() % 16 == 0)
     q = operand(1, 4, 300, 64)
     q8 = operand(1, 4, 300, 64, dtype=torch.int8)
     assert fits(q, q, q, torch.float16)
