@@ -241,7 +241,16 @@ def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path, a
 @pytest.mark.parametrize(
     ("channels", "expected"),
     [
-        *[(40, (64, 0)), (64, (64, 0)), (72, (64, 16)), (96, (64, 32)), (104, (128, 0)), (128, (128, 0))],
+        *[
+            (24, (32, 0)),
+            (40, (32, 16)),
+            (56, (64, 0)),
+            (64, (64, 0)),
+            (72, (64, 16)),
+            (96, (64, 32)),
+            (104, (128, 0)),
+            (128, (128, 0)),
+        ],
         *[(136, (128, 16)), (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0))],
     ],
 )
@@ -409,7 +418,8 @@ def test_auto_on_hopper(monkeypatch) -> None:
 
     integer, as_is = (resolve(name).spec for name in ("integer_exp", "unquantized"))
     assert chosen(8192, 48) == chosen(8192, 64) == chosen(8192, 128, dtype=torch.bfloat16) == integer
-    assert {chosen(8192, 72), chosen(8192, 32), chosen(8192, 256), chosen(8192, 128, plain=False)} == {as_is}
+    assert chosen(8192, 256, heads=8) == chosen(8192, 160) == integer
+    assert {chosen(8192, 72), chosen(8192, 32), chosen(4096, 256), chosen(8192, 128, plain=False)} == {as_is}
     assert {chosen(197, 64), chosen(1024, 64, heads=64), chosen(4096, 64, heads=1)} == {as_is}
     assert chosen(197, 64, dtype=torch.float32) == SPEC
     monkeypatch.setattr(auto, "capability_of", lambda device: (10, 0))
