@@ -140,6 +140,15 @@ class TestWherePyTorchIsFaster:
     def test_auto_leaves_biases_to_cudnn(self, shape):
         assert not self.run(masked, "auto", shape=shape).calls
 
+    @pytest.mark.parametrize(
+        ("shape", "taken"),
+        [((1, 32, 1024, 64), True), ((1, 32, 1023, 64), False), ((1, 2, 1024, 64), False)],
+        ids=["many blocks", "short", "few blocks"],
+    )
+    def test_auto_takes_biases_over_many_tokens(self, shape, taken, monkeypatch):
+        monkeypatch.setattr(hopper, "HAS_GLUON", True)
+        assert bool(self.run(masked, "auto", shape=shape).calls) == taken
+
     @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 64, 64)])
     def test_auto_takes_windows_with_a_bias(self, shape):
         assert self.run(masked, "auto", shape=shape).calls

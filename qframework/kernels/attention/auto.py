@@ -34,8 +34,8 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
     FP8 products need compute capability 8.9 and are faster for long sequences only. INT4 is emulated and never fastest.
 
     On Hopper, quantizing Q and K takes longer than it saves, except with the integer exponential for long sequences.
-    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without bias or log-sum-exp. FP32 operands are
-    quantized on every chip.
+    Its kernel (``hopper.py``) computes ``plain`` calls only: dense, without bias or log-sum-exp. Biases are added to
+    logits of unquantized Q and K. FP32 operands are quantized on every chip.
 
     Args:
         q: ``(B, H, N, D)``; it may be packed, as K and V, if the call is not plain.
@@ -66,6 +66,7 @@ Masking = Literal["none", "bool", "float", "factors"]
 _MAX_FUSED = 256  # channels of PyTorch's fused kernels
 _WINDOW = 64  # tokens up to which a mask or bias costs cuDNN most
 _MASKED = 384  # tokens from which Hopper's kernel with a bool mask is ahead; in between it depends on the mask
+_BIASED = 1024  # tokens from which the kernel is ahead with a float mask; below it depends on heads and on the mask
 _LONG_FASTER = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
@@ -120,16 +121,18 @@ def pytorch_is_faster(
         return True
     if masking == "none":
         blocks = batch * heads * shortest // QUERY_BLOCK
-        if shortest >= _LONG_FASTER and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
+        least = _LONG_FASTER if channels <= 128 else hopper.LEAST_WIDE
+        if shortest >= least and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
             return False
         if _dense_is_faster(batch * heads * queries * keys, keys, channels):
             return False
         return chip.cudnn or longest <= _FLASH or channels > 128
     if longest <= _WINDOW:
         return not chip.cudnn or channels not in (32, 64)  # other heads do not fill a tile of the general kernel
-    if masking == "bool" and shortest >= _MASKED:
-        unquantized = VARIANTS["unquantized"]
-        if hopper.takes(batch, heads, queries, keys, channels, values, unquantized, True, chip.processors):
+    if shortest >= (_MASKED if masking == "bool" else _BIASED):
+        unquantized, added = VARIANTS["unquantized"], hopper.NOTHING if masking == "bool" else hopper.Added("tile", 2)
+        sizes = (batch, heads, queries, keys, channels, values)
+        if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
             return False
     return chip.cudnn
 

@@ -28,7 +28,7 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q pays; triton.py quantizes Q within its kernel
-LEAST_WIDE = 4096  # the same for more than 128 channels
+LEAST_WIDE = 8192  # the same for more than 128 channels
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:

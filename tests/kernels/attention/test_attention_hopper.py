@@ -241,7 +241,16 @@ def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path, a
 @pytest.mark.parametrize(
     ("channels", "expected"),
     [
-        *[(40, (64, 0)), (64, (64, 0)), (72, (64, 16)), (96, (64, 32)), (104, (128, 0)), (128, (128, 0))],
+        *[
+            (24, (32, 0)),
+            (40, (32, 16)),
+            (56, (64, 0)),
+            (64, (64, 0)),
+            (72, (64, 16)),
+            (96, (64, 32)),
+            (104, (128, 0)),
+            (128, (128, 0)),
+        ],
         *[(136, (128, 16)), (160, (128, 32)), (192, (128, 64)), (200, (256, 0)), (256, (256, 0))],
     ],
 )
@@ -339,12 +348,12 @@ def test_reads_biases_where_tma_can(monkeypatch) -> None:
         added = hopper.added_by(Bias(mask), mask.shape[3])
         given = hopper._readable_bias(Bias(mask), added)
         held = given.tiled if given.tiled is not None else given.loaded
-        return added.kind, given.sizes, given.in_flight(2, 40, 1), held.data_ptr() == mask.data_ptr()
+        return added.kind, given.sizes, given.in_flight(2, 40, 1, 20), held.data_ptr() == mask.data_ptr()
 
     assert read(mask) == ("tile", (2, 40), (1, 1), True)
     assert read(mask[:1]) == ("tile", (1, 40), (2, 2), True)
     assert read(mask[:1].expand(2, -1, -1, -1)) == ("tile", (1, 40), (2, 2), True)
-    assert read(mask[:, :1]) == ("tile", (2, 1), (40, 1), True)
+    assert read(mask[:, :1]) == ("tile", (2, 1), (8, 1), True)
     assert read(mask[:, :, :1].expand(-1, -1, 300, -1)) == ("row", (2, 40), (1, 1), True)
     assert read(mask[..., :303]) == ("tile", (2, 40), (1, 1), True)
     assert read(mask[..., 1:]) == ("tile", (2, 40), (1, 1), False)
@@ -410,7 +419,8 @@ def test_auto_on_hopper(monkeypatch) -> None:
 
     integer, as_is = (resolve(name).spec for name in ("integer_exp", "unquantized"))
     assert chosen(8192, 48) == chosen(8192, 64) == chosen(8192, 128, dtype=torch.bfloat16) == integer
-    assert {chosen(8192, 72), chosen(8192, 32), chosen(8192, 256), chosen(8192, 128, plain=False)} == {as_is}
+    assert chosen(8192, 256, heads=8) == chosen(8192, 160) == integer
+    assert {chosen(8192, 72), chosen(8192, 32), chosen(4096, 256), chosen(8192, 128, plain=False)} == {as_is}
     assert {chosen(197, 64), chosen(1024, 64, heads=64), chosen(4096, 64, heads=1)} == {as_is}
     assert chosen(197, 64, dtype=torch.float32) == SPEC
     monkeypatch.setattr(auto, "capability_of", lambda device: (10, 0))
