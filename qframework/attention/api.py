@@ -156,7 +156,9 @@ def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
     if (mask is not None and call.is_causal) or min(key.ndim, value.ndim) < query.ndim or key.ndim < 3:
         return False
-    masking: Masking = "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
+    masking: Masking = "causal" if call.is_causal else "none"
+    if mask is not None:
+        masking = "bool" if mask.dtype == torch.bool else "float"
     operands = [x for x in (query, key, value, mask) if x is not None]
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in operands)
     chip = _hopper_of(query.device)

@@ -154,7 +154,7 @@ def _pytorch_is_faster(call: AttentionCall) -> bool:
 def _masking(call: AttentionCall) -> Masking:
     """What is added to the logits."""
     if not call.summands:
-        return "none"
+        return "causal" if call.is_causal else "none"
     if any(map(decomposed, call.summands)):
         return "factors"
     return "bool" if all(summand.fill == -torch.inf for summand in call.summands) else "float"

@@ -179,6 +179,25 @@ class TestWherePyTorchIsFaster:
         (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
         assert lower_attention._pytorch_is_faster(sdpa_call(node)) == (not taken)
 
+    @pytest.mark.parametrize(
+        ("fn", "shape", "taken"),
+        [
+            (F.scaled_dot_product_attention, (256, 12, 197, 64), True),
+            (F.scaled_dot_product_attention, (16, 16, 577, 40), True),
+            (F.scaled_dot_product_attention, (1, 12, 197, 64), False),
+            (F.scaled_dot_product_attention, (64, 12, 256, 64), False),
+            (F.scaled_dot_product_attention, (256, 12, 197, 80), False),
+            (causal, (256, 12, 197, 64), False),
+        ],
+        ids=["part of a block", "odd heads", "less than the host", "whole blocks", "wide heads", "causal"],
+    )
+    def test_auto_takes_calls_that_end_within_a_block_of_keys(self, fn, shape, taken):
+        """Traced only, as above."""
+        graph = torch.fx.symbolic_trace(lambda q, k, v: fn(q, k, v))
+        FakeTensorProp(graph).propagate(*(torch.empty(shape, dtype=torch.half, device="meta") for _ in range(3)))
+        (node,) = (node for node in graph.graph.nodes if node.op == "call_function")
+        assert lower_attention._pytorch_is_faster(sdpa_call(node)) == (not taken)
+
     @pytest.mark.parametrize("tokens", [1024, 2048])
     def test_without_cudnn_only_short_attention_stays_in_float(self, monkeypatch, tokens):
         as_on_hopper(monkeypatch, cudnn=False)

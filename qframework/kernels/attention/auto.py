@@ -60,7 +60,7 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
     return _FP8 if capability >= (9, 0) else _16_BIT
 
 
-Masking = Literal["none", "bool", "float", "factors"]
+Masking = Literal["none", "causal", "bool", "float", "factors"]
 """What is added to the logits; ``"factors"`` are relative positions, which PyTorch adds as one mask."""
 
 _MAX_FUSED = 256  # channels of PyTorch's fused kernels
@@ -116,15 +116,15 @@ def pytorch_is_faster(
     if channels != values or channels > _MAX_FUSED:
         return False
     if channels % 8:  # no fused kernel of PyTorch's takes a mask then
-        return masking == "none" and (gradients or shortest >= _PADDED)
+        return masking in ("none", "causal") and (gradients or shortest >= _PADDED)
     if gradients:
         return True
-    if masking == "none":
+    if masking in ("none", "causal"):
         blocks = batch * heads * shortest // QUERY_BLOCK
         least = _LONG_FASTER if channels <= 128 else hopper.LEAST_WIDE
         if shortest >= least and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
             return False
-        if _dense_is_faster(batch * heads * queries * keys, keys, channels):
+        if masking == "none" and _dense_is_faster(batch * heads * queries * keys, keys, channels):
             return False
         return chip.cudnn or longest <= _FLASH or channels > 128
     if longest <= _WINDOW:
