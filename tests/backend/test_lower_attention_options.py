@@ -169,11 +169,16 @@ class TestWherePyTorchIsFaster:
 
     @pytest.mark.parametrize(
         ("shape", "taken"),
-        [((2, 16, 4096, 64), True), ((4, 16, 4095, 64), False), ((1, 31, 4096, 64), False), ((2, 16, 4096, 72), False)],
-        ids=["long", "short", "few heads", "odd heads"],
+        [
+            *[((2, 16, 4096, 64), True), ((4, 16, 4095, 64), False), ((1, 31, 4096, 64), False)],
+            *[((2, 16, 4096, 72), False), ((2, 16, 8192, 256), True), ((2, 16, 8191, 256), False)],
+            *[((4, 16, 4096, 160), True), ((8, 16, 4095, 160), False), ((2, 16, 8192, 192), False)],
+        ],
+        ids=["long", "short", "few heads", "odd heads", "wide", "wide, short", "160", "160, short", "192"],
     )
-    def test_auto_takes_long_attention(self, shape, taken):
+    def test_auto_takes_long_attention(self, shape, taken, monkeypatch):
         """Traced only: so much attention takes minutes on a CPU."""
+        monkeypatch.setattr(hopper, "HAS_GLUON", True)
         graph = torch.fx.symbolic_trace(causal)
         FakeTensorProp(graph).propagate(*(torch.empty(shape, dtype=torch.half, device="meta") for _ in range(3)))
         (node,) = (node for node in graph.graph.nodes if node.op == "call_function")

@@ -50,7 +50,8 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
         return _16_BIT
     if capability == (9, 0) and q.dtype.itemsize == 2:
         integer = VARIANTS["integer_exp"]
-        long = plain and min(q.shape[2], keys) >= (LONG_MASKED if masked else _LONG_FASTER)
+        shortest = min(q.shape[2], keys)
+        long = plain and shortest >= (LONG_MASKED if masked else 0) and _integer_is_faster(shortest, q.shape[3])
         fast = long and hopper.fits(q, k, v, integer, q.dtype, capability, masked)
         return (integer if fast else VARIANTS["unquantized"]).spec
     if keys < LONG:
@@ -68,6 +69,8 @@ _WINDOW = 64  # tokens up to which a mask or bias costs cuDNN most
 _MASKED = 384  # tokens from which Hopper's kernel with a bool mask is ahead; in between it depends on the mask
 _BIASED = 1024  # tokens from which the kernel is ahead with a float mask; below it depends on heads and on the mask
 _LONG_FASTER = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
+_LONG_WIDE = 8192  # the same for heads of more than 192 channels
+_SLICED = 1024  # tokens from which heads of 136 to 160 channels are faster unquantized; causal ones were timed at 4,096
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
 _FLASH = 1024  # tokens up to which flash attention is faster, where cuDNN is switched off
@@ -113,6 +116,7 @@ def pytorch_is_faster(
         return False
     batch, heads, queries, channels = query.shape
     shortest, longest = min(queries, keys), max(queries, keys)
+    unquantized, sizes = VARIANTS["unquantized"], (batch, heads, queries, keys, channels, values)
     if channels != values or channels > _MAX_FUSED:
         return False
     if channels % 8:  # no fused kernel of PyTorch's takes a mask then
@@ -121,8 +125,10 @@ def pytorch_is_faster(
         return True
     if masking in ("none", "causal"):
         blocks = batch * heads * shortest // QUERY_BLOCK
-        least = _LONG_FASTER if channels <= 128 else hopper.LEAST_WIDE
-        if shortest >= least and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
+        if _integer_is_faster(shortest, channels) and fits_hopper(channels) and blocks >= _MANY_BLOCKS:
+            return False
+        sliced = 128 < channels <= 160 and shortest >= (_SLICED if masking == "none" else _LONG_FASTER)
+        if sliced and hopper.takes(*sizes, unquantized, False, chip.processors):
             return False
         if masking == "none" and _dense_is_faster(batch * heads * queries * keys, keys, channels):
             return False
@@ -130,11 +136,15 @@ def pytorch_is_faster(
     if longest <= _WINDOW:
         return not chip.cudnn or channels not in (32, 64)  # other heads do not fill a tile of the general kernel
     if shortest >= (_MASKED if masking == "bool" else _BIASED):
-        unquantized, added = VARIANTS["unquantized"], hopper.NOTHING if masking == "bool" else hopper.Added("tile", 2)
-        sizes = (batch, heads, queries, keys, channels, values)
+        added = hopper.NOTHING if masking == "bool" else hopper.Added("tile", 2)
         if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
             return False
     return chip.cudnn
+
+
+def _integer_is_faster(shortest: int, channels: int) -> bool:
+    """Whether the integer exponential is faster than cuDNN. With 129 to 192 channels long sequences were not timed."""
+    return shortest >= _LONG_FASTER if channels <= 128 else shortest >= _LONG_WIDE and channels > 192
 
 
 def _dense_is_faster(logits: int, keys: int, channels: int) -> bool:

@@ -28,7 +28,6 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q pays; triton.py quantizes Q within its kernel
-LEAST_WIDE = 8192  # the same for more than 128 channels
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:
@@ -114,8 +113,6 @@ def takes(
 ) -> bool:
     """Whether the kernel takes these sizes: it can, and enough of its tiles are at work to be the faster one."""
     least = LEAST_TOKENS if variant.quantizes_qk else KEY_BLOCK
-    if variant.quantizes_qk and channels > 128:
-        least = LEAST_WIDE
     if channels <= 32:
         least = LEAST_NARROW
     if masked and channels <= 64:  # the blocks of the mask are an additional pass

@@ -419,12 +419,28 @@ def test_auto_on_hopper(monkeypatch) -> None:
 
     integer, as_is = (resolve(name).spec for name in ("integer_exp", "unquantized"))
     assert chosen(8192, 48) == chosen(8192, 64) == chosen(8192, 128, dtype=torch.bfloat16) == integer
-    assert chosen(8192, 256, heads=8) == chosen(8192, 160) == integer
+    assert chosen(8192, 256, heads=8) == integer
     assert {chosen(8192, 72), chosen(8192, 32), chosen(4096, 256), chosen(8192, 128, plain=False)} == {as_is}
+    assert {chosen(8192, 160), chosen(8192, 192)} == {as_is}
     assert {chosen(197, 64), chosen(1024, 64, heads=64), chosen(4096, 64, heads=1)} == {as_is}
     assert chosen(197, 64, dtype=torch.float32) == SPEC
     monkeypatch.setattr(auto, "capability_of", lambda device: (10, 0))
     assert chosen(8192, 64) not in (integer, as_is)
+
+
+@pytest.mark.parametrize(
+    ("shape", "masking", "left"),
+    [
+        *[((8, 16, 1024, 160), "none", False), ((8, 16, 1023, 160), "none", True), ((8, 16, 1024, 160), "causal", True)],
+        *[((8, 16, 1024, 192), "none", True), ((2, 16, 8192, 256), "none", False), ((8, 16, 1024, 256), "float", False)],
+        *[((8, 16, 1024, 64), "float", False), ((8, 16, 1023, 64), "float", True), ((1, 4, 1024, 64), "float", True)],
+    ],
+)
+def test_what_is_left_to_pytorch(shape, masking, left, monkeypatch) -> None:
+    """Without a GPU: sizes from which the kernel was measured to be ahead of cuDNN."""
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+    query = torch.empty(shape, dtype=torch.float16, device="meta")
+    assert auto.pytorch_is_faster(query, shape[2], shape[3], masking, auto.Hopper(132, cudnn=True)) == left
 
 
 def test_declines_what_it_cannot_compute() -> None:
