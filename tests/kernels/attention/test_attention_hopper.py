@@ -431,9 +431,11 @@ def test_auto_on_hopper(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("shape", "masking", "left"),
     [
-        *[((8, 16, 1024, 160), "none", False), ((8, 16, 1023, 160), "none", True), ((8, 16, 1024, 160), "causal", True)],
-        *[((8, 16, 1024, 192), "none", True), ((2, 16, 8192, 256), "none", False), ((8, 16, 1024, 256), "float", False)],
-        *[((8, 16, 1024, 64), "float", False), ((8, 16, 1023, 64), "float", True), ((1, 4, 1024, 64), "float", True)],
+        *[((8, 16, 1024, 160), "none", False), ((8, 16, 1023, 160), "none", True)],
+        *[((8, 16, 1024, 160), "causal", True), ((4, 16, 4096, 160), "causal", False)],
+        *[((8, 16, 1024, 192), "none", True), ((2, 16, 8192, 256), "none", False)],
+        *[((8, 16, 1024, 64), "float", False), ((8, 16, 1023, 64), "float", True)],
+        *[((8, 16, 1024, 256), "float", False), ((1, 4, 1024, 64), "float", True)],
     ],
 )
 def test_what_is_left_to_pytorch(shape, masking, left, monkeypatch) -> None:
