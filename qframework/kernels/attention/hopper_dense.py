@@ -1,7 +1,7 @@
 """Attention for Hopper without masks, by many small programs: which calls, which of two kernels, and its launch.
 
 hopper_resident_kernel.py keeps all keys of a head in shared memory, hopper_stream_kernel.py lets them pass through.
-Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency. Scales are
+Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency. DenseScales are
 one per tensor or head, and their product with the softmax scale must be positive: maxima are taken before scaling.
 """
 
@@ -32,8 +32,8 @@ if HAS_GLUON:
     from qframework.kernels.runtime.gluon import TensorDescriptor
 
 
-class Scales(NamedTuple):
-    """Scales ``(1,)`` or ``(heads,)`` fp32 of Q, K, V and of an INT8 result; None where there is none."""
+class DenseScales(NamedTuple):
+    """DenseScales ``(1,)`` or ``(heads,)`` fp32 of Q, K, V and of an INT8 result; None where there is none."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -50,7 +50,7 @@ class Pieces(NamedTuple):
     masked: bool  # whether the last piece holds more than the last keys
 
 
-class Plan(NamedTuple):
+class DensePlan(NamedTuple):
     """How a call is computed."""
 
     stream: bool
@@ -94,7 +94,7 @@ def split(keys: int) -> Pieces:
 
 
 @functools.cache
-def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int) -> Plan:
+def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int) -> DensePlan:
     """The kernel and its shape for ``heads`` heads of all sequences of a batch.
 
     The resident kernel needs three or four programs on a multiprocessor to hide their latency. A program takes several
@@ -111,12 +111,18 @@ def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, process
             range(1, cdiv(queries, ROWS) + 1),
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
-        return Plan(False, 1, _REGISTERS[max(at_once, 2)], parts)
-    return Plan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS))
+        return DensePlan(False, 1, _REGISTERS[max(at_once, 2)], parts)
+    return DensePlan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS))
 
 
 def attention_dense(
-    q: Tensor, k: Tensor, v: Tensor, scales: Scales, logit_scale: float, dtype: torch.dtype, how: Plan | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: DenseScales,
+    logit_scale: float,
+    dtype: torch.dtype,
+    how: DensePlan | None = None,
 ) -> Tensor:
     """``softmax(q k^T logit_scale) v`` with the scales, for operands that :func:`fits` accepts.
 

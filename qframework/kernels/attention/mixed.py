@@ -137,7 +137,7 @@ def _on_hopper(x: MixedAttentionArguments, logit_scale: float) -> Tensor | None:
         return None
     check_offsets(_NAME, query=q, key=k, value=v)
     given = (x.query_scale, x.key_scale, x.value_scale, x.out_scale)
-    scales = hopper_dense.Scales(*(None if scale is None else scale.reshape(-1) for scale in given))
+    scales = hopper_dense.DenseScales(*(None if scale is None else scale.reshape(-1) for scale in given))
     out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype)
     return out.view(*x.query.shape[:-1], x.value.shape[-1])
 

@@ -100,7 +100,7 @@ def quantized_attention_triton(
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
     dense = bias.is_empty and lengths is None and not lse and logit_scale > 0
     if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
-        return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.Scales(), logit_scale, dtype), None
+        return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype), None
     plain = lengths is None and not lse and out_scale is None and values.scale is None
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None

@@ -11,7 +11,15 @@ from oracle import UNIT
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
 from qframework.kernels.attention import hopper, hopper_dense
-from qframework.kernels.attention.hopper_dense import BLOCK_N, Plan, Scales, attention_dense, fits, plan, split
+from qframework.kernels.attention.hopper_dense import (
+    BLOCK_N,
+    DensePlan,
+    DenseScales,
+    attention_dense,
+    fits,
+    plan,
+    split,
+)
 from qframework.kernels.attention.hopper_pieces import PieceForm
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
@@ -34,11 +42,11 @@ def test_pieces_hold_all_keys(keys: int) -> None:
 
 def test_plans() -> None:
     """Few keys stay in shared memory, INT8 longer than 16 bit; few heads are split among more programs."""
-    assert plan(6144, 197, 197, 64, True, 132) == Plan(False, 1, 128, 1)
-    assert plan(6144, 197, 197, 64, False, 132) == Plan(False, 1, 168, 1)
+    assert plan(6144, 197, 197, 64, True, 132) == DensePlan(False, 1, 128, 1)
+    assert plan(6144, 197, 197, 64, False, 132) == DensePlan(False, 1, 168, 1)
     assert plan(12, 197, 197, 64, True, 132).parts == 4
-    assert plan(2048, 577, 577, 64, True, 132) == Plan(True, 2, 128, 5)
-    assert plan(128, 4096, 4096, 64, False, 132) == Plan(True, 2, 128, 32)
+    assert plan(2048, 577, 577, 64, True, 132) == DensePlan(True, 2, 128, 5)
+    assert plan(128, 4096, 4096, 64, False, 132) == DensePlan(True, 2, 128, 32)
     assert not plan(32768, 49, 49, 32, True, 132).stream
     for keys in range(1, 3000, 13):
         how = plan(100, 300, keys, 64, False, 132)
@@ -192,11 +200,11 @@ def test_agrees_with_float64(problem: Problem) -> None:
     scale = problem.head_dim**-0.5 * 1.4426950408889634
     plans = [plan(problem.batch * problem.heads, problem.queries, problem.keys, 64, int8, 132)]
     if problem.keys > BLOCK_N:
-        plans.append(Plan(True, 2, 168, -(-problem.queries // 128)))
+        plans.append(DensePlan(True, 2, 168, -(-problem.queries // 128)))
     if problem.keys < 300:
-        plans += [Plan(False, 1, 168, parts) for parts in (1, 2, 3) if parts <= -(-problem.queries // 64)]
+        plans += [DensePlan(False, 1, 168, parts) for parts in (1, 2, 3) if parts <= -(-problem.queries // 64)]
     for how in plans:
-        out = attention_dense(q, k, v, Scales(*given), scale, problem.out, how)
+        out = attention_dense(q, k, v, DenseScales(*given), scale, problem.out, how)
         if not int8:
             assert out[0, 1, problem.queries // 2].isnan().all()
             assert out.isnan().sum() == problem.value_dim
@@ -215,7 +223,7 @@ def test_quantizes_the_result(problem: Problem) -> None:
     *given, out_scale = problem.scales()
     out_scale = out_scale / 20  # so that some results saturate
     scale = problem.head_dim**-0.5 * 1.4426950408889634
-    out = attention_dense(q, k, v, Scales(*given, out_scale), scale, torch.int8)
+    out = attention_dense(q, k, v, DenseScales(*given, out_scale), scale, torch.int8)
     real = dequantized((q, k, v), given)
     expected = exact_attention(*real).out / out_scale.double().view(1, -1, 1, 1)
     apart = (out.double() - expected.clamp(-127, 127)).abs()
@@ -229,7 +237,7 @@ def test_repeats_beside_another_stream(problem: Problem) -> None:
     if not ON_HOPPER:
         pytest.skip("needs a Hopper GPU")
     q, k, v = problem.operands()
-    scales = Scales(*problem.scales()[:3]) if problem.dtype == torch.int8 else Scales()
+    scales = DenseScales(*problem.scales()[:3]) if problem.dtype == torch.int8 else DenseScales()
     first = attention_dense(q, k, v, scales, 0.2, torch.float16)
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     for _ in range(200):
