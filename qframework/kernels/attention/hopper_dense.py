@@ -1,7 +1,7 @@
 """Attention for Hopper without masks, by many small programs: which calls, which of two kernels, and its launch.
 
 hopper_resident_kernel.py keeps all keys of a head in shared memory, hopper_stream_kernel.py lets them pass through.
-Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency. DenseScales are
+Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency. Scales are
 one per tensor or head, and their product with the softmax scale must be positive: maxima are taken before scaling.
 """
 
