@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
+from qframework.attention.int8_store import MAX_QUERIES, store_of
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.variants import AttentionVariant
 
@@ -75,6 +76,13 @@ def _attention_forward(
     """``query (B, Hq, Nq, D)``, ``key`` and ``value (B, Hkv, Nk, D)`` to ``(B, Nq, Hq, D)``; no attention weights."""
     _refuse(module, cache, kwargs)
     tokens = query.shape[2]
+    store = store_of(key, value)
+    if store is not None:
+        if tokens <= MAX_QUERIES and dropout == 0.0 and position_bias is None:
+            causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+            out = store.attend(query, attention_mask, attention_mask is None and causal, scaling)
+            return out.transpose(1, 2).contiguous(), None
+        key, value = store.floats("key"), store.floats("value")
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # The flag applies to a whole prompt: a single token attends to all earlier ones, and masks include causality.
     is_causal = tokens > 1 and attention_mask is None and is_causal

@@ -1,0 +1,342 @@
+"""Attention of a few queries to a cache of keys and values in INT8: one step of decoding.
+
+Formula, with the key head of each group of query heads, K less its fixed mean (which the softmax ignores)::
+
+    S[m, n] = q[m] k8[n] * k_scale[n] * scale + mask[m, n]         P = exp(S - max S)
+    out[m]  = sum_n P[m, n] v_scale[n] v8[n] / sum_n P[m, n]
+
+Layout: ``query (B, H, N, D)`` float; ``key (B, Hkv, capacity, D)`` and ``value (B, Hkv, capacity, Dv)`` int8 of
+:func:`~qframework.kernels.attention.cache_append.cache_append`, with ``scales (B, Hkv, capacity, 2)`` bf16, those of a
+token's key and of its value. ``out (B, H, N, Dv)`` in the memory order (B, N, H, Dv). Reference:
+``decode_attention_ref``, which is the CPU implementation as well.
+
+The time of a step is that of reading the cache once. The keys are therefore split over programs (Dao et al., 2023,
+"Flash-Decoding for long-context inference"), whose sums a second kernel adds, and all query heads of a key head share a
+program. Numerics of the kernel: q in fp16 relative to its row's maximum, products with k8 exact in fp32; P and v8 in
+bf16, where v8 is exact, summed in fp32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
+from qframework.kernels.attention.operands import LOG2_E, check_offsets, last_contiguous, query_memory_order
+from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
+from qframework.kernels.runtime.chip import check_device, chip_of
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import declare, refuse_gradients
+from qframework.numerics import FLOAT_DTYPES, exact_matmul
+
+_NAME = "decode_attention"
+_INTERPRETED_MULTIPROCESSORS = 4  # where there is no GPU
+
+
+class DecodeAttentionArguments(NamedTuple):
+    """The arguments of ``qframework::decode_attention``; see :func:`decode_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scales: Tensor
+    lengths: Tensor | None = None
+    attn_mask: Tensor | None = None
+    is_causal: bool = False
+    window: int | None = None
+    scale: float | None = None
+
+    @property
+    def logit_scale(self) -> float:
+        """The scale of the logits."""
+        return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
+
+    @property
+    def group(self) -> int:
+        """Query heads of one key head."""
+        return self.query.shape[1] // max(self.key.shape[1], 1)
+
+    @property
+    def mask(self) -> Tensor | None:
+        """``attn_mask`` as a view of four dimensions, ``(B, H, N, keys)``."""
+        if self.attn_mask is None:
+            return None
+        batch, heads, tokens, _ = self.query.shape
+        return self.attn_mask.expand(batch, heads, tokens, self.attn_mask.shape[-1])
+
+    def empty_result(self) -> Tensor:
+        """An uninitialized result."""
+        batch, heads, tokens, _ = self.query.shape
+        return query_memory_order(batch, heads, tokens, self.value.shape[-1], self.query, self.query.dtype)
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an invalid argument."""
+        check_dtype(_NAME, "query", self.query, FLOAT_DTYPES)
+        check_dtype(_NAME, "key", self.key, (torch.int8,))
+        check_dtype(_NAME, "value", self.value, (torch.int8,))
+        check_dtype(_NAME, "scales", self.scales, (torch.bfloat16,))
+        check_same_device(_NAME, self.query, **{name: getattr(self, name) for name in self._fields[1:6]})
+        for name in ("query", "key", "value"):
+            if getattr(self, name).ndim != 4:
+                shape = tuple(getattr(self, name).shape)
+                raise QFrameworkError(f"{_NAME}: {name} must have shape (B, heads, tokens, channels), got {shape}")
+        self._check_shapes()
+        self._check_options()
+
+    def _check_shapes(self) -> None:
+        batch, heads, _, channels = self.query.shape
+        kv, capacity = self.key.shape[1:3]
+        check_shape(_NAME, "key", self.key, (batch, kv, capacity, channels))
+        check_shape(_NAME, "value", self.value, (batch, kv, capacity, self.value.shape[-1]))
+        check_shape(_NAME, "scales", self.scales, (batch, kv, capacity, 2))
+        if kv == 0 or heads % kv:
+            raise QFrameworkError(f"{_NAME}: the heads of key must divide the {heads} of query, got {kv}")
+        for name, width in {"key": channels, "value": self.value.shape[-1]}.items():
+            if width % 2 or not 0 < width <= MAX_HEAD_DIM:
+                raise UnsupportedError(f"{_NAME}: {name} must have 2, 4, ... {MAX_HEAD_DIM} channels, got {width}")
+        check_offsets(_NAME, key=self.key, value=self.value)
+
+    def _check_options(self) -> None:
+        batch, heads, tokens, _ = self.query.shape
+        if self.lengths is not None:
+            check_dtype(_NAME, "lengths", self.lengths, (torch.int32,))
+            check_shape(_NAME, "lengths", self.lengths, (1,), (batch,))
+        if self.window is not None and self.window < 1:
+            raise QFrameworkError(f"{_NAME}: window must be positive or None, got {self.window}")
+        if self.attn_mask is None:
+            return
+        check_dtype(_NAME, "attn_mask", self.attn_mask, (torch.bool, *FLOAT_DTYPES))
+        mask, sizes = self.attn_mask, (batch, heads, tokens)
+        leading = (*(1,) * (4 - mask.ndim), *mask.shape)[:-1]
+        fits = 1 <= mask.ndim <= 4 and all(m in (1, size) for m, size in zip(leading, sizes, strict=True))
+        if not fits or mask.shape[-1] > self.key.shape[2]:
+            raise QFrameworkError(
+                f"{_NAME}: attn_mask must broadcast to {sizes} and have at most {self.key.shape[2]} keys, got "
+                f"{tuple(mask.shape)}"
+            )
+
+
+def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
+    """Reference in float32, and the CPU implementation: nothing is expanded to the heads of the queries."""
+    result = x.empty_result()
+    keys = x.key.shape[2] if x.mask is None else x.mask.shape[-1]
+    if result.numel() == 0 or keys == 0:
+        return result.zero_()
+    batch, heads, tokens, _ = x.query.shape
+    key_scale, value_scale = x.scales[:, :, :keys].float().unsqueeze(2).unbind(-1)
+    q = x.query.float().unflatten(1, (-1, x.group)).flatten(2, 3) * x.logit_scale
+    logits = exact_matmul(q, x.key[:, :, :keys].float().mT) * key_scale
+    logits = logits.view(batch, heads, tokens, keys)
+    if x.mask is not None and x.mask.dtype != torch.bool:
+        logits = logits + x.mask.float()
+    logits = logits.masked_fill(~visible_keys(x, keys), -torch.inf)
+    top = logits.amax(-1, keepdim=True)
+    p = (logits - top.masked_fill(top == -torch.inf, 0.0)).exp()
+    total = p.sum(-1, keepdim=True)
+    p = p.view(*q.shape[:-1], keys)
+    weights = torch.where(p == 0, 0.0, p * value_scale)
+    out = exact_matmul(weights, x.value[:, :, :keys].float()).view(batch, heads, tokens, -1)
+    return result.copy_(torch.where(total == 0, 0.0, out / total))
+
+
+def visible_keys(x: DecodeAttentionArguments, keys: int) -> Tensor:
+    """``(B, H or 1, N or 1, keys)`` bool: what length, causality, window and a bool mask leave of the first keys."""
+    tokens, device = x.query.shape[2], x.query.device
+    lengths = torch.full((1,), keys, device=device) if x.lengths is None else x.lengths.clamp(max=keys)
+    lengths = lengths[:, None, None, None]
+    at = torch.arange(keys, device=device)
+    position = lengths - tokens + torch.arange(tokens, device=device)[:, None]
+    visible = (at < lengths).expand(-1, 1, tokens, keys)
+    if x.is_causal:
+        visible = visible & (at <= position)
+    if x.window is not None:
+        visible = visible & (at > position - x.window)
+    return visible & x.mask if x.mask is not None and x.mask.dtype == torch.bool else visible
+
+
+# Kernel -------------------------------------------------------------------------------------------------------------
+
+
+class Plan(NamedTuple):
+    """How a call is divided and compiled."""
+
+    splits: int
+    block_m: int = 16
+    block_n: int = 128
+    warps: int = 4
+    stages: int = 3
+    int8_qk: bool = False
+
+
+def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors: int) -> Plan:
+    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch, with ``channels`` of K and V together."""
+    block_m = min(max(16, power_of_2(rows)), 32)
+    block_n = 128
+    programs = heads * cdiv(rows, block_m)
+    wanted = cdiv(4 * multiprocessors, max(programs, 1))
+    splits = max(1, min(wanted, cdiv(keys, 2 * block_n)))
+    return Plan(splits, block_m, block_n)
+
+
+def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = None) -> Tensor:
+    """``decode_attention`` on a GPU."""
+    check_device(x.query.device)
+    result = x.empty_result()
+    batch, heads, tokens, channels = x.query.shape
+    kv, capacity, width = x.key.shape[1], x.key.shape[2], x.value.shape[-1]
+    if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
+        return result.zero_()
+    rows = x.group * tokens
+    if plan is None:
+        device = x.query.device
+        multiprocessors = chip_of(device)[1] if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
+        keys = capacity if x.window is None else min(capacity, x.window + tokens)
+        plan = choose_plan(rows, batch * kv, keys, channels + width, multiprocessors)
+    query, key, value = last_contiguous(x.query), _aligned(x.key), _aligned(x.value)
+    scales = x.scales if x.scales.stride()[2:] == (2, 1) else x.scales.contiguous()
+    mask, kind = _kernel_mask(x)
+    split = plan.splits > 1
+    out = top = total = result
+    if split:
+        out = result.new_empty((batch * kv, plan.splits, rows, width), dtype=torch.float32)
+        top, total = (out.new_empty(out.shape[:-1]) for _ in range(2))
+    launch(_decode_attention_kernel, (cdiv(rows, plan.block_m) * plan.splits * batch * kv,))(
+        query,
+        key,
+        value,
+        scales,
+        scales if x.lengths is None else x.lengths,
+        scales if mask is None else mask,
+        out,
+        top,
+        total,
+        kv,
+        x.group,
+        tokens,
+        capacity,
+        0 if mask is None else mask.shape[-1],
+        plan.splits,
+        x.window or 0,
+        x.logit_scale * LOG2_E,
+        *query.stride()[:3],
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *scales.stride()[:2],
+        x.lengths.stride(0) if x.lengths is not None and x.lengths.shape[0] > 1 else 0,
+        *((0,) * 4 if mask is None else mask.stride()),
+        D=channels,
+        DV=width,
+        STRIDE_KN=key.stride(2),
+        STRIDE_VN=value.stride(2),
+        LENGTHS=x.lengths is not None,
+        MASK=kind,
+        MASK_PER_ROW=mask is not None and any(n > 1 and s for n, s in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)),
+        CAUSAL=x.is_causal,
+        WINDOW=x.window is not None,
+        SPLIT=split,
+        INT8_QK=plan.int8_qk,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=max(32, power_of_2(channels)),
+        BLOCK_DV=max(32, power_of_2(width)),
+        STAGES=plan.stages,
+        num_warps=plan.warps,
+    )
+    if split:
+        _combine(out, top, total, result, x.group, plan.splits)
+    return result
+
+
+def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: int, splits: int) -> None:
+    """Add the shares ``part (B * Hkv, splits, rows, Dv)``, writing ``result``."""
+    _, heads, tokens, width = result.shape
+    block = min(64, power_of_2(width))
+    launch(_combine_kernel, (part.shape[0] * part.shape[2], cdiv(width, block)))(
+        part,
+        top,
+        total,
+        result,
+        heads // group,
+        group,
+        tokens,
+        splits,
+        DV=width,
+        BLOCK_S=min(64, power_of_2(splits)),
+        BLOCK_DV=block,
+        num_warps=4,
+    )
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x (..., tokens, channels)`` int8 itself where pairs of channels are aligned, else a contiguous copy."""
+    even = all(stride % 2 == 0 for stride in x.stride()[:3]) and x.storage_offset() % 2 == 0
+    return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+def _kernel_mask(x: DecodeAttentionArguments) -> tuple[Tensor | None, str]:
+    """The mask as the kernel reads it, ``(B, H, N, keys)``, bool as int8; strides of 0 where it is broadcast."""
+    mask = x.mask
+    if mask is None:
+        return None, "none"
+    if mask.dtype == torch.bool:
+        return mask.view(torch.int8), "bool"
+    return mask, "float"
+
+
+DECODE_ATTENTION = declare(
+    "decode_attention(Tensor query, Tensor key, Tensor value, Tensor scales, Tensor? lengths=None, "
+    "Tensor? attn_mask=None, bool is_causal=False, int? window=None, float? scale=None) -> Tensor",
+    DecodeAttentionArguments,
+    cpu=decode_attention_ref,
+    cuda=decode_attention_triton,
+    fake=DecodeAttentionArguments.empty_result,
+)
+
+
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scales: Tensor,
+    lengths: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention of a few queries to keys and values in INT8: ``softmax(query @ key.T * scale + attn_mask) @ value``.
+
+    Args:
+        query: ``(B, H, N, D)`` fp16, bf16 or fp32, any strides; meant for N of 1 to 16.
+        key: ``(B, Hkv, capacity, D)`` int8, where Hkv divides H; D is even and at most 256. Keys may lack a constant
+            (their mean), the same for all tokens of a head.
+        value: ``(B, Hkv, capacity, Dv)`` int8, likewise.
+        scales: ``(B, Hkv, capacity, 2)`` bf16; ``[..., 0]`` dequantizes a token's key, ``[..., 1]`` its value.
+        lengths: ``(B,)`` or ``(1,)`` int32 on the same device: the first tokens that hold something; what lies behind is
+            not read. All of ``capacity`` when None. Read on the device, so a CUDA graph follows its changes.
+        attn_mask: bool (True attends) or float (added to the logits), broadcastable to ``(B, H, N, keys)``. It may have
+            fewer keys than ``capacity``, which then bounds ``lengths``.
+        is_causal: the queries are the last N tokens (aligned bottom right): query i attends to the first
+            ``length - N + i + 1`` keys.
+        window: query i attends to the last ``window`` keys up to its own; older ones are not read.
+        scale: of the logits; ``1 / sqrt(D)`` when None.
+
+    Returns:
+        ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
+
+    Numerics: on a GPU the query is rounded to fp16 relative to its largest value and P to bf16; K and V are exact in
+    these formats, and sums are fp32. On a CPU everything is fp32.
+
+    Raises:
+        UnsupportedError: an unsupported dtype or head dimension; a GPU below sm_80.
+        QFrameworkError: shapes or devices that do not match; a query that requires a gradient.
+    """
+    refuse_gradients(_NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask)
+    return torch.ops.qframework.decode_attention(
+        query, key, value, scales, lengths, attn_mask, is_causal, window, scale
+    )
