@@ -136,7 +136,7 @@ class Int8Cache(Cache):
 
     Args:
         config: the model's configuration, whose layers decide about sliding windows.
-        max_length: tokens to allocate at once, prompt included. None grows by 256 tokens, which copies a layer each time.
+        max_length: tokens to allocate at once, prompt included. None grows by 256 tokens, copying a layer each time.
 
     Left padding, beam search, assisted decoding (``crop``) and sliding windows work. Quantization starts after the
     prompt's attention. :func:`~qframework.attention.int8_store.Int8Store` says how.

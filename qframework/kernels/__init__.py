@@ -8,6 +8,8 @@ Import ``quantize``, ``dynamic_quantize`` and ``dequantize`` from their module, 
 import qframework.kernels.attention.backward
 import qframework.kernels.attention.pipeline
 import qframework.kernels.quantize  # noqa: F401  (registers operators)
+from qframework.kernels.attention.cache_append import cache_append
+from qframework.kernels.attention.decode import decode_attention
 from qframework.kernels.attention.mixed import mixed_attention
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantize_v import value_quantize
@@ -45,7 +47,9 @@ __all__ = [
     "block_rms_norm_backward",
     "block_sum_rows",
     "block_transpose",
+    "cache_append",
     "cpu_implementation",
+    "decode_attention",
     "int8_linear",
     "mixed_attention",
     "quantize_weights",

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 SIZE = [32, 32]
 
@@ -36,6 +40,19 @@ CALLS = {
         *(ints(1, 2, 40, 32), scale(1, 2, 40) / 50, ints(1, 2, 40, 32), scale(1, 2, 40) / 50, heads()),
         *([None] * 6),
         *(False, 1.0, "8-per_token-fp16-fp32", None, False, torch.float16),
+    ),
+    "decode_attention": lambda: (
+        *(heads(2, 4, 3, 32), ints(2, 2, 40, 32), ints(2, 2, 40, 32), scale(2, 2, 40, 2).bfloat16() / 50),
+        *(torch.randint(3, 41, (2,), dtype=torch.int32), torch.rand(2, 1, 3, 40) > 0.3, True),
+    ),
+    "cache_append": lambda: (
+        *(heads(2, 2, 3, 32), heads(2, 2, 3, 32), torch.randn(2, 2, 32)),
+        *(
+            ints(2, 2, 40, 32),
+            ints(2, 2, 40, 32),
+            scale(2, 2, 40, 2).bfloat16(),
+            torch.tensor([5, 0], dtype=torch.int32),
+        ),
     ),
     "sage_attention": lambda: (heads(), heads(), heads()),
     "sage_attention_varlen": lambda: (
@@ -71,3 +88,9 @@ CALLS = {
     "rope_quantize": lambda: (heads(), *rotation(), False, 1.5, "per_token", "query"),
     "rope_mean": lambda: (heads(), *rotation()),
 }
+
+
+def effects(call: Callable[..., Any], arguments: Any) -> list[Tensor]:
+    """What ``call`` returns for copies of ``arguments``, and the copies, into which it may write."""
+    copies = tree_map_only(Tensor, torch.clone, arguments)
+    return [x for x in tree_leaves((call(*copies), copies)) if isinstance(x, Tensor)]

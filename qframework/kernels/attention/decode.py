@@ -187,7 +187,7 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = Non
     """``decode_attention`` on a GPU."""
     check_device(x.query.device)
     result = x.empty_result()
-    batch, heads, tokens, channels = x.query.shape
+    batch, _heads, tokens, channels = x.query.shape
     kv, capacity, width = x.key.shape[1], x.key.shape[2], x.value.shape[-1]
     if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
         return result.zero_()
@@ -235,7 +235,8 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = Non
         STRIDE_VN=value.stride(2),
         LENGTHS=x.lengths is not None,
         MASK=kind,
-        MASK_PER_ROW=mask is not None and any(n > 1 and s for n, s in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)),
+        MASK_PER_ROW=mask is not None
+        and any(n > 1 and s for n, s in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)),
         CAUSAL=x.is_causal,
         WINDOW=x.window is not None,
         SPLIT=split,

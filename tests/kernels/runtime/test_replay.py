@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from operator_calls import CALLS
+from operator_calls import CALLS, effects
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
@@ -328,9 +328,7 @@ def test_replays_of_an_operator_are_its_calls(name, monkeypatch):
     torch.manual_seed(0)
     for _ in range(4):
         arguments = tree_map_only(Tensor, lambda x: x.to(device), CALLS[name]())
-        got, expected = run(*arguments), implementation(*arguments)
-        pairs = zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]
-        for mine, theirs in pairs:
+        for mine, theirs in zip(effects(run, arguments), effects(implementation, arguments), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=0, equal_nan=True)
             assert mine.stride() == theirs.stride()
     assert callable(*run.replays.values()), run.replays

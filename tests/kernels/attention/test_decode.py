@@ -1,0 +1,294 @@
+"""decode.py and decode_kernel.py: attention of a few queries to an INT8 cache, against FP64 attention."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.kernels.attention import decode as module
+from qframework.kernels.attention.decode import DECODE_ATTENTION, Plan, choose_plan, decode_attention
+from qframework.kernels.runtime.triton import INTERPRET
+
+# One rounding of a result; of P to bf16, which the interpreter cuts off instead; of a query relative to its largest.
+ROUNDOFF = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+P_ERROR = 2.0 ** (-7 if INTERPRET else -9)
+Q_ERROR = 2.0**-11
+
+
+class Cache(NamedTuple):
+    """Random integers with scales; behind each length scales are NaN."""
+
+    key: Tensor
+    value: Tensor
+    scales: Tensor
+    lengths: Tensor
+
+
+def make_cache(batch: int, heads: int, capacity: int, d: int, dv: int, lengths: list[int], place: Any) -> Cache:
+    def ints(width: int) -> Tensor:
+        x = torch.randint(-127, 128, (batch, heads, capacity, width), dtype=torch.int8)
+        x[..., 0], x[..., 1] = -127, 127
+        return x.to(place)
+
+    scales = (torch.rand(batch, heads, capacity, 2) + 0.2).div(60).bfloat16()
+    for b in range(batch):
+        scales[b, :, lengths[b % len(lengths)] :] = math.nan
+    return Cache(ints(d), ints(dv), scales.to(place), torch.tensor(lengths, dtype=torch.int32, device=place))
+
+
+def visible(cache: Cache, tokens: int, mask: Tensor | None, causal: bool, window: int | None) -> Tensor:
+    """(B, 1 or H, tokens, capacity) bool, token by token."""
+    batch, _, capacity, _ = cache.key.shape
+    seen = torch.zeros(batch, 1, tokens, capacity, dtype=torch.bool)
+    for b in range(batch):
+        length = min(int(cache.lengths[b % len(cache.lengths)]), capacity if mask is None else mask.shape[-1])
+        for i in range(tokens):
+            position = length - tokens + i
+            first = 0 if window is None else max(position - window + 1, 0)
+            last = position + 1 if causal else length
+            seen[b, 0, i, first : max(last, first)] = True
+    seen = seen.to(cache.key.device)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen[..., : mask.shape[-1]] & mask
+        seen = torch.nn.functional.pad(seen, (0, capacity - mask.shape[-1]))
+    return seen
+
+
+def exact(
+    query: Tensor, cache: Cache, mask: Tensor | None = None, causal: bool = False, window: int | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """FP64 attention, and what rounding Q, P and the result may change of it."""
+    group = query.shape[1] // cache.key.shape[1]
+    scales = cache.scales.double().nan_to_num(0.0)
+    key = (cache.key.double() * scales[..., :1]).repeat_interleave(group, 1)
+    value = (cache.value.double() * scales[..., 1:]).repeat_interleave(group, 1)
+    q = query.double() * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    logits = q @ key.mT
+    if mask is not None and mask.dtype != torch.bool:
+        added = mask.double().expand(*mask.shape[:-1], mask.shape[-1])
+        added = torch.nn.functional.pad(added, (0, key.shape[2] - mask.shape[-1]), value=-math.inf)
+        logits = logits + added
+    logits = logits.masked_fill(~visible(cache, query.shape[2], mask, causal, window), -math.inf)
+    dead = (logits == -math.inf).all(-1, keepdim=True)
+    p = logits.masked_fill(dead, 0.0).softmax(-1).masked_fill(dead, 0.0)
+    out = p @ value
+    # A query is off by Q_ERROR of its largest value, so a logit by that times |k|; float32 sums add a little.
+    largest = (q.abs().amax(-1, keepdim=True) * Q_ERROR) @ key.abs().sum(-1, keepdim=True).mT + 2.0**-18
+    shift = (2 * largest).expm1() * p
+    moved = shift @ value.abs() + out.abs() * shift.sum(-1, keepdim=True)
+    rounded = P_ERROR * (p @ value.abs()) + 1.01 * ROUNDOFF[query.dtype] * out.abs() + 1e-6
+    return out, moved + rounded
+
+
+def assert_exact(got: Tensor, query: Tensor, cache: Cache, **options: Any) -> None:
+    expected, allowed = exact(query, cache, **options)
+    assert got.dtype == query.dtype
+    assert got.shape == expected.shape
+    assert ((got.double() - expected).abs() <= allowed).all()
+
+
+def run(implementation: str, plan: Plan | None = None) -> Any:
+    """The implementation, with a plan where there is a choice."""
+    if implementation == "cpu":
+        return DECODE_ATTENTION.cpu
+    if plan is None:
+        return DECODE_ATTENTION.cuda
+
+    def call(*arguments: Any, **named: Any) -> Tensor:
+        record = module.DecodeAttentionArguments(*arguments, **named)
+        record.check()
+        return module.decode_attention_triton(record, plan)
+
+    return call
+
+
+# B, H, Hkv, N, capacity, D, Dv, lengths
+SHAPES = {
+    "one_key": (1, 3, 1, 1, 1, 64, 64, [1]),
+    "127": (2, 8, 2, 1, 130, 64, 64, [127]),
+    "odd_heads": (1, 6, 2, 3, 200, 80, 80, [199]),
+    "wide": (1, 2, 1, 2, 150, 256, 256, [150]),
+    "narrow_values": (1, 4, 4, 2, 300, 96, 32, [290]),
+    "72": (1, 16, 1, 1, 140, 72, 72, [140]),
+    "lengths": (3, 2, 2, 1, 260, 128, 128, [0, 130, 260]),
+    "many_rows": (1, 16, 1, 16, 140, 64, 64, [139]),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_fp64(implementation, place, shape, dtype):
+    batch, heads, kv, tokens, capacity, d, dv, lengths = SHAPES[shape]
+    cache = make_cache(batch, kv, capacity, d, dv, lengths, place)
+    query = torch.randn(batch, heads, tokens, d).to(place, dtype)
+    got = run(implementation)(query, *cache)
+    assert_exact(got, query, cache)
+    assert got.stride() == (tokens * heads * dv, dv, heads * dv, 1)  # merging the heads is a view
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("length", [1, 127, 300])
+@pytest.mark.parametrize("splits", [1, 2, 7, 90])
+def test_splits(splits, length):
+    """More splits than blocks of keys leave programs without work."""
+    place = "cuda" if torch.cuda.is_available() else "cpu"
+    cache = make_cache(1, 2, 300, 32, 32, [length], place)
+    query = torch.randn(1, 4, 2, 32, device=place)
+    assert_exact(run("triton", Plan(splits, block_n=32))(query, *cache), query, cache)
+
+
+def masks(kind: str, keys: int) -> Tensor:
+    if kind == "padding":
+        return (torch.arange(keys) >= torch.tensor([[0], [100]]))[:, None, None]
+    mask = torch.rand(2, 4, 3, keys) > 0.5
+    mask[0, 0, 1] = False  # a row that sees nothing
+    mask[1, :, :, :140] = False  # whole blocks
+    if kind == "bool":
+        return mask
+    return torch.where(mask, torch.randn(2, 4, 3, keys), -math.inf)
+
+
+@pytest.mark.parametrize("kind", ["padding", "bool", "float"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks(implementation, place, kind, causal):
+    cache = make_cache(2, 2, 320, 32, 32, [310], place)
+    query, mask = torch.randn(2, 4, 3, 32, device=place), masks(kind, 310).to(place)
+    got = run(implementation)(query, *cache, mask, causal)
+    assert_exact(got, query, cache, mask=mask, causal=causal)
+    if kind != "padding":
+        assert (got[0, 0, 1] == 0).all()
+
+
+@pytest.mark.parametrize("window", [1, 40, 129, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows(implementation, place, window, causal):
+    cache = make_cache(2, 1, 320, 32, 32, [310, 17], place)
+    query = torch.randn(2, 2, 5, 32, device=place)
+    got = run(implementation)(query, *cache, None, causal, window)
+    assert_exact(got, query, cache, causal=causal, window=window)
+
+
+def test_the_lowest_float_averages(implementation, place):
+    """Not -inf: PyTorch averages all values of such a row, too."""
+    cache = make_cache(1, 1, 140, 32, 32, [140], place)
+    query = torch.randn(1, 2, 1, 32, device=place)
+    mask = torch.full((1, 1, 1, 140), torch.finfo(torch.float32).min, device=place)
+    got = run(implementation)(query, *cache, mask)
+    mean = (cache.value.double() * cache.scales[..., 1:].double()).mean(2, keepdim=True)
+    torch.testing.assert_close(got.double(), mean.expand_as(got), rtol=0, atol=2 * P_ERROR)
+
+
+def test_nan_stays_with_the_queries_that_see_it(implementation, place):
+    cache = make_cache(1, 1, 140, 32, 32, [140], place)
+    cache.scales[0, 0, 30] = math.nan
+    query = torch.randn(1, 2, 2, 32, device=place)
+    mask = torch.ones(2, 140, dtype=torch.bool, device=place)
+    mask[0, 30] = False
+    got = run(implementation)(query, *cache, mask)
+    assert got[:, :, 1].isnan().all()
+    assert got[:, :, 0].isfinite().all()
+
+
+def test_strided_operands(implementation, place):
+    """Views of larger tensors, without lengths."""
+    cache = make_cache(2, 4, 200, 64, 64, [200], place)
+    key, value, scales = (x[:, 1:3, 20:150] for x in cache[:3])
+    query = torch.randn(2, 3, 4, 70, device=place).transpose(1, 2)[..., 3:67]
+    view = Cache(key, value, scales, torch.tensor([130], device=place))
+    assert_exact(run(implementation)(query, key, value, scales), query, view)
+    odd = torch.randint(-127, 128, (2, 2, 130, 65), dtype=torch.int8, device=place)[..., 1:]
+    assert_exact(run(implementation)(query, odd, value, scales), query, view._replace(key=odd))
+
+
+def test_scale(implementation, place):
+    cache = make_cache(1, 1, 140, 32, 32, [140], place)
+    query = torch.randn(1, 2, 1, 32, device=place)
+    assert_exact(run(implementation)(query, *cache, None, False, None, 0.05), query, cache, scale=0.05)
+
+
+@pytest.mark.parametrize(("batch", "heads", "tokens", "capacity"), [(0, 2, 1, 40), (1, 2, 0, 40), (1, 2, 3, 0)])
+def test_empty(implementation, place, batch, heads, tokens, capacity):
+    cache = make_cache(max(batch, 1), 1, capacity, 32, 16, [capacity], place)
+    query = torch.randn(batch, heads, tokens, 32, device=place)
+    got = run(implementation)(query, *(x[:batch] for x in cache[:3]))
+    assert got.shape == (batch, heads, tokens, 16)
+    assert (got == 0).all()
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 128])
+@pytest.mark.parametrize("heads", [1, 8, 600])
+@pytest.mark.parametrize("keys", [1, 5000, 65536])
+@pytest.mark.parametrize("channels", [64, 256, 512])
+def test_plans_fill_the_chip_and_are_bounded(rows, heads, keys, channels):
+    plan = choose_plan(rows, heads, keys, channels, 132)
+    assert plan.splits * plan.block_n < keys + 2 * plan.block_n or plan.splits == 1
+    programs = plan.splits * heads * -(-rows // plan.block_m)
+    assert programs >= 132 or plan.splits * plan.block_n * 4 >= keys
+
+
+# The operator ---------------------------------------------------------------------------------------------------------
+
+
+def call(device: Any = "cpu") -> tuple[Any, ...]:
+    cache = make_cache(2, 2, 140, 32, 32, [130, 140], device)
+    return torch.randn(2, 4, 3, 32, device=device), *cache
+
+
+def test_opcheck(device):
+    mask = torch.rand(2, 1, 3, 140, device=device) > 0.3
+    for more in ((), (mask, True), (mask.float(), False, None, 0.1), (None, True, 50)):
+        torch.library.opcheck(torch.ops.qframework.decode_attention.default, (*call(device), *more))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_whole(device):
+    operands = call(device)
+    compiled = torch.compile(lambda *x: decode_attention(*x).relu(), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*operands), decode_attention(*operands).relu(), rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+def test_a_graph_follows_the_lengths():
+    query, *rest = call("cuda")
+    cache = Cache(*rest)
+    cache.scales.nan_to_num_(0.01)
+    decode_attention(query, *cache)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = decode_attention(query, *cache)
+    for lengths in ([1, 1], [140, 3], [77, 130]):
+        cache.lengths.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert_exact(got, query, cache)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query": torch.zeros(2, 4, 3, 32, dtype=torch.int8)}, "query must have dtype"),
+        ({"key": torch.zeros(2, 2, 140, 32)}, "key must have dtype int8, got torch.float32"),
+        ({"key": torch.zeros(2, 2, 140, 30, dtype=torch.int8)}, r"key must have shape \(2, 2, 140, 32\)"),
+        ({"value": torch.zeros(2, 2, 139, 32, dtype=torch.int8)}, r"value must have shape \(2, 2, 140, 32\)"),
+        ({"value": torch.zeros(2, 2, 140, 31, dtype=torch.int8)}, "value must have 2, 4, ... 256 channels, got 31"),
+        ({"scales": torch.zeros(2, 2, 140, dtype=torch.bfloat16)}, r"scales must have shape \(2, 2, 140, 2\)"),
+        ({"query": torch.zeros(2, 3, 3, 32)}, "heads of key must divide the 3 of query, got 2"),
+        ({"query": torch.zeros(4, 3, 32)}, "query must have shape"),
+        ({"lengths": torch.zeros(3, dtype=torch.int32)}, r"lengths must have shape \(1,\) or \(2,\)"),
+        ({"lengths": torch.zeros(2)}, "lengths must have dtype int32"),
+        ({"window": 0}, "window must be positive or None, got 0"),
+        ({"attn_mask": torch.zeros(2, 4, 3, 141)}, "at most 140 keys"),
+        ({"attn_mask": torch.zeros(3, 1, 1, 140)}, "attn_mask must broadcast"),
+        ({"attn_mask": torch.zeros(2, 1, 1, 140, dtype=torch.int32)}, "attn_mask must have dtype"),
+        ({"query": torch.zeros(2, 4, 3, 32, requires_grad=True)}, "query must not require a gradient"),
+    ],
+)
+def test_errors(change, message):
+    names = ("query", "key", "value", "scales", "lengths")
+    with pytest.raises((QFrameworkError, UnsupportedError), match=message):
+        decode_attention(**(dict(zip(names, call(), strict=True)) | change))
