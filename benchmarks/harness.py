@@ -71,6 +71,7 @@ class Record:
     percent_of_peak: float | None = None
     peak_mb: float | None = None
     activation_mb: float | None = None  # kept from forward to backward
+    cache_mb: float | None = None  # keys and values of earlier tokens
     error: float | None = None  # relative L2 error against the FP64 or FP32 oracle on the operands the provider sees
     quantization_error: float | None = None  # relative L2 error against the product of the float operands
     relative_l1: float | None = None  # against float attention

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +72,11 @@ def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, 
     """
     if device != "cuda":
         return time_cpu(fn, rep_ms, min_runs)
-    graph = _captured(fn)
+    return _time_graph(_captured(fn), GRAPH_CALLS, rep_ms, min_runs)
+
+
+def _time_graph(graph: torch.cuda.CUDAGraph, calls: int, rep_ms: float, min_runs: int) -> Timing:
+    """Time of a replay, divided by the ``calls`` in it."""
     once_ms = _wall_ms(graph.replay, torch.cuda.synchronize)
     runs = max(min_runs, int(rep_ms / once_ms))
     for _ in range(max(runs // 4, 1)):
@@ -83,11 +87,28 @@ def time_in_graph(fn: Callable[[], Any], device: str, *, rep_ms: float = 200.0, 
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return Timing(tuple(start.elapsed_time(end) / GRAPH_CALLS for start, end in events))
+    return Timing(tuple(start.elapsed_time(end) / calls for start, end in events))
 
 
-def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """A graph of ``GRAPH_CALLS`` calls of ``fn``, after warm-up calls that compile, tune and allocate."""
+def time_in_turns(
+    calls: Sequence[Callable[[], Any]], device: str, *, rep_ms: float = 50.0, graph_ms: float = 2.0, min_runs: int = 10
+) -> Timing:
+    """Time per call of ``calls`` that take turns in one CUDA graph of about ``graph_ms``.
+
+    With copies of an operand that together exceed the L2 cache, each call finds its own outside of it. Without a GPU,
+    as ``time_provider`` of the first.
+    """
+    if device != "cuda":
+        return time_cpu(calls[0], rep_ms, min_runs)
+    calls[0]()
+    once_ms = min(_wall_ms(calls[0], torch.cuda.synchronize) for _ in range(3))
+    rounds = max(1, min(16, int(graph_ms / (once_ms * len(calls)))))
+    graph = _captured(lambda: [call() for call in calls], rounds)
+    return _time_graph(graph, rounds * len(calls), rep_ms, min_runs)
+
+
+def _captured(fn: Callable[[], Any], calls: int = GRAPH_CALLS) -> torch.cuda.CUDAGraph:
+    """A graph of ``calls`` calls of ``fn``, after warm-up calls that compile, tune and allocate."""
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -96,7 +117,7 @@ def _captured(fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         torch.cuda.synchronize()
         graph.capture_begin()  # unlike torch.cuda.graph, does not collect garbage, which takes longer than the calls
         try:
-            for _ in range(GRAPH_CALLS):
+            for _ in range(calls):
                 fn()
         finally:
             graph.capture_end()

@@ -228,6 +228,6 @@ def cache_append(
 
 
 def dequantized(cache: Tensor, scale: Tensor, mean: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``cache (B, Hkv, N, D)`` int8 times ``scale (B, Hkv, N)`` plus ``mean (B, Hkv, D)``, rounded once to ``dtype``."""
+    """``cache (B, Hkv, N, D)`` int8 times ``scale (B, Hkv, N)`` plus ``mean (B, Hkv, D)``, rounded to ``dtype``."""
     x = cache.float().mul_(scale.float().unsqueeze(-1))
     return (x if mean is None else x.add_(mean.unsqueeze(2))).to(dtype)

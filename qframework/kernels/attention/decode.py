@@ -174,7 +174,7 @@ class Plan(NamedTuple):
 
 
 def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors: int) -> Plan:
-    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch, with ``channels`` of K and V together."""
+    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch; ``channels`` are those of K plus V."""
     block_m = min(max(16, power_of_2(rows)), 32)
     block_n = 128
     programs = heads * cdiv(rows, block_m)
@@ -235,8 +235,7 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = Non
         STRIDE_VN=value.stride(2),
         LENGTHS=x.lengths is not None,
         MASK=kind,
-        MASK_PER_ROW=mask is not None
-        and any(n > 1 and s for n, s in zip(mask.shape[1:3], mask.stride()[1:3], strict=True)),
+        MASK_PER_ROW=mask is not None and _differs(mask, 1, 2),
         CAUSAL=x.is_causal,
         WINDOW=x.window is not None,
         SPLIT=split,
@@ -279,6 +278,11 @@ def _aligned(x: Tensor) -> Tensor:
     return x if even and x.stride(-1) == 1 else x.contiguous()
 
 
+def _differs(x: Tensor, *dimensions: int) -> bool:
+    """Whether ``x`` may have different values along one of ``dimensions``."""
+    return any(x.shape[i] > 1 and x.stride(i) != 0 for i in dimensions)
+
+
 def _kernel_mask(x: DecodeAttentionArguments) -> tuple[Tensor | None, str]:
     """The mask as the kernel reads it, ``(B, H, N, keys)``, bool as int8; strides of 0 where it is broadcast."""
     mask = x.mask
@@ -318,7 +322,7 @@ def decode_attention(
             (their mean), the same for all tokens of a head.
         value: ``(B, Hkv, capacity, Dv)`` int8, likewise.
         scales: ``(B, Hkv, capacity, 2)`` bf16; ``[..., 0]`` dequantizes a token's key, ``[..., 1]`` its value.
-        lengths: ``(B,)`` or ``(1,)`` int32 on the same device: the first tokens that hold something; what lies behind is
+        lengths: ``(B,)`` or ``(1,)`` int32 on the same device: the number of tokens in the cache; what lies behind is
             not read. All of ``capacity`` when None. Read on the device, so a CUDA graph follows its changes.
         attn_mask: bool (True attends) or float (added to the logits), broadcastable to ``(B, H, N, keys)``. It may have
             fewer keys than ``capacity``, which then bounds ``lengths``.

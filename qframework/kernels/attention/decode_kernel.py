@@ -1,9 +1,9 @@
 """The Triton kernels of ``qframework::decode_attention``: attention to a share of the keys, and the sum of the shares.
 
 K and V stay in INT8 until they are in registers. There a pair of neighbouring channels of a token, read as one 16-bit
-number, is taken apart into an even and an odd channel of 16 bit each, which is exact. The loads of pairs have the layout
-of a tensor core's operand, so nothing is moved between threads, and each product is done once for the even and once for
-the odd channels.
+number, is split into an even and an odd channel of 16 bit each, which is exact. Pairs are loaded in the layout of a
+tensor core's operand, so no thread needs values of another, and each product is done once for the even and once for the
+odd channels.
 """
 
 from __future__ import annotations
