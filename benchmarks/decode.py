@@ -2,8 +2,8 @@
 
 Shapes are ``B,H,Hkv,N,Nk,D``. Calls take turns on copies of the cache that together exceed the L2 cache, inside one
 CUDA graph. ``gbps`` counts keys, values and scales once. ``error`` is the relative L2 error against FP64 attention of
-the provider's own operands, ``quantization_error`` that against FP64 attention of the float operands. Where the shape is
-held out, no choice of the kernel's plan was made from it.
+the provider's own operands, ``quantization_error`` that against FP64 attention of the float operands. Shapes that are
+held out had no part in choosing the kernel's plans.
 
 ``--models`` times whole steps of a Llama with random weights instead: milliseconds for each token in transformers' own
 loop, and with the step in a CUDA graph, which leaves out the host.
@@ -96,12 +96,13 @@ def speedups(records: Sequence[Record]) -> list[str]:
     for mine in records:
         if mine.provider != "qframework_int8" or not mine.p50_ms:
             continue
-        rivals = [r for r in records if r.shape == mine.shape and r.dtype == "float16" and r.p50_ms]
+        case = mine.op, mine.shape, mine.model, mine.batch
+        rivals = [r for r in records if (r.op, r.shape, r.model, r.batch) == case and r.dtype == "float16" and r.p50_ms]
         if rivals:
             best = min(rivals, key=lambda r: r.p50_ms or 0.0)
             held = "  held out" if mine.shape in [shape.sizes for shape in HELD_OUT] else ""
             lines.append(
-                f"{mine.subject:<24} {1e3 * mine.p50_ms:9.1f} us {mine.gbps or 0:6.0f} GB/s  "
+                f"{mine.op:<16} {mine.subject:<24} {1e3 * mine.p50_ms:9.1f} us {mine.gbps or 0:6.0f} GB/s  "
                 f"{(best.p50_ms or 0) / mine.p50_ms:5.2f} times {best.provider}{held}"
             )
     return lines

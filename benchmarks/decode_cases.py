@@ -1,4 +1,4 @@
-"""The cases of the decode benchmark: a cache in FP16 and the same one in INT8, several copies of each, and providers."""
+"""The cases of the decode benchmark: a cache in FP16 and the same in INT8, copies of each, and providers."""
 
 from __future__ import annotations
 

@@ -144,12 +144,13 @@ class Int8Store:
     def _reserve(self, key: Tensor, value: Tensor) -> None:
         """Make room for new tokens."""
         needed = self.stored + key.shape[2]
+        bounded = self.max_length is not None and self.window is None
+        if bounded and needed > self.max_length:
+            raise QFrameworkError(f"Int8Store: tokens must be at most max_length, {self.max_length}, got {needed}")
         if self._buffers is not None and needed <= self._buffers[0].shape[2]:
             return
         capacity = -(-needed // STEP) * STEP
-        if self.max_length is not None and self.window is None:
-            if needed > self.max_length:
-                raise QFrameworkError(f"Int8Store: tokens must be at most max_length, {self.max_length}, got {needed}")
+        if bounded:
             capacity = -(-self.max_length // 16) * 16
         elif self.window is not None and not self.keeps_past:
             capacity = max(-(-(self.window + _slack(self.window)) // 16) * 16, -(-needed // 16) * 16)

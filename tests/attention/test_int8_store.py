@@ -75,7 +75,7 @@ def test_memory_is_half_of_16_bit():
 
 
 def test_growth():
-    store, key, value = filled(STEP - 1, 1)
+    store, _, value = filled(STEP - 1, 1)
     before = store.bytes
     store.append(tokens(1), tokens(1))
     assert before < store.bytes < 2.1 * before

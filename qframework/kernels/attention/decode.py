@@ -36,6 +36,7 @@ from qframework.numerics import FLOAT_DTYPES, exact_matmul
 
 _NAME = "decode_attention"
 _INTERPRETED_MULTIPROCESSORS = 4  # where there is no GPU
+_MAX_SPLITS, _MAX_TILE = 256, 4096  # splits that one step of a combining program adds, and numbers of its tile
 
 
 class DecodeAttentionArguments(NamedTuple):
@@ -170,36 +171,62 @@ class Plan(NamedTuple):
     block_n: int = 128
     warps: int = 4
     stages: int = 3
-    int8_qk: bool = False
 
 
-def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors: int) -> Plan:
-    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch; ``channels`` are those of K plus V."""
-    block_m = min(max(16, power_of_2(rows)), 32)
-    block_n = 128
+# Measured on an H100, in units of the time in which a multiprocessor reads a block of keys and values.
+_PROGRAM_COST = 1.5  # of a program, besides its blocks
+_SPLIT_COST = 0.02  # of adding a split to the others
+_SLOWDOWN = {1: 1.8, 2: 1.18, 3: 1.14}  # of fewer than four programs on a multiprocessor, which wait for memory
+
+
+def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors: int, row_mask: bool = False) -> Plan:
+    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch.
+
+    ``channels`` is the larger power of two of K's and V's; ``row_mask`` says that a mask differs between rows. Tiles
+    keep their sums in registers and take three stages of 16 KB of keys and values, so that four programs fit on a
+    multiprocessor.
+    """
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 or channels > 128 else 64
+    block_n, warps = 64, 4
+    if block_m == 16 and channels <= 64:
+        block_n = 128
+    elif block_m == 16 and channels <= 128 and not row_mask:
+        warps = 2
+    elif block_m > 16 and channels > 128:
+        block_n = 32
     programs = heads * cdiv(rows, block_m)
-    wanted = cdiv(4 * multiprocessors, max(programs, 1))
-    splits = max(1, min(wanted, cdiv(keys, 2 * block_n)))
-    return Plan(splits, block_m, block_n)
+    splits = choose_splits(programs, cdiv(keys, block_n), multiprocessors)
+    return Plan(splits, block_m, block_n, warps)
+
+
+def choose_splits(programs: int, blocks: int, multiprocessors: int) -> int:
+    """Into how many shares ``blocks`` of keys are divided, for ``programs`` that have to read all of them."""
+
+    def cost(splits: int) -> float:
+        resident = cdiv(programs * splits, multiprocessors)
+        each = cdiv(blocks, splits) + _PROGRAM_COST
+        return resident * each * _SLOWDOWN.get(resident, 1.0) + _SPLIT_COST * (splits if splits > 1 else 0)
+
+    candidates = {max(1, min(blocks, k * multiprocessors // max(programs, 1))) for k in range(1, 17)}
+    return min(sorted(candidates | {1}), key=cost)
 
 
 def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = None) -> Tensor:
     """``decode_attention`` on a GPU."""
     check_device(x.query.device)
     result = x.empty_result()
-    batch, _heads, tokens, channels = x.query.shape
+    batch, _, tokens, channels = x.query.shape
     kv, capacity, width = x.key.shape[1], x.key.shape[2], x.value.shape[-1]
     if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
         return result.zero_()
     rows = x.group * tokens
-    if plan is None:
-        device = x.query.device
-        multiprocessors = chip_of(device)[1] if device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
-        keys = capacity if x.window is None else min(capacity, x.window + tokens)
-        plan = choose_plan(rows, batch * kv, keys, channels + width, multiprocessors)
     query, key, value = last_contiguous(x.query), _aligned(x.key), _aligned(x.value)
-    scales = x.scales if x.scales.stride()[2:] == (2, 1) else x.scales.contiguous()
     mask, kind = _kernel_mask(x)
+    row_mask = mask is not None and _differs(mask, 1, 2)
+    if plan is None:
+        keys = capacity if x.window is None else min(capacity, x.window + tokens)
+        plan = choose_plan(rows, batch * kv, keys, power_of_2(max(channels, width)), _multiprocessors(query), row_mask)
+    scales = x.scales if x.scales.stride()[2:] == (2, 1) else x.scales.contiguous()
     split = plan.splits > 1
     out = top = total = result
     if split:
@@ -235,11 +262,10 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = Non
         STRIDE_VN=value.stride(2),
         LENGTHS=x.lengths is not None,
         MASK=kind,
-        MASK_PER_ROW=mask is not None and _differs(mask, 1, 2),
+        MASK_PER_ROW=row_mask,
         CAUSAL=x.is_causal,
         WINDOW=x.window is not None,
         SPLIT=split,
-        INT8_QK=plan.int8_qk,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=max(32, power_of_2(channels)),
@@ -255,8 +281,11 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = Non
 def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: int, splits: int) -> None:
     """Add the shares ``part (B * Hkv, splits, rows, Dv)``, writing ``result``."""
     _, heads, tokens, width = result.shape
-    block = min(64, power_of_2(width))
-    launch(_combine_kernel, (part.shape[0] * part.shape[2], cdiv(width, block)))(
+    rows, multiprocessors = part.shape[0] * part.shape[2], _multiprocessors(result)
+    block_s, block = min(_MAX_SPLITS, power_of_2(splits)), max(16, power_of_2(width))
+    while block > 16 and (block_s * block > _MAX_TILE or rows * cdiv(width, block) < 2 * multiprocessors):
+        block //= 2
+    launch(_combine_kernel, (rows, cdiv(width, block)))(
         part,
         top,
         total,
@@ -266,10 +295,14 @@ def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: in
         tokens,
         splits,
         DV=width,
-        BLOCK_S=min(64, power_of_2(splits)),
+        BLOCK_S=block_s,
         BLOCK_DV=block,
-        num_warps=4,
+        num_warps=max(1, min(4, block_s * block // 512)),
     )
+
+
+def _multiprocessors(x: Tensor) -> int:
+    return chip_of(x.device)[1] if x.device.type == "cuda" else _INTERPRETED_MULTIPROCESSORS
 
 
 def _aligned(x: Tensor) -> Tensor:

@@ -9,8 +9,8 @@ odd channels.
 from __future__ import annotations
 
 from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.blocks.arithmetic import prefetch
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
@@ -62,6 +62,16 @@ def _bytes_to_bf16(pairs):
             _TO_BF16, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     return low, high
+
+
+@triton.jit
+def _prefetch_rows(base, first, rows, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Prefetch BLOCK rows of STRIDE bytes from row ``first`` on into L2, while other loads are awaited."""
+    LINES: tl.constexpr = BLOCK * STRIDE // 128
+    if LINES > 0 and LINES <= 512 and LINES & (LINES - 1) == 0:
+        last = tl.maximum(rows - first, 1).to(tl.int64) * STRIDE - 1
+        at = tl.minimum(tl.arange(0, LINES).to(tl.int64) * 128, last)
+        prefetch(base + tl.minimum(first, rows - 1).to(tl.int64) * STRIDE + at)
 
 
 @triton.jit
@@ -117,7 +127,6 @@ def _decode_attention_kernel(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLIT: tl.constexpr,
-    INT8_QK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -155,23 +164,19 @@ def _decode_attention_kernel(
     pairs, pairs_v = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_DV // 2)
     q_ptrs = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + i * stride_qn
     k_base = k_ptr + b.to(tl.int64) * stride_kb + kv.to(tl.int64) * stride_kh
-    v_base = (v_ptr + b.to(tl.int64) * stride_vb + kv.to(tl.int64) * stride_vh).to(tl.pointer_type(tl.int16))
+    v_base = v_ptr + b.to(tl.int64) * stride_vb + kv.to(tl.int64) * stride_vh
     # Both scales of a token are one load of four bytes, which is the least that an asynchronous copy takes.
     scales_base = (scales_ptr + b.to(tl.int64) * stride_sb + kv.to(tl.int64) * stride_sh).to(tl.pointer_type(tl.int32))
-    if INT8_QK:
-        d = tl.arange(0, BLOCK_D)
-        q = tl.load(q_ptrs[:, None] + d[None, :], mask=in_rows[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-        amax = _row_amax(q)
-        q_int8 = round_to_int8(q * (127.0 / amax)[:, None])
-        q_scale = amax * (logit_scale / 127.0)
-    else:
-        inside = in_rows[:, None] & (pairs < D // 2)[None, :]
-        even = tl.load(q_ptrs[:, None] + 2 * pairs[None, :], mask=inside, other=0.0).to(tl.float32)
-        odd = tl.load(q_ptrs[:, None] + 2 * pairs[None, :] + 1, mask=inside, other=0.0).to(tl.float32)
-        amax = tl.maximum(_row_amax(even), _row_amax(odd))
-        q_even = (even * (1.0 / amax)[:, None]).to(tl.float16)
-        q_odd = (odd * (1.0 / amax)[:, None]).to(tl.float16)
-        q_scale = amax * logit_scale
+    _prefetch_rows(k_base, begin, capacity, STRIDE_KN, BLOCK_N)
+    _prefetch_rows(v_base, begin, capacity, STRIDE_VN, BLOCK_N)
+    v_base = v_base.to(tl.pointer_type(tl.int16))
+    inside = in_rows[:, None] & (pairs < D // 2)[None, :]
+    even = tl.load(q_ptrs[:, None] + 2 * pairs[None, :], mask=inside, other=0.0).to(tl.float32)
+    odd = tl.load(q_ptrs[:, None] + 2 * pairs[None, :] + 1, mask=inside, other=0.0).to(tl.float32)
+    amax = tl.maximum(_row_amax(even), _row_amax(odd))
+    q_even = (even * (1.0 / amax)[:, None]).to(tl.float16)
+    q_odd = (odd * (1.0 / amax)[:, None]).to(tl.float16)
+    q_scale = amax * logit_scale
     if MASK != "none":
         mask_base = mask_ptr + b.to(tl.int64) * stride_mb
         mask_rows = h.to(tl.int64) * stride_mh + i.to(tl.int64) * stride_mn
@@ -187,16 +192,11 @@ def _decode_attention_kernel(
         scales = tl.load(scales_base + n, mask=seen, other=0)
         k_scale = (scales << 16).to(tl.float32, bitcast=True)
         v_scale = (scales & -65536).to(tl.float32, bitcast=True)
-        if INT8_QK:
-            k_ptrs = k_base + at[:, None] * STRIDE_KN + d[None, :]
-            k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(d < D)[None, :], other=0)
-            s = tl.dot(q_int8, tl.trans(k)).to(tl.float32)
-        else:
-            k_ptrs = k_base.to(tl.pointer_type(tl.int16)) + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
-            k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(pairs < D // 2)[None, :], other=0)
-            k_even, k_odd = _bytes_to_fp16(k)
-            s = tl.dot(q_even, tl.trans(k_even))
-            s = tl.dot(q_odd, tl.trans(k_odd), s)
+        k_ptrs = k_base.to(tl.pointer_type(tl.int16)) + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
+        k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(pairs < D // 2)[None, :], other=0)
+        k_even, k_odd = _bytes_to_fp16(k)
+        s = tl.dot(q_even, tl.trans(k_even))
+        s = tl.dot(q_odd, tl.trans(k_odd), s)
         s = s * q_scale[:, None] * k_scale[None, :]
         visible = seen[None, :]
         if CAUSAL:
