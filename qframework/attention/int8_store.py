@@ -37,7 +37,7 @@ class Int8Store:
         self.stored = 0
         self.dropped = 0
         self.keeps_past = False  # nothing is dropped before `crop`
-        self._buffers: tuple[Tensor, Tensor, Tensor] | None = None  # key, value, scales
+        self._cache: tuple[Tensor, Tensor, Tensor] | None = None  # key, value, scales
         self._mean: Tensor | None = None  # (B, Hkv, D) fp32
         self._length: Tensor | None = None  # (2,) int32, see cache_append
         self.dtype = torch.float32  # of the model's keys and values
@@ -50,7 +50,7 @@ class Int8Store:
     @property
     def bytes(self) -> int:
         """Memory of everything that is kept, in bytes, with room for tokens to come."""
-        kept = (*(self._buffers or ()), self._mean, self._length)
+        kept = (*(self._cache or ()), self._mean, self._length)
         return sum(x.numel() * x.element_size() for x in kept if x is not None)
 
     @property
@@ -64,22 +64,22 @@ class Int8Store:
         """Quantize and keep new tokens, ``key (B, Hkv, N, D)`` and ``value (B, Hkv, N, Dv)`` float."""
         self._drop(self.stored - self.remaining)
         tokens = key.shape[2]
-        if self._buffers is None:
+        if self._cache is None:
             self.dtype = key.dtype
             self._mean = key.float().mean(2) if tokens else key.new_zeros((*key.shape[:2], key.shape[3])).float()
             self._length = torch.zeros(2, dtype=torch.int32, device=key.device)
-        elif key.shape[:2] != self._buffers[0].shape[:2]:
-            expected = tuple(self._buffers[0].shape[:2])
+        elif key.shape[:2] != self._cache[0].shape[:2]:
+            expected = tuple(self._cache[0].shape[:2])
             raise QFrameworkError(f"Int8Store: batch and heads of key must be {expected}, got {tuple(key.shape[:2])}")
         if self.stored == 0 and self.window is not None and not self.keeps_past:
             skipped = max(tokens - self.window + 1, 0)  # no later query sees the first tokens of a long prompt
             key, value = key[:, :, skipped:], value[:, :, skipped:]
             self.dropped += skipped
         self._reserve(key, value)
-        assert self._buffers is not None
+        assert self._cache is not None
         assert self._mean is not None
         assert self._length is not None
-        cache_append(key, value, self._mean, *self._buffers, self._length)
+        cache_append(key, value, self._mean, *self._cache, self._length)
         self.stored += key.shape[2]
 
     def attend(
@@ -89,23 +89,23 @@ class Int8Store:
 
         ``mask`` has a column for each stored token. The window is applied where there is none.
         """
-        assert self._buffers is not None
+        assert self._cache is not None
         assert self._length is not None
-        key, value, scales = self._buffers
+        key, value, scales = self._cache
         window = self.window if mask is None else None
         return decode_attention(query, key, value, scales, self._length[:1], mask, is_causal, window, scale)
 
     def floats(self, which: Literal["key", "value"]) -> Tensor:
         """The stored keys or values, dequantized: ``(B, Hkv, stored, D)`` in the model's dtype."""
-        assert self._buffers is not None
+        assert self._cache is not None
         place = 0 if which == "key" else 1
-        values, scale = self._buffers[place][:, :, : self.stored], self._buffers[2][:, :, : self.stored, place]
+        values, scale = self._cache[place][:, :, : self.stored], self._cache[2][:, :, : self.stored, place]
         return dequantized(values, scale, self._mean if which == "key" else None, self.dtype)
 
     def tensor(self, which: Literal["key", "value"]) -> StoredTensor:
         """The stored keys or values as a tensor that is dequantized where it is used."""
-        assert self._buffers is not None
-        buffer = self._buffers[0 if which == "key" else 1]
+        assert self._cache is not None
+        buffer = self._cache[0 if which == "key" else 1]
         return StoredTensor(self, which, (*buffer.shape[:2], self.stored, buffer.shape[3]), buffer.device)
 
     def crop(self, tokens: int) -> None:
@@ -127,9 +127,9 @@ class Int8Store:
 
     def select(self, indices: Tensor) -> None:
         """Keep these sequences of the batch, in this order, or repeat them."""
-        if self._buffers is not None and self._mean is not None:
-            key, value, scales = (x.index_select(0, indices.to(x.device)) for x in self._buffers)
-            self._buffers = key, value, scales
+        if self._cache is not None and self._mean is not None:
+            key, value, scales = (x.index_select(0, indices.to(x.device)) for x in self._cache)
+            self._cache = key, value, scales
             self._mean = self._mean.index_select(0, indices.to(self._mean.device))
 
     def clear(self) -> None:
@@ -139,7 +139,7 @@ class Int8Store:
     @property
     def batch(self) -> int | None:
         """Sequences in the store; None before the first tokens."""
-        return None if self._buffers is None else self._buffers[0].shape[0]
+        return None if self._cache is None else self._cache[0].shape[0]
 
     def _reserve(self, key: Tensor, value: Tensor) -> None:
         """Make room for new tokens."""
@@ -147,7 +147,7 @@ class Int8Store:
         bounded = self.max_length is not None and self.window is None
         if bounded and needed > self.max_length:
             raise QFrameworkError(f"Int8Store: tokens must be at most max_length, {self.max_length}, got {needed}")
-        if self._buffers is not None and needed <= self._buffers[0].shape[2]:
+        if self._cache is not None and needed <= self._cache[0].shape[2]:
             return
         capacity = -(-needed // STEP) * STEP
         if bounded:
@@ -160,16 +160,16 @@ class Int8Store:
             torch.zeros((*leading, value.shape[3]), dtype=torch.int8, device=key.device),
             torch.zeros((*leading, 2), dtype=torch.bfloat16, device=key.device),
         )
-        if self._buffers is not None:
-            for new, old in zip(buffers, self._buffers, strict=True):
+        if self._cache is not None:
+            for new, old in zip(buffers, self._cache, strict=True):
                 new[:, :, : self.stored] = old[:, :, : self.stored]
-        self._buffers = buffers
+        self._cache = buffers
 
     def _drop(self, tokens: int) -> None:
         """Drop the oldest ``tokens``."""
-        if tokens <= 0 or self._buffers is None or self._length is None:
+        if tokens <= 0 or self._cache is None or self._length is None:
             return
-        for x in self._buffers:
+        for x in self._cache:
             x[:, :, : self.stored - tokens] = x[:, :, tokens : self.stored].clone()
         self.stored -= tokens
         self.dropped += tokens

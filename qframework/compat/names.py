@@ -47,6 +47,7 @@ _HOOKS = "hooks of converted modules cannot be found, and INT8 training would sk
 _INT8_OPERATORS = "operators of INT8 training cannot be compiled by Inductor of this version"
 _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
+_CACHE = "models of transformers cannot keep keys and values in INT8 (Int8Cache)"
 _COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
 _EXPLAIN = "explain cannot find a compiled model's options"
@@ -307,5 +308,8 @@ _ROWS = (
     Name("transformers.models.sam.modeling_sam.SamVisionSdpaAttention", _SAM),
     Name("transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES", _SAM),
     Name("transformers.models.sam_hq.modeling_sam_hq.SamHQVisionSdpaAttention", _SAM),
+    # transformers_cache.py
+    Name("transformers.cache_utils.Cache", _CACHE),
+    Name("transformers.cache_utils.CacheLayerMixin", _CACHE),
 )
 NAMES = {name.path: name for name in _ROWS}

@@ -47,7 +47,7 @@ def test_the_mean_of_the_first_tokens_stays():
         assert (store.floats("key")[..., -1, :] - 1005).abs().max() < 6
         step = (store.floats("key")[:, :, -1] * 1e3).frac().abs()
         assert step.max() > 0
-    assert store._buffers[2][..., :51, 0].float().max() < 8 / 127
+    assert store._cache[2][..., :51, 0].float().max() < 8 / 127
 
 
 def test_attention():

@@ -23,7 +23,6 @@ from torch import Tensor
 from qframework import numerics
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention.operands import last_contiguous
-from qframework.kernels.blocks.arithmetic import over_127
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -101,7 +100,7 @@ def _quantize_tokens(x, cache_ptrs, scale_ptrs, token_mask, channel_mask):
     """Store an fp32 tile (TILE, BLOCK_D) in INT8, and the scale of each token."""
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF  # as integers NaN is the largest
     amax = tl.max(magnitude, 1).to(tl.float32, bitcast=True)
-    scale = over_127(amax)
+    scale = tl.math.div_rn(amax, tl.full(amax.shape, 127.0, tl.float32))
     scale = tl.where(scale < _MIN_SCALE, _MIN_SCALE, scale)
     rounded = ((scale.to(tl.int32, bitcast=True) + 0xFFFF) & -65536).to(tl.float32, bitcast=True)
     scale = tl.where(scale < float("inf"), rounded, float("nan"))

@@ -163,7 +163,7 @@ def visible_keys(x: DecodeAttentionArguments, keys: int) -> Tensor:
 # Kernel -------------------------------------------------------------------------------------------------------------
 
 
-class Plan(NamedTuple):
+class DecodePlan(NamedTuple):
     """How a call is divided and compiled."""
 
     splits: int
@@ -179,7 +179,9 @@ _SPLIT_COST = 0.02  # of adding a split to the others
 _SLOWDOWN = {1: 1.8, 2: 1.18, 3: 1.14}  # of fewer than four programs on a multiprocessor, which wait for memory
 
 
-def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors: int, row_mask: bool = False) -> Plan:
+def choose_plan(
+    rows: int, heads: int, keys: int, channels: int, multiprocessors: int, row_mask: bool = False
+) -> DecodePlan:
     """A plan for ``rows`` queries of each of ``heads`` key heads of the batch.
 
     ``channels`` is the larger power of two of K's and V's; ``row_mask`` says that a mask differs between rows. Tiles
@@ -196,7 +198,7 @@ def choose_plan(rows: int, heads: int, keys: int, channels: int, multiprocessors
         block_n = 32
     programs = heads * cdiv(rows, block_m)
     splits = choose_splits(programs, cdiv(keys, block_n), multiprocessors)
-    return Plan(splits, block_m, block_n, warps)
+    return DecodePlan(splits, block_m, block_n, warps)
 
 
 def choose_splits(programs: int, blocks: int, multiprocessors: int) -> int:
@@ -211,7 +213,7 @@ def choose_splits(programs: int, blocks: int, multiprocessors: int) -> int:
     return min(sorted(candidates | {1}), key=cost)
 
 
-def decode_attention_triton(x: DecodeAttentionArguments, plan: Plan | None = None) -> Tensor:
+def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None = None) -> Tensor:
     """``decode_attention`` on a GPU."""
     check_device(x.query.device)
     result = x.empty_result()

@@ -9,8 +9,8 @@ odd channels.
 from __future__ import annotations
 
 from qframework.kernels.attention.operands import LOG2_E
-from qframework.kernels.blocks.arithmetic import prefetch
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.prefetch import prefetch
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention import decode as module
-from qframework.kernels.attention.decode import DECODE_ATTENTION, Plan, choose_plan, decode_attention
+from qframework.kernels.attention.decode import DECODE_ATTENTION, DecodePlan, choose_plan, decode_attention
 from qframework.kernels.runtime.triton import INTERPRET
 
 # One rounding of a result; of P to bf16, which the interpreter cuts off instead; of a query relative to its largest.
@@ -93,7 +93,7 @@ def assert_exact(got: Tensor, query: Tensor, cache: Cache, **options: Any) -> No
     assert ((got.double() - expected).abs() <= allowed).all()
 
 
-def run(implementation: str, plan: Plan | None = None) -> Any:
+def run(implementation: str, plan: DecodePlan | None = None) -> Any:
     """The implementation, with a plan where there is a choice."""
     if implementation == "cpu":
         return DECODE_ATTENTION.cpu
@@ -140,7 +140,7 @@ def test_splits(splits, length):
     place = "cuda" if torch.cuda.is_available() else "cpu"
     cache = make_cache(1, 2, 300, 32, 32, [length], place)
     query = torch.randn(1, 4, 2, 32, device=place)
-    assert_exact(run("triton", Plan(splits, block_n=32))(query, *cache), query, cache)
+    assert_exact(run("triton", DecodePlan(splits, block_n=32))(query, *cache), query, cache)
 
 
 def masks(kind: str, keys: int) -> Tensor:
