@@ -59,9 +59,9 @@ def measure(given: Inputs, provider: str, device: str, rep_ms: float) -> Record:
     try:
         case = PROVIDERS[provider](given)
         got = case.calls[0]()[:CHECKED]
-    except RuntimeError as error:
-        if "No available kernel" in str(error) or "No viable backend" in str(error) or "No execution" in str(error):
-            raise UnavailableError(str(error).splitlines()[0]) from error
+    except RuntimeError as refusal:
+        if any(text in str(refusal) for text in ("No available kernel", "No viable backend")):
+            raise UnavailableError(str(refusal).splitlines()[0]) from refusal
         raise
     error = case.check(got)
     timing = time_in_turns(case.calls, device, rep_ms=rep_ms)

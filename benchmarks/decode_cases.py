@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -63,12 +63,15 @@ class Inputs:
 
     def __init__(self, shape: Shape, device: str) -> None:
         generator = torch.Generator(device).manual_seed(sum(shape.sizes))
-        half = {"generator": generator, "device": device, "dtype": torch.float16}
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(*sizes, generator=generator, device=device, dtype=torch.float16)
+
         kv = (shape.batch, shape.kv_heads, shape.keys, shape.head_dim)
         self.shape = shape
-        self.query = torch.randn(shape.batch, shape.heads, shape.queries, shape.head_dim, **half)
-        self.key = torch.randn(kv, **half) + KEY_BIAS * torch.randn(1, shape.kv_heads, 1, shape.head_dim, **half)
-        self.value = torch.randn(kv, **half)
+        self.query = normal(shape.batch, shape.heads, shape.queries, shape.head_dim)
+        self.key = normal(*kv) + KEY_BIAS * normal(1, shape.kv_heads, 1, shape.head_dim)
+        self.value = normal(*kv)
 
     @functools.cached_property
     def quantized(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -114,7 +117,7 @@ def attention_fp64(query: Tensor, key: Tensor, value: Tensor, scales: Tensor | N
 class Case:
     """One provider at one shape: the same call on several copies of the cache, and the check of its result."""
 
-    calls: list[Callable[[], Tensor]]
+    calls: Sequence[Callable[[], Tensor]]
     check: Check
     dtype: str
     bytes: int
@@ -175,7 +178,9 @@ def _qframework(given: Inputs) -> Case:
     shape = given.shape
     caches = copies(number_of_copies(shape.int8_bytes), *given.quantized)
     length = torch.full((1,), shape.keys, dtype=torch.int32, device=given.query.device)
-    calls = [functools.partial(decode_attention, given.query, *cache, length) for cache in caches]
+    calls = [
+        functools.partial(decode_attention, given.query, key, value, scales, length) for key, value, scales in caches
+    ]
     return Case(calls, rows_within(lambda: given.quantized_oracle, INT8_ERROR), "int8", shape.int8_bytes)
 
 

@@ -144,14 +144,14 @@ class Int8Store:
     def _reserve(self, key: Tensor, value: Tensor) -> None:
         """Make room for new tokens."""
         needed = self.stored + key.shape[2]
-        bounded = self.max_length is not None and self.window is None
-        if bounded and needed > self.max_length:
-            raise QFrameworkError(f"Int8Store: tokens must be at most max_length, {self.max_length}, got {needed}")
+        most = self.max_length if self.window is None else None
+        if most is not None and needed > most:
+            raise QFrameworkError(f"Int8Store: tokens must be at most max_length, {most}, got {needed}")
         if self._cache is not None and needed <= self._cache[0].shape[2]:
             return
         capacity = -(-needed // STEP) * STEP
-        if bounded:
-            capacity = -(-self.max_length // 16) * 16
+        if most is not None:
+            capacity = -(-most // 16) * 16
         elif self.window is not None and not self.keeps_past:
             capacity = max(-(-(self.window + _slack(self.window)) // 16) * 16, -(-needed // 16) * 16)
         leading = (*key.shape[:2], capacity)
@@ -203,7 +203,7 @@ class StoredTensor(Tensor):
         return f"StoredTensor({self.which}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         args, kwargs = tree_map_only(StoredTensor, lambda x: x.store.floats(x.which), (args, kwargs or {}))
         return func(*args, **kwargs)
 

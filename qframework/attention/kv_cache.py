@@ -46,12 +46,12 @@ class Int8Layer(CacheLayerMixin):
         return self.store.window is not None
 
     @property
-    def keys(self) -> Tensor | None:  # type: ignore[override]
+    def keys(self) -> Tensor | None:
         """``(B, Hkv, N, D)``, dequantized where it is used."""
         return self.store.tensor("key") if self.is_initialized else None
 
     @property
-    def values(self) -> Tensor | None:  # type: ignore[override]
+    def values(self) -> Tensor | None:
         """``(B, Hkv, N, Dv)``, dequantized where it is used."""
         return self.store.tensor("value") if self.is_initialized else None
 

@@ -126,6 +126,8 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     """Reference in float32, and the CPU implementation: nothing is expanded to the heads of the queries."""
     result = x.empty_result()
     keys = x.key.shape[2] if x.mask is None else x.mask.shape[-1]
+    if x.lengths is not None and x.lengths.device.type == "cpu" and x.lengths.numel():
+        keys = max(0, min(keys, int(x.lengths.max())))
     if result.numel() == 0 or keys == 0:
         return result.zero_()
     batch, heads, tokens, _ = x.query.shape
@@ -134,8 +136,10 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     logits = exact_matmul(q, x.key[:, :, :keys].float().mT) * key_scale
     logits = logits.view(batch, heads, tokens, keys)
     if x.mask is not None and x.mask.dtype != torch.bool:
-        logits = logits + x.mask.float()
-    logits = logits.masked_fill(~visible_keys(x, keys), -torch.inf)
+        logits = logits + x.mask[..., :keys].float()
+    visible = visible_keys(x, keys)
+    if visible is not None:
+        logits = logits.masked_fill(~visible, -torch.inf)
     top = logits.amax(-1, keepdim=True)
     p = (logits - top.masked_fill(top == -torch.inf, 0.0)).exp()
     total = p.sum(-1, keepdim=True)
@@ -145,8 +149,14 @@ def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
     return result.copy_(torch.where(total == 0, 0.0, out / total))
 
 
-def visible_keys(x: DecodeAttentionArguments, keys: int) -> Tensor:
-    """``(B, H or 1, N or 1, keys)`` bool: what length, causality, window and a bool mask leave of the first keys."""
+def visible_keys(x: DecodeAttentionArguments, keys: int) -> Tensor | None:
+    """``(B, H or 1, N or 1, keys)`` bool: what length, causality, window and a bool mask leave of the first keys.
+
+    None where that is all of them.
+    """
+    masked = x.mask is not None and x.mask.dtype == torch.bool
+    if not (masked or x.is_causal or x.window is not None or x.lengths is not None):
+        return None
     tokens, device = x.query.shape[2], x.query.device
     lengths = torch.full((1,), keys, device=device) if x.lengths is None else x.lengths.clamp(max=keys)
     lengths = lengths[:, None, None, None]
@@ -157,7 +167,7 @@ def visible_keys(x: DecodeAttentionArguments, keys: int) -> Tensor:
         visible = visible & (at <= position)
     if x.window is not None:
         visible = visible & (at > position - x.window)
-    return visible & x.mask if x.mask is not None and x.mask.dtype == torch.bool else visible
+    return visible & x.mask[..., :keys] if x.mask is not None and masked else visible
 
 
 # Kernel -------------------------------------------------------------------------------------------------------------
@@ -265,7 +275,7 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
         LENGTHS=x.lengths is not None,
         MASK=kind,
         MASK_PER_ROW=row_mask,
-        CAUSAL=x.is_causal,
+        CAUSAL=x.is_causal and tokens > 1,
         WINDOW=x.window is not None,
         SPLIT=split,
         BLOCK_M=plan.block_m,
