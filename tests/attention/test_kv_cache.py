@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -130,6 +131,19 @@ def test_generate(name, options):
     width = min(expected.shape[1], got.shape[1])
     assert cache.get_seq_length() >= width - 1
     assert (got[:, :width] == expected[:, :width])[:, 60:64].float().mean() >= 0.75
+
+
+def test_copies_go_their_own_way():
+    """As for prompts that several answers continue; also under inference mode."""
+    model = make("llama")
+    cache = Int8Cache(model.config)
+    with torch.inference_mode():
+        model(words(1, 20), past_key_values=cache)
+        other, token = copy.deepcopy(cache), words(1, 1)
+        logits = model(token, past_key_values=cache).logits
+        assert torch.equal(model(token, past_key_values=other).logits, logits)
+        model(token, past_key_values=other)
+    assert (cache.get_seq_length(), other.get_seq_length()) == (21, 22)
 
 
 @torch.no_grad()

@@ -12,8 +12,8 @@ token's key and of its value. ``out (B, H, N, Dv)`` in the memory order (B, N, H
 
 The time of a step is that of reading the cache once. The keys are therefore split over programs (Dao et al., 2023,
 "Flash-Decoding for long-context inference"), whose sums a second kernel adds, and all query heads of a key head share a
-program. Numerics of the kernel: q in fp16 relative to its row's maximum, products with k8 exact in fp32; P and v8 in
-bf16, where v8 is exact, summed in fp32.
+program. Numerics of the kernel: 16-bit queries as they are, float32 ones in fp16 relative to their row's maximum; their
+products with k8 are exact in fp32. P and v8 in bf16, where v8 is exact, summed in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
-from qframework.kernels.attention.operands import LOG2_E, check_offsets, last_contiguous, query_memory_order
+from qframework.kernels.attention.operands import LOG2_E, check_offsets, query_memory_order
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -231,8 +231,9 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
     kv, capacity, width = x.key.shape[1], x.key.shape[2], x.value.shape[-1]
     if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
         return result.zero_()
-    rows = x.group * tokens
-    query, key, value = last_contiguous(x.query), _aligned(x.key), _aligned(x.value)
+    queries = power_of_2(tokens)
+    rows = x.group * queries
+    query, key, value = _aligned(x.query), _aligned(x.key), _aligned(x.value)
     mask, kind = _kernel_mask(x)
     row_mask = mask is not None and _differs(mask, 1, 2)
     if plan is None:
@@ -244,7 +245,7 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
     if split:
         out = result.new_empty((batch * kv, plan.splits, rows, width), dtype=torch.float32)
         top, total = (out.new_empty(out.shape[:-1]) for _ in range(2))
-    launch(_decode_attention_kernel, (cdiv(rows, plan.block_m) * plan.splits * batch * kv,))(
+    launch(_decode_attention_kernel, (cdiv(rows, plan.block_m), plan.splits, batch * kv))(
         query,
         key,
         value,
@@ -272,6 +273,8 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
         DV=width,
         STRIDE_KN=key.stride(2),
         STRIDE_VN=value.stride(2),
+        QUERIES=queries,
+        BF16=query.dtype == torch.bfloat16,
         LENGTHS=x.lengths is not None,
         MASK=kind,
         MASK_PER_ROW=row_mask,
@@ -293,11 +296,11 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
 def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: int, splits: int) -> None:
     """Add the shares ``part (B * Hkv, splits, rows, Dv)``, writing ``result``."""
     _, heads, tokens, width = result.shape
-    rows, multiprocessors = part.shape[0] * part.shape[2], _multiprocessors(result)
+    rows, multiprocessors = result.shape[0] * heads * tokens, _multiprocessors(result)
     block_s, block = min(_MAX_SPLITS, power_of_2(splits)), max(16, power_of_2(width))
     while block > 16 and (block_s * block > _MAX_TILE or rows * cdiv(width, block) < 2 * multiprocessors):
         block //= 2
-    launch(_combine_kernel, (rows, cdiv(width, block)))(
+    launch(_combine_kernel, (group * tokens, cdiv(width, block), part.shape[0]))(
         part,
         top,
         total,
@@ -307,6 +310,7 @@ def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: in
         tokens,
         splits,
         DV=width,
+        QUERIES=power_of_2(tokens),
         BLOCK_S=block_s,
         BLOCK_DV=block,
         num_warps=max(1, min(4, block_s * block // 512)),
@@ -318,7 +322,7 @@ def _multiprocessors(x: Tensor) -> int:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x (..., tokens, channels)`` int8 itself where pairs of channels are aligned, else a contiguous copy."""
+    """``x (..., tokens, channels)`` itself where pairs of channels are aligned, else a contiguous copy."""
     even = all(stride % 2 == 0 for stride in x.stride()[:3]) and x.storage_offset() % 2 == 0
     return x if even and x.stride(-1) == 1 else x.contiguous()
 
@@ -379,8 +383,8 @@ def decode_attention(
     Returns:
         ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
 
-    Numerics: on a GPU the query is rounded to fp16 relative to its largest value and P to bf16; K and V are exact in
-    these formats, and sums are fp32. On a CPU everything is fp32.
+    Numerics: on a GPU a float32 query is rounded to fp16 relative to its largest value, and P to bf16; K and V are
+    exact in these formats, and sums are fp32. On a CPU everything is fp32.
 
     Raises:
         UnsupportedError: an unsupported dtype or head dimension; a GPU below sm_80.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.prefetch import prefetch
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
 
@@ -65,23 +64,48 @@ def _bytes_to_bf16(pairs):
 
 
 @triton.jit
-def _prefetch_rows(base, first, rows, STRIDE: tl.constexpr, BLOCK: tl.constexpr):
-    """Prefetch BLOCK rows of STRIDE bytes from row ``first`` on into L2, while other loads are awaited."""
-    LINES: tl.constexpr = BLOCK * STRIDE // 128
-    if LINES > 0 and LINES <= 512 and LINES & (LINES - 1) == 0:
-        last = tl.maximum(rows - first, 1).to(tl.int64) * STRIDE - 1
-        at = tl.minimum(tl.arange(0, LINES).to(tl.int64) * 128, last)
-        prefetch(base + tl.minimum(first, rows - 1).to(tl.int64) * STRIDE + at)
-
-
-@triton.jit
 def _row_amax(x):
     """The largest magnitude of each row of a float32 tile, (M,), at least MIN_SCALE."""
     return tl.maximum(tl.max(tl.abs(x), 1), _MIN_SCALE)
 
 
+@triton.jit
+def _load_queries(
+    q_ptr, row, rows_mask, stride_qb, stride_qh, stride_qn, D: tl.constexpr, BLOCK_D: tl.constexpr, BF16: tl.constexpr
+):
+    """Even and odd channels of the queries at ``row = (b, h, i)``, in fp16 or bf16, and a factor for each row.
+
+    The factor of float32 queries is their largest magnitude, by which they are divided; that of others is 1.
+    """
+    b, h, i = row
+    pairs = tl.arange(0, BLOCK_D // 2)
+    inside = rows_mask[:, None] & (pairs < D // 2)[None, :]
+    if q_ptr.dtype.element_ty == tl.float32:
+        place = b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + i.to(tl.int64) * stride_qn
+        ptrs = q_ptr + place[:, None] + 2 * pairs[None, :]
+        even, odd = tl.load(ptrs, mask=inside, other=0.0), tl.load(ptrs + 1, mask=inside, other=0.0)
+        factor = tl.maximum(_row_amax(even), _row_amax(odd))
+        even, odd = (even * (1.0 / factor)[:, None]).to(tl.float16), (odd * (1.0 / factor)[:, None]).to(tl.float16)
+    else:
+        place = (
+            b.to(tl.int64) * (stride_qb // 2) + h.to(tl.int64) * (stride_qh // 2) + i.to(tl.int64) * (stride_qn // 2)
+        )
+        ptrs = q_ptr.to(tl.pointer_type(tl.int32)) + place[:, None] + pairs[None, :]
+        both = tl.load(ptrs, mask=inside, other=0)
+        factor = tl.full(rows_mask.shape, 1.0, tl.float32)
+        if not BF16:
+            even = both.to(tl.int16).to(tl.float16, bitcast=True)
+            odd = (both >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        elif _INTERPRETED:
+            even, odd = (both << 16).to(tl.float32, bitcast=True), (both & -65536).to(tl.float32, bitcast=True)
+        else:
+            even = both.to(tl.int16).to(tl.bfloat16, bitcast=True)
+            odd = (both >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return even, odd, factor
+
+
 _NOT_SPECIALIZED = ["HKV", "GROUP", "N", "capacity", "mask_keys", "splits", "window", "stride_length"]
-_NOT_SPECIALIZED += [f"stride_q{x}" for x in "bhn"] + [f"stride_m{x}" for x in "bhnk"]
+_NOT_SPECIALIZED += [f"stride_m{x}" for x in "bhnk"]
 
 
 @triton.jit(do_not_specialize=_NOT_SPECIALIZED)
@@ -92,9 +116,9 @@ def _decode_attention_kernel(
     scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
     lengths_ptr,  # (B,) or (1,) int32, with LENGTHS
     mask_ptr,  # (B, H, N, mask_keys) bool as int8, or float
-    out_ptr,  # (B, N, H, DV), or with SPLIT (B * Hkv, splits, GROUP * N, DV) fp32
-    top_ptr,  # (B * Hkv, splits, GROUP * N) fp32, with SPLIT: maxima of the logits in base 2
-    sum_ptr,  # (B * Hkv, splits, GROUP * N) fp32, with SPLIT: sums of the weights
+    out_ptr,  # (B, N, H, DV), or with SPLIT (B * Hkv, splits, GROUP * QUERIES, DV) fp32
+    top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: maxima of the logits in base 2
+    sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32, with SPLIT: sums of the weights
     HKV,
     GROUP,  # query heads of one key head
     N,
@@ -121,6 +145,8 @@ def _decode_attention_kernel(
     DV: tl.constexpr,
     STRIDE_KN: tl.constexpr,
     STRIDE_VN: tl.constexpr,
+    QUERIES: tl.constexpr,  # N rounded up to a power of two
+    BF16: tl.constexpr,  # the product of Q and K is in bf16 instead of fp16
     LENGTHS: tl.constexpr,
     MASK: tl.constexpr,  # "none", "bool" or "float"
     MASK_PER_ROW: tl.constexpr,  # the mask differs between the rows of a program
@@ -134,19 +160,18 @@ def _decode_attention_kernel(
     STAGES: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (row blocks * splits * Hkv * B,). A program attends with BLOCK_M of the GROUP * N rows that share a key head
-    to one of ``splits`` shares of its visible keys."""
+    """Grid (row blocks, splits, Hkv * B). A program attends with BLOCK_M of the GROUP * QUERIES rows that share a key
+    head to one of ``splits`` shares of its visible keys."""
     wait_for_previous_kernel(OVERLAP)
-    ROWS = GROUP * N
-    row_blocks = tl.cdiv(ROWS, BLOCK_M)
-    pid = tl.program_id(0)
-    head = pid // (row_blocks * splits)
-    row_block = pid % row_blocks
-    split = (pid // row_blocks) % splits
+    ROWS = GROUP * QUERIES
+    split, head = tl.program_id(1), tl.program_id(2)
     b, kv = head // HKV, head % HKV
-    rows = row_block * BLOCK_M + tl.arange(0, BLOCK_M)
-    h, i = kv * GROUP + rows // N, rows % N
-    in_rows = rows < ROWS
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    h, i = kv * GROUP + rows // QUERIES, rows % QUERIES
+    in_rows = (rows < ROWS) & (i < N)
+    q_even, q_odd, q_factor = _load_queries(
+        q_ptr, (b, h, i), in_rows, stride_qb, stride_qh, stride_qn, D, BLOCK_D, BF16
+    )
 
     length = capacity
     if LENGTHS:
@@ -161,22 +186,11 @@ def _decode_attention_kernel(
     begin = first + split * share
     end = tl.minimum(begin + share, length)
 
-    pairs, pairs_v = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_DV // 2)
-    q_ptrs = q_ptr + b.to(tl.int64) * stride_qb + h.to(tl.int64) * stride_qh + i * stride_qn
-    k_base = k_ptr + b.to(tl.int64) * stride_kb + kv.to(tl.int64) * stride_kh
-    v_base = v_ptr + b.to(tl.int64) * stride_vb + kv.to(tl.int64) * stride_vh
+    k_base = (k_ptr + b.to(tl.int64) * stride_kb + kv.to(tl.int64) * stride_kh).to(tl.pointer_type(tl.int16))
+    v_base = (v_ptr + b.to(tl.int64) * stride_vb + kv.to(tl.int64) * stride_vh).to(tl.pointer_type(tl.int16))
     # Both scales of a token are one load of four bytes, which is the least that an asynchronous copy takes.
     scales_base = (scales_ptr + b.to(tl.int64) * stride_sb + kv.to(tl.int64) * stride_sh).to(tl.pointer_type(tl.int32))
-    _prefetch_rows(k_base, begin, capacity, STRIDE_KN, BLOCK_N)
-    _prefetch_rows(v_base, begin, capacity, STRIDE_VN, BLOCK_N)
-    v_base = v_base.to(tl.pointer_type(tl.int16))
-    inside = in_rows[:, None] & (pairs < D // 2)[None, :]
-    even = tl.load(q_ptrs[:, None] + 2 * pairs[None, :], mask=inside, other=0.0).to(tl.float32)
-    odd = tl.load(q_ptrs[:, None] + 2 * pairs[None, :] + 1, mask=inside, other=0.0).to(tl.float32)
-    amax = tl.maximum(_row_amax(even), _row_amax(odd))
-    q_even = (even * (1.0 / amax)[:, None]).to(tl.float16)
-    q_odd = (odd * (1.0 / amax)[:, None]).to(tl.float16)
-    q_scale = amax * logit_scale
+    pairs, pairs_v = tl.arange(0, BLOCK_D // 2), tl.arange(0, BLOCK_DV // 2)
     if MASK != "none":
         mask_base = mask_ptr + b.to(tl.int64) * stride_mb
         mask_rows = h.to(tl.int64) * stride_mh + i.to(tl.int64) * stride_mn
@@ -192,12 +206,17 @@ def _decode_attention_kernel(
         scales = tl.load(scales_base + n, mask=seen, other=0)
         k_scale = (scales << 16).to(tl.float32, bitcast=True)
         v_scale = (scales & -65536).to(tl.float32, bitcast=True)
-        k_ptrs = k_base.to(tl.pointer_type(tl.int16)) + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
+        k_ptrs = k_base + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
         k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(pairs < D // 2)[None, :], other=0)
-        k_even, k_odd = _bytes_to_fp16(k)
+        if BF16:
+            k_even, k_odd = _bytes_to_bf16(k)
+        else:
+            k_even, k_odd = _bytes_to_fp16(k)
         s = tl.dot(q_even, tl.trans(k_even))
         s = tl.dot(q_odd, tl.trans(k_odd), s)
-        s = s * q_scale[:, None] * k_scale[None, :]
+        s = s * (k_scale * logit_scale)[None, :]
+        if q_ptr.dtype.element_ty == tl.float32:
+            s = s * q_factor[:, None]
         visible = seen[None, :]
         if CAUSAL:
             visible = visible & (n[None, :] <= position[:, None])
@@ -236,7 +255,7 @@ def _decode_attention_kernel(
 
     out_mask = in_rows[:, None] & (pairs_v < DV // 2)[None, :]
     if SPLIT:
-        place = (head * splits + split).to(tl.int64) * ROWS + rows
+        place = (head.to(tl.int64) * splits + split) * ROWS + rows
         tl.store(top_ptr + place, top, mask=in_rows)
         tl.store(sum_ptr + place, total, mask=in_rows)
         out_ptrs = out_ptr + (place * DV)[:, None] + 2 * pairs_v[None, :]
@@ -251,32 +270,32 @@ def _decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["HKV", "GROUP", "N", "splits"])
 def _combine_kernel(
-    part_ptr,  # (B * Hkv, splits, GROUP * N, DV) fp32
-    top_ptr,  # (B * Hkv, splits, GROUP * N) fp32
-    sum_ptr,  # (B * Hkv, splits, GROUP * N) fp32
+    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32
+    top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
+    sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
     out_ptr,  # (B, N, H, DV) float
     HKV,
     GROUP,
     N,
     splits,
     DV: tl.constexpr,
+    QUERIES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (B * Hkv * GROUP * N, DV / BLOCK_DV); a program weighs the shares of one row by their sums of weights."""
+    """Grid (GROUP * N, DV / BLOCK_DV, B * Hkv); a program weighs the shares of one row by their sums of weights."""
     wait_for_previous_kernel(OVERLAP)
-    ROWS = GROUP * N
-    pid = tl.program_id(0)
-    head, row = pid // ROWS, pid % ROWS
-    b, h, i = head // HKV, (head % HKV) * GROUP + row // N, row % N
+    ROWS = GROUP * QUERIES
+    g, i, head = tl.program_id(0) // N, tl.program_id(0) % N, tl.program_id(2)
+    b, h, row = head // HKV, (head % HKV) * GROUP + g, g * QUERIES + i
     channels = tl.program_id(1) * BLOCK_DV + tl.arange(0, BLOCK_DV)
     top = float("-inf")
     total = 0.0
     acc = tl.zeros((BLOCK_DV,), tl.float32)
     for first in range(0, splits, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        place = (head * splits + s).to(tl.int64) * ROWS + row
+        place = (head.to(tl.int64) * splits + s) * ROWS + row
         tops = tl.load(top_ptr + place, mask=s < splits, other=float("-inf"))
         sums = tl.load(sum_ptr + place, mask=s < splits, other=0.0)
         parts = tl.load(

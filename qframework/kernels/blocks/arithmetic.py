@@ -81,6 +81,17 @@ def kept_steps(q, bits, threshold):
 
 
 @triton.jit
+def prefetch(pointers):
+    """Prefetch the 32 bytes around each pointer into L2."""
+    if _INTERPRETED:
+        pass
+    else:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [pointers], dtype=tl.int32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
 def reciprocal(x):
     """``1 / x`` with a relative error of 2^-22, in one instruction, for an x that is neither tiny nor huge."""
     if _INTERPRETED:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.blocks.arithmetic import int8_to_float
+from qframework.kernels.blocks.arithmetic import int8_to_float, prefetch
 from qframework.kernels.blocks.format import (
     BlockSize,
     block_shape,
@@ -21,7 +21,6 @@ from qframework.kernels.blocks.format import (
 from qframework.kernels.runtime.checks import check_dtype, check_same_device
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
-from qframework.kernels.runtime.prefetch import prefetch
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES
 
