@@ -29,20 +29,22 @@ KINDS = {
 @pytest.mark.sample(1 / 4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [4, 32, 64])
-@pytest.mark.parametrize("channels", [64, 80, 128, 256])
+@pytest.mark.parametrize(
+    ("channels", "dtype"), [(64, "bf16"), (80, "fp16"), (128, "fp16"), (128, "bf16"), (256, "fp32")]
+)
 @pytest.mark.parametrize("chip", CHIPS)
-def test_decode_attention(chip, channels, rows, kind, tmp_path):
+def test_decode_attention(chip, channels, dtype, rows, kind, tmp_path):
     """Keys and values are copied asynchronously, 16 bytes at a time, and no byte is moved alone."""
     flags = KINDS[kind]
     block = power_of_2(channels)
     plan = choose_plan(rows, 8, 16384, block, 132, flags["MASK_PER_ROW"])
     constants = {"D": channels, "DV": channels, "STRIDE_KN": channels, "STRIDE_VN": channels, "LENGTHS": True}
     constants |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": block, "BLOCK_DV": block}
-    constants |= {"STAGES": plan.stages, **flags}
+    constants |= {"STAGES": plan.stages, "QUERIES": rows // 4, "BF16": dtype == "bf16", **flags}
     types = dict.fromkeys(_decode_attention_kernel.arg_names, "i32")
-    types |= {"q_ptr": "*fp16", "k_ptr": "*i8", "v_ptr": "*i8", "scales_ptr": "*bf16", "lengths_ptr": "*i32"}
+    types |= {"q_ptr": f"*{dtype}", "k_ptr": "*i8", "v_ptr": "*i8", "scales_ptr": "*bf16", "lengths_ptr": "*i32"}
     types |= {"mask_ptr": "*fp16" if flags["MASK"] == "float" else "*i8", "top_ptr": "*fp32", "sum_ptr": "*fp32"}
-    types |= {"out_ptr": "*fp32" if flags["SPLIT"] else "*fp16", "logit_scale": "fp32"}
+    types |= {"out_ptr": "*fp32" if flags["SPLIT"] else f"*{dtype}", "logit_scale": "fp32"}
     compiled = compile_for(chip, _decode_attention_kernel, types, constants, num_warps=plan.warps)
     assert stack_bytes(compiled, tmp_path) <= 64
     assert compiled.metadata.shared <= SHARED[chip]
@@ -56,7 +58,7 @@ def test_decode_attention(chip, channels, rows, kind, tmp_path):
 def test_combine(chip, splits, block, tmp_path):
     types = dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16"}
     types |= dict.fromkeys(("HKV", "GROUP", "N", "splits"), "i32")
-    constants = {"DV": 128, "BLOCK_S": splits, "BLOCK_DV": block}
+    constants = {"DV": 128, "QUERIES": 1, "BLOCK_S": splits, "BLOCK_DV": block}
     compiled = compile_for(chip, _combine_kernel, types, constants, num_warps=max(1, min(4, splits * block // 512)))
     assert stack_bytes(compiled, tmp_path) == 0
 
