@@ -224,12 +224,16 @@ def test_empty(implementation, place, batch, heads, tokens, capacity):
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 128])
 @pytest.mark.parametrize("heads", [1, 8, 600])
 @pytest.mark.parametrize("keys", [1, 5000, 65536])
-@pytest.mark.parametrize("channels", [64, 256, 512])
-def test_plans_fill_the_chip_and_are_bounded(rows, heads, keys, channels):
-    plan = choose_plan(rows, heads, keys, channels, 132)
-    assert plan.splits * plan.block_n < keys + 2 * plan.block_n or plan.splits == 1
+@pytest.mark.parametrize("channels", [32, 72, 128, 256])
+def test_plans_fill_the_chip_once(rows, heads, keys, channels):
+    """Each multiprocessor has about 64 KB on their way, two blocks a program; no split has fewer than two blocks."""
+    plan = choose_plan(rows, heads, keys, (channels, channels), 132)
+    assert (plan.splits - 1) * 2 * plan.block_n < keys
     programs = plan.splits * heads * -(-rows // plan.block_m)
-    assert programs >= 132 or plan.splits * plan.block_n * 4 >= keys
+    in_flight = programs / 132 * 2 * plan.block_n * 2 * channels
+    whole = plan.splits == -(-keys // (2 * plan.block_n))
+    assert in_flight > 24 * 1024 or whole
+    assert in_flight < 100 * 1024 or plan.splits == 1
 
 
 # The operator ---------------------------------------------------------------------------------------------------------
