@@ -198,15 +198,18 @@ def choose_plan(
     """
     wide = power_of_2(max(channels))
     block_m = 16 if rows <= 32 else 32 if wide > 128 else 64
+    programs = max(heads * cdiv(rows, block_m), 1)
     block_n, warps = 64, 4
     if block_m == 16 and wide <= 64:
         block_n = 128
     elif block_m == 16 and wide <= 128 and not row_mask:
-        warps = 2
+        # Where heads are few, blocks are larger and splits fewer; padded channels would only be work.
+        large = rows <= 16 and sum(channels) == 2 * wide and 2 * programs <= multiprocessors
+        block_n, warps = (128, 4) if large else (64, 2)
     elif block_m > 16 and wide > 128:
         block_n = 32
-    resident = max(1, round(_IN_FLIGHT / (2 * block_n * sum(channels))))
-    splits = resident * multiprocessors // max(heads * cdiv(rows, block_m), 1)
+    resident = cdiv(_IN_FLIGHT, 2 * block_n * sum(channels))
+    splits = resident * multiprocessors // programs
     return DecodePlan(max(1, min(splits, cdiv(keys, 2 * block_n))), block_m, block_n, warps)
 
 
