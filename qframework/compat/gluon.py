@@ -20,7 +20,8 @@ with explained():
     _old_load = not hasattr(tma, "async_load") and hasattr(tma, "async_copy_global_to_shared")
     _old_store = not hasattr(tma, "async_store") and hasattr(tma, "async_copy_shared_to_global")
     tma_load = tma.async_copy_global_to_shared if _old_load else tma.async_load
-    barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+    _old_barrier = not hasattr(gl, "barrier") and hasattr(gl, "thread_barrier")
+    barrier = gl.thread_barrier if _old_barrier else gl.barrier
     tma_store = tma.async_copy_shared_to_global if _old_store else tma.async_store
 
 __all__ = [

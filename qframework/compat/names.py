@@ -260,6 +260,7 @@ _ROWS = (
         Name(f"{_HOPPER}.{name}", _NO_GLUON, _PLAIN_TRITON)
         for name in ("fence_async_shared", "mbarrier", "tma", "warpgroup_mma", "warpgroup_mma_wait")
     ),
+    Name("triton.experimental.gluon.language.barrier", _NO_GLUON, _PLAIN_TRITON, older="thread_barrier"),  # Triton 3.6
     *(
         Name(f"{_HOPPER}.tma.{name}", _NO_GLUON, _PLAIN_TRITON, older=older)  # older: Triton 3.6
         for name, older in {
