@@ -531,7 +531,7 @@ if HAS_GLUON:
             total = partial_sums(p, DTYPE)
             weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
-            acc_rest = 0.0
+            acc_rest = logit_scale  # stands for nothing
             if REST_DV > 0:
                 acc_rest = gl.zeros((_ROWS, REST_DV), gl.float32, REST_RESULT)
             next_slot, next_phase = next_stage(slot, phase, STAGES)
