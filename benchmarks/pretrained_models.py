@@ -46,7 +46,7 @@ def package_folder(package: str, distribution: str) -> Path:
 
 
 class Features(nn.Module):
-    """A timm vision transformer from images ``(B, 3, H, W)`` to all normalized tokens ``(B, N, C)``, class token first."""
+    """A timm vision transformer from images ``(B, 3, H, W)`` to normalized tokens ``(B, N, C)``, class token first."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,9 @@ def onnx_weights(path: Path) -> dict[str, Tensor]:
     try:
         import onnx
     except ImportError as error:
-        raise QFrameworkError(f"benchmarks.pretrained: onnx must be installed to read {path.name}. {_INSTALL}") from error
+        raise QFrameworkError(
+            f"benchmarks.pretrained: onnx must be installed to read {path.name}. {_INSTALL}"
+        ) from error
     graph = onnx.load(str(path)).graph
     values = {each.name: torch.from_numpy(np.array(onnx.numpy_helper.to_array(each))) for each in graph.initializer}
     for node in graph.node:
@@ -119,11 +121,10 @@ def _block(onnx: dict[str, Tensor], source: str, target: str) -> Iterator[tuple[
 
 
 def _positions(class_token: Tensor, patches: Tensor, size: int) -> Tensor:
-    """Positions ``(1, 1 + size ** 2, C)``, resampled as the exported graph does: bicubic, offset by a tenth."""
+    """Positions ``(1, 1 + size ** 2, C)``, resampled as the exported graph does."""
     side = int(patches.shape[1] ** 0.5)
     grid = patches.reshape(1, side, side, -1).permute(0, 3, 1, 2)
-    scale = (size + 0.1) / side
-    grid = F.interpolate(grid, scale_factor=(scale, scale), mode="bicubic", align_corners=False)
+    grid = F.interpolate(grid, size=(size, size), mode="bicubic", align_corners=False)
     return torch.cat([class_token.reshape(1, 1, -1), grid.permute(0, 2, 3, 1).reshape(1, size * size, -1)], 1)
 
 

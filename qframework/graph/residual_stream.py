@@ -403,7 +403,9 @@ def _operands(node: Node, axis: int, size: int) -> list[tuple[Node, int]] | None
     if value is None:
         return None
     rank = _rank(value)
-    candidates = [each for each in range(rank) if _result_axis(node, value, each) == axis and _size(value, each) == size]
+    candidates = [
+        each for each in range(rank) if _result_axis(node, value, each) == axis and _size(value, each) == size
+    ]
     return [(value, candidates[0])] if len(candidates) == 1 else None
 
 
@@ -440,5 +442,3 @@ def _of_split(node: Node, axis: int) -> list[tuple[Node, int]] | None:
     candidates = [each for each in range(_rank(value)) if _result_axis(split, value, each) == axis]
     fitting = [each for each in candidates if same_size(value, each, node, axis)]
     return [(value, fitting[0])] if len(fitting) == 1 else None
-
-

@@ -87,7 +87,8 @@ def calibrate(
 def _either(batches: int | None, max_batches: int | None) -> int | None:
     if batches is not None and max_batches is not None:
         raise CalibrationError(
-            f"calibrate: batches must be None where max_batches, its alias, is given, got {batches!r} and {max_batches!r}"
+            "calibrate: batches must be None where max_batches, its alias, is given, got "
+            f"{batches!r} and {max_batches!r}"
         )
     return max_batches if batches is None else batches
 

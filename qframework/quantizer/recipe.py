@@ -4,7 +4,7 @@ The steps run before and after preparation, and each has its own switch::
 
     recipe   = Recipe.best()
     exported = torch.export.export(model, (x,)).module()
-    recipe.before_prepare(exported, quantizer, data)     splits ranges, smooths and scales channels; same function
+    recipe.before_prepare(exported, quantizer, data)     rotates, smooths, chooses observers, ...; same function
     prepared = prepare_pt2e(exported, quantizer)
     calibrate(prepared, data)
     recipe.after_calibrate(prepared, data)               rounds weights, corrects biases
@@ -15,7 +15,7 @@ The observers, which choose the scales, belong to the quantizer: ``static_int8(o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -23,14 +23,19 @@ from torch.fx import GraphModule
 
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
+from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
+from qframework.quantizer.output_error import OutputError, Snapshot
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
+from qframework.quantizer.rotate import rotate
 from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
+# With guard, a step must reduce the squared error of the output by this share.
+_GAIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,6 +74,8 @@ class Recipe(JsonConfig):
     """The steps around calibration; ``Recipe()`` does nothing.
 
     Attributes:
+        rotate: change the basis of residual streams so that no channel stands out, where that costs nothing at run time
+            (pre-norm models) and reduces the error (qframework/quantizer/rotate.py).
         smooth: move scales from a layer to the one before it, where that costs nothing at run time: from linears to
             their LayerNorm or RMSNorm, from the projection after attention to the values, from linear to linear through
             ReLU.
@@ -77,6 +84,12 @@ class Recipe(JsonConfig):
             strengths of ``smooth``.
         split_gelu: quantize the result of a GELU as two tensors, its negative and its positive part, each with its own
             scale (PTQ4ViT, arXiv:2111.12293), at the cost of a second matrix product.
+        choose_observers: give each static input the observer with the least error of the model's output
+            (qframework/quantizer/activation_choice.py).
+        dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
+            most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
+        guard: undo ``smooth`` and ``channel_scales`` where they do not reduce the error of the output by 5 percent, and
+            ``bias_correction`` where it does not reduce it.
         weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: subtract the mean quantization error of each layer's output from its bias.
         batches: how many batches of the calibration data these steps use; None for all.
@@ -88,6 +101,10 @@ class Recipe(JsonConfig):
     smooth: Smooth | None = None
     channel_scales: bool = False
     split_gelu: bool = False
+    rotate: bool = False
+    choose_observers: bool = False
+    dynamic_share: float = 0.0
+    guard: bool = False
     weight_rounding: WeightRounding = "nearest"
     bias_correction: bool = False
     batches: int | None = None
@@ -96,16 +113,27 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        for name in ("channel_scales", "split_gelu", "bias_correction"):
+        for name in ("channel_scales", "split_gelu", "rotate", "choose_observers", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
+        if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
+            raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
         if self.batches is not None and not is_count(self.batches):
             raise UnsupportedError(f"Recipe: batches must be None or a positive integer, got {self.batches!r}")
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that help most models and cost almost nothing at run time: all but ``split_gelu``."""
-        return cls(smooth=Smooth(), channel_scales=True, weight_rounding="gptq", bias_correction=True)
+        """The steps that help most models and cost little at run time: all but ``split_gelu``."""
+        return cls(
+            rotate=True,
+            smooth=Smooth(),
+            channel_scales=True,
+            choose_observers=True,
+            dynamic_share=0.2,
+            guard=True,
+            weight_rounding="gptq",
+            bias_correction=True,
+        )
 
     def before_prepare(
         self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch]
@@ -120,8 +148,9 @@ class Recipe(JsonConfig):
             data: calibration batches as ``calibrate`` takes them. Each step runs them once more.
 
         Returns:
-            A JSON-able summary of the enabled steps: ``{"split_gelu": number of split layers,
-            "smooth": {layer: strength}, "channel_scales": {layer: strength}}``.
+            A JSON-able summary of the enabled steps: ``{"rotate": [each stream's Rotation as a mapping],
+            "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
+            "activations": {layer: observer or "dynamic"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -131,15 +160,53 @@ class Recipe(JsonConfig):
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
         done: dict[str, Any] = {}
+        if self.rotate:
+            done["rotate"] = [each._asdict() for each in rotate(exported, quantizer, data, batches=self.batches)]
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
 
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
+        search = {**vars(self.smooth or Smooth()), "batches": self.batches}
+        steps: dict[str, Callable[..., dict[str, float]]] = {}
         if self.smooth is not None:
-            done["smooth"] = smooth(exported, quantizer, data, **vars(self.smooth), batches=self.batches)
+            steps["smooth"] = smooth
         if self.channel_scales:
-            search = vars(self.smooth or Smooth())
-            done["channel_scales"] = scale_channels(exported, quantizer, data, **search, batches=self.batches)
+            steps["channel_scales"] = scale_channels
+        done.update(self._guarded(exported, quantizer, data, steps, search))
+        if self.choose_observers or self.dynamic_share:
+            done["activations"] = choose_activations(
+                exported,
+                quantizer,
+                data,
+                observers=self.choose_observers,
+                dynamic_share=self.dynamic_share,
+                batches=self.batches,
+            )
+        return done
+
+    def _guarded(
+        self,
+        exported: GraphModule,
+        quantizer: QFrameworkQuantizer,
+        data: Iterable[Batch],
+        steps: dict[str, Callable[..., dict[str, float]]],
+        search: dict[str, Any],
+    ) -> dict[str, dict[str, float]]:
+        """What each step did; nothing if ``guard`` undid it."""
+        if not self.guard or not steps:
+            return {name: step(exported, quantizer, data, **search) for name, step in steps.items()}
+        done = {}
+        error = OutputError(exported, quantizer, data, self.batches)
+        least = error.measure()
+        for name, step in steps.items():
+            before = Snapshot(exported)
+            done[name] = step(exported, quantizer, data, **search)
+            after = error.measure() if done[name] else least
+            if after < (1 - _GAIN) * least:
+                least = after
+            elif done[name]:
+                before.restore()
+                done[name] = {}
         return done
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:
@@ -158,4 +225,4 @@ class Recipe(JsonConfig):
         if self.bias_correction:
             from qframework.quantizer.bias_correction import correct_bias
 
-            correct_bias(prepared, data, batches=self.batches)
+            correct_bias(prepared, data, batches=self.batches, guard=self.guard)

@@ -2,15 +2,15 @@
 
 With an orthogonal matrix Q ``(C, C)`` whose columns sum to one, ``Q^T 1 = 1``, a pre-norm block::
 
-    x <- x + W_out h + b_out                    n = (x - mean(x)) / std(x) * g + b          y = W n + c
+    x <- x + W_out h + b_out                n = (x - mean(x)) / std(x) * g + b      y = W n + c
 
 computes the same function as::
 
-    x' <- x' + (Q^T W_out) h + Q^T b_out        n' = (x' - mean(x')) / std(x')              y = (W diag(g) Q) n' + (c + W b)
+    x' <- x' + (Q^T W_out) h + Q^T b_out    n' = (x' - mean(x')) / std(x')          y = (W diag(g) Q) n' + c + W b
 
-with ``x' = x Q`` in rows: Q keeps the mean and the norm of every token, so that LayerNorm and RMSNorm need no change but
-that their gain and bias move into the linears that read them. Outlier channels are spread over all channels, in the
-inputs of the linears behind every norm and in the rows of the linears before. QuaRot (Ashkboos et al.,
+with ``x' = x Q`` in rows: Q keeps the mean and the norm of every token, so that LayerNorm and RMSNorm stay as they are,
+except that their gain and bias move into the linears that read them. Outlier channels are spread over all channels, in
+the inputs of the linears behind every norm and in the rows of the linears before. QuaRot (Ashkboos et al.,
 arXiv:2404.00456) and SliceGPT (arXiv:2401.15024) turn LayerNorm into RMSNorm first; keeping the vector of ones makes
 that unnecessary. LayerScale, a product with a parameter per channel behind a linear, becomes part of its weight.
 
@@ -344,18 +344,19 @@ def _write(gm: GraphModule, node: Node, parameter: Node, axis: int, q: Tensor, c
     if node is not parameter:
         replace_attribute(gm, parameter, node, turned)
     elif readers(gm, parameter) == set(parameter.users) and not crossing & set(parameter.users):
-        for user in list(parameter.users)[:1]:  # all of them read this node
-            _replace_everywhere(gm, parameter, turned, user)
+        _replace_everywhere(gm, parameter, turned)
     else:
         for user in [each for each in parameter.users if each not in crossing]:
             replace_attribute(gm, parameter, user, turned)
 
 
-def _replace_everywhere(gm: GraphModule, parameter: Node, value: Tensor, like: Node) -> None:
+def _replace_everywhere(gm: GraphModule, parameter: Node, value: Tensor) -> None:
     old = attribute(gm, parameter)
     owner, _, leaf = str(parameter.target).rpartition(".")
     new = value.to(old.dtype)
-    setattr(gm.get_submodule(owner), leaf, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new)
+    setattr(
+        gm.get_submodule(owner), leaf, nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+    )
 
 
 def _turn_back(gm: GraphModule, crossings: Iterable[tuple[Node, Node]], back: Tensor, bias: Tensor | None) -> None:
@@ -397,5 +398,3 @@ def _constant(gm: GraphModule, name: str, value: Tensor, like: Node, example: An
     assert fake is not None
     node.meta["val"] = fake.new_empty(buffer.shape)
     return node
-
-
