@@ -132,9 +132,27 @@ def quantize_model(
         CalibrationError: an activation is static and ``calibration`` is None or empty, or holds NaN or infinity; or
             ``recipe`` is given and ``calibration`` cannot be read again.
     """
+    return quantize_copy(
+        export_model(model, images), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
+    )
+
+
+def quantize_copy(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    calibration: Iterable[Any] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    batches: int | None = None,
+    show_progress: bool = False,
+) -> QuantizedModel:
+    """``quantize_exported`` on a copy of a float graph, with the float graph that was converted.
+
+    Arguments and errors are those of ``quantize_model``.
+    """
     kept: list[fx.GraphModule] = []
     converted = _quantized(
-        export_model(model, images),
+        copy.deepcopy(exported),
         quantizer,
         calibration,
         recipe,

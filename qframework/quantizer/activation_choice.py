@@ -2,13 +2,14 @@
 
 No observer is the best for every layer: clipping helps one whose outliers carry nothing, and ruins one whose outliers
 are the tokens in which a vision transformer keeps global information. Mean squared errors of the layers themselves do
-not tell which is which. Here the float model runs once; at each group of linears that read one tensor, it is run to the
+not tell which is which. Here the float model runs once. At each group of linears that read one tensor, it is run to the
 end from there, with the group's input quantized with each candidate, and the output is compared with the float output::
 
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
-The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Scales
-come from all calibration data, errors from at most 8 examples. Errors of different groups add up, nearly: the few
+The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Errors come
+from at most 8 examples of the first batch, and scales from the other batches, if there are any: a range that fits only
+the data it was found on shows. Errors of different groups add up, nearly: the few
 groups that contribute most, the input of ``fc2`` in the first blocks of DINOv2 for example, may compute their scales
 per token at run time instead, within a budget.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import torch
@@ -124,7 +126,7 @@ def _groups(exported: GraphModule, quantizer: QFrameworkQuantizer) -> list[_Grou
     """Groups of linears that share an observer, in graph order."""
     found: dict[tuple[Node, ActivationConfig], _Group] = {}
     for node in exported.graph.nodes:
-        config = quantizer.config_for(node) if is_linear(node) else None
+        config = quantizer.config_for(node) if is_linear(node) and node.users else None
         if not isinstance(config, LinearConfig) or config.activation.dynamic or config.output == "always":
             continue
         if config.activation.granularity == "per_tensor":
@@ -158,7 +160,7 @@ def _observe(exported: GraphModule, groups: list[_Group], data: Iterable[Batch],
     watched: dict[Node, list[Any]] = {node: [histogram] for node, histogram in histograms.items()}
     for group, observer in zip(groups, own, strict=True):
         watched[group.input].append(observer)
-    observe(exported, watched, data, batches)
+    observe(exported, watched, _all_but_first(data, batches))
     for group, observer in zip(groups, own, strict=True):
         if observer.has_scale():
             scales = {"": observer.scale()} | _scales(histograms[group.input])
@@ -167,6 +169,12 @@ def _observe(exported: GraphModule, groups: list[_Group], data: Iterable[Batch],
                 if not _is_among(scale, earlier):
                     group.scales[name] = scale
                     earlier.append(scale)
+
+
+def _all_but_first(data: Iterable[Batch], batches: int | None) -> list[Batch]:
+    """The batches after the first; the first if it is the only one."""
+    taken = list(islice(iter(data), batches))
+    return taken[1:] or taken
 
 
 def _is_among(scale: Tensor, others: list[Tensor]) -> bool:

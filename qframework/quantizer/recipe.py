@@ -161,7 +161,9 @@ class Recipe(JsonConfig):
         check_quantizer(quantizer, "Recipe.before_prepare")
         done: dict[str, Any] = {}
         if self.rotate:
-            done["rotate"] = [each._asdict() for each in rotate(exported, quantizer, data, batches=self.batches)]
+            strengths = () if self.smooth is None else self.smooth.strengths[1::3]  # enough to compare two bases
+            turned = rotate(exported, quantizer, data, strengths=strengths, batches=self.batches)
+            done["rotate"] = [each._asdict() for each in turned]
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
 

@@ -40,8 +40,8 @@ from qframework.quantizer.smooth import CalibratedLinear, search_smoothing
 
 # Products with Q in float may have this share of the weights of the linears around the stream.
 _MAX_CONVERSIONS = 0.02
-# Strengths of smoothing with which both bases are compared, since the recipe smooths after rotating.
-_STRENGTHS = (0.3, 0.5, 0.7)
+# Rotation must reduce the error of the readers to this share.
+_GAIN = 0.95
 _SEED = 0
 
 
@@ -66,6 +66,7 @@ def rotate(
     quantizer: QFrameworkQuantizer,
     data: Iterable[Batch],
     *,
+    strengths: Sequence[float] = (),
     samples: int = 1024,
     batches: int | None = None,
 ) -> list[Rotation]:
@@ -77,6 +78,7 @@ def rotate(
         exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
+        strengths: of the smoothing that follows, with the best of which both bases are compared; none without one.
         samples: rows of calibration data on which errors are measured.
         batches: use only this many batches.
 
@@ -96,8 +98,8 @@ def rotate(
         reason, error = reasons[id(stream)], 1.0
         if not reason:
             q = orthogonal(stream.size, _SEED)
-            error = _relative_error(exported, quantizer, stream, statistics, q)
-            reason = "" if error < 1 else f"it would multiply the error of its readers by {error:.2f}"
+            error = _relative_error(exported, quantizer, stream, statistics, q, strengths)
+            reason = "" if error < _GAIN else f"it would multiply the error of its readers by {error:.2f}"
         if not reason:
             rotate_stream(exported, stream, q)
         done.append(Rotation(stream.norms[0].node.name, stream.size, error, reason))
@@ -158,6 +160,7 @@ def _relative_error(
     stream: Stream,
     statistics: dict[Node, ChannelStatistics],
     q: Tensor,
+    strengths: Sequence[float],
 ) -> float:
     """Geometric mean over norms of the quantization error with rotation over that without, each after smoothing."""
     logs = []
@@ -165,39 +168,43 @@ def _relative_error(
         linears = [(node, quantizer.config_for(node)) for node in norm.linears]
         quantized = [(node, config) for node, config in linears if isinstance(config, LinearConfig)]
         if quantized:
-            before, after = _errors(exported, norm, quantized, statistics[_input(norm)].rows, q)
+            before, after = _errors(exported, norm, quantized, statistics[_input(norm)].rows, q, strengths)
             logs.append(torch.log(torch.tensor(max(after, 1e-30) / max(before, 1e-30))))
     return float(torch.stack(logs).mean().exp()) if logs else 1.0
 
 
 def _errors(
-    exported: GraphModule, norm: Norm, linears: Sequence[tuple[Node, LinearConfig]], rows: Tensor, q: Tensor
+    exported: GraphModule,
+    norm: Norm,
+    linears: Sequence[tuple[Node, LinearConfig]],
+    rows: Tensor,
+    q: Tensor,
+    strengths: Sequence[float],
 ) -> tuple[float, float]:
     """The error of linears behind a norm, without and with rotation; ``rows (n, C)`` are inputs of the norm."""
     gain, bias = (_value(exported, node, rows) for node in (norm.weight, norm.bias))
     plain = _normalized(norm, rows)
     kept = plain * (1.0 if gain is None else gain) + (0.0 if bias is None else bias)
     turned = plain @ q.to(plain)
-    before = after = 0.0
-    for rows_of, matrix, is_turned in ((kept, None, False), (turned, q, True)):
-        layers = []
-        for node, config in linears:
-            weight = attribute(exported, node.args[1]).detach().float()  # type: ignore[arg-type]
-            if matrix is not None:
-                weight = _read_in_basis(weight, gain, matrix).to(weight)
-            channels = torch.arange(weight.shape[1], device=weight.device)
-            layers.append(CalibratedLinear(layer_name(node), weight, channels, config, rows_of, rows_of.abs().amax(0)))
-        error = _best_error(layers)
-        before, after = (before, error) if is_turned else (error, after)
-    return before, after
+    kept_layers, turned_layers = [], []
+    for node, config in linears:
+        weight = attribute(exported, node.args[1]).detach().float()  # type: ignore[arg-type]
+        kept_layers.append(_calibrated(node, config, weight, kept))
+        turned_layers.append(_calibrated(node, config, _read_in_basis(weight, gain, q).float(), turned))
+    return _best_error(kept_layers, strengths), _best_error(turned_layers, strengths)
 
 
-def _best_error(layers: list[CalibratedLinear]) -> float:
+def _calibrated(node: Node, config: LinearConfig, weight: Tensor, rows: Tensor) -> CalibratedLinear:
+    channels = torch.arange(weight.shape[1], device=weight.device)
+    return CalibratedLinear(layer_name(node), weight, channels, config, rows, rows.abs().amax(0))
+
+
+def _best_error(layers: list[CalibratedLinear], strengths: Sequence[float]) -> float:
     """The sum of relative errors with the best smoothing."""
     size = layers[0].weight.shape[1]
     plain = sum(layer.error(torch.ones(size, device=layers[0].weight.device)) for layer in layers)
     free = torch.ones(size, dtype=torch.bool, device=layers[0].weight.device)
-    best = search_smoothing(layers, free, _STRENGTHS)
+    best = search_smoothing(layers, free, strengths)
     return plain * (1.0 if best is None else best.error)
 
 

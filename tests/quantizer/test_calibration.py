@@ -73,7 +73,20 @@ class Stream(IterableDataset):
         (lambda: DataLoader(TensorDataset(X, torch.arange(6)), batch_size=2), 3),
         (lambda: DataLoader(Stream(), batch_size=3), 2),
     ],
-    ids=["tensor", "list", "generator", "pairs", "lists", "mapping", "labels", "userdict", "mapping_and_labels", "userdict_and_labels", "loader", "iterable_loader"],
+    ids=[
+        "tensor",
+        "list",
+        "generator",
+        "pairs",
+        "lists",
+        "mapping",
+        "labels",
+        "userdict",
+        "mapping_and_labels",
+        "userdict_and_labels",
+        "loader",
+        "iterable_loader",
+    ],
 )
 def test_forms_of_data(data, batches):
     model = prepared()
@@ -99,9 +112,9 @@ def test_max_batches_is_an_alias():
     assert calibrate(model, X.split(1), max_batches=2) == 2
     calibrate(other, X.split(1), batches=2)
     assert scales(model) == scales(other)
-    with pytest.raises(CalibrationError, match="batches must be None where max_batches.*got 2 and 3"):
+    with pytest.raises(CalibrationError, match=r"batches must be None where max_batches.*got 2 and 3"):
         calibrate(prepared(), [X], batches=2, max_batches=3)
-    with pytest.raises(CalibrationError, match="batches must be .*, got 0"):
+    with pytest.raises(CalibrationError, match=r"batches must be .*, got 0"):
         calibrate(prepared(), [X], max_batches=0)
 
 
