@@ -7,18 +7,16 @@ end from there, with the group's input quantized with each candidate, and the ou
 
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
-The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Errors come
-from at most 8 examples of the first batch, and scales from the other batches, if there are any: a range that fits only
-the data it was found on shows. Errors of different groups add up, nearly: the few
-groups that contribute most, the input of ``fc2`` in the first blocks of DINOv2 for example, may compute their scales
-per token at run time instead, within a budget.
+The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Errors
+come from at most 8 examples of the first batch, scales from the other batches: a range that fits only the data it was
+found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
+the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from typing import Any
 
 import torch
@@ -32,7 +30,15 @@ from qframework.quantizer.calibration import Batch
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.histogram_observers import MSEObserver, PercentileObserver
 from qframework.quantizer.observers import activation_observer
-from qframework.quantizer.output_error import Run, fake_quantized, first_examples, floats, observe, relative_error
+from qframework.quantizer.output_error import (
+    Run,
+    fake_quantized,
+    first_examples,
+    floats,
+    held_out,
+    observe,
+    relative_error,
+)
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, override_config
 
 _PERCENTILE = 99.99
@@ -92,7 +98,7 @@ def choose_activations(
         exported: from ``torch.export.export(...).module()``.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
-        observers: whether to choose observers.
+        observers: whether to choose observers; needs at least two batches, or one that can be divided.
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
         batches: use only this many batches.
@@ -106,9 +112,11 @@ def choose_activations(
     groups = _groups(exported, quantizer)
     if not groups:
         return {}
-    _observe(exported, groups, data, batches)
+    judged, fitted = held_out(exported, data, batches)
+    observers = observers and bool(judged)
+    _observe(exported, groups, fitted)
     groups = [group for group in groups if group.scales]
-    _measure(exported, groups, first_examples(exported, data))
+    _measure(exported, groups, first_examples(exported, judged or fitted))
     chosen: dict[str, str] = {}
     dynamic = _most_harmful(groups, dynamic_share, observers)
     for group in groups:
@@ -153,14 +161,14 @@ def _most_harmful(groups: list[_Group], share: float, observers: bool) -> list[_
 # Measuring
 
 
-def _observe(exported: GraphModule, groups: list[_Group], data: Iterable[Batch], batches: int | None) -> None:
-    """Sets the scales of each group from all data; a group that saw nothing but zeros has none."""
+def _observe(exported: GraphModule, groups: list[_Group], data: list[Batch]) -> None:
+    """Sets the scales of each group from data; a group that saw nothing but zeros has none."""
     histograms = {group.input: MSEObserver(group.names[0]) for group in groups}
     own = [activation_observer(group.config, group.names[0], ())() for group in groups]
     watched: dict[Node, list[Any]] = {node: [histogram] for node, histogram in histograms.items()}
     for group, observer in zip(groups, own, strict=True):
         watched[group.input].append(observer)
-    observe(exported, watched, _all_but_first(data, batches))
+    observe(exported, watched, data)
     for group, observer in zip(groups, own, strict=True):
         if observer.has_scale():
             scales = {"": observer.scale()} | _scales(histograms[group.input])
@@ -169,12 +177,6 @@ def _observe(exported: GraphModule, groups: list[_Group], data: Iterable[Batch],
                 if not _is_among(scale, earlier):
                     group.scales[name] = scale
                     earlier.append(scale)
-
-
-def _all_but_first(data: Iterable[Batch], batches: int | None) -> list[Batch]:
-    """The batches after the first; the first if it is the only one."""
-    taken = list(islice(iter(data), batches))
-    return taken[1:] or taken
 
 
 def _is_among(scale: Tensor, others: list[Tensor]) -> bool:

@@ -24,12 +24,9 @@ from qframework.errors import CalibrationError
 from qframework.graph.attributes import add_attribute, attribute, replace_attribute
 from qframework.graph.nodes import linear_call
 from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quantized_linears, take_batches
-from qframework.quantizer.output_error import relative_error
 
 
-def correct_bias(
-    prepared: GraphModule, data: Iterable[Any], *, batches: int | None = None, guard: bool = False
-) -> bool:
+def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | None = None) -> None:
     """Correct the biases of all quantized linears of a calibrated model, in place, also after ``round_weights``.
 
     The float model is the prepared one without quantization; attention by a variant is quantized in both.
@@ -38,11 +35,6 @@ def correct_bias(
         prepared: from ``prepare_pt2e``, after ``calibrate`` and optionally ``round_weights``.
         data: batches as ``calibrate`` takes them; all of them stay in memory until the end.
         batches: use only this many of them.
-        guard: leave the biases as they were unless the model's output comes nearer to that of the float model. Means
-            over all positions include padding, which may outnumber what the output depends on.
-
-    Returns:
-        Whether the biases are corrected.
 
     Raises:
         CalibrationError: no data, a batch that does not fit the model's inputs, an activation that was never
@@ -51,47 +43,15 @@ def correct_bias(
     inputs = take_batches(prepared, data, batches, "correct_bias")
     expected = LayerwiseRun(prepared, inputs, quantized=False)
     actual = LayerwiseRun(prepared, inputs, quantized=True)
-    uncorrected = LayerwiseRun(prepared, inputs, quantized=True) if guard else None
-    before = _Biases(prepared) if guard else None
-    runs = [run for run in (expected, actual, uncorrected) if run is not None]
     for linear in quantized_linears(prepared):
         node = linear.node
-        for run in runs:
+        for run in (expected, actual):
             run.advance(node.next)
         difference = _mean(expected.values(node)) - _mean(actual.values(node))
         if not bool(torch.isfinite(difference).all()):
             raise CalibrationError(f"layer {linear.observer.layer!r}: the outputs must be finite, got NaN or infinity")
         actual.shift(node, _add_to_bias(prepared, linear, difference))
-    if uncorrected is not None and before is not None:
-        wanted = expected.outputs()
-        if relative_error(actual.outputs(), wanted) >= relative_error(uncorrected.outputs(), wanted):
-            before.restore()
-            return False
     prepared.recompile()
-    return True
-
-
-class _Biases:
-    """The biases of a prepared model as they are now."""
-
-    def __init__(self, prepared: GraphModule) -> None:
-        self._prepared = prepared
-        self._tensors = dict(prepared.named_parameters(remove_duplicate=False))
-        self._tensors.update(prepared.named_buffers(remove_duplicate=False))
-        self._arguments = {
-            linear.node: (linear.node.args, linear.node.kwargs) for linear in quantized_linears(prepared)
-        }
-
-    def restore(self) -> None:
-        for name, tensor in self._tensors.items():
-            owner, _, leaf = name.rpartition(".")
-            setattr(self._prepared.get_submodule(owner), leaf, tensor)
-        for node, (args, kwargs) in self._arguments.items():
-            node.args, node.kwargs = args, kwargs
-        for node in reversed(self._prepared.graph.nodes):  # what the correction added
-            if not node.users and (node.op == "get_attr" or node.target == torch.ops.aten.add.Tensor):
-                self._prepared.graph.erase_node(node)
-        self._prepared.recompile()
 
 
 def _mean(outputs: Iterable[Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ that rewrite the float graph are judged by what they are for, and undone if they
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any
 
@@ -36,15 +36,15 @@ class OutputError:
     Args:
         exported: the graph, whose output now is the reference.
         quantizer: says which linears are quantized, and how. Attention stays in float.
-        data: calibration batches as ``calibrate`` takes them.
-        batches: use only this many batches.
+        data: calibration batches as ``calibrate`` takes them, from which static scales come.
+        judged: the batches of which the first examples are judged.
     """
 
     def __init__(
-        self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch], batches: int | None
+        self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch], judged: Iterable[Batch]
     ) -> None:
-        self._exported, self._quantizer, self._data, self._batches = exported, quantizer, data, batches
-        self.example = first_examples(exported, data)
+        self._exported, self._quantizer, self._data = exported, quantizer, data
+        self.example = first_examples(exported, judged)
         self._expected = floats(Run(exported).start(self.example).finish({}))
 
     @torch.no_grad()
@@ -86,7 +86,7 @@ class OutputError:
         for (x, _), observer in observers.items():
             watched.setdefault(x, []).append(observer)
         if watched:
-            observe(self._exported, watched, self._data, self._batches)
+            observe(self._exported, watched, self._data)
         return {
             node: observers[key].scale()
             for node, key in keys.items()
@@ -139,11 +139,35 @@ def first_examples(exported: GraphModule, data: Iterable[Batch]) -> list[Any]:
     if batch is None:
         raise CalibrationError("Recipe: data must have at least one batch, got none")
     inputs = flat_inputs(exported, batch, 0)
-    fakes = [fake_value(node) for node in exported.graph.find_nodes(op="placeholder")]
-    tensors = [fake for fake in fakes if fake is not None and fake.dim() > 0]
-    if not tensors or any(isinstance(fake.shape[0], int) for fake in tensors):
+    if not _takes_any_number(exported):
         return inputs
     return [each[:_EXAMPLES] if isinstance(each, Tensor) and each.dim() > 0 else each for each in inputs]
+
+
+def held_out(exported: GraphModule, data: Iterable[Batch], batches: int | None) -> tuple[list[Batch], list[Batch]]:
+    """The data split into what steps are judged on, and what they are fitted to.
+
+    This is the first batch and the others. A single batch is divided where the model takes any number of examples;
+    otherwise the first list is empty.
+    """
+    taken = list(islice(iter(data), batches))
+    if len(taken) != 1:
+        return taken[:1], taken[1:]
+    batch = dict(taken[0]) if isinstance(taken[0], Mapping) else taken[0]
+    sizes = {each.shape[0] if each.dim() else 0 for each in pytree.tree_leaves(batch) if isinstance(each, Tensor)}
+    if len(sizes) != 1 or max(sizes) < 2 or not _takes_any_number(exported):
+        return [], taken
+    half = max(sizes) // 2
+    first = pytree.tree_map_only(Tensor, lambda each: each[:half], batch)
+    rest = pytree.tree_map_only(Tensor, lambda each: each[half:], batch)
+    return [first], [rest]
+
+
+def _takes_any_number(exported: GraphModule) -> bool:
+    """Whether the first dimension of every input may vary."""
+    fakes = [fake_value(node) for node in exported.graph.find_nodes(op="placeholder")]
+    tensors = [fake for fake in fakes if fake is not None and fake.dim() > 0]
+    return bool(tensors) and not any(isinstance(fake.shape[0], int) for fake in tensors)
 
 
 class _Observed(fx.Interpreter):

@@ -15,7 +15,8 @@ The observers, which choose the scales, belong to the quantizer: ``static_int8(o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -28,7 +29,7 @@ from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
-from qframework.quantizer.output_error import OutputError, Snapshot
+from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.rotate import rotate
 from qframework.quantizer.smooth import smooth
@@ -88,8 +89,8 @@ class Recipe(JsonConfig):
             (qframework/quantizer/activation_choice.py).
         dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
             most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
-        guard: undo ``smooth`` and ``channel_scales`` where they do not reduce the error of the output by 5 percent, and
-            ``bias_correction`` where it does not reduce it.
+        guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
+            not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
         weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: subtract the mean quantization error of each layer's output from its bias.
         batches: how many batches of the calibration data these steps use; None for all.
@@ -161,7 +162,7 @@ class Recipe(JsonConfig):
         check_quantizer(quantizer, "Recipe.before_prepare")
         done: dict[str, Any] = {}
         if self.rotate:
-            strengths = () if self.smooth is None else self.smooth.strengths[1::3]  # enough to compare two bases
+            strengths = () if self.smooth is None else self.smooth.strengths[::3]  # enough to compare two bases
             turned = rotate(exported, quantizer, data, strengths=strengths, batches=self.batches)
             done["rotate"] = [each._asdict() for each in turned]
         if self.split_gelu:
@@ -198,7 +199,9 @@ class Recipe(JsonConfig):
         if not self.guard or not steps:
             return {name: step(exported, quantizer, data, **search) for name, step in steps.items()}
         done = {}
-        error = OutputError(exported, quantizer, data, self.batches)
+        judged, fitted = held_out(exported, data, self.batches)
+        data, search = fitted, {**search, "batches": None}
+        error = OutputError(exported, quantizer, fitted, judged or fitted)
         least = error.measure()
         for name, step in steps.items():
             before = Snapshot(exported)
@@ -220,11 +223,25 @@ class Recipe(JsonConfig):
         """
         check_can_be_read_again(data, "Recipe.after_calibrate")
         check_prepared(prepared, "Recipe.after_calibrate: prepared")
+        judged, fitted = held_out(prepared, data, self.batches)
+        steps = list(self._fits(prepared))
+        if not (self.guard and judged and steps):
+            for step in steps:
+                step(data, self.batches)
+            return
+        from qframework.quantizer.held_out import HeldOut
+
+        judge = HeldOut(prepared, judged)
+        for step in steps:
+            judge.keep_if_better(functools.partial(step, fitted, None))
+
+    def _fits(self, prepared: GraphModule) -> Iterator[Callable[[Iterable[Batch], int | None], None]]:
+        """The steps that fit weights and biases to data."""
         if self.weight_rounding != "nearest":
             from qframework.quantizer.weight_rounding import round_weights
 
-            round_weights(prepared, data, method=self.weight_rounding, batches=self.batches)
+            yield lambda data, batches: round_weights(prepared, data, method=self.weight_rounding, batches=batches)  # type: ignore[arg-type]
         if self.bias_correction:
             from qframework.quantizer.bias_correction import correct_bias
 
-            correct_bias(prepared, data, batches=self.batches, guard=self.guard)
+            yield lambda data, batches: correct_bias(prepared, data, batches=batches)

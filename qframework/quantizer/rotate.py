@@ -132,9 +132,9 @@ def _reason_against(stream: Stream, quantizer: QFrameworkQuantizer) -> str:
     if conversions * stream.size**2 > _MAX_CONVERSIONS * weights:
         share = 100 * conversions * stream.size**2 / weights
         return (
-            f"{conversions} values would have to be turned between bases at run time, at {share:.0f} percent of the "
-            f"multiplications of its linears, of which {100 * _MAX_CONVERSIONS:.0f} are accepted: in a post-norm model "
-            "norms write the residual stream"
+            f"{conversions} values would have to be turned between bases at run time, {share:.0f} percent of the "
+            f"multiplications of its linears; at most {100 * _MAX_CONVERSIONS:.0f} percent are accepted. In post-norm "
+            "models, norms write the residual stream"
         )
     return ""
 
