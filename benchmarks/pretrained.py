@@ -9,6 +9,7 @@ preparation: converted graphs run in PyTorch on the CPU, with the same integers 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -204,7 +205,9 @@ def _outputs(graph: nn.Module, batches: Sequence[Any]) -> Tensor:
 def measure(subject: Subject, configurations: Mapping[str, Configuration], seeds: Sequence[int], rows: Rows) -> None:
     """A row for each configuration and seed that the file does not hold."""
     if not any(row.configuration == "FP32" and row.model == subject.name for row in rows.rows):
-        rows.add(Row(subject.name, "FP32", 0, subject.figures(subject.exported), 0.0, {}))
+        figures = subject.figures(subject.exported)
+        own = {name: value for name, value in figures.items() if math.isfinite(value)}  # JSON has no infinity
+        rows.add(Row(subject.name, "FP32", 0, own, 0.0, {}))
     for seed in seeds:
         batches = subject.calibration(seed)
         for name, configuration in configurations.items():

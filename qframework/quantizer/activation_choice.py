@@ -8,14 +8,14 @@ end from there, with the group's input quantized with each candidate, and the ou
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
 The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Errors
-come from at most 8 examples of the first batch, scales from the other batches: a range that fits only the data it was
+come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
 found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
 the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +43,8 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, over
 
 _PERCENTILE = 99.99
 # Another observer must reduce the error at the output by this share; the errors come from few examples.
-_GAIN = 0.1
+_GAIN = 0.2
+_EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
 _DYNAMIC_GAIN = 0.02
 _OBSERVERS: dict[str, ActivationConfig] = {
@@ -88,6 +89,7 @@ def choose_activations(
     observers: bool = True,
     dynamic_share: float = 0.0,
     batches: int | None = None,
+    judge: Callable[[], float] | None = None,
 ) -> dict[str, str]:
     """Choose an observer for each static input per tensor, and the few inputs with scales per token, in place.
 
@@ -102,6 +104,8 @@ def choose_activations(
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
         batches: use only this many batches.
+        judge: measures the error of the output with everything quantized. The observers, or the whole choice, are
+            dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
         ``"minmax"``, ``"percentile"``, ``"mse"`` or ``"dynamic"`` for each layer that does not keep its configuration.
@@ -116,17 +120,41 @@ def choose_activations(
     observers = observers and bool(judged)
     _observe(exported, groups, fitted)
     groups = [group for group in groups if group.scales]
-    _measure(exported, groups, first_examples(exported, judged or fitted))
-    chosen: dict[str, str] = {}
+    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES))
+    proposals = [_proposal(groups, dynamic_share, observers)]
+    if judge is None:
+        return _apply(groups, quantizer, proposals[0])
+    if observers:
+        proposals.append(_proposal(groups, dynamic_share, False))
+    errors = {-1: judge()}
+    for i, proposal in enumerate(proposals):
+        if proposal:
+            _apply(groups, quantizer, proposal)
+            errors[i] = judge()
+            _apply(groups, quantizer, {})
+    best = min(errors, key=lambda i: errors[i])
+    return _apply(groups, quantizer, proposals[best]) if best >= 0 else {}
+
+
+def _proposal(groups: list[_Group], dynamic_share: float, observers: bool) -> dict[int, str]:
+    """The choice for each group that does not keep its configuration, by its place."""
     dynamic = _most_harmful(groups, dynamic_share, observers)
-    for group in groups:
-        best = group.best if observers else ""
-        choice = "dynamic" if any(group is each for each in dynamic) else best
-        if choice:
-            activation = _DYNAMIC if choice == "dynamic" else _OBSERVERS[choice]
-            for node in group.linears:
-                override_config(node, replace(quantizer.config_for(node), activation=activation))  # type: ignore[type-var]
-            chosen.update(dict.fromkeys(group.names, choice))
+    best = {i: group.best for i, group in enumerate(groups) if observers and group.best}
+    return best | {i: "dynamic" for i, group in enumerate(groups) if any(group is each for each in dynamic)}
+
+
+def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]) -> dict[str, str]:
+    """Record a proposal at the nodes, and nothing at the others. Returns it by layer."""
+    chosen: dict[str, str] = {}
+    for i, group in enumerate(groups):
+        for node in group.linears:
+            override_config(node, None)
+            if i in proposal:
+                activation = _DYNAMIC if proposal[i] == "dynamic" else _OBSERVERS[proposal[i]]
+                config = quantizer.config_for(node)
+                assert isinstance(config, LinearConfig)
+                override_config(node, replace(config, activation=activation))
+                chosen[layer_name(node)] = proposal[i]
     return chosen
 
 

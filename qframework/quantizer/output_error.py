@@ -133,7 +133,7 @@ def observe(
         raise CalibrationError("Recipe: data must have at least one batch, got none")
 
 
-def first_examples(exported: GraphModule, data: Iterable[Batch]) -> list[Any]:
+def first_examples(exported: GraphModule, data: Iterable[Batch], count: int = _EXAMPLES) -> list[Any]:
     """The inputs of the first examples of the first batch, or of all of it where the model has a fixed batch size."""
     batch = next(iter(data), None)
     if batch is None:
@@ -141,7 +141,7 @@ def first_examples(exported: GraphModule, data: Iterable[Batch]) -> list[Any]:
     inputs = flat_inputs(exported, batch, 0)
     if not _takes_any_number(exported):
         return inputs
-    return [each[:_EXAMPLES] if isinstance(each, Tensor) and each.dim() > 0 else each for each in inputs]
+    return [each[:count] if isinstance(each, Tensor) and each.dim() > 0 else each for each in inputs]
 
 
 def held_out(exported: GraphModule, data: Iterable[Batch], batches: int | None) -> tuple[list[Batch], list[Batch]]:

@@ -242,9 +242,14 @@ class QFrameworkQuantizer(Quantizer):
         return any(rule.config is not None and rule.says(kind) for rule in self.rules)
 
 
-def override_config(node: Node, config: LinearConfig) -> None:
-    """Let every quantizer that quantizes the linear ``node`` use ``config``; a recipe chooses per layer this way."""
-    node.meta[_OVERRIDE] = config
+def override_config(node: Node, config: LinearConfig | None) -> None:
+    """Let every quantizer that quantizes the linear ``node`` use ``config``, or with None its own again.
+
+    A recipe chooses for each layer this way.
+    """
+    node.meta.pop(_OVERRIDE, None)
+    if config is not None:
+        node.meta[_OVERRIDE] = config
 
 
 def check_quantizer(quantizer: object, what: str) -> None:

@@ -170,13 +170,19 @@ class Recipe(JsonConfig):
 
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
         search = {**vars(self.smooth or Smooth()), "batches": self.batches}
-        steps: dict[str, Callable[..., dict[str, float]]] = {}
+        steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]] = {}
         if self.smooth is not None:
-            steps["smooth"] = smooth
+            steps["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
         if self.channel_scales:
-            steps["channel_scales"] = scale_channels
-        done.update(self._guarded(exported, quantizer, data, steps, search))
-        if self.choose_observers or self.dynamic_share:
+            steps["channel_scales"] = lambda data: scale_channels(exported, quantizer, data, **search)
+        error: OutputError | None = None
+        if self.guard and (steps or self._chooses):
+            judged, fitted = held_out(exported, data, self.batches)
+            error = OutputError(exported, quantizer, fitted, judged or fitted)
+            done.update(_guarded(exported, fitted, steps, data, error))
+        else:
+            done.update({name: step(data) for name, step in steps.items()})
+        if self._chooses:
             done["activations"] = choose_activations(
                 exported,
                 quantizer,
@@ -184,35 +190,13 @@ class Recipe(JsonConfig):
                 observers=self.choose_observers,
                 dynamic_share=self.dynamic_share,
                 batches=self.batches,
+                judge=None if error is None else error.measure,
             )
         return done
 
-    def _guarded(
-        self,
-        exported: GraphModule,
-        quantizer: QFrameworkQuantizer,
-        data: Iterable[Batch],
-        steps: dict[str, Callable[..., dict[str, float]]],
-        search: dict[str, Any],
-    ) -> dict[str, dict[str, float]]:
-        """What each step did; nothing if ``guard`` undid it."""
-        if not self.guard or not steps:
-            return {name: step(exported, quantizer, data, **search) for name, step in steps.items()}
-        done = {}
-        judged, fitted = held_out(exported, data, self.batches)
-        data, search = fitted, {**search, "batches": None}
-        error = OutputError(exported, quantizer, fitted, judged or fitted)
-        least = error.measure()
-        for name, step in steps.items():
-            before = Snapshot(exported)
-            done[name] = step(exported, quantizer, data, **search)
-            after = error.measure() if done[name] else least
-            if after < (1 - _GAIN) * least:
-                least = after
-            elif done[name]:
-                before.restore()
-                done[name] = {}
-        return done
+    @property
+    def _chooses(self) -> bool:
+        return self.choose_observers or self.dynamic_share > 0
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.
@@ -245,3 +229,27 @@ class Recipe(JsonConfig):
             from qframework.quantizer.bias_correction import correct_bias
 
             yield lambda data, batches: correct_bias(prepared, data, batches=batches)
+
+
+def _guarded(
+    exported: GraphModule,
+    fitted: Iterable[Batch],
+    steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]],
+    data: Iterable[Batch],
+    error: OutputError,
+) -> dict[str, dict[str, float]]:
+    """What each step did; nothing if it was undone, because the error of the output did not become smaller.
+
+    A step is judged after it ran on ``fitted``, and repeated on all of ``data`` if it is kept: the ranges of channels
+    that it did not see would otherwise widen the scales that ``calibrate`` finds.
+    """
+    done: dict[str, dict[str, float]] = {}
+    least = error.measure() if steps else 0.0
+    for name, step in steps.items():
+        before = Snapshot(exported)
+        after = error.measure() if step(fitted) else least
+        before.restore()
+        done[name] = {}
+        if after < (1 - _GAIN) * least:
+            least, done[name] = after, step(data)
+    return done
