@@ -13,7 +13,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,18 +40,20 @@ EVALUATION_SEED = 1_000_000
 _BATCH = 8
 _STATIC = QuantizationConfig(static_int8())
 _EARLIER = Recipe(smooth=BEST.smooth, channel_scales=True, weight_rounding="gptq", bias_correction=True)
+_STATIC_ATTENTION = QuantizationConfig(static_int8(), static_attention())
 STEPS = {
+    "INT8, rotation": Configuration(_STATIC, Recipe(rotate=True)),
     "INT8 + attention, smoothing, GPTQ, MSE": Configuration(
         QuantizationConfig(static_int8(observer="mse"), static_attention(observer="mse")), _EARLIER
     ),
-    "INT8, rotation": Configuration(_STATIC, Recipe(rotate=True)),
-    "INT8, rotation, observers": Configuration(_STATIC, Recipe(rotate=True, choose_observers=True)),
-    "INT8, rotation, observers, dynamic inputs": Configuration(
-        _STATIC, Recipe(rotate=True, choose_observers=True, dynamic_share=BEST.dynamic_share)
+    "INT8 + attention (best recipe, dynamic_share=0.4)": Configuration(
+        _STATIC_ATTENTION, replace(BEST, dynamic_share=0.4)
     ),
-    "INT8, rotation, GPTQ": Configuration(_STATIC, Recipe(rotate=True, weight_rounding="gptq")),
+    "INT8 + attention (best recipe, dynamic_share=0)": Configuration(
+        _STATIC_ATTENTION, replace(BEST, dynamic_share=0.0)
+    ),
 }
-"""What the recipe did before it rotated, and single steps of it; measured with one seed."""
+"""Rotation alone, what ``Recipe.best()`` did before it rotated, and other budgets; measured with one seed."""
 CONFIGURATIONS = {
     name: MAIN[name]
     for name in (
@@ -90,13 +92,24 @@ class Subject(NamedTuple):
 
 
 class Rows:
-    """The rows of one run; the file is rewritten after each row, so an interrupted run keeps its rows."""
+    """The rows of one run; the file is rewritten after each row, and a run resumes what its file holds."""
 
     def __init__(self, path: Path | None, smoke: bool, sizes: Mapping[str, int]) -> None:
         self.path, self.smoke, self.sizes = path, smoke, dict(sizes)
         self.configurations: dict[str, Any] = {}
         self.machine = describe_machine("cpu")
         self.rows: list[Row] = []
+        if path is not None and path.exists() and not smoke:
+            self.machine, held, self.rows = load_rows(path)
+            self.configurations = json.loads(path.read_text())["configurations"]
+            if held != self.sizes:
+                raise QFrameworkError(
+                    f"benchmarks.pretrained: {path} holds a run with the sizes {held}, got {self.sizes}"
+                )
+
+    def holds(self, model: str, configuration: str, seed: int) -> bool:
+        """Whether there is such a row."""
+        return any((row.model, row.configuration, row.seed) == (model, configuration, seed) for row in self.rows)
 
     def add(self, row: Row) -> None:
         """Append, print and write."""
@@ -204,13 +217,14 @@ def _outputs(graph: nn.Module, batches: Sequence[Any]) -> Tensor:
 
 def measure(subject: Subject, configurations: Mapping[str, Configuration], seeds: Sequence[int], rows: Rows) -> None:
     """A row for each configuration and seed that the file does not hold."""
-    if not any(row.configuration == "FP32" and row.model == subject.name for row in rows.rows):
+    if not rows.holds(subject.name, "FP32", 0):
         figures = subject.figures(subject.exported)
         own = {name: value for name, value in figures.items() if math.isfinite(value)}  # JSON has no infinity
         rows.add(Row(subject.name, "FP32", 0, own, 0.0, {}))
     for seed in seeds:
-        batches = subject.calibration(seed)
-        for name, configuration in configurations.items():
+        missing = {name: each for name, each in configurations.items() if not rows.holds(subject.name, name, seed)}
+        batches = subject.calibration(seed) if missing else []
+        for name, configuration in missing.items():
             rows.configurations[name] = configuration.to_dict()
             start = time.perf_counter()
             quantized = _quantized(subject, configuration, batches)
@@ -233,7 +247,7 @@ def smoke_subjects() -> Iterator[Subject]:
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)
-    sizes = {"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}
+    sizes: dict[str, Any] = {"img_size": 28, "embed_dim": 48, "depth": 2, "num_heads": 2, "init_values": 1.0}
     model = timm.create_model(pretrained_models.DINOV2, pretrained=False, **sizes)
     yield images_subject("dinov2", pretrained_models.Features(model).eval(), model, 34, 4, 28)
     config = BertConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64)
@@ -270,18 +284,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     torch.set_num_threads(arguments.threads)
     sizes = {name: getattr(arguments, name) for name in ("crops", "texts", "calibration")}
-    rows = Rows(arguments.output, arguments.smoke, sizes)
     if arguments.smoke:
+        rows = Rows(arguments.output, True, sizes)
         for subject in smoke_subjects():
             measure(subject, CONFIGURATIONS, [0], rows)
         check_smoke(rows)
         return 0
     try:
+        rows = Rows(arguments.output, False, sizes)
         for name in arguments.models:
             make = dinov2_subject if name == "dinov2" else minilm_subject
             subject = make(arguments.crops if name == "dinov2" else arguments.texts, arguments.calibration)
-            measure(subject, CONFIGURATIONS, range(arguments.seeds), rows)
-            measure(subject, STEPS, [0], rows)
+            for configurations, seeds in (
+                (CONFIGURATIONS, range(1)),
+                (STEPS, range(1)),
+                (CONFIGURATIONS, range(1, arguments.seeds)),
+            ):
+                measure(subject, configurations, seeds, rows)
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.quantizer.layerwise import Inputs, LayerwiseRun, quantized_linears, take_batches
@@ -49,7 +50,7 @@ class _Snapshot:
 
     def __init__(self, prepared: GraphModule) -> None:
         self._prepared = prepared
-        self._tensors = dict(prepared.named_parameters(remove_duplicate=False))
+        self._tensors: dict[str, Tensor] = dict(prepared.named_parameters(remove_duplicate=False))
         self._tensors.update(prepared.named_buffers(remove_duplicate=False))
         self._linears = quantized_linears(prepared)
         nodes = [node for linear in self._linears for node in (linear.node, linear.observed)]

@@ -105,7 +105,7 @@ class Snapshot:
     def __init__(self, exported: GraphModule) -> None:
         self._exported = exported
         self._graph = copy.deepcopy(exported.graph)
-        self._tensors = {**dict(exported.named_parameters(remove_duplicate=False))}
+        self._tensors: dict[str, Tensor] = dict(exported.named_parameters(remove_duplicate=False))
         self._tensors.update(exported.named_buffers(remove_duplicate=False))
 
     def restore(self) -> None:

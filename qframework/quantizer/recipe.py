@@ -149,7 +149,7 @@ class Recipe(JsonConfig):
             data: calibration batches as ``calibrate`` takes them. Each step runs them once more.
 
         Returns:
-            A JSON-able summary of the enabled steps: ``{"rotate": [each stream's Rotation as a mapping],
+            A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
             "activations": {layer: observer or "dynamic"}}``.
 

@@ -45,7 +45,7 @@ _GAIN = 0.95
 _SEED = 0
 
 
-class Rotation(NamedTuple):
+class RotatedStream(NamedTuple):
     """What became of one residual stream.
 
     Attributes:
@@ -69,7 +69,7 @@ def rotate(
     strengths: Sequence[float] = (),
     samples: int = 1024,
     batches: int | None = None,
-) -> list[Rotation]:
+) -> list[RotatedStream]:
     """Rotate every residual stream where that reduces the quantization error of its readers, in place.
 
     The function of the graph stays the same, up to rounding in its dtype.
@@ -102,7 +102,7 @@ def rotate(
             reason = "" if error < _GAIN else f"it would multiply the error of its readers by {error:.2f}"
         if not reason:
             rotate_stream(exported, stream, q)
-        done.append(Rotation(stream.norms[0].node.name, stream.size, error, reason))
+        done.append(RotatedStream(stream.norms[0].node.name, stream.size, error, reason))
     exported.recompile()
     return done
 

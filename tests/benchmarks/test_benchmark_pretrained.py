@@ -179,6 +179,19 @@ def test_the_plot_is_drawn_and_carries_its_mark(tmp_path: Path) -> None:
         assert plot.mark in (tmp_path / name).read_text()
 
 
+def test_a_run_resumes_what_its_file_holds(tmp_path: Path) -> None:
+    sizes = {"crops": 2, "texts": 2, "calibration": 2}
+    path = tmp_path / "run.json"
+    first = Rows(path, False, sizes)
+    first.add(Row("dinov2", "INT8", 0, {"sqnr_db": 20.0}, 1.0, {}))
+    again = Rows(path, False, sizes)
+    assert again.rows == first.rows
+    assert again.holds("dinov2", "INT8", 0)
+    assert not again.holds("dinov2", "INT8", 1)
+    with pytest.raises(QFrameworkError, match="holds a run with the sizes"):
+        Rows(path, False, {**sizes, "crops": 3})
+
+
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.json"
     path.write_text(json.dumps({"schema": 1, "benchmark": "accuracy"}))
