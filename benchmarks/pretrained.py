@@ -49,11 +49,8 @@ STEPS = {
     "INT8 + attention (best recipe, dynamic_share=0.4)": Configuration(
         _STATIC_ATTENTION, replace(BEST, dynamic_share=0.4)
     ),
-    "INT8 + attention (best recipe, dynamic_share=0)": Configuration(
-        _STATIC_ATTENTION, replace(BEST, dynamic_share=0.0)
-    ),
 }
-"""Rotation alone, what ``Recipe.best()`` did before it rotated, and other budgets; measured with one seed."""
+"""Rotation alone, what ``Recipe.best()`` did before it rotated, and another budget; measured with one seed."""
 CONFIGURATIONS = {
     name: MAIN[name]
     for name in (

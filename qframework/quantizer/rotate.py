@@ -31,7 +31,7 @@ from torch.fx import GraphModule, Node
 from qframework.graph.attention_patterns import COPIES
 from qframework.graph.attributes import add_attribute, attribute, readers, replace_attribute
 from qframework.graph.nodes import add_call, argument, fake_value, is_inactive_dropout, linear_call, operation
-from qframework.graph.residual_stream import Norm, Stream, find_residual_streams
+from qframework.graph.residual_stream import Norm, Stream, Writer, find_residual_streams
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import LinearConfig
@@ -294,11 +294,19 @@ def rotate_stream(gm: GraphModule, stream: Stream, q: Tensor) -> None:
     for linear in stream.linears:
         _read(gm, linear, None, None, q)
     for writer in stream.writers:
-        for parameter, axis in writer.parameters:
+        for parameter, axis in _parameters(writer):
             _write(gm, writer.node, parameter, axis, q, own)
     for entry in stream.entries:
         _enter(gm, entry, q, own)
     gm.recompile()
+
+
+def _parameters(writer: Writer) -> list[tuple[Node, int]]:
+    """The parameters of a writer as they are now: a linear that reads a norm too may have new ones."""
+    call = linear_call(writer.node)
+    if call is None:
+        return list(writer.parameters)
+    return [(parameter, 0) for parameter in (call.weight, call.bias) if parameter is not None]
 
 
 def _fold_norm(gm: GraphModule, norm: Norm, q: Tensor) -> None:

@@ -15,6 +15,7 @@ from benchmarks.pretrained import Row, Rows, load_rows
 from benchmarks.pretrained_data import crops, docstrings, photographs
 from benchmarks.pretrained_tasks import correspondences, image_figures, nearest_neighbours, spearman, text_figures
 from qframework.errors import FileFormatError, QFrameworkError
+from qframework.numerics import sqnr_db
 
 MACHINE = {"device": "Chip 9000", "commit": "abc123", "date": "2026-01-02T03:04:05+00:00"}
 BEST = "INT8 + attention (best recipe)"
@@ -130,6 +131,26 @@ def test_weights_are_mapped_to_timms_names_and_shapes() -> None:
     assert {name: each.shape for name, each in state.items()} == {n: p.shape for n, p in model.state_dict().items()}
     query = onnx["backbone.encoder.layer.3.attention.attention.query.MatMul"]
     assert torch.equal(state["blocks.3.attn.qkv.weight"][:384], query.T)
+
+
+def test_the_mapped_model_computes_the_tokens_of_the_onnx_file() -> None:
+    runtime, onnx = pytest.importorskip("onnxruntime"), pytest.importorskip("onnx")
+    try:
+        path = pretrained_models.dinov2_onnx()
+    except QFrameworkError as error:
+        pytest.skip(str(error))
+    file = onnx.load(str(path))
+    tokens = next(node.output[0] for node in file.graph.node if "backbone.layernorm.bias" in node.input)
+    file.graph.output.append(onnx.helper.make_tensor_value_info(tokens, 1, None))
+    options = runtime.SessionOptions()
+    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = runtime.InferenceSession(file.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    images = torch.randn(1, 3, 224, 224, generator=torch.Generator().manual_seed(0))
+    (expected,) = session.run([tokens], {"input_image": images.numpy()})
+    with torch.no_grad():
+        found = pretrained_models.dinov2()(images)
+    # positions resampled another way leave 45 dB, and float32 rounding more than 100
+    assert sqnr_db(torch.from_numpy(expected), found) > 100
 
 
 # A run and its page

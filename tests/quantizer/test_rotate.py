@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
+import qframework
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.graph.residual_stream import find_residual_streams
 from qframework.numerics import sqnr_db
@@ -110,6 +111,34 @@ def test_a_decoder_with_a_shared_embedding_computes_the_same_and_keeps_its_param
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+class Shared(nn.Module):
+    """Blocks of one linear without bias that reads and writes the stream, the same for both blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.linear, self.last = nn.Linear(16, 16), nn.Linear(16, 16, bias=False), nn.Linear(16, 3)
+        self.norms = nn.ModuleList(nn.LayerNorm(16) for _ in range(3))
+        with torch.no_grad():
+            for parameter in self.norms.parameters():
+                parameter.add_(torch.randn_like(parameter))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for norm in self.norms[:2]:
+            x = x + self.linear(norm(x))
+        return self.last(self.norms[2](x)) + self.last(x)
+
+
+def test_a_linear_that_reads_and_writes_the_stream_in_several_places() -> None:
+    model, x = Shared().eval(), torch.randn(2, 5, 16)
+    graph = graph_of(model, x)
+    (stream,) = find_residual_streams(graph)
+    assert len(stream.linears) == 1
+    rotate_stream(graph, stream, orthogonal(16, 0))
+    assert sqnr_db(model(x), graph(x)) > EXACT_DB
+
+
 def test_the_stream_is_rotated_and_the_norms_have_no_gain() -> None:
     graph = graph_of(vit())
     q = orthogonal(48, 0)
@@ -148,6 +177,23 @@ def test_outlier_channels_stop_mattering() -> None:
     assert done.error > 0.5  # smoothing is enough for them
     gain = sqnr_db(model(IMAGES), converted(rotated)(IMAGES)) - sqnr_db(model(IMAGES), converted(plain)(IMAGES))
     assert gain > 6
+
+
+def test_a_rotated_model_compiles_to_as_many_operators_and_without_layer_scales() -> None:
+    model = vit(init_values=0.3, depth=1)
+    reports = {}
+    for name in ("plain", "rotated"):
+        graph = graph_of(model)
+        if name == "rotated":
+            fold_layer_scales(graph)
+            rotate_stream(graph, *find_residual_streams(graph), orthogonal(48, 0))
+        simulated = converted(graph)
+        compiled = torch.compile(simulated, backend="qframework")
+        with torch.no_grad():
+            assert sqnr_db(simulated(IMAGES), compiled(IMAGES)) > 40
+        reports[name] = qframework.explain(compiled, IMAGES)
+    assert reports["rotated"].lowered == reports["plain"].lowered == 5
+    assert reports["rotated"].total == reports["plain"].total
 
 
 def test_smoothing_still_finds_the_norms() -> None:
