@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import report_accuracy, report_training
+from benchmarks import report_accuracy, report_pretrained, report_training
 from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.pages import Page, Plot
@@ -237,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _smoke()
     try:
         runs = load_runs(arguments.results)
-        accuracy = report_accuracy.render(report_accuracy.load(arguments.results / report_accuracy.FOLDER))
+        accuracy = arguments.results / report_accuracy.FOLDER
+        pretrained = report_pretrained.load(accuracy / report_pretrained.FOLDER)
+        accuracy_text = report_accuracy.render(report_accuracy.load(accuracy), pretrained)
         training = arguments.results / report_training.FOLDER
         trained = report_training.load(training, load_runs(training))
     except QFrameworkError as error:
@@ -246,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.page.parent
     pages = [
         performance_page(runs, arguments.page),
-        Page(folder / report_accuracy.NAME, accuracy),
+        Page(folder / report_accuracy.NAME, accuracy_text, report_pretrained.plots(pretrained), "accuracy-*.svg"),
         report_training.training_page(trained, folder / report_training.NAME),
     ]
     if not arguments.check:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import report_pretrained
 from benchmarks.accuracy import OUTLIER_CHANNELS, OUTLIER_FACTOR, TASKS, Row, load_rows
 from benchmarks.tables import machine_line, table
 from qframework.evaluation import digits_vit
@@ -19,12 +20,15 @@ NAME = "accuracy.md"
 HEAD = """# Accuracy
 
 `python -m benchmarks.report` generates this page from the files in `benchmarks/results/accuracy/`. Do not edit it.
-[Keeping accuracy](accuracy-guide.md) explains how to choose a configuration.
+[Keeping accuracy](accuracy-guide.md) explains how to choose a configuration. INT8 has static scales, from min-max
+calibration unless noted otherwise, INT8-D has dynamic scales. Converted graphs run in PyTorch, which simulates INT8 in
+float.
+"""
+TRAINED_HERE = """## Models trained from a seed
 
 `python -m benchmarks.accuracy` trains the models, unless `build/` holds them, and measures them on a CPU; equal seeds
-give equal figures. INT8 has static scales, from min-max calibration unless noted otherwise, INT8-D has dynamic scales.
-Converted graphs run in PyTorch, which simulates INT8 in float. Points lost are relative to the same model in FP32;
-negative values are gains.
+give equal figures. Points lost are relative to the same model in FP32; negative values are gains. The best recipe of
+these rows is that of their commit, with smoothing, channel scales, GPTQ and bias correction.
 """
 NOTHING = """
 ## Nothing measured yet
@@ -123,12 +127,13 @@ def load(folder: Path) -> list[Measured]:
     return sorted(found.values(), key=lambda each: (TASKS.index(each.task), order.get(each.model, len(order))))
 
 
-def render(measured: Sequence[Measured]) -> str:
+def render(measured: Sequence[Measured], pretrained: Sequence[report_pretrained.Measured] = ()) -> str:
     """The whole page as Markdown."""
+    others = report_pretrained.render(pretrained)
     if not measured:
-        return HEAD + NOTHING
+        return "\n".join(filter(None, [HEAD, others])) + NOTHING
     sections = (_section(task, [each for each in measured if each.task == task]) for task in TASKS)
-    return "\n".join([HEAD, _promises(measured), *filter(None, sections)])
+    return "\n".join(filter(None, [HEAD, others, TRAINED_HERE, _promises(measured), *sections]))
 
 
 def _promises(measured: Sequence[Measured]) -> str:
@@ -139,7 +144,7 @@ def _promises(measured: Sequence[Measured]) -> str:
         if each.task == promise.task
     ]
     header = ["what", "model", "configuration", "points lost must be", "mean", "worst seed", ""]
-    return f"## Targets\n\n{table(header, rows)}"
+    return f"### Targets\n\n{table(header, rows)}"
 
 
 def _outcome(promise: Promise, measured: Measured) -> list[str]:
@@ -152,7 +157,7 @@ def _outcome(promise: Promise, measured: Measured) -> list[str]:
 
 def _section(task: str, measured: Sequence[Measured]) -> str:
     """The section of a task; empty without models."""
-    return "\n".join([f"## {TITLES[task]}\n", NOTES[task], *map(_model, measured)]) if measured else ""
+    return "\n".join([f"### {TITLES[task]}\n", NOTES[task], *map(_model, measured)]) if measured else ""
 
 
 def _model(measured: Measured) -> str:
@@ -163,7 +168,7 @@ def _model(measured: Measured) -> str:
         lost = ["", ""] if name == FP32 or not drops else [points(statistics.fmean(drops)), points(max(drops))]
         rows.append([name, points(statistics.fmean(values)), *lost])
     seeds = len(measured.values(FP32))
-    title = f"### {measured.model}: {seeds} seed{'' if seeds == 1 else 's'}, {measured.count} counted\n"
+    title = f"#### {measured.model}: {seeds} seed{'' if seeds == 1 else 's'}, {measured.count} counted\n"
     header = ["configuration", "mean %", "points lost", "worst seed"]
     return f"{title}\n{table(header, rows)}\n{machine_line(measured.machine, {})}"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -14,13 +14,15 @@ from torch.export import Dim
 from qframework.backend.release import release_prepared_models
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
-from qframework.quantizer.split_range import split_gelu_ranges
 
 BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
 
 class QuantizedModel(NamedTuple):
-    """An exported program in float and converted to INT8; both take any batch size."""
+    """An exported program in float and converted to INT8; both take any batch size.
+
+    The float one is what was converted: its layers compute in the basis and with the scales that a recipe chose.
+    """
 
     float_exported: fx.GraphModule
     converted: fx.GraphModule
@@ -49,6 +51,19 @@ def quantize_exported(
 
     Arguments and errors are those of ``quantize_model``; batches are moved to the device of the graph.
     """
+    return _quantized(exported, quantizer, calibration, recipe, batches, show_progress, lambda graph: None)
+
+
+def _quantized(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    calibration: Iterable[Any] | None,
+    recipe: Recipe | None,
+    batches: int | None,
+    show_progress: bool,
+    rewritten: Callable[[fx.GraphModule], None],
+) -> fx.GraphModule:
+    """``quantize_exported``; ``rewritten`` gets the float graph before it is prepared."""
     from qframework.compat.torchao import convert_pt2e, prepare_pt2e
 
     weights = sum(tensor.nbytes for tensor in exported.state_dict().values())
@@ -56,6 +71,7 @@ def quantize_exported(
     if recipe is not None:
         _check_can_be_read_again(data)
         recipe.before_prepare(exported, quantizer, data)  # type: ignore[arg-type]
+    rewritten(exported)
     prepared = prepare_pt2e(exported, quantizer)
     if data is not None:
         calibrate(prepared, data, progress=show_progress)
@@ -116,10 +132,32 @@ def quantize_model(
         CalibrationError: an activation is static and ``calibration`` is None or empty, or holds NaN or infinity; or
             ``recipe`` is given and ``calibration`` cannot be read again.
     """
-    exported = export_model(model, images)
-    converted = quantize_exported(
-        copy.deepcopy(exported), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
+    return quantize_copy(
+        export_model(model, images), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
     )
-    if recipe is not None and recipe.split_gelu:
-        split_gelu_ranges(exported, quantizer)  # so that both graphs have the same linears
-    return QuantizedModel(exported, converted)
+
+
+def quantize_copy(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    calibration: Iterable[Any] | None = None,
+    *,
+    recipe: Recipe | None = None,
+    batches: int | None = None,
+    show_progress: bool = False,
+) -> QuantizedModel:
+    """``quantize_exported`` on a copy of a float graph, with the float graph that was converted.
+
+    Arguments and errors are those of ``quantize_model``.
+    """
+    kept: list[fx.GraphModule] = []
+    converted = _quantized(
+        copy.deepcopy(exported),
+        quantizer,
+        calibration,
+        recipe,
+        batches,
+        show_progress,
+        lambda graph: kept.append(copy.deepcopy(graph)),
+    )
+    return QuantizedModel(kept[0], converted)

@@ -12,9 +12,10 @@ from torch import Tensor, fx
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import layer_name, linear_call
 from qframework.numerics import sqnr_db
+from qframework.quantizer.calibration import flat_inputs
 
 
-def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs: Tensor) -> dict[str, float]:
+def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs: Any) -> dict[str, float]:
     """SQNR in dB of each linear's output in ``converted`` against ``float_exported``.
 
     Both graphs run from the start, so a layer's SQNR includes the errors of the layers before it. Further calls of a
@@ -23,7 +24,7 @@ def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs
     Args:
         float_exported: ``torch.export.export(...).module()``, before ``prepare_pt2e``.
         converted: the result of ``convert_pt2e``.
-        inputs: the model's input, a batch of real images.
+        inputs: a batch of real data as ``calibrate`` takes it.
 
     Raises:
         QFrameworkError: the graphs have different linears.
@@ -36,8 +37,9 @@ def layer_sqnr(float_exported: fx.GraphModule, converted: fx.GraphModule, inputs
         result[name] = sqnr_db(expected.pop(name), value)  # pop frees the output
 
     with torch.no_grad():
-        _LinearOutputs(float_exported, expected.__setitem__).run(inputs)
-        _LinearOutputs(converted, compare).run(inputs)
+        flat = flat_inputs(float_exported, inputs, 0)
+        _LinearOutputs(float_exported, expected.__setitem__).run(*flat, enable_io_processing=False)
+        _LinearOutputs(converted, compare).run(*flat, enable_io_processing=False)
     return result
 
 

@@ -29,6 +29,7 @@ def calibrate(
     data: Iterable[Batch],
     *,
     batches: int | None = None,
+    max_batches: int | None = None,
     device: torch.device | str | None = None,
     progress: bool = True,
     forward: Forward | None = None,
@@ -38,9 +39,11 @@ def calibrate(
     Args:
         prepared: the model with its observers.
         data: an iterable of batches, such as a DataLoader. A batch is a tensor; a tuple or list, of which the model
-            gets as many leading items as it has inputs, so that ``(images, labels)`` works; or a mapping from the names
-            of the model's inputs.
+            gets as many leading items as it has inputs, positional ones first, so that ``(images, labels)`` works; a
+            mapping from the names of the model's inputs, as transformers' tokenizers return it; or a tuple that begins
+            with such a mapping, so that ``(inputs, labels)`` works. Other entries are ignored.
         batches: stop after this many; default: all of ``data``.
+        max_batches: an alias of ``batches``.
         device: where to run; the model is moved there. Default: the model's device.
         progress: show a progress bar if standard error is a terminal.
         forward: called as ``forward(prepared, batch)``, with the batch on the device, instead of the rules above.
@@ -49,11 +52,13 @@ def calibrate(
         The number of batches seen.
 
     Raises:
-        CalibrationError: a model that is not prepared, no data, a batch that does not fit the model's inputs, or NaN or
-            infinity in a batch or in an activation. The message names the batch and the input or layer.
+        CalibrationError: a model that is not prepared, no data, a batch that does not fit the model's inputs, NaN or
+            infinity in a batch or in an activation, or both ``batches`` and ``max_batches``. The message names the
+            batch and the input or layer.
     """
     check_prepared(prepared, "calibrate: prepared")
     check_batches(data, "calibrate")
+    batches = _either(batches, max_batches)
     check_number_of_batches(batches)
     if forward is not None and not callable(forward):
         raise CalibrationError(
@@ -77,6 +82,15 @@ def calibrate(
         raise no_data("calibrate", data)
     _keep_constant(prepared, None if forward is not None else inputs.constant)
     return seen
+
+
+def _either(batches: int | None, max_batches: int | None) -> int | None:
+    if batches is not None and max_batches is not None:
+        raise CalibrationError(
+            "calibrate: batches must be None where max_batches, its alias, is given, got "
+            f"{batches!r} and {max_batches!r}"
+        )
+    return max_batches if batches is None else batches
 
 
 def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
@@ -132,9 +146,15 @@ class _Inputs:
         """Positional and keyword arguments of the model; ``batch`` has been checked to hold them."""
         if isinstance(batch, Mapping):
             return [batch[name] for name in self.positional], {name: batch[name] for name in self.keyword}
-        if isinstance(batch, Sequence):
-            return list(batch[: len(self.positional)]), {}
-        return [batch], {}
+        items = list(batch) if isinstance(batch, Sequence) else [batch]
+        first = len(self.positional)
+        return items[:first], dict(zip(self.keyword, items[first:], strict=False))
+
+    def _mapping_in(self, batch: Batch) -> Batch:
+        """The mapping at the front of ``(inputs, labels)`` if it holds the model's inputs; else ``batch`` itself."""
+        first = batch[0] if isinstance(batch, Sequence) and len(batch) and not isinstance(batch, str | bytes) else None
+        names = [name for name in self.names if name not in self.nested]
+        return first if isinstance(first, Mapping) and names and all(name in first for name in self.names) else batch
 
     def run(self, prepared: GraphModule, batch: Batch, index: int) -> None:
         """Run one batch. Raises CalibrationError unless it fits the model's inputs."""
@@ -153,6 +173,7 @@ class _Inputs:
 
     def checked_arguments(self, batch: Batch, index: int) -> tuple[list[Any], dict[str, Any]]:
         """``arguments``. Raises CalibrationError unless the batch fits the model's inputs."""
+        batch = self._mapping_in(batch)
         if isinstance(batch, Mapping):
             self._check_mapping(batch, index)
         else:
@@ -183,10 +204,11 @@ class _Inputs:
 
     def _check_count(self, batch: Batch, index: int) -> None:
         given = len(batch) if isinstance(batch, Sequence) else 1
-        if self.keyword:
+        if self.keyword and given < len(self.names):
             raise CalibrationError(
                 f"batch {index}: the batch must be a mapping with the keys {', '.join(map(repr, self.names))}, since "
-                f"the model has keyword inputs, got a {type(batch).__name__}"
+                f"the model has keyword inputs, or hold all {len(self.names)} in this order, got {given} in a "
+                f"{type(batch).__name__}"
             )
         if given < len(self.positional):
             raise CalibrationError(

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.arguments import check_batches, check_number_of_batches, no_data
+from qframework.compat import pytree
 from qframework.graph.attributes import attribute
 from qframework.graph.nodes import linear_call
 from qframework.quantizer.arguments import OBSERVERS, check_prepared
@@ -101,6 +102,17 @@ class LayerwiseRun:
         """The value of ``node`` in each batch; it must have run, and a node that has not run must still read it."""
         for values in self._values:
             yield self._value(node, values)
+
+    def outputs(self) -> list[Tensor]:
+        """The floating-point outputs of all batches; runs the model to its end."""
+        output = next(iter(reversed(self.prepared.graph.nodes)))
+        self.advance(output)
+        leaves = [
+            each
+            for values in self._values
+            for each in pytree.tree_leaves(map_arg(output.args[0], lambda n: self._value(n, values)))  # noqa: B023
+        ]
+        return [each for each in leaves if isinstance(each, Tensor) and each.is_floating_point()]
 
     def shift(self, node: Node, by: Tensor) -> None:
         """Add ``by`` to the value of ``node`` in every batch."""

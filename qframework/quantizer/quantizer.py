@@ -42,6 +42,9 @@ from qframework.quantizer.rules import Config, Kind, NodeFilter, Rule, RuleKind,
 # from weakest to strongest
 _PRECEDENCE: tuple[RuleKind, ...] = ("global", "module_type", "filter", "module_name")
 
+# Key of a linear's meta for the configuration that a step of a recipe chose for it.
+_OVERRIDE = "qframework_config"
+
 
 class QFrameworkQuantizer(Quantizer):
     """Quantizes linears and attention of an exported model, for torchao's ``prepare_pt2e`` and ``convert_pt2e``.
@@ -203,7 +206,8 @@ class QFrameworkQuantizer(Quantizer):
         selecting = [rule for rule in self.rules if rule.says(kind) and _selects(rule, node)]
         # max() returns the first of equal items, so the latest call must come first
         strongest = max(reversed(selecting), key=lambda rule: _PRECEDENCE.index(rule.kind), default=None)
-        return strongest.config_of(kind) if strongest else None
+        config = strongest.config_of(kind) if strongest else None
+        return config if config is None else node.meta.get(_OVERRIDE, config)
 
     def _attention_config(self, node: Node) -> AttentionConfig | None:
         config = self.config_for(node)
@@ -236,6 +240,16 @@ class QFrameworkQuantizer(Quantizer):
     def _names(self, kind: Kind) -> bool:
         """Whether a rule has a configuration for linears or for attention."""
         return any(rule.config is not None and rule.says(kind) for rule in self.rules)
+
+
+def override_config(node: Node, config: LinearConfig | None) -> None:
+    """Let every quantizer that quantizes the linear ``node`` use ``config``, or with None its own again.
+
+    A recipe chooses for each layer this way.
+    """
+    node.meta.pop(_OVERRIDE, None)
+    if config is not None:
+        node.meta[_OVERRIDE] = config
 
 
 def check_quantizer(quantizer: object, what: str) -> None:

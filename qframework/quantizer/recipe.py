@@ -4,7 +4,7 @@ The steps run before and after preparation, and each has its own switch::
 
     recipe   = Recipe.best()
     exported = torch.export.export(model, (x,)).module()
-    recipe.before_prepare(exported, quantizer, data)     splits ranges, smooths and scales channels; same function
+    recipe.before_prepare(exported, quantizer, data)     rotates, smooths, chooses observers, ...; same function
     prepared = prepare_pt2e(exported, quantizer)
     calibrate(prepared, data)
     recipe.after_calibrate(prepared, data)               rounds weights, corrects biases
@@ -15,7 +15,8 @@ The observers, which choose the scales, belong to the quantizer: ``static_int8(o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
@@ -23,14 +24,19 @@ from torch.fx import GraphModule
 
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
+from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
+from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
+from qframework.quantizer.rotate import rotate
 from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
+# With guard, a step must reduce the squared error of the output by this share.
+_GAIN = 0.05
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,8 @@ class Recipe(JsonConfig):
     """The steps around calibration; ``Recipe()`` does nothing.
 
     Attributes:
+        rotate: change the basis of residual streams so that no channel stands out, where that costs nothing at run time
+            (pre-norm models) and reduces the error (qframework/quantizer/rotate.py).
         smooth: move scales from a layer to the one before it, where that costs nothing at run time: from linears to
             their LayerNorm or RMSNorm, from the projection after attention to the values, from linear to linear through
             ReLU.
@@ -77,6 +85,12 @@ class Recipe(JsonConfig):
             strengths of ``smooth``.
         split_gelu: quantize the result of a GELU as two tensors, its negative and its positive part, each with its own
             scale (PTQ4ViT, arXiv:2111.12293), at the cost of a second matrix product.
+        choose_observers: give each static input the observer with the least error of the model's output
+            (qframework/quantizer/activation_choice.py).
+        dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
+            most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
+        guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
+            not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
         weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: subtract the mean quantization error of each layer's output from its bias.
         batches: how many batches of the calibration data these steps use; None for all.
@@ -88,6 +102,10 @@ class Recipe(JsonConfig):
     smooth: Smooth | None = None
     channel_scales: bool = False
     split_gelu: bool = False
+    rotate: bool = False
+    choose_observers: bool = False
+    dynamic_share: float = 0.0
+    guard: bool = False
     weight_rounding: WeightRounding = "nearest"
     bias_correction: bool = False
     batches: int | None = None
@@ -96,16 +114,27 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        for name in ("channel_scales", "split_gelu", "bias_correction"):
+        for name in ("channel_scales", "split_gelu", "rotate", "choose_observers", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
+        if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
+            raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
         check_choice("Recipe", "weight_rounding", self.weight_rounding, get_args(WeightRounding))
         if self.batches is not None and not is_count(self.batches):
             raise UnsupportedError(f"Recipe: batches must be None or a positive integer, got {self.batches!r}")
 
     @classmethod
     def best(cls) -> Recipe:
-        """The steps that help most models and cost almost nothing at run time: all but ``split_gelu``."""
-        return cls(smooth=Smooth(), channel_scales=True, weight_rounding="gptq", bias_correction=True)
+        """The steps that help most models and cost little at run time: all but ``split_gelu``."""
+        return cls(
+            rotate=True,
+            smooth=Smooth(),
+            channel_scales=True,
+            choose_observers=True,
+            dynamic_share=0.2,
+            guard=True,
+            weight_rounding="gptq",
+            bias_correction=True,
+        )
 
     def before_prepare(
         self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch]
@@ -120,8 +149,9 @@ class Recipe(JsonConfig):
             data: calibration batches as ``calibrate`` takes them. Each step runs them once more.
 
         Returns:
-            A JSON-able summary of the enabled steps: ``{"split_gelu": number of split layers,
-            "smooth": {layer: strength}, "channel_scales": {layer: strength}}``.
+            A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
+            "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
+            "activations": {layer: observer or "dynamic"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -131,16 +161,42 @@ class Recipe(JsonConfig):
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
         done: dict[str, Any] = {}
+        if self.rotate:
+            strengths = () if self.smooth is None else self.smooth.strengths[::3]  # enough to compare two bases
+            turned = rotate(exported, quantizer, data, strengths=strengths, batches=self.batches)
+            done["rotate"] = [each._asdict() for each in turned]
         if self.split_gelu:
             from qframework.quantizer.split_range import split_gelu_ranges
 
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
+        search = {**vars(self.smooth or Smooth()), "batches": self.batches}
+        steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]] = {}
         if self.smooth is not None:
-            done["smooth"] = smooth(exported, quantizer, data, **vars(self.smooth), batches=self.batches)
+            steps["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
         if self.channel_scales:
-            search = vars(self.smooth or Smooth())
-            done["channel_scales"] = scale_channels(exported, quantizer, data, **search, batches=self.batches)
+            steps["channel_scales"] = lambda data: scale_channels(exported, quantizer, data, **search)
+        error: OutputError | None = None
+        if self.guard and (steps or self._chooses):
+            judged, fitted = held_out(exported, data, self.batches)
+            error = OutputError(exported, quantizer, fitted, judged or fitted)
+            done.update(_guarded(exported, fitted, steps, data, error))
+        else:
+            done.update({name: step(data) for name, step in steps.items()})
+        if self._chooses:
+            done["activations"] = choose_activations(
+                exported,
+                quantizer,
+                data,
+                observers=self.choose_observers,
+                dynamic_share=self.dynamic_share,
+                batches=self.batches,
+                judge=None if error is None else error.measure,
+            )
         return done
+
+    @property
+    def _chooses(self) -> bool:
+        return self.choose_observers or self.dynamic_share > 0
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.
@@ -151,11 +207,49 @@ class Recipe(JsonConfig):
         """
         check_can_be_read_again(data, "Recipe.after_calibrate")
         check_prepared(prepared, "Recipe.after_calibrate: prepared")
+        judged, fitted = held_out(prepared, data, self.batches)
+        steps = list(self._fits(prepared))
+        if not (self.guard and judged and steps):
+            for step in steps:
+                step(data, self.batches)
+            return
+        from qframework.quantizer.held_out import HeldOut
+
+        judge = HeldOut(prepared, judged)
+        for step in steps:
+            judge.keep_if_better(functools.partial(step, fitted, None))
+
+    def _fits(self, prepared: GraphModule) -> Iterator[Callable[[Iterable[Batch], int | None], None]]:
+        """The steps that fit weights and biases to data."""
         if self.weight_rounding != "nearest":
             from qframework.quantizer.weight_rounding import round_weights
 
-            round_weights(prepared, data, method=self.weight_rounding, batches=self.batches)
+            yield lambda data, batches: round_weights(prepared, data, method=self.weight_rounding, batches=batches)  # type: ignore[arg-type]
         if self.bias_correction:
             from qframework.quantizer.bias_correction import correct_bias
 
-            correct_bias(prepared, data, batches=self.batches)
+            yield lambda data, batches: correct_bias(prepared, data, batches=batches)
+
+
+def _guarded(
+    exported: GraphModule,
+    fitted: Iterable[Batch],
+    steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]],
+    data: Iterable[Batch],
+    error: OutputError,
+) -> dict[str, dict[str, float]]:
+    """What each step did; nothing if it was undone, because the error of the output did not become smaller.
+
+    A step is judged after it ran on ``fitted``, and repeated on all of ``data`` if it is kept: the ranges of channels
+    that it did not see would otherwise widen the scales that ``calibrate`` finds.
+    """
+    done: dict[str, dict[str, float]] = {}
+    least = error.measure() if steps else 0.0
+    for name, step in steps.items():
+        before = Snapshot(exported)
+        after = error.measure() if step(fitted) else least
+        before.restore()
+        done[name] = {}
+        if after < (1 - _GAIN) * least:
+            least, done[name] = after, step(data)
+    return done

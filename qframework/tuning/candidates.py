@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Candidates:
         images: the batch that output errors are measured on.
         calibration: batches, read again for each assignment; None if nothing is static.
         meanings: the configurations of static and dynamic.
-        recipe: steps around each calibration.
+        recipe: steps around each calibration, without dynamic inputs of its own: assignments say what is dynamic.
         batches: maximum number of calibration batches; None uses all.
     """
 
@@ -53,6 +53,8 @@ class Candidates:
                 "Candidates: calibration must be a list or a DataLoader, which can be read for each assignment, got "
                 f"{type(self.calibration).__name__}"
             )
+        if self.recipe is not None and self.recipe.dynamic_share:
+            self.recipe = replace(self.recipe, dynamic_share=0.0)
 
     def quantized(self, assignment: Assignment) -> fx.GraphModule:
         """The converted graph, which simulates the INT8 kernels in float.
@@ -76,7 +78,12 @@ class Candidates:
         return error / max(sum(float(y.double().square().sum()) for y in expected), 1e-30)
 
     def layer_sqnr(self, layer: Layer, converted: fx.GraphModule) -> float | None:
-        """SQNR in dB of a layer's output, the lowest of its calls; None if the graphs do not correspond."""
+        """SQNR in dB of a layer's output, the lowest of its calls; None if the graphs do not correspond.
+
+        They do not after a rotation, which changes the basis of the outputs.
+        """
+        if self.recipe is not None and self.recipe.rotate:
+            return None
         float_nodes, nodes = (_outputs(module, layer.kind) for module in (self.exported, converted))
         if len(float_nodes) != len(nodes):
             return None

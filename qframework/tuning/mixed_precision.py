@@ -210,7 +210,15 @@ def tune(
     met, chosen, measured = search.finish(finalists, uniform, can_be_faster=bool(steps))
     trials = list(search.trials.values())
     return Tuning(
-        work.baseline(), max_drop, met, chosen, search.float_model, trials, measured, work.candidates.meanings, recipe
+        work.baseline(),
+        max_drop,
+        met,
+        chosen,
+        search.float_model,
+        trials,
+        measured,
+        work.candidates.meanings,
+        work.candidates.recipe,
     )
 
 

@@ -68,10 +68,25 @@ class Stream(IterableDataset):
         (lambda: [{"x": X}], 1),
         (lambda: [{"x": X, "labels": torch.tensor([float("nan")])}], 1),
         (lambda: [UserDict(x=X)], 1),
+        (lambda: [({"x": X, "attention_mask": X.bool()}, torch.arange(6))], 1),
+        (lambda: [(UserDict(x=X), "labels")], 1),
         (lambda: DataLoader(TensorDataset(X, torch.arange(6)), batch_size=2), 3),
         (lambda: DataLoader(Stream(), batch_size=3), 2),
     ],
-    ids=["tensor", "list", "generator", "pairs", "lists", "mapping", "labels", "userdict", "loader", "iterable_loader"],
+    ids=[
+        "tensor",
+        "list",
+        "generator",
+        "pairs",
+        "lists",
+        "mapping",
+        "labels",
+        "userdict",
+        "mapping_and_labels",
+        "userdict_and_labels",
+        "loader",
+        "iterable_loader",
+    ],
 )
 def test_forms_of_data(data, batches):
     model = prepared()
@@ -92,6 +107,17 @@ def test_number_of_batches():
     assert scales(model)[0] == float(X[:2].abs().max() / 127)
 
 
+def test_max_batches_is_an_alias():
+    model, other = prepared(), prepared()
+    assert calibrate(model, X.split(1), max_batches=2) == 2
+    calibrate(other, X.split(1), batches=2)
+    assert scales(model) == scales(other)
+    with pytest.raises(CalibrationError, match=r"batches must be None where max_batches.*got 2 and 3"):
+        calibrate(prepared(), [X], batches=2, max_batches=3)
+    with pytest.raises(CalibrationError, match=r"batches must be .*, got 0"):
+        calibrate(prepared(), [X], max_batches=0)
+
+
 def test_fewer_batches_than_wanted():
     assert calibrate(prepared(), [X], batches=10) == 1
 
@@ -107,8 +133,26 @@ def test_two_inputs_and_names():
 def test_keyword_inputs():
     model = prepared(Two(), (X[:2], X[:2]), {"gain": torch.ones(1)})
     assert calibrate(model, [{"a": X[:2], "b": X[:2], "gain": torch.ones(1)}]) == 1
+    for batch in ((X[:2], X[:2], torch.ones(1)), (X[:2], X[:2], torch.ones(1), "labels")):
+        again = prepared(Two(), (X[:2], X[:2]), {"gain": torch.ones(1)})
+        calibrate(again, [batch])
+        assert scales(again) == scales(model)
     with pytest.raises(CalibrationError, match=r"batch 0: .* mapping with the keys 'a', 'b', 'gain'.*keyword inputs"):
         calibrate(model, [(X[:2], X[:2])])
+
+
+def test_a_nested_input_keeps_its_own_mapping():
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, inputs):
+            return self.fc(inputs["inputs"])
+
+    model = prepared(Nested(), ({"inputs": X[:2]},), dynamic=False)
+    assert calibrate(model, [({"inputs": X[:2]}, "labels")]) == 1
+    assert scales(model) == [float(X[:2].abs().max() / 127)]
 
 
 def test_forward_replaces_the_rules():

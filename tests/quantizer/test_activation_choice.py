@@ -1,0 +1,176 @@
+"""The choice of observers and of dynamic inputs by the error of the model's output."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from quantizer_models import exported
+from torch import Tensor, nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from qframework.errors import CalibrationError
+from qframework.numerics import dynamic_scale, scale_from_amax, sqnr_db
+from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
+from qframework.quantizer.activation_choice import choose_activations
+from qframework.quantizer.output_error import OutputError, Run, Snapshot, fake_quantized, held_out
+
+DIM = 16
+QUANTIZER = QFrameworkQuantizer().set_global(static_int8())
+
+
+class Layers(nn.Module):
+    """Two layers that read tokens of which a few are large. The output of the first is only used for the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.idle, self.vital = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        ordinary = (x.abs().amax(-1, keepdim=True) < 50).to(x.dtype)
+        return self.idle(x) * ordinary + self.vital(x / 100) * (1 - ordinary)
+
+
+class Stages(nn.Module):
+    """The input of the second layer has tokens a hundred times as large as others, which the last norm equalizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.norm = nn.LayerNorm(DIM)
+
+    def forward(self, x: Tensor, size: Tensor) -> Tensor:
+        return self.norm(self.second(self.first(x) * size))
+
+
+def data(seed: int = 0, batches: int = 3) -> list[Tensor]:
+    """Batches of 32768 values, one of which is 100: fewer than the percentile keeps."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(batches):
+        x = torch.randn(4, 512, DIM, generator=generator)
+        x[0, 5, 0] = 100.0
+        found.append(x)
+    return found
+
+
+def sized(seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    size = torch.ones(4, 64, 1)
+    size[:, ::9] = 100.0
+    return [(torch.randn(4, 64, DIM, generator=generator), size) for _ in range(3)]
+
+
+def converted(graph, batches) -> torch.fx.GraphModule:
+    prepared = prepare_pt2e(graph, QUANTIZER)
+    calibrate(prepared, batches, progress=False)
+    return convert_pt2e(prepared)
+
+
+def test_a_layer_clips_where_the_output_does_not_depend_on_its_extremes() -> None:
+    graph = exported(Layers(), data()[0], dynamic_batch=True)
+    chosen = choose_activations(graph, QUANTIZER, data())
+    assert chosen["idle"] in ("mse", "percentile")
+    assert "vital" not in chosen
+
+
+def test_the_choice_reaches_the_converted_model_and_helps_on_other_data() -> None:
+    model, graph = Layers().eval(), exported(Layers(), data()[0], dynamic_batch=True)
+    plain = converted(copy.deepcopy(graph), data())
+    choose_activations(graph, QUANTIZER, data())
+    chosen, (x,) = converted(graph, data()), data(7, 1)
+    assert sqnr_db(model(x), chosen(x)) > sqnr_db(model(x), plain(x)) - 0.1
+    ordinary = x.abs().amax(-1) < 50
+    rows = [each(x)[ordinary] for each in (model, chosen, plain)]
+    assert sqnr_db(rows[0], rows[1]) > sqnr_db(rows[0], rows[2]) + 6
+
+
+def test_the_most_harmful_input_gets_scales_per_token_within_the_budget() -> None:
+    graph = exported(Stages(), *sized()[0])
+    assert choose_activations(copy.deepcopy(graph), QUANTIZER, sized(), observers=False, dynamic_share=0.4) == {}
+    again = copy.deepcopy(graph)
+    chosen = choose_activations(again, QUANTIZER, sized(), observers=False, dynamic_share=0.5)
+    assert chosen == {"second": "dynamic"}
+    model, batch = Stages().eval(), sized(9)[0]
+    gain = sqnr_db(model(*batch), converted(again, sized())(*batch)) - sqnr_db(
+        model(*batch), converted(graph, sized())(*batch)
+    )
+    assert gain > 10
+
+
+def test_the_quantizer_and_other_layers_do_not_change() -> None:
+    graph, quantizer = exported(Stages(), *sized()[0]), QFrameworkQuantizer().set_global(static_int8())
+    before = quantizer.to_dict()
+    choose_activations(graph, quantizer, sized(), dynamic_share=0.5, observers=False)
+    assert quantizer.to_dict() == before
+    dynamic = [n for n in graph.graph.nodes if n.target == torch.ops.aten.linear.default]
+    assert [quantizer.config_for(node).activation.dynamic for node in dynamic] == [False, True]
+    assert QFrameworkQuantizer().set_global(None).config_for(dynamic[1]) is None  # float stays float
+
+
+def test_nothing_to_choose() -> None:
+    graph = exported(Layers(), data()[0])
+    assert choose_activations(graph, QFrameworkQuantizer().set_global(dynamic_int8()), data()) == {}
+    with pytest.raises(CalibrationError, match="at least one batch"):
+        choose_activations(graph, QUANTIZER, [])
+
+
+def test_one_batch_is_divided_or_leaves_observers_alone() -> None:
+    fixed, (x,) = exported(Layers(), data()[0]), data(0, 1)
+    assert held_out(fixed, [x], None) == ([], [x])
+    assert choose_activations(fixed, QUANTIZER, [x]) == {}
+    (judged,), (fitted,) = held_out(exported(Layers(), x, dynamic_batch=True), [x], None)
+    assert torch.equal(torch.cat([judged, fitted]), x)
+    judged, fitted = held_out(fixed, [x, x + 1, x + 2], 2)
+    assert (len(judged), len(fitted)) == (1, 1)
+
+
+# The error of the output
+
+
+def test_the_error_is_that_of_the_converted_model() -> None:
+    model, batches = Layers().eval(), data()
+    graph = exported(Layers(), batches[0], dynamic_batch=True)
+    error = OutputError(graph, QUANTIZER, batches, batches).measure()
+    first = batches[0]
+    actual = converted(graph, batches)(first)
+    wanted = model(first).detach()
+    expected = float((actual - wanted).square().sum() / wanted.square().sum())
+    assert error == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_run_stops_and_is_finished_several_times() -> None:
+    graph, (x,) = exported(Layers(), data()[0]), data(0, 1)
+    linear = next(n for n in graph.graph.nodes if n.target == torch.ops.aten.linear.default)
+    run = Run(graph).start([x])
+    run.advance(linear)
+    assert torch.equal(run.value(linear.args[0]), x)
+    changed = run.finish({linear: torch.zeros(4, 512, DIM)})[0]
+    same = run.finish({})[0]
+    assert torch.equal(same, graph(x))
+    assert not torch.equal(changed, same)
+
+
+def test_a_snapshot_undoes_new_nodes_and_parameters() -> None:
+    graph, (x,) = exported(Layers(), data()[0]), data(0, 1)
+    before, expected = Snapshot(graph), graph(x)
+    graph.idle.weight = nn.Parameter(torch.zeros(DIM, DIM))
+    output = next(iter(reversed(graph.graph.nodes)))
+    with graph.graph.inserting_before(output):
+        negative = graph.graph.call_function(torch.ops.aten.neg.default, (output.args[0][0],))
+    output.args = ((negative,),)
+    graph.recompile()
+    assert not torch.equal(graph(x), expected)
+    before.restore()
+    assert torch.equal(graph(x), expected)
+
+
+def test_fake_quantization_rounds_to_the_grid() -> None:
+    x = torch.tensor([[1.0, -0.4, 300.0], [0.2, 0.1, 0.0]])
+    scale = scale_from_amax(torch.tensor(127.0))
+    assert fake_quantized(x, scale).tolist() == [[1.0, 0.0, 127.0], [0.0, 0.0, 0.0]]
+    per_token = fake_quantized(x, dynamic_scale(x, "per_token"))
+    assert float((per_token - x)[1].abs().max()) <= 0.2 / 127 / 2 * 1.001
