@@ -75,7 +75,7 @@ def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
         return False
     if not int8 and q.dtype.itemsize != 2:
         return False
-    whole = v.shape[3] * torch.empty((), dtype=dtype).element_size() % 16 == 0  # of the result's rows
+    whole = v.shape[3] * dtype.itemsize % 16 == 0  # of the result's rows
     return whole and all(hopper.addressable(x) for x in (q, k, v))
 
 
