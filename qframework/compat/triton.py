@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import operator
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from torch import Tensor
@@ -58,8 +59,46 @@ def compile_ahead(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]
 
 @explained()
 def compile_in(pool: Any) -> Any:
-    """A scope of this thread in which ``pool`` compiles kernels; errors are raised when the kernels are launched."""
-    return triton.AsyncCompileMode(pool, ignore_errors=True)
+    """A scope of this thread in which ``pool`` compiles kernels; a failed one is compiled again at its launch."""
+    return triton.AsyncCompileMode(_RetryingPool(pool), ignore_errors=True)
+
+
+class _Compilation(Future[Any]):
+    """A compilation that is tried again where its result is asked for after it failed.
+
+    Up to 3.8 Triton keeps the failed future in the place of the kernel, and every launch would raise its error.
+    """
+
+    def __init__(self, compile: Callable[[], Any]) -> None:
+        super().__init__()
+        self._compile, self._failed = compile, False
+
+    def run(self) -> None:
+        try:
+            self.set_result(self._compile())
+        except BaseException as error:  # noqa: BLE001 (raised where the result is asked for)
+            self.set_exception(error)
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self._failed:
+            return self._compile()
+        try:
+            return super().result(timeout)
+        except Exception:
+            self._failed = True
+            raise
+
+
+class _RetryingPool:
+    """``pool`` with compilations that are tried again."""
+
+    def __init__(self, pool: Any) -> None:
+        self._pool = pool
+
+    def submit(self, compile: Callable[[], Any]) -> _Compilation:
+        compilation = _Compilation(compile)
+        self._pool.submit(compilation.run)
+        return compilation
 
 
 def finished(kernel: Any) -> Any:

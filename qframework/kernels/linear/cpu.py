@@ -171,6 +171,8 @@ def _activate_in_place(y: Tensor, activation: str) -> Tensor:
 
 
 def _int_mm(a: Tensor, b: Tensor) -> Tensor:
+    if a.shape[1] == 1:  # PyTorch 2.14 leaves the result of a single column uninitialized
+        return _float_product(a, b)
     return int_mm(a, b.t())
 
 

@@ -159,3 +159,13 @@ def test_product_operator(forced, shape):
     a, b = whole((math.prod(shape[:-1]), shape[-1]), (-128, 128)), whole((7, shape[-1]), (-128, 128))
     assert torch.equal(torch.ops.qframework.int8_product(a, b), a.int() @ b.int().t())
     torch.library.opcheck(torch.ops.qframework.int8_product.default, (a, b))
+
+
+def test_a_single_column_is_computed_and_not_left_as_it_was() -> None:
+    """Repeated, since memory that nobody wrote may hold the right numbers; ``b.t()`` has the strides (1, 1)."""
+    for rows, columns in ((1, 2), (3, 7), (16, 64)):
+        for _ in range(20):
+            a, b = (torch.randint(-127, 128, (n, 1), dtype=torch.int8) for n in (rows, columns))
+            junk = torch.full((rows, columns), 12345, dtype=torch.int32)
+            del junk
+            assert torch.equal(torch.ops.qframework.int8_product(a, b), a.int() @ b.int().t())
