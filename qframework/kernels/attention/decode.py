@@ -197,7 +197,7 @@ def choose_plan(
     programs as fill the multiprocessors once, with two blocks of keys and values on their way to each program.
     """
     wide = power_of_2(max(channels))
-    block_m = 16 if rows <= 32 else 32 if wide > 128 else 64
+    block_m = 16 if rows <= 32 else 32 if wide > 128 or row_mask else 64  # a row's mask takes registers as well
     programs = max(heads * cdiv(rows, block_m), 1)
     block_n, warps = 64, 4
     if block_m == 16 and wide <= 64:

@@ -46,7 +46,8 @@ def test_decode_attention(chip, channels, dtype, rows, kind, tmp_path):
     types |= {"mask_ptr": "*fp16" if flags["MASK"] == "float" else "*i8", "top_ptr": "*fp32", "sum_ptr": "*fp32"}
     types |= {"out_ptr": "*fp32" if flags["SPLIT"] else f"*{dtype}", "logit_scale": "fp32"}
     compiled = compile_for(chip, _decode_attention_kernel, types, constants, num_warps=plan.warps)
-    assert stack_bytes(compiled, tmp_path) <= (160 if flags["MASK_PER_ROW"] else 64)
+    # Tiles of 32 and 64 rows spill: at most 104 bytes, by Triton 3.9 for sm_120.
+    assert stack_bytes(compiled, tmp_path) <= (64 if plan.block_m == 16 else 112)
     assert compiled.metadata.shared <= SHARED[chip]
     copies = set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", compiled.asm["ptx"]))
     assert "0x10" in copies
