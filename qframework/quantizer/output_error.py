@@ -194,6 +194,7 @@ def fake_quantized(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def floats(output: Any) -> list[Tensor]:
+    """The floating-point tensors of a model's output, in order."""
     return [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
 
 

@@ -150,8 +150,8 @@ def _integer_is_faster(shortest: int, channels: int) -> bool:
 def _dense_is_faster(logits: int, keys: int, channels: int) -> bool:
     """Whether hopper_dense.py computes a call without a mask that takes longer than its launch, and is ahead of cuDNN.
 
-    cuDNN computes whole blocks of 128 keys. Where the last one is not needed as a whole, hopper_dense.py was 1.03 to
-    2.3 times as fast in float16, and 0.93 to 1.03 times where it is.
+    cuDNN computes whole blocks of 128 keys. Where a quarter of the last one or more is empty, hopper_dense.py was 1.03
+    to 2.3 times as fast in float16, and elsewhere about as fast.
     """
     fits = channels <= hopper_dense.MAX_CHANNELS and channels % 8 == 0
     pieces = hopper_dense.split(keys)
