@@ -26,7 +26,8 @@ SQNR_FLOOR_DB = {"float32": 80.0, "tf32": 30.0, "float16": 30.0, "bfloat16": 20.
 # to E4M3's four about 32.
 SQNR_CEILING_DB = {"int8": 60.0, "fp8": 45.0}
 
-Forward = Callable[[Tensor], Tensor]
+Forward = Callable[..., Tensor]
+Inputs = Tensor | tuple[Tensor, ...]
 
 
 def build_model(name: str, smoke: bool = False, **arguments: Any) -> nn.Module:
@@ -48,23 +49,23 @@ def random_images(model: Any, batch: int) -> Tensor:
     return torch.stack([torch.randn(3, height, width, generator=generator) for _ in range(batch)])
 
 
-def quantize_qframework(model: nn.Module, images: Tensor, preset: str, **arguments: Any) -> nn.Module:
-    """Export, prepare, calibrate on ``images`` and convert with the preset ``static_int8`` or ``dynamic_int8``."""
+def quantize_qframework(model: nn.Module, inputs: Inputs, preset: str, **arguments: Any) -> nn.Module:
+    """Export, prepare, calibrate on ``inputs`` and convert with the preset ``static_int8`` or ``dynamic_int8``."""
     from qframework import quantizer
 
     configuration = getattr(quantizer, preset)(**arguments)
-    return _quantize_pt2e(model, images, quantizer.QFrameworkQuantizer().set_global(configuration))
+    return _quantize_pt2e(model, inputs, quantizer.QFrameworkQuantizer().set_global(configuration))
 
 
-def quantize_with_attention(model: nn.Module, images: Tensor) -> nn.Module:
+def quantize_with_attention(model: nn.Module, inputs: Inputs) -> nn.Module:
     """The same for linears and attention in static INT8."""
     from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, static_attention, static_int8
 
     configuration = QuantizationConfig(linear=static_int8(), attention=static_attention())
-    return _quantize_pt2e(model, images, QFrameworkQuantizer().set_global(configuration))
+    return _quantize_pt2e(model, inputs, QFrameworkQuantizer().set_global(configuration))
 
 
-def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Module:
+def quantize_x86(model: nn.Module, inputs: Inputs, *, is_dynamic: bool) -> nn.Module:
     """The same with torchao's X86InductorQuantizer and its default configuration, which quantizes convolutions as well.
 
     It finds layers by ``source_fn_stack``, which torch 2.11 records only in a strict export; without it, it silently
@@ -73,16 +74,17 @@ def quantize_x86(model: nn.Module, images: Tensor, *, is_dynamic: bool) -> nn.Mo
     from torchao.quantization.pt2e.quantizer import x86_inductor_quantizer as x86
 
     configuration = x86.get_default_x86_inductor_quantization_config(is_dynamic=is_dynamic)
-    return _quantize_pt2e(model, images, x86.X86InductorQuantizer().set_global(configuration), strict=True)
+    return _quantize_pt2e(model, inputs, x86.X86InductorQuantizer().set_global(configuration), strict=True)
 
 
-def _quantize_pt2e(model: nn.Module, images: Tensor, quantizer: Any, strict: bool = False) -> nn.Module:
+def _quantize_pt2e(model: nn.Module, inputs: Inputs, quantizer: Any, strict: bool = False) -> nn.Module:
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
     from qframework.quantizer import calibrate
 
-    prepared = prepare_pt2e(torch.export.export(model, (images,), strict=strict).module(), quantizer)
-    calibrate(prepared, [images])
+    arguments = (inputs,) if isinstance(inputs, Tensor) else inputs
+    prepared = prepare_pt2e(torch.export.export(model, arguments, strict=strict).module(), quantizer)
+    calibrate(prepared, [arguments])
     converted = convert_pt2e(prepared)
     require_quantized(converted)
     return converted

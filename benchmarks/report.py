@@ -1,7 +1,7 @@
 """Generates ``docs/performance.md`` and its plots from the files in ``benchmarks/results/``.
 
-``python -m benchmarks.report`` also writes ``docs/accuracy.md`` from ``benchmarks/results/accuracy/`` and
-``docs/training-results.md`` from ``benchmarks/results/training/``. ``--check`` exits with 1 if a page or plot is stale.
+``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/families.md`` and ``docs/training-results.md``
+from folders in there. ``--check`` exits with 1 if a page or plot is stale.
 Equal results give identical pages. Every table comes with machine, versions, commit and date; the cases where a peer is
 faster come first.
 """
@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import report_accuracy, report_pretrained, report_training
+from benchmarks import report_accuracy, report_families, report_pretrained, report_training
 from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.machine import REPOSITORY
 from benchmarks.pages import Page, Plot
@@ -242,6 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         accuracy_text = report_accuracy.render(report_accuracy.load(accuracy), pretrained)
         training = arguments.results / report_training.FOLDER
         trained = report_training.load(training, load_runs(training))
+        families = load_runs(arguments.results / report_families.FOLDER)
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
@@ -250,6 +251,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         performance_page(runs, arguments.page),
         Page(folder / report_accuracy.NAME, accuracy_text, report_pretrained.plots(pretrained), "accuracy-*.svg"),
         report_training.training_page(trained, folder / report_training.NAME),
+        report_families.families_page(families, folder / report_families.NAME),
     ]
     if not arguments.check:
         for page in pages:

@@ -16,6 +16,7 @@ TITLES = {
     "vit_cpu": "Vision transformers on the CPU",
     "vit_gpu": "Vision transformers on a GPU",
     "vit_first_call": "First calls of vision transformers on a GPU",
+    "families": "Architectures on a GPU",
     "host_calls": "Host time of a call",
     "training_block": "GPT blocks, INT8 training",
     "block_linear": "Linears of INT8 training",

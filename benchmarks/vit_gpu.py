@@ -26,7 +26,7 @@ from torch import Tensor
 from benchmarks import models
 from benchmarks.boxed import Answers, Limits, Phase, Worker, add_limits, limits_of, run_plans
 from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded, integers
-from benchmarks.models import Forward
+from benchmarks.models import Forward, Inputs
 from benchmarks.timing import peak_mb, time_provider
 from benchmarks.vit_gpu_cases import PROVIDERS, Provider, Subject, inference, prepare
 from qframework.errors import QFrameworkError
@@ -120,7 +120,7 @@ class Measurement:
 
 
 def check_three(
-    forward: Forward, images: Tensor, first: Tensor, reference: Tensor, provider: Provider
+    forward: Forward, images: Inputs, first: Tensor, reference: Tensor, provider: Provider
 ) -> dict[str, Any]:
     """Check three calls and return the accuracy of the third: CUDA graphs record the second and replay the third."""
     models.accuracy(first, reference, provider.precision)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from benchmarks import models
 from benchmarks.harness import UnavailableError
-from benchmarks.models import Forward, quantize_qframework, quantize_with_attention
+from benchmarks.models import Forward, Inputs, quantize_qframework, quantize_with_attention
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Provider:
 
     dtype: torch.dtype = torch.float16
     precision: str = "float16"  # a key of models.SQNR_FLOOR_DB
-    quantize: Callable[[nn.Module, Tensor], nn.Module] | None = None
+    quantize: Callable[[nn.Module, Inputs], nn.Module] | None = None
     compile: Callable[[nn.Module], Forward] | None = None
     tf32: bool = False
     alone: bool = False  # times kernels to choose between them, so it must run alone
@@ -44,17 +44,18 @@ def _torchao() -> Any:
     return quantization
 
 
-def _quantize_int8(model: nn.Module, images: Tensor) -> nn.Module:
+def _quantize_int8(model: nn.Module, inputs: Inputs) -> nn.Module:
     """torchao's own dynamic INT8, without PT2E."""
     torchao = _torchao()
     torchao.quantize_(model, torchao.Int8DynamicActivationInt8WeightConfig())
     return model
 
 
-def _quantize_fp8(model: nn.Module, images: Tensor, granularity: str) -> nn.Module:
+def _quantize_fp8(model: nn.Module, inputs: Inputs, granularity: str) -> nn.Module:
     """torchao's dynamic FP8 with scales by ``PerRow`` or ``PerTensor``."""
-    if images.device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
-        raise UnavailableError(f"FP8 needs a GPU of compute capability 8.9, runs on {images.device.type}")
+    device = (inputs if isinstance(inputs, Tensor) else inputs[0]).device
+    if device.type != "cuda" or torch.cuda.get_device_capability() < (8, 9):
+        raise UnavailableError(f"FP8 needs a GPU of compute capability 8.9, runs on {device.type}")
     torchao = _torchao()
     scales = getattr(torchao, granularity)()
     torchao.quantize_(model, torchao.Float8DynamicActivationFloat8WeightConfig(granularity=scales))
@@ -95,6 +96,7 @@ PROVIDERS: dict[str, Provider] = {
     "torchao_fp8_tensorwise": _fp8_tensorwise(compile=_inductor),
     "torchao_fp8_rowwise_max_autotune": _fp8_rowwise(compile=_max_autotune, alone=True, optional=True),
     "torchao_fp8_tensorwise_max_autotune": _fp8_tensorwise(compile=_max_autotune, alone=True, optional=True),
+    "qframework_float": Provider(compile=_qframework(), optional=True),  # attention alone
     "qframework_static": _int8(quantize=_static, compile=_qframework()),
     "qframework_static_sage": _int8(quantize=_static, compile=_qframework(attention="sage")),
     "qframework_static_int8_attention": _int8(quantize=quantize_with_attention, compile=_qframework()),

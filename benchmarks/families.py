@@ -1,0 +1,160 @@
+"""Many transformer architectures on a GPU: INT8 against FP16 and FP8, compiled, whole models with random weights.
+
+Each architecture runs at a batch for throughput and at batch 1, there under CUDA graphs as well. Every provider runs in
+its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then timed alone.
+A record holds the time, the SQNR of the outputs, the first call, and the peak memory. The file is rewritten after every
+provider.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.boxed import Limits, Phase, add_limits, limits_of, run_plans
+from benchmarks.families_cases import FAMILIES, SEED, SMOKE, Family, Inputs
+from benchmarks.harness import Record, Results, argument_parser, comma_separated, guarded
+from benchmarks.models import Forward
+from benchmarks.timing import peak_mb, time_provider
+from benchmarks.vit_gpu import check_three, choose_device
+from benchmarks.vit_gpu_cases import PROVIDERS, allow_tf32, inference
+
+AT_ONCE = (
+    "fp16_compiled",
+    "torchao_fp8_tensorwise",
+    "qframework_float",
+    "qframework_dynamic_frozen",
+    "qframework_static",
+)
+ALONE = ("fp16_compiled_graphs", "qframework_dynamic_frozen_graphs", "qframework_static_graphs")
+REP_MS, SMOKE_REP_MS, MIN_RUNS = 300.0, 10.0, 10
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One provider of one architecture at one batch."""
+
+    family: str
+    batch: int
+    provider: str
+    device: str
+    smoke: bool = False
+
+    def identify(self) -> Record:
+        label = PROVIDERS[self.provider].label
+        return Record(benchmark="families", model=self.family, batch=self.batch, provider=self.provider, dtype=label)
+
+    def identities(self) -> list[Record]:
+        return [self.identify()]
+
+
+class Measurement:
+    """A worker: compiles and checks its provider, then times it."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.ready: tuple[Forward, Inputs, Record] | None = None
+
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        if phase == "check":
+            yield guarded(self.plan.identify(), self.check)
+        elif self.ready is not None:
+            yield guarded(self.plan.identify(), self.time)
+
+    def check(self) -> Record:
+        """Build, prepare, compile and check."""
+        plan, provider = self.plan, PROVIDERS[self.plan.provider]
+        model, inputs, reference = build(FAMILIES[plan.family], plan.batch, plan.device, plan.smoke)
+        model, inputs = model.to(provider.dtype), cast(inputs, provider.dtype)
+        start = time.perf_counter()
+        if provider.quantize is not None:
+            model = provider.quantize(model, inputs)
+        prepare_s = time.perf_counter() - start
+        start = time.perf_counter()
+        forward: Forward = provider.compile(model) if provider.compile else model
+        with inference(provider):
+            output = _call(forward, inputs).cpu()
+            first_call_s = time.perf_counter() - start
+            quality = check_three(functools.partial(_call, forward), inputs, output, reference, provider)
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+        record = replace(plan.identify(), prepare_s=prepare_s, first_call_s=first_call_s, **quality)
+        self.ready = forward, inputs, record
+        return record
+
+    def time(self) -> Record:
+        assert self.ready is not None
+        forward, inputs, checked = self.ready
+        fn = functools.partial(_call, forward, inputs)
+        with inference(PROVIDERS[self.plan.provider]):
+            rep_ms, min_runs = (SMOKE_REP_MS, 2) if self.plan.smoke else (REP_MS, MIN_RUNS)
+            timing = time_provider(fn, self.plan.device, rep_ms=rep_ms, min_runs=min_runs)
+            memory = peak_mb(fn, self.plan.device)
+        per_second = self.plan.batch / timing.median_s
+        return replace(checked, **timing.fields(), images_per_second=per_second, peak_mb=memory)
+
+
+def _call(forward: Forward, inputs: Inputs) -> Tensor:
+    return _tensor(forward(*inputs))
+
+
+def build(family: Family, batch: int, device: str, smoke: bool) -> tuple[nn.Module, Inputs, Tensor]:
+    """The float32 model, its inputs on the device, and the reference on the CPU."""
+    torch.manual_seed(SEED)
+    with torch.device(device):
+        model = family.build(smoke).eval().requires_grad_(False)
+    inputs = tuple(x.to(device) for x in family.inputs(model, batch, smoke))
+    with torch.inference_mode(), allow_tf32(False):
+        # one at a time, since the batch in float32 may take more memory than all providers
+        reference = torch.cat([_tensor(model(*(x[i : i + 1] for x in inputs))).cpu() for i in range(batch)])
+    return model, inputs, reference
+
+
+def _tensor(output: Tensor | Sequence[Tensor]) -> Tensor:
+    return output if isinstance(output, Tensor) else output[-1]
+
+
+def cast(inputs: Inputs, dtype: torch.dtype) -> Inputs:
+    """Floats in ``dtype``; ids and masks as they are."""
+    return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
+
+
+def plans_of(names: Sequence[str], providers: Sequence[str], device: str, smoke: bool, latency: bool) -> list[Plan]:
+    """Throughput and latency of the named architectures."""
+    found = []
+    for name in names:
+        batches = {2 if smoke else FAMILIES[name].batch: AT_ONCE} | ({1: (*AT_ONCE, *ALONE)} if latency else {})
+        for batch, offered in batches.items():
+            found += [Plan(name, batch, each, device, smoke) for each in offered if each in providers]
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure on the GPU; returns the exit status."""
+    parser = argument_parser("families", __doc__)
+    parser.add_argument("--models", type=comma_separated(FAMILIES), help=f"of {', '.join(FAMILIES)}")
+    parser.add_argument("--providers", type=comma_separated((*AT_ONCE, *ALONE)), default=[*AT_ONCE, *ALONE])
+    parser.add_argument("--no-latency", action="store_true", help="leave batch 1 out")
+    parser.add_argument("--together", type=int, default=3, help="architectures that are compiled at the same time")
+    add_limits(parser, jobs=12, check=400.0, time=20.0, total=3600.0, unit="one provider of one architecture")
+    arguments = parser.parse_args(argv)
+    device = choose_device(arguments.smoke)
+    names = arguments.models or list(SMOKE if arguments.smoke else FAMILIES)
+    limits: Limits = limits_of(arguments)
+    results = Results.start("families", device, arguments)
+    latency = not (arguments.no_latency or arguments.smoke)
+    for start in range(0, len(names), arguments.together):  # an early end leaves whole architectures
+        group = names[start : start + arguments.together]
+        plans = plans_of(group, arguments.providers, device, arguments.smoke, latency)
+        run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

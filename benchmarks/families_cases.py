@@ -1,0 +1,214 @@
+"""The architectures of ``benchmarks.families``: those of timm and transformers at their sizes, with random weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SEED = 0
+Inputs = tuple[Tensor, ...]
+_SMALL = {  # sizes of a transformers configuration in a smoke run, by the names that configurations have
+    "hidden_size": 64, "d_model": 64, "intermediate_size": 128, "d_ff": 128, "encoder_ffn_dim": 128,
+    "num_hidden_layers": 1, "num_layers": 1, "encoder_layers": 1, "num_attention_heads": 2, "num_heads": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "d_kv": 32,
+    "vocab_size": 99, "max_source_positions": 32, "n_embd": 64, "n_layer": 1, "n_head": 2,
+}  # fmt: skip
+_SMALL_IMAGE, _SMALL_MODEL = 160, "test_vit"
+_SMALL_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Family:
+    """An architecture: how to build it, what it takes, and a batch for throughput."""
+
+    name: str
+    kind: str
+    batch: int
+    build: Callable[[bool], nn.Module]  # of whether it is a smoke run
+    inputs: Callable[[nn.Module, int, bool], Inputs]  # fp32 or int64, of a batch
+
+
+# timm -----------------------------------------------------------------------------------------------------------------
+
+
+def _timm(kind: str, name: str, batch: int, **arguments: Any) -> Family:
+    return Family(name, kind, batch, functools.partial(_build_timm, name, arguments), _images)
+
+
+def _build_timm(name: str, arguments: Mapping[str, Any], smoke: bool) -> nn.Module:
+    import timm
+
+    return timm.create_model(_SMALL_MODEL) if smoke else timm.create_model(name, **arguments)
+
+
+def _images(model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    channels, height, width = model.pretrained_cfg["input_size"]
+    if sizes := getattr(getattr(model, "patch_embed", None), "img_size", None):  # where an argument sets it
+        height, width = sizes
+    size = (_SMALL_IMAGE, _SMALL_IMAGE) if smoke else (height, width)
+    return (torch.randn(batch, channels, *size, generator=_generator()),)
+
+
+# transformers ---------------------------------------------------------------------------------------------------------
+
+
+class Encoder(nn.Module):
+    """Token vectors of padded sequences, zero at padding: ``(B, N)`` ids and mask to ``(B, N, C)``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        states: Tensor = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return states * mask[..., None].to(states.dtype)
+
+
+class Decoder(nn.Module):
+    """Token vectors of whole prompts, without a cache: ``(B, N)`` ids to ``(B, N, C)``."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor) -> Tensor:
+        states: Tensor = self.model(input_ids=ids, use_cache=False).last_hidden_state
+        return states
+
+
+class Speech(nn.Module):
+    """Frames of a spectrogram to vectors: ``(B, mel, frames)`` to ``(B, frames / 2, C)``."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.encoder = model.get_encoder()
+
+    def forward(self, features: Tensor) -> Tensor:
+        states: Tensor = self.encoder(features).last_hidden_state
+        return states
+
+
+def _transformers(
+    name: str, kind: str, batch: int, tokens: int, wrapper: type[nn.Module], model: str, config: str, **sizes: Any
+) -> Family:
+    build = functools.partial(_build_transformers, wrapper, model, config, sizes)
+    inputs: Callable[[nn.Module, int, bool], Inputs] = {
+        Encoder: functools.partial(_padded, tokens),
+        Decoder: functools.partial(_prompts, tokens),
+        Speech: _spectrograms,
+    }[wrapper]
+    return Family(name, kind, batch, build, inputs)
+
+
+def _build_transformers(
+    wrapper: Callable[[nn.Module], nn.Module], model: str, config: str, sizes: Mapping[str, Any], smoke: bool
+) -> nn.Module:
+    import transformers
+
+    make = getattr(transformers, config)
+    if smoke:
+        known = make().to_dict()
+        tokens = {name: 0 for name, value in known.items() if name.endswith("token_id") and isinstance(value, int)}
+        sizes = tokens | {**sizes, **{name: size for name, size in _SMALL.items() if name in known or name in sizes}}
+    return wrapper(spread(getattr(transformers, model)(make(**sizes))))
+
+
+def spread(model: nn.Module) -> nn.Module:
+    """``model`` with matrices of the size that keeps activations, so that attention matters.
+
+    transformers initialises to 0.02 whatever the width.
+    """
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.7 / parameter.shape[1] ** 0.5)
+    return model
+
+
+def _ids(model: nn.Module, batch: int, tokens: int) -> Tensor:
+    vocabulary = next(module for module in model.modules() if isinstance(module, nn.Embedding)).num_embeddings
+    return torch.randint(3, vocabulary, (batch, tokens), generator=_generator())
+
+
+def _padded(tokens: int, model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    """Lengths from half of the tokens to all of them; a single sequence is whole."""
+    tokens = _SMALL_TOKENS if smoke else tokens
+    lengths = torch.linspace(tokens, tokens // 2, batch).round().long()
+    mask = (torch.arange(tokens) < lengths[:, None]).long()
+    return _ids(model, batch, tokens), mask
+
+
+def _prompts(tokens: int, model: nn.Module, batch: int, smoke: bool) -> Inputs:
+    return (_ids(model, batch, _SMALL_TOKENS if smoke else tokens),)
+
+
+def _spectrograms(model: Any, batch: int, smoke: bool) -> Inputs:
+    config = model.encoder.config
+    frames = 2 * config.max_source_positions
+    return (torch.randn(batch, config.num_mel_bins, frames, generator=_generator()),)
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(SEED)
+
+
+_bert = functools.partial(_transformers, kind="text encoder", wrapper=Encoder)
+_llm = functools.partial(_transformers, kind="decoder, prefill", wrapper=Decoder, tokens=2048)
+
+_FAMILIES = (
+    _timm("plain ViT", "vit_small_patch16_224", 256),
+    _timm("plain ViT", "vit_base_patch16_224", 256),
+    _timm("plain ViT", "deit3_large_patch16_384", 32),
+    _timm("plain ViT", "vit_huge_patch14_224", 64),
+    _timm("plain ViT", "vit_large_patch14_reg4_dinov2", 64, img_size=224),
+    _timm("plain ViT", "vit_large_patch16_dinov3", 64),
+    _timm("plain ViT", "vit_base_patch32_clip_224", 512),
+    _timm("plain ViT", "vit_so400m_patch14_siglip_224", 64),
+    _timm("plain ViT", "eva02_base_patch14_224", 128),
+    _timm("plain ViT", "beitv2_base_patch16_224", 128),
+    _timm("windows", "swin_base_patch4_window7_224", 128),
+    _timm("windows", "swinv2_base_window8_256", 64),
+    _timm("windows", "samvit_base_patch16", 4),
+    _timm("hierarchical", "hiera_base_224", 128),
+    _timm("hierarchical", "mvitv2_base", 64),
+    _timm("hierarchical", "sam2_hiera_base_plus", 4),
+    _timm("with convolutions", "maxvit_base_tf_224", 64),
+    _timm("with convolutions", "convnext_base", 128),
+    _timm("without attention", "mixer_b16_224", 128),
+    _bert("bert_base", batch=64, tokens=128, model="BertModel", config="BertConfig"),
+    _bert(
+        "bert_large", batch=32, tokens=512, model="BertModel", config="BertConfig",
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+    ),
+    _bert("modernbert_base", batch=16, tokens=1024, model="ModernBertModel", config="ModernBertConfig"),
+    _bert(
+        "t5_base", batch=32, tokens=512, model="T5EncoderModel", config="T5Config",
+        d_model=768, d_kv=64, d_ff=3072, num_layers=12, num_heads=12,
+    ),
+    _transformers(
+        "whisper_small", "speech encoder", 8, 1500, Speech, "WhisperModel", "WhisperConfig",
+        d_model=768, encoder_layers=12, encoder_attention_heads=12, encoder_ffn_dim=3072, num_mel_bins=80,
+    ),
+    _llm(
+        "llama_1b", batch=4, model="LlamaModel", config="LlamaConfig",
+        hidden_size=2048, num_hidden_layers=16, num_attention_heads=32, num_key_value_heads=8,
+        intermediate_size=8192, vocab_size=32000,
+    ),
+    _llm(
+        "qwen3_0.6b", batch=4, model="Qwen3Model", config="Qwen3Config",
+        hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, num_key_value_heads=8, head_dim=128,
+        intermediate_size=3072, vocab_size=32000,
+    ),
+    _llm(
+        "gemma_2b", batch=2, model="GemmaModel", config="GemmaConfig",
+        hidden_size=2048, num_hidden_layers=18, num_attention_heads=8, num_key_value_heads=1, head_dim=256,
+        intermediate_size=16384, vocab_size=32000,
+    ),
+    _llm("gpt2", batch=8, tokens=1024, model="GPT2Model", config="GPT2Config"),
+)  # fmt: skip
+FAMILIES = {family.name: family for family in _FAMILIES}
+SMOKE = ("vit_base_patch16_224", "bert_base", "whisper_small", "llama_1b")

@@ -1,0 +1,197 @@
+"""Generates ``docs/families.md`` from ``benchmarks/results/families/``, called by benchmarks.report."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.families_cases import FAMILIES
+from benchmarks.harness import Record
+from benchmarks.pages import Page, Plot
+from benchmarks.plots import COLOUR, GREY, WIDTH
+from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, speed, table
+
+FOLDER = "families"  # below the folder of results
+NAME = "families.md"
+HEAD = """# Architectures
+
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/families/`, which
+`python -m benchmarks.families` writes. Do not edit it.
+
+Whole models of timm and transformers with random weights, at the sizes of the originals. Every provider is compiled in
+its own process and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled
+by Inductor, at the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention only;
+**dynamic** adds the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by
+`static_int8`. FP8 is torchao's, with scales per tensor, on bfloat16. At batch 1 the fastest of each, with and without
+CUDA graphs, counts. SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are
+seconds of `torch.compile` and the first call while other models compile on the same processor, relative to FP16's.
+Encoders take sequences of mixed lengths, padded.
+"""
+NOTHING = "\nNothing measured yet.\n"
+MODES = {
+    "fp16": ("fp16_compiled", "fp16_compiled_graphs"),
+    "FP8": ("torchao_fp8_tensorwise",),
+    "float": ("qframework_float",),
+    "dynamic": ("qframework_dynamic_frozen", "qframework_dynamic_frozen_graphs"),
+    "static": ("qframework_static", "qframework_static_graphs"),
+}
+OURS = ("float", "dynamic", "static")
+Case = dict[str, Record]
+"""The fastest record of each mode of one model at one batch."""
+
+
+def cases(records: Sequence[Record]) -> list[Case]:
+    """The models and batches whose FP16 was timed."""
+    groups: dict[tuple[str | None, int | None], list[Record]] = {}
+    for record in combined(records):
+        groups.setdefault((record.model, record.batch), []).append(record)
+    found = [{mode: _fastest(group, names) for mode, names in MODES.items()} for group in groups.values()]
+    kept = [{mode: record for mode, record in case.items() if record is not None} for case in found]
+    return [case for case in kept if speed_of(case, "fp16")]
+
+
+def _fastest(group: Sequence[Record], names: Sequence[str]) -> Record | None:
+    return max((record for record in group if record.provider in names), key=speed, default=None)
+
+
+def speed_of(case: Mapping[str, Record], mode: str) -> float:
+    """Sequences or images a second; 0 without a time."""
+    return speed(case[mode]) if mode in case and case[mode].status == "ok" else 0.0
+
+
+def relative(case: Mapping[str, Record], mode: str) -> float:
+    """Speed as a multiple of FP16's; 0 without a time."""
+    return speed_of(case, mode) / speed_of(case, "fp16")
+
+
+def render(runs: Sequence[Run]) -> str:
+    """The whole page as Markdown."""
+    if not runs:
+        return HEAD + NOTHING
+    return "\n".join([HEAD, *map(_section, runs)])
+
+
+def _section(run: Run) -> str:
+    found = cases(run.records)
+    parts = [f"## {run.machine.get('device')}, {run.machine.get('date')}\n", machine_line(run.machine, run.peaks)]
+    parts += [f"{run.note}\n"] if run.note else []
+    parts += [f"![Speed of each architecture](assets/{_plot_name(run)})\n", _means(found), _losses(found)]
+    parts += [_kind(kind, found) for kind in dict.fromkeys(family.kind for family in FAMILIES.values())]
+    return "\n".join(filter(None, [*parts, _broken(run.records)]))
+
+
+def _means(found: Sequence[Case]) -> str:
+    rows = []
+    for title, wanted in (("throughput", lambda batch: batch > 1), ("batch 1", lambda batch: batch == 1)):
+        subset = [case for case in found if wanted(case["fp16"].batch or 0)]
+        rows.append([title, str(len(subset)), *(number(_mean(subset, mode)) for mode in ("FP8", *OURS))])
+    return "Geometric means:\n\n" + table(["", "models", "FP8", *OURS], [row for row in rows if row[1] != "0"])
+
+
+def _mean(found: Sequence[Case], mode: str) -> float | None:
+    values = [relative(case, mode) for case in found if relative(case, mode)]
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def _losses(found: Sequence[Case]) -> str:
+    slower = [
+        [str(case["fp16"].model), str(case["fp16"].batch), mode, number(relative(case, mode))]
+        for case in found
+        for mode in OURS
+        if 0 < relative(case, mode) < 1
+    ]
+    if not slower:
+        return "No architecture is slower than FP16 in any mode.\n"
+    return "Slower than FP16:\n\n" + table(["model", "batch", "mode", "speed"], slower)
+
+
+def _kind(kind: str, found: Sequence[Case]) -> str:
+    """The table of one kind of architecture; empty if none was measured."""
+    columns: dict[str, Callable[[Case], str]] = {
+        "model": lambda case: str(case["fp16"].model),
+        "batch": lambda case: str(case["fp16"].batch),
+        "FP16, ms": lambda case: number(case["fp16"].p50_ms),
+        **{mode: lambda case, mode=mode: _cell(case, mode) for mode in ("FP8", *OURS)},
+        "SQNR, dB": lambda case: _pair(case, lambda record: number(record.sqnr_db)),
+        "first call": lambda case: _pair(case, lambda record: _first_call(record, case["fp16"])),
+        "memory": lambda case: _pair(case, lambda record: ratio(record.peak_mb or 0, case["fp16"].peak_mb or 0)),
+    }
+    rows = [
+        [column(case) for column in columns.values()]
+        for case in found
+        if case["fp16"].model in FAMILIES and FAMILIES[str(case["fp16"].model)].kind == kind
+    ]
+    return f"### {kind[0].upper()}{kind[1:]}\n\n{table(list(columns), rows)}" if rows else ""
+
+
+def _cell(case: Case, mode: str) -> str:
+    if not relative(case, mode):
+        return case[mode].status if mode in case else ""
+    best = max(relative(case, each) for each in MODES)
+    return bold_if(relative(case, mode) == best, number(relative(case, mode)))
+
+
+def _pair(case: Case, text: Callable[[Record], str]) -> str:
+    """Dynamic and static."""
+    return ", ".join(text(case[mode]) if speed_of(case, mode) else "" for mode in ("dynamic", "static"))
+
+
+def _first_call(record: Record, base: Record) -> str:
+    return ratio(record.first_call_s or 0, base.first_call_s or 0)
+
+
+def _broken(records: Sequence[Record]) -> str:
+    rows = [
+        [str(record.model), str(record.batch), record.provider, f"{record.status}: {record.reason}"]
+        for record in records
+        if record.status != "ok"
+    ]
+    return "### Without a time\n\n" + table(["model", "batch", "provider", "reason"], rows) if rows else ""
+
+
+# The plot -------------------------------------------------------------------------------------------------------------
+
+
+def _plot_name(run: Run) -> str:
+    return f"families-{run.stem}.svg"
+
+
+def _mark(run: Run) -> str:
+    code = inspect.getsource(_draw)
+    return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+
+
+def _draw(run: Run, path: Path) -> None:
+    """One line for each model at its batch for throughput: FP8 grey, ours coloured, FP16 at 1."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    from matplotlib import pyplot as plt
+
+    found = [case for case in cases(run.records) if (case["fp16"].batch or 0) > 1]
+    style: dict[Any, Any] = {"svg.hashsalt": run.digest, "svg.fonttype": "none", "font.size": 8}
+    markers = {"FP8": ("s", GREY), "float": ("d", "#57534e"), "dynamic": ("o", "#fb923c"), "static": ("o", COLOUR)}
+    with plt.rc_context(style):
+        figure, axis = plt.subplots(figsize=(WIDTH, 1.2 + 0.22 * len(found)), layout="constrained")
+        for mode, (marker, colour) in markers.items():
+            points = [(relative(case, mode), row) for row, case in enumerate(found) if relative(case, mode)]
+            axis.plot(*zip(*points, strict=True), marker, color=colour, label=mode) if points else None
+        axis.axvline(1, color="black", linewidth=0.8)
+        axis.set_yticks(range(len(found)), [f"{case['fp16'].model}, batch {case['fp16'].batch}" for case in found])
+        axis.invert_yaxis()
+        axis.grid(axis="x", linewidth=0.4)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.set_xlabel("speed as a multiple of FP16 compiled by Inductor")
+        axis.legend(loc="lower right", frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(run)})
+        plt.close(figure)
+
+
+def families_page(runs: Sequence[Run], path: Path) -> Page:
+    """The page of ``runs``, newest first, with a plot for each."""
+    plots = {_plot_name(run): Plot(_mark(run), lambda file, run=run: _draw(run, file)) for run in runs}
+    return Page(path, render(runs), plots, "families-*.svg")

@@ -1,0 +1,94 @@
+"""Many architectures: their builders, a smoke run in processes, and the page (families*.py, report_families.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import families, report, report_families
+from benchmarks.families_cases import FAMILIES, SMOKE
+from benchmarks.harness import Record, Results
+
+TRANSFORMERS = [name for name, family in FAMILIES.items() if family.kind.startswith(("text", "speech", "decoder"))]
+
+
+def test_timm_knows_the_others():
+    import timm
+
+    assert set(FAMILIES) - set(TRANSFORMERS) <= set(timm.list_models())
+    assert len(FAMILIES) >= 24
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_small_forms_of_transformers_models(name):
+    model, inputs, reference = families.build(FAMILIES[name], 2, "cpu", smoke=True)
+    assert len(reference) == len(inputs[0]) == 2
+    assert sum(parameter.numel() for parameter in model.parameters()) < 1e6
+    assert reference.isfinite().all()
+    assert reference.std() > 0.05
+
+
+def test_padding_is_not_compared():
+    _, (_, mask), reference = families.build(FAMILIES["bert_base"], 2, "cpu", smoke=True)
+    assert 0 < mask.sum() < mask.numel()
+    assert (reference[mask == 0] == 0).all()
+
+
+def test_ids_and_masks_are_not_cast():
+    ids, values = torch.ones(2, dtype=torch.long), torch.ones(2)
+    assert [x.dtype for x in families.cast((ids, values), torch.float16)] == [torch.long, torch.float16]
+
+
+def test_batch_1_adds_cuda_graphs():
+    plans = families.plans_of(["gpt2"], families.AT_ONCE + families.ALONE, "cuda", smoke=False, latency=True)
+    graphs = {plan.batch for plan in plans if plan.provider.endswith("graphs")}
+    assert graphs == {1}
+    assert {plan.batch for plan in plans} == {1, FAMILIES["gpt2"].batch}
+
+
+def test_smoke_run_of_an_encoder(tmp_path):
+    output = tmp_path / "out.json"
+    names = "fp16_compiled,qframework_dynamic_frozen"
+    arguments = ["--smoke", "--models", "bert_base", "--providers", names, "--limit", "240", "--output", str(output)]
+    assert families.main(arguments) == 0
+    records = json.loads(output.read_text())["records"]
+    assert [record["status"] for record in records] == ["ok", "ok"]
+    assert records[1]["sqnr_db"] < 60 < records[0]["sqnr_db"]
+
+
+@pytest.mark.slow
+def test_smoke_run_of_every_kind(tmp_path):
+    output = tmp_path / "out.json"
+    assert families.main(["--smoke", "--limit", "580", "--output", str(output)]) == 0
+    records = [Record.from_json(fields) for fields in json.loads(output.read_text())["records"]]
+    assert {record.model for record in records} == set(SMOKE)
+
+
+def record(model: str, batch: int, provider: str, rate: float, **fields: object) -> Record:
+    return Record(
+        benchmark="families", model=model, batch=batch, provider=provider, images_per_second=rate, p50_ms=1.0, **fields
+    )
+
+
+def test_page_shows_ratios_means_losses_and_failures(tmp_path):
+    results = Results("families", {"device": "made up", "date": "2026-01-01"}, tmp_path / "families" / "run.json")
+    results.path.parent.mkdir()
+    results.add(
+        record("gpt2", 8, "fp16_compiled", 100.0),
+        record("gpt2", 8, "qframework_dynamic_frozen", 150.0, sqnr_db=30.0),
+        record("gpt2", 8, "qframework_static", 90.0),
+        record("gpt2", 1, "fp16_compiled", 50.0),
+        record("gpt2", 1, "fp16_compiled_graphs", 100.0),
+        record("gpt2", 1, "qframework_dynamic_frozen", 60.0),
+        Record(benchmark="families", model="gpt2", batch=1, provider="qframework_static", status="failed", reason="x"),
+    )
+    page = report_families.families_page(report.load_runs(results.path.parent), tmp_path / "docs" / "families.md")
+    assert "| gpt2 | 8 | 1 |  |  | **1.5** | 0.9 | 30, " in page.text
+    assert "| gpt2 | 8 | static | 0.9 |" in page.text
+    assert "| gpt2 | 1 | dynamic | 0.6 |" in page.text  # the fastest of each counts
+    assert "failed: x" in page.text
+    page.write()
+    assert page.stale() == []
+    assert b"gpt2, batch 8" in (tmp_path / "docs" / "assets" / "families-run.svg").read_bytes()
