@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import why_not_plain
 
+_WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 
 
@@ -51,7 +52,26 @@ def _is_of_another_library(node: Node) -> bool:
 
 
 def written_inputs(node: Node) -> set[Node]:
-    """The inputs of a node whose memory it may change."""
+    """The inputs of a node whose memory it may change; found once for its target and arguments.
+
+    Passes ask for each weight and each node behind it: running the nodes every time took minutes for a BERT-large.
+    """
+    known = node.meta.get(_WRITTEN)
+    if known is None or not (known.target is node.target and known.args is node.args and known.kwargs is node.kwargs):
+        known = node.meta[_WRITTEN] = _Written(node.target, node.args, node.kwargs, _written_inputs(node))
+    return known.inputs
+
+
+class _Written(NamedTuple):
+    """What a node writes while its target and arguments are these objects, which fx replaces to change them."""
+
+    target: Any
+    args: Any
+    kwargs: Any
+    inputs: set[Node]
+
+
+def _written_inputs(node: Node) -> set[Node]:
     if not node.op.startswith("call") or not node.all_input_nodes or node.target is operator.getitem:
         return set()
     if isinstance(node.target, OpOverload):

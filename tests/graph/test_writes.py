@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from qframework.graph import writes
 from qframework.graph.writes import written_between, written_inputs
 
 X, Y, OUT = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
@@ -166,3 +167,16 @@ def test_mutations_of_custom_operators_are_read_from_their_schema():
 
     gm = graph_of(lambda x, y: (torch.ops.qframework_tests.scale_in_place(x, y), x + 1)[1], X, Y)
     assert names_of_written(gm) == {"l_x_"}
+
+
+def test_a_node_is_run_once_until_its_arguments_change(monkeypatch):
+    gm = graph_of(lambda x, y: F.leaky_relu(x, 0.1) + y, X, Y)
+    runs = []
+    monkeypatch.setattr(writes, "_observed", lambda node: runs.append(node.name) or set())
+    nodes = [node for node in gm.graph.nodes if node.op == "call_function"]
+    for _ in range(3):
+        assert not any(map(written_inputs, nodes))
+    assert runs == [node.name for node in nodes]
+    nodes[0].args = (nodes[0].args[0], 0.2, True)
+    written_inputs(nodes[0])
+    assert runs[len(nodes) :] == [nodes[0].name]
