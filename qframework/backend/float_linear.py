@@ -28,7 +28,7 @@ from qframework.backend.lowering import Lowering, ScaleConstants
 from qframework.backend.quantized_linear import Quantized, find_epilogue, insert_int8_linear, reason_against_operands
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import guard_identity, record_value
-from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, why_not_plain
+from qframework.graph.nodes import Constants, LinearCall, fake_value, layer_name, linear_call, operation, why_not_plain
 from qframework.graph.writes import written_between
 from qframework.numerics import FLOAT_DTYPES
 
@@ -48,7 +48,7 @@ def lower_float_linear(lowering: Lowering) -> None:
         if call is None:
             continue
         name = layer_name(node)
-        if reason := _reason_against(node, call, constants.value(call.weight)):
+        if reason := _reason_against(node, call, constants.value(_parameter(call.weight))):
             reports.append(LayerReport(name, False, "float linear", reason, fallback=True))
             continue
         frozen = weights.quantized(call.weight) if weights else None
@@ -60,6 +60,13 @@ def lower_float_linear(lowering: Lowering) -> None:
         operator_text = f"{epilogue.describe()} after dynamic_quantize, weight quantized {when}"
         reports.append(LayerReport(name, True, operator_text, ""))
     lowering.reports = reports
+
+
+def _parameter(weight: Node) -> Node:
+    """What a weight is read from: itself, or the parameter that it is the transpose of (expand_addmm.py)."""
+    parameter = weight.args[0] if operation(weight) == "t" else weight
+    assert isinstance(parameter, Node)
+    return parameter
 
 
 def _reason_against(node: Node, call: LinearCall, weight: Tensor | None) -> str | None:
@@ -133,10 +140,12 @@ class _FrozenWeights:
         """The buffers of a weight; None if the graph itself writes it, so that it cannot be frozen."""
         if weight not in self._frozen:
             first, last = next(iter(self._gm.graph.nodes)), self._gm.graph.output_node()
-            value = self._constants.value(weight)
+            parameter = _parameter(weight)
+            value = self._constants.value(parameter)
             if value is None or written_between(first, last, [weight]) is not None:
                 return None
-            guard_identity(weight)
-            q, scale = numerics.quantize_weight(value.detach())
+            guard_identity(parameter)
+            value = value.detach() if parameter is weight else value.detach().t()
+            q, scale = numerics.quantize_weight(value)
             self._frozen[weight] = Quantized(self._scales.buffer(q), self._scales.buffer(scale))
         return self._frozen[weight]

@@ -20,6 +20,7 @@ from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.outline_blocks import outline_blocks
 from qframework.compat.dispatch import set_grad_enabled
+from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
@@ -34,6 +35,12 @@ def on_graph(rewrite: Callable[[GraphModule], Any]) -> Pass:
         rewrite(lowering.gm)
 
     return run
+
+
+def expand_weighted_addmm(lowering: Lowering) -> None:
+    """Make products with a parameter linears, where linears are quantized."""
+    if lowering.options.linear != "off":
+        expand_addmm(lowering.gm, lambda node: lowering.constants.value(node) is not None)
 
 
 def note_layer_order(lowering: Lowering) -> None:
@@ -55,6 +62,7 @@ def forget_grad_mode(lowering: Lowering) -> None:
 LOWERING: tuple[Pass, ...] = (
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
+    expand_weighted_addmm,
     note_layer_order,
     lower_static_attention,
     lower_attention,

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from qframework.arguments import described
 from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quantizer
 from qframework.errors import UnsupportedError
+from qframework.graph.expand_addmm import expand_exported_addmm
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
@@ -146,10 +147,14 @@ class QFrameworkQuantizer(Quantizer):
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
+        Products of transformers' ``Conv1D`` become linears, if a rule configures linears.
+
         Raises:
             UnsupportedError: no kernel supports the configuration.
         """
         check_graph(model, "QFrameworkQuantizer: model")
+        if self._names(LinearConfig):
+            expand_exported_addmm(model)
         if not self._names(AttentionConfig):
             return model
         name_shapes(model)

@@ -1,0 +1,128 @@
+"""Products with the transposed weight of transformers' Conv1D become linears (expand_addmm.py)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
+
+from qframework import numerics
+from qframework.backend import qframework_backend
+from qframework.graph.expand_addmm import expand_exported_addmm
+from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, static_int8
+
+aten = torch.ops.aten
+
+
+class Conv1D(nn.Module):
+    """As transformers has it."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) * inputs**-0.5)
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x):
+        flat = torch.addmm(self.bias, x.view(-1, x.shape[-1]), self.weight)
+        return flat.view(*x.shape[:-1], -1)
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Conv1D(24, 16), Conv1D(16, 24)
+        self.again = self.second
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden) + self.again(hidden * 2)
+
+
+@pytest.fixture
+def case():
+    torch.manual_seed(0)
+    return Two().eval(), torch.randn(3, 5, 16)
+
+
+def exported(model, x):
+    return torch.export.export(model, (x,)).module()
+
+
+def test_an_exported_graph_computes_the_same_with_linears(case):
+    model, x = case
+    graph = exported(model, x)
+    assert expand_exported_addmm(graph) == 3
+    assert not any(node.target is aten.addmm.default for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(x), model(x))
+    assert graph.state_dict()["first.weight"].shape == (24, 16)
+    assert model.first.weight.shape == (16, 24)  # the original is not touched
+
+
+def test_products_that_are_no_linears_stay():
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4, 6))
+            self.square = nn.Parameter(torch.randn(3, 6))
+
+        def forward(self, x, bias):
+            scaled = torch.addmm(bias, x, self.weight, alpha=2.0)
+            with_matrix = torch.addmm(self.square, x, self.weight)
+            return scaled + with_matrix + torch.addmm(bias, x, x.t() @ scaled)
+
+    arguments = torch.randn(3, 4), torch.randn(6)
+    graph = torch.export.export(Products(), arguments).module()
+    assert expand_exported_addmm(graph) == 0
+
+
+def test_pt2e_quantizes_them_with_and_without_a_recipe(case):
+    model, x = case
+    quantizer = QFrameworkQuantizer().set_global(static_int8())
+    errors = []
+    for recipe in (None, Recipe(smooth=Smooth(), bias_correction=True)):
+        graph = exported(model, x)
+        if recipe is not None:
+            assert recipe.before_prepare(graph, quantizer, [x])["smooth"]
+        prepared = prepare_pt2e(graph, quantizer)
+        calibrate(prepared, [x])
+        if recipe is not None:
+            recipe.after_calibrate(prepared, [x])
+        converted = convert_pt2e(prepared)
+        linears = [node for node in converted.graph.nodes if node.target is aten.linear.default]
+        assert len(linears) == 3
+        assert all("dequantize" in str(node.args[1].target) for node in linears)
+        errors.append(numerics.sqnr_db(model(x), converted(x)))
+    assert min(errors) > 30
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_backend_quantizes_them(case, frozen):
+    model, x = case
+    options = {"linear": "int8_dynamic", "freeze_weights": frozen}
+    compiled = torch.compile(model, backend=qframework_backend, options=options, fullgraph=True)
+    with torch.no_grad():
+        expected = model(x)
+        assert 30 < numerics.sqnr_db(expected, compiled(x)) < 60
+        model.first.weight.copy_(model.first.weight * 2)
+        changed = numerics.sqnr_db(model(x), compiled(x)) > 30
+        assert changed is not frozen
+        model.first.weight = nn.Parameter(model.first.weight * 3)  # another parameter compiles again
+        assert numerics.sqnr_db(model(x), compiled(x)) > 30
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    model = transformers.GPT2Model(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            nn.init.normal_(parameter, std=0.2)
+    ids = torch.randint(50, (2, 12))
+    compiled = torch.compile(model, backend=qframework_backend, options={"linear": "int8_dynamic"})
+    with torch.no_grad():
+        expected, got = (m(ids, use_cache=False).last_hidden_state for m in (model, compiled))
+    assert 25 < numerics.sqnr_db(expected, got) < 60
