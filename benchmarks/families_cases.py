@@ -46,7 +46,7 @@ def _build_timm(name: str, arguments: Mapping[str, Any], smoke: bool) -> nn.Modu
     return timm.create_model(_SMALL_MODEL) if smoke else timm.create_model(name, **arguments)
 
 
-def _images(model: nn.Module, batch: int, smoke: bool) -> Inputs:
+def _images(model: Any, batch: int, smoke: bool) -> Inputs:
     channels, height, width = model.pretrained_cfg["input_size"]
     if sizes := getattr(getattr(model, "patch_embed", None), "img_size", None):  # where an argument sets it
         height, width = sizes
@@ -97,12 +97,12 @@ def _transformers(
     name: str, kind: str, batch: int, tokens: int, wrapper: type[nn.Module], model: str, config: str, **sizes: Any
 ) -> Family:
     build = functools.partial(_build_transformers, wrapper, model, config, sizes)
-    inputs: Callable[[nn.Module, int, bool], Inputs] = {
+    inputs: dict[type[nn.Module], Callable[[nn.Module, int, bool], Inputs]] = {
         Encoder: functools.partial(_padded, tokens),
         Decoder: functools.partial(_prompts, tokens),
         Speech: _spectrograms,
-    }[wrapper]
-    return Family(name, kind, batch, build, inputs)
+    }
+    return Family(name, kind, batch, build, inputs[wrapper])
 
 
 def _build_transformers(

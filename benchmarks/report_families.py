@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import math
@@ -115,7 +116,7 @@ def _kind(kind: str, found: Sequence[Case]) -> str:
         "model": lambda case: str(case["fp16"].model),
         "batch": lambda case: str(case["fp16"].batch),
         "FP16, ms": lambda case: number(case["fp16"].p50_ms),
-        **{mode: lambda case, mode=mode: _cell(case, mode) for mode in ("FP8", *OURS)},
+        **{mode: functools.partial(_cell, mode=mode) for mode in ("FP8", *OURS)},
         "SQNR, dB": lambda case: _pair(case, lambda record: number(record.sqnr_db)),
         "first call": lambda case: _pair(case, lambda record: _first_call(record, case["fp16"])),
         "memory": lambda case: _pair(case, lambda record: ratio(record.peak_mb or 0, case["fp16"].peak_mb or 0)),
@@ -193,5 +194,5 @@ def _draw(run: Run, path: Path) -> None:
 
 def families_page(runs: Sequence[Run], path: Path) -> Page:
     """The page of ``runs``, newest first, with a plot for each."""
-    plots = {_plot_name(run): Plot(_mark(run), lambda file, run=run: _draw(run, file)) for run in runs}
+    plots = {_plot_name(run): Plot(_mark(run), functools.partial(_draw, run)) for run in runs}
     return Page(path, render(runs), plots, "families-*.svg")
