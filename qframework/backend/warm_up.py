@@ -122,15 +122,17 @@ def _compile(calls: list[_Call]) -> None:
     """Compile all calls in parallel. Runs in a separate thread, because Triton's mode is local to the thread."""
     workers = min(len(calls), os.cpu_count() or 1)
     with ThreadPoolExecutor(workers, "qframework-compile") as pool, compile_in(pool):
-        started = [(_attempt(_start, call), call.device) for call in calls]
-        different = {id(kernel): (kernel, device) for kernel, device in started if kernel is not None}
+        started = [(kernel, call.device) for call in calls for kernel in _attempt(_start, call) or ()]
+        different = {id(kernel): (kernel, device) for kernel, device in started}
         for kernel, device in different.values():
             _attempt(_load, kernel, device)
 
 
-def _start(call: _Call) -> Any:
+def _start(call: _Call) -> tuple[Any, ...]:
+    """The call's kernels, or promises of them."""
     with current_device(call.device):
-        return call.warm_up()
+        kernels = call.warm_up()
+    return tuple(kernels) if isinstance(kernels, list) else () if kernels is None else (kernels,)
 
 
 def _load(kernel: Any, device: torch.device) -> None:

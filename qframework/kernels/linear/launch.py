@@ -9,7 +9,8 @@ from torch import Tensor
 
 from qframework.kernels.linear import hopper
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
-from qframework.kernels.linear.tiles import Epilogue, Tile, tile_for
+from qframework.kernels.linear.few_rows import CHUNK, _add_parts_kernel, _int8_linear_few_rows_kernel
+from qframework.kernels.linear.tiles import Epilogue, FewRowsTile, Tile, tile_for
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, warm_up
@@ -26,21 +27,21 @@ def int8_linear_triton(x: Int8LinearArguments) -> Tensor:
     return out
 
 
-def write_result(x: Int8LinearArguments, out: Tensor, tile: Tile | None = None) -> None:
+def write_result(x: Int8LinearArguments, out: Tensor, tile: Tile | FewRowsTile | None = None) -> None:
     """Launch for ``readable`` operands, with ``tile`` or by default the best one for the problem."""
-    kernel, grid, arguments, constants = _call(x, out, x.a.device, tile)
-    launch(kernel, grid)(*arguments, **constants)
+    for kernel, grid, arguments, constants in _calls(x, out, x.a.device, tile):
+        launch(kernel, grid)(*arguments, **constants)
 
 
-def warm_up_int8_linear(device: torch.device, x: Int8LinearArguments) -> Any:
+def warm_up_int8_linear(device: torch.device, x: Int8LinearArguments) -> list[Any]:
     """Compile what ``int8_linear_triton`` launches on ``device`` for such arguments, which may be on "meta"."""
     x.check_scales()
     x = readable(x)
     out = x.empty_result()
     if not out.numel():
-        return None
-    kernel, grid, arguments, constants = _call(x, out, device, None)
-    return warm_up(kernel, grid)(*arguments, **constants)
+        return []
+    calls = _calls(x, out, device, None)
+    return [warm_up(kernel, grid)(*arguments, **constants) for kernel, grid, arguments, constants in calls]
 
 
 class _Call(NamedTuple):
@@ -52,40 +53,125 @@ class _Call(NamedTuple):
     constants: dict[str, Any]
 
 
-def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile | None) -> _Call:
+def _calls(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile | FewRowsTile | None) -> list[_Call]:
+    """One launch; two for few rows whose inner size is in parts."""
     n, k = x.b.shape
     m = x.a.shape[:-1].numel()
-    a_row, b_row = rows_apart(x.a) or 0, rows_apart(x.b) or 0
-    residual_row = n if x.residual is None else rows_apart(x.residual) or 0
+    strides = _Strides(
+        a=rows_apart(x.a) or 0,
+        b=rows_apart(x.b) or 0,
+        residual=n if x.residual is None else rows_apart(x.residual) or 0,
+        out=n,
+    )
     if tile is None:
         epilogue = epilogue_of(x.activation, x.residual is not None, x.out_scale is not None)
         wide = out.dtype.itemsize == 4 or (x.residual is not None and x.residual.dtype != out.dtype)
-        tma = k > 0 and _aligned(x, (a_row, b_row, n * out.dtype.itemsize), residual_row)
+        tma = k > 0 and _aligned(x, (strides.a, strides.b, n * out.dtype.itemsize), strides.residual)
         tile = tile_for(device, m, n, k, epilogue, tma, wide)
+    if isinstance(tile, FewRowsTile):
+        return _few_rows_calls(x, out, tile, strides)
+    return [_call(x, out, device, tile, strides)]
+
+
+class _Strides(NamedTuple):
+    """Elements between rows."""
+
+    a: int
+    b: int
+    residual: int
+    out: int
+
+
+def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile, strides: _Strides) -> _Call:
+    n, k = x.b.shape
+    m = x.a.shape[:-1].numel()
     a: Any = x.a
     b: Any = x.b
     to: Any = out
-    residual: Any = x.residual
-    strides: tuple[int, ...] = (a_row, b_row, residual_row, n)
+    residual: Any = out if x.residual is None else x.residual
     if tile.specialized:
-        a = hopper.describe(a, (m, k), a_row, (tile.block_m, tile.block_k))
-        b = hopper.describe(b, (n, k), b_row, (tile.block_n, tile.block_k))
+        a = hopper.describe(a, (m, k), strides.a, (tile.block_m, tile.block_k))
+        b = hopper.describe(b, (n, k), strides.b, (tile.block_n, tile.block_k))
         block = (hopper.ROWS, tile.block_n)
         to = hopper.describe(out, (m, n), n, block)
-        residual = to if residual is None else hopper.describe(residual, (m, n), residual_row, block)
-        strides = ()
+        residual = to if x.residual is None else hopper.describe(residual, (m, n), strides.residual, block)
     if tile.tma and not tile.specialized:
-        a = TensorDescriptor(a, (m, k), (a_row, 1), (tile.block_m, tile.block_k))
-        b = TensorDescriptor(b, (n, k), (b_row, 1), (tile.block_n, tile.block_k))
+        a = TensorDescriptor(a, (m, k), (strides.a, 1), (tile.block_m, tile.block_k))
+        b = TensorDescriptor(b, (n, k), (strides.b, 1), (tile.block_n, tile.block_k))
     if tile.tma_store and not tile.specialized:
         to = TensorDescriptor(out, (m, n), (n, 1), (tile.block_m, tile.block_n // tile.subtiles))
-    scales = x.a_scale if x.out_scale is None else x.out_scale
-    pointers = (
-        *(a, x.a_scale, b, x.b_scale, x.b_scale if x.bias is None else x.bias),
-        *(out if residual is None else residual, scales, to),
-    )
-    periods = (x.a_scale.numel(), 1 if x.out_scale is None else x.out_scale.numel())
+    pointers = (a, x.a_scale, b, x.b_scale, _bias(x), residual, _out_scale(x), to)
+    tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, tile.block_n)
+    slots = tile.programs * chip_of(device)[1] if tile.programs else 0
+    walk = walk_of(tile, tiles_m * tiles_n, slots)
+    grid = (tiles_m, tiles_n, 1) if walk == "grid" else (slots or tiles_m * tiles_n, 1, 1)
     constants = {
+        **_epilogue_constants(x, m, n),
+        **tile_constants(tile, k, walk),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    kernel = hopper.kernel if tile.specialized else _int8_linear_kernel
+    sizes = (m, n, k, *_periods(x), *(() if tile.specialized else strides))
+    return _Call(kernel, grid, (*pointers, *sizes), constants)
+
+
+def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, strides: _Strides) -> list[_Call]:
+    n, k = x.b.shape
+    m = x.a.shape[:-1].numel()
+    residual = out if x.residual is None else x.residual
+    epilogue = _epilogue_constants(x, m, n)
+    parts = tile.parts
+    to = out if parts == 1 else x.a.new_empty((parts, m, n), dtype=torch.int32)
+    pointers = (x.a, x.a_scale, x.b, x.b_scale, _bias(x), residual, _out_scale(x), to)
+    aligned = strides.b % 16 == 0 and x.b.data_ptr() % 16 == 0 and k % 16 == 0 and k >= CHUNK
+    constants = {
+        **epilogue,
+        **few_rows_constants(tile, k, aligned),
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+    }
+    grid = (cdiv(n, tile.block_n), parts, 1)
+    calls = [_Call(_int8_linear_few_rows_kernel, grid, (*pointers, m, n, k, *_periods(x), *strides), constants)]
+    if parts > 1:
+        block_m, block_n = ADDED_TILE
+        pointers = (to, x.a_scale, x.b_scale, _bias(x), residual, _out_scale(x), out)
+        sizes = (m, n, *_periods(x), strides.residual, strides.out)
+        constants = {**epilogue, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "num_warps": 4}
+        calls.append(_Call(_add_parts_kernel, (cdiv(m, block_m), cdiv(n, block_n), 1), (*pointers, *sizes), constants))
+    return calls
+
+
+ADDED_TILE = (4, 128)  # rows and columns of the result for which one program adds the parts
+
+
+def few_rows_constants(tile: FewRowsTile, k: int, aligned: bool) -> dict[str, Any]:
+    """The compile-time constants of the kernel for few rows, in the order of its parameters."""
+    return {
+        "EVEN_K": k % tile.block_k == 0,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "PARTS": tile.parts,
+        "AHEAD": tile.ahead if aligned else 0,
+    }
+
+
+def _bias(x: Int8LinearArguments) -> Tensor:
+    return x.b_scale if x.bias is None else x.bias
+
+
+def _out_scale(x: Int8LinearArguments) -> Tensor:
+    return x.a_scale if x.out_scale is None else x.out_scale
+
+
+def _periods(x: Int8LinearArguments) -> tuple[int, int]:
+    """Numbers of input scales and of output scales."""
+    return x.a_scale.numel(), 1 if x.out_scale is None else x.out_scale.numel()
+
+
+def _epilogue_constants(x: Int8LinearArguments, m: int, n: int) -> dict[str, Any]:
+    return {
         "A_SCALE": _kind(x.a_scale, m, n),
         "B_PER_CHANNEL": x.b_scale.numel() > 1,
         "ACTIVATION": x.activation,
@@ -93,13 +179,6 @@ def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile 
         "HAS_RESIDUAL": x.residual is not None,
         "OUT_SCALE": "none" if x.out_scale is None else _kind(x.out_scale, m, n),
     }
-    tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, tile.block_n)
-    slots = tile.programs * chip_of(device)[1] if tile.programs else 0
-    walk = walk_of(tile, tiles_m * tiles_n, slots)
-    grid = (tiles_m, tiles_n, 1) if walk == "grid" else (slots or tiles_m * tiles_n, 1, 1)
-    constants |= tile_constants(tile, k, walk) | {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    kernel = hopper.kernel if tile.specialized else _int8_linear_kernel
-    return _Call(kernel, grid, (*pointers, m, n, k, *periods, *strides), constants)
 
 
 def _kind(scale: Tensor, m: int, n: int) -> str:

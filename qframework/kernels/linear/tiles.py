@@ -40,6 +40,19 @@ class Tile(NamedTuple):
     specialized: Specialized = ""  # the kernel of hopper.py, and how its warpgroups share the work
 
 
+class FewRowsTile(NamedTuple):
+    """The compile-time choices of the kernels for few rows, see few_rows.py."""
+
+    block_m: int  # at least the number of rows
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    parts: int = 1  # programs that share the inner size of a tile
+    ahead: int = 0  # channels of the weight to prefetch before the previous kernel is done
+
+
+MAX_FEW_ROWS = 64
 PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
 COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
 # Candidates for a chip, largest first. The last one also serves all smaller problems.
@@ -62,6 +75,7 @@ _CANDIDATES: dict[str, list[Tile]] = {
     ],
 }
 INTERPRETED = Tile(32, 32, 32, 4, 1)  # small, to exercise masks and loops
+INTERPRETED_FEW_ROWS = FewRowsTile(64, 16, 32, 4, 1, parts=2)
 
 
 def choose_tile(
@@ -73,7 +87,7 @@ def choose_tile(
     epilogue: Epilogue,
     tma: bool = True,
     wide: bool = False,
-) -> Tile:
+) -> Tile | FewRowsTile:
     """Tile for a problem on a chip.
 
     Args:
@@ -87,6 +101,22 @@ def choose_tile(
         wide: whether the result is float32, or the residual has another dtype than the result; the table does not
             cover these.
     """
+    if 0 < m <= MAX_FEW_ROWS and k > 0:
+        return few_rows_tile(m, n, k, processors)
+    return general_tile(m, n, k, capability, processors, epilogue, tma, wide)
+
+
+def general_tile(
+    m: int,
+    n: int,
+    k: int,
+    capability: tuple[int, int],
+    processors: int,
+    epilogue: Epilogue,
+    tma: bool = True,
+    wide: bool = False,
+) -> Tile:
+    """``choose_tile`` for any number of rows."""
     chip = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "99 KB")
     if chip == "sm_90":
         wide |= not HAS_GLUON
@@ -98,6 +128,20 @@ def choose_tile(
         if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
             break
     return tile if k > 64 or tile.specialized else tile._replace(block_k=64)
+
+
+def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
+    """Tile for up to ``MAX_FEW_ROWS`` rows: the widest that gives every multiprocessor a program.
+
+    Every program reads all rows, so a tile has as many columns as rows, and parts of K make up for missing tiles.
+    """
+    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
+    block_n = max(16, block_m)
+    block_k = 256 if block_n <= 32 else 128
+    parts = 1
+    while math.ceil(n / block_n) * parts * 2 <= processors and k >= 2 * parts * 4 * block_k and block_m > 16:
+        parts *= 2
+    return FewRowsTile(block_m, block_n, block_k, 4, 4, parts, ahead=1024)
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
@@ -131,9 +175,11 @@ def _table(chip: str) -> dict[tuple[int, int, int, str], Tile]:
 
 
 @functools.lru_cache(4096)
-def tile_for(device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool, wide: bool) -> Tile:
+def tile_for(
+    device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool, wide: bool
+) -> Tile | FewRowsTile:
     """``choose_tile`` on ``device``."""
     if device.type != "cuda":
-        return INTERPRETED
+        return INTERPRETED_FEW_ROWS if 0 < m <= MAX_FEW_ROWS and k > 0 else INTERPRETED
     capability, processors = chip_of(device)
     return choose_tile(m, n, k, capability, processors, epilogue, tma, wide)

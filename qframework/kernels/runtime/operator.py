@@ -173,7 +173,7 @@ def declare(
             dtypes, devices and alignment of tensors and on the other arguments only, since later calls replay it.
         everywhere: runs on every device, instead of ``cpu`` and ``cuda``.
         warm_up: compiles what ``cuda`` would launch on a device for operands that may be on "meta"; returns Triton's
-            kernel or a promise of it, or None where nothing is launched.
+            kernel or a promise of it, a list of them, or None where nothing is launched.
     """
     name = schema.partition("(")[0]
     keys = {"CPU": cpu, "CUDA": cuda, "CompositeExplicitAutograd": everywhere, "Meta": fake}
