@@ -23,6 +23,7 @@ from benchmarks.harness import (
     ROUNDOFF,
     Record,
     Results,
+    UnavailableError,
     WrongResultError,
     add_device,
     argument_parser,
@@ -32,10 +33,11 @@ from benchmarks.harness import (
 )
 from benchmarks.timing import time_in_turns
 from qframework import numerics
-from qframework.kernels.quantize import dynamic_quantize
+from qframework.kernels import int8_linear
 from qframework.kernels.linear.arguments import Int8LinearArguments
 from qframework.kernels.linear.launch import write_result
-from qframework.kernels.linear.tiles import FewRowsTile, Tile, general_tile, tile_for
+from qframework.kernels.linear.tiles import Tile, general_tile
+from qframework.kernels.quantize import dynamic_quantize
 from qframework.kernels.runtime.chip import chip_of
 
 COLD_BYTES = 200 * 2**20  # copies of a weight together: four times the L2 cache of an H100
@@ -77,37 +79,38 @@ class Weight:
         self.half = torch.randn(n, k, generator=generator, device=device, dtype=torch.float16) * k**-0.5
         self.int8, self.scale = numerics.quantize_weight(self.half.float())
 
-    def copies(self, weight: Tensor, cold_bytes: int) -> list[Tensor]:
+    @staticmethod
+    def copies(weight: Tensor, cold_bytes: int) -> list[Tensor]:
+        """The weight and as many clones as make up ``cold_bytes``."""
         count = max(1, -(-cold_bytes // (weight.numel() * weight.element_size())))
         return [weight, *(weight.clone() for _ in range(count - 1))]
 
 
-def product(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, tile: Tile | FewRowsTile | None) -> Tensor:
-    """``int8_linear`` to FP16 with a given tile."""
+def product(q: Tensor, q_scale: Tensor, weight: Tensor, scale: Tensor, tile: Tile | None = None) -> Tensor:
+    """``int8_linear`` to FP16, with a given tile on a GPU."""
+    if tile is None:
+        return int8_linear(q, q_scale, weight, scale, out_dtype=torch.float16)
     x = Int8LinearArguments(q, q_scale, weight, scale, out_dtype=torch.float16)
     out = x.empty_result()
     write_result(x, out, tile)
     return out
 
 
-def tile_of(provider: str, m: int, n: int, k: int, device: str) -> Tile | FewRowsTile | None:
+def tile_of(provider: str, m: int, n: int, k: int, device: str) -> Tile | None:
     """The tile of a provider; None for the default one."""
     if provider != "qframework_general":
         return None
-    place = torch.device(device)
     if device == "cpu":
-        return tile_for(place, 128, n, k, "float", True, False)
-    return general_tile(m, n, k, *chip_of(place), "float", tma=k % 16 == 0 and n % 16 == 0)
+        raise UnavailableError("tiles are those of GPUs")
+    return general_tile(m, n, k, *chip_of(torch.device(device)), "float", tma=k % 16 == 0 and n % 16 == 0)
 
 
-def linear_calls(
-    weight: Weight, x: Tensor, provider: str, cold_bytes: int, tile: Tile | FewRowsTile | None = None
-) -> list[Callable[[], Tensor]]:
+def linear_calls(weight: Weight, x: Tensor, provider: str, cold_bytes: int) -> list[Callable[[], Tensor]]:
     """The product of ``x (M, K)`` with each copy of the weight; checks the first one."""
     if provider == "torch_fp16":
         return [functools.partial(F.linear, x, copy) for copy in weight.copies(weight.half, cold_bytes)]
     q, q_scale = dynamic_quantize(x)
-    tile = tile or tile_of(provider, len(x), *weight.int8.shape, x.device.type)
+    tile = tile_of(provider, len(x), *weight.int8.shape, x.device.type)
     check_product(product(q, q_scale, weight.int8, weight.scale, tile), q, q_scale, weight)
     copies = weight.copies(weight.int8, cold_bytes)
     return [functools.partial(product, q, q_scale, copy, weight.scale, tile) for copy in copies]

@@ -79,7 +79,7 @@ def compile_for(chip, kernel, types, constants, multiples=("K", "C"), **options)
 
 def check_waits_first(chip, compiled):
     """Where it may begin before the kernel before it is done, nothing touches memory until that is done."""
-    ptx = compiled.asm.get("ptx", "")
+    ptx = compiled.asm.get("ptx", "").replace("cp.async.bulk.prefetch.L2", "")  # reads nothing: L2 sees all writes
     assert ("griddepcontrol.wait" in ptx) == (chip in OVERLAPPING)
     if chip in OVERLAPPING:
         assert ptx.index("griddepcontrol.wait") < re.search(MEMORY, ptx).start()

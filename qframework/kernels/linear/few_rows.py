@@ -16,7 +16,7 @@ from memory, once. Three things keep memory busy:
 from __future__ import annotations
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.overlap import start_next_kernel, wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 CHUNK = 256  # bytes of one prefetch
@@ -59,6 +59,7 @@ def _int8_linear_few_rows_kernel(
 
     Grid (cdiv(N, BLOCK_N), PARTS): a program computes all rows of BLOCK_N columns from one part of K.
     """
+    start_next_kernel(OVERLAP)
     start_n = tl.program_id(0) * BLOCK_N
     steps = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(1) * tl.cdiv(steps, PARTS) * BLOCK_K
@@ -126,6 +127,7 @@ def _add_parts_kernel(
     OVERLAP: tl.constexpr = False,
 ):
     """out = epilogue(sum of the parts). Grid (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), one tile per program."""
+    start_next_kernel(OVERLAP)
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

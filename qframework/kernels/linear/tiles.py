@@ -17,6 +17,7 @@ import torch
 
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.launch import power_of_2
 
 # "activation" has an INT8 result, "activation_float" a 16-bit one; "all" also adds a residual.
 Epilogue = Literal["float", "residual", "int8", "activation", "activation_float", "all"]
@@ -131,17 +132,28 @@ def general_tile(
 
 
 def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
-    """Tile for up to ``MAX_FEW_ROWS`` rows: the widest that gives every multiprocessor a program.
+    """Tile for up to ``MAX_FEW_ROWS`` rows, narrow so that every multiprocessor reads a part of the weight.
 
-    Every program reads all rows, so a tile has as many columns as rows, and parts of K make up for missing tiles.
+    Every program reads all rows from L2, which for more than 32 rows outweighs 16 columns of the weight. There tiles
+    have 32 columns, and parts of K make up for missing programs where each part is long enough.
     """
-    block_m = 16 if m <= 16 else 32 if m <= 32 else 64
-    block_n = max(16, block_m)
-    block_k = 256 if block_n <= 32 else 128
-    parts = 1
-    while math.ceil(n / block_n) * parts * 2 <= processors and k >= 2 * parts * 4 * block_k and block_m > 16:
-        parts *= 2
-    return FewRowsTile(block_m, block_n, block_k, 4, 4, parts, ahead=1024)
+    if m <= 16:
+        tile = FewRowsTile(16, 16, 256, 2, 6)
+    elif m <= 32:
+        tile = FewRowsTile(32, 32 if n >= 32 * processors else 16, 256, 4, 4)
+    else:
+        tile = FewRowsTile(64, 32, 256, 4, 4)
+        programs, steps = math.ceil(n / 32), math.ceil(k / 256)
+        worthwhile = k >= 4096 and (2 * programs <= processors or k >= 8192)
+        fitting = [p for p in (2, 4) if p * programs <= 2 * processors and steps >= 4 * p]
+        tile = tile._replace(parts=max(fitting, default=1) if worthwhile else 1)
+    return tile._replace(block_k=min(tile.block_k, max(32, power_of_2(k))), ahead=_ahead(n, k, processors))
+
+
+def _ahead(n: int, k: int, processors: int) -> int:
+    """Channels to prefetch: 32 KiB for each multiprocessor, which memory delivers in the time of a launch."""
+    share = 2**15 * processors // max(n, 1)
+    return max(256, min(4096, power_of_2(k), 1 << (max(share, 1).bit_length() - 1)))
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:

@@ -2,7 +2,8 @@
 
 Launching a kernel takes a few microseconds, during which the multiprocessors are idle. With programmatic dependent
 launch, the GPU starts the programs of the next kernel as soon as the previous one leaves room; they wait until all
-earlier work is complete and visible before they access memory. The order of reads and writes therefore stays that of
+earlier work is complete and visible before they access memory. Prefetching into L2 may begin earlier: all writes arrive
+there, so a line that an earlier kernel writes after the prefetch is not read as it was before. The order of reads and writes therefore stays that of
 the stream, also next to kernels that do not use this.
 
 A kernel opts in with a last parameter ``OVERLAP: tl.constexpr = False``, which it passes to
@@ -18,8 +19,18 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 
 @triton.jit
+def start_next_kernel(OVERLAP: tl.constexpr):
+    """Allow the next kernel to start even before this one's wait, so that it prefetches while an earlier one runs.
+
+    The next kernel waits for this one, and this one for all before it, so the order of reads and writes stays.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+
+
+@triton.jit
 def wait_for_previous_kernel(OVERLAP: tl.constexpr):
-    """Wait for earlier kernels, then allow the next one to start. No global memory access may precede this call."""
+    """Wait for earlier kernels, then allow the next one to start. Only prefetches into L2 may precede this call."""
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()

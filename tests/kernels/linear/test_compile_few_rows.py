@@ -1,0 +1,70 @@
+"""The kernels for few rows compile for every chip: INT8 tensor cores, no spills, loads ahead of their use."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from test_compile_targets import CHIPS, EPILOGUES, OVERLAPPING, compile_for, pytestmark, stack_bytes  # noqa: F401
+
+from qframework.kernels.linear.few_rows import _add_parts_kernel, _int8_linear_few_rows_kernel
+from qframework.kernels.linear.launch import ADDED_TILE, few_rows_constants
+from qframework.kernels.linear.tiles import FewRowsTile, few_rows_tile
+
+ROOM = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory, 99 on other chips
+POINTERS = {"a_scale": "*fp32", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16", "out_scale": "*fp32"}
+SIZES = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
+LINEARS = [(2048, 2048), (512, 2048), (4096, 14336), (128256, 2048)]  # N, K
+
+
+def types_of(out: str, **more: str) -> dict[str, str]:
+    return {f"{name}_ptr": kind for name, kind in (POINTERS | {"out": out} | more).items()} | SIZES
+
+
+def flags_of(epilogue: str) -> dict[str, object]:
+    return {"A_SCALE": "row", "B_PER_CHANNEL": True, "HAS_BIAS": True, **EPILOGUES[epilogue]}
+
+
+def out_of(epilogue: str) -> str:
+    return "*fp16" if EPILOGUES[epilogue]["OUT_SCALE"] == "none" else "*i8"
+
+
+def compile_product(chip: str, tile: FewRowsTile, epilogue: str, k: int = 2048):
+    types = types_of(out_of(epilogue) if tile.parts == 1 else "*i32", a="*i8", b="*i8")
+    constants = {**flags_of(epilogue), **few_rows_constants(tile, k, True)}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    return compile_for(chip, _int8_linear_few_rows_kernel, types, constants, **options)
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("rows", [1, 32, 64])
+@pytest.mark.parametrize("linear", LINEARS, ids=str)
+@pytest.mark.parametrize("epilogue", ["fp16", "gelu_tanh", "qkv_int8"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_product(chip, epilogue, linear, rows, tmp_path):
+    tile = few_rows_tile(rows, *linear, 108)
+    compiled = compile_product(chip, tile, epilogue)
+    ptx = compiled.asm["ptx"]
+    assert re.search(CHIPS[chip][2], ptx) or re.search(CHIPS["sm_80"][2], ptx), "no INT8 tensor-core instruction"
+    assert stack_bytes(compiled, tmp_path) <= 8
+    assert compiled.metadata.shared <= ROOM.get(chip, 99) * 1024
+    assert len(re.findall(r"cp\.async\.cg", ptx)) >= tile.num_stages - 1, "loads are not ahead of their use"
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_weight_is_prefetched_before_the_wait(chip):
+    ptx = compile_product(chip, few_rows_tile(1, 2048, 2048, 132), "fp16").asm["ptx"]
+    prefetch = ptx.find("cp.async.bulk.prefetch.L2")
+    assert (prefetch >= 0) == (chip in OVERLAPPING)
+    assert prefetch < max(ptx.find("griddepcontrol.wait"), 0)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+@pytest.mark.parametrize("epilogue", ["fp16", "residual", "gelu_int8", "qkv_int8"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_adding_parts(chip, epilogue, parts, tmp_path):
+    constants = {**flags_of(epilogue), "BLOCK_M": ADDED_TILE[0], "BLOCK_N": ADDED_TILE[1], "PARTS": parts}
+    types = types_of(out_of(epilogue), parts="*i32")
+    names = _add_parts_kernel.arg_names
+    used = {name: kind for name, kind in types.items() if name in names}
+    assert stack_bytes(compile_for(chip, _add_parts_kernel, used, constants, num_warps=4), tmp_path) == 0
