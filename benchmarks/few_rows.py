@@ -2,7 +2,7 @@
 
 ``linear`` rows time one product: calls take turns on copies of the weight that together exceed the L2 cache, inside one
 CUDA graph. ``layers`` rows time the seven linears of a decoder layer, each reading the result of an earlier one, for
-as many layers as exceed the cache; INT8 includes the four quantizations of their inputs. ``gbps`` counts the weight once.
+as many layers as exceed the cache; INT8 includes the four quantizations of their inputs. ``gbps`` counts weights once.
 
 ``qframework`` is ``int8_linear``, ``qframework_general`` the same with its tile for any number of rows.
 """
@@ -192,9 +192,7 @@ def run(
                     print(f"stopped after {limit:g} s")
                     return
                 of_layers = Record(benchmark="few_rows", op="layers", model=layer.name, batch=m, provider=provider)
-                results.attempt(
-                    of_layers, functools.partial(measure_layers, layer, m, provider, device, rep_ms, cold)
-                )
+                results.attempt(of_layers, functools.partial(measure_layers, layer, m, provider, device, rep_ms, cold))
                 for n, k in dict.fromkeys(layer.linears):
                     of_linear = Record(benchmark="few_rows", op="linear", shape=[m, n, k], provider=provider)
                     results.attempt(
@@ -226,7 +224,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     small = arguments.smoke or arguments.device == "cpu"
     results = Results.start("few_rows", arguments.device, arguments)
     layers = SMOKE if small else (*LAYERS, *HELD_OUT)
-    run(results, layers, arguments.rows[:2] if small else arguments.rows, arguments.providers, arguments.device, arguments.limit)
+    run(
+        results,
+        layers,
+        arguments.rows[:2] if small else arguments.rows,
+        arguments.providers,
+        arguments.device,
+        arguments.limit,
+    )
     for line in speedups(results.records):
         print(line)
     return results.exit_code

@@ -29,7 +29,9 @@ from qframework.backend.warm_up import warm_up
 from qframework.graph.nodes import fake_value
 from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import launch as int8_linear_launch
+from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.arguments import Int8LinearArguments
+from qframework.kernels.linear.few_rows import _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.linear.quantize_weights import QUANTIZE_WEIGHTS, _quantize_weights_kernel
 from qframework.kernels.linear.tiles import choose_tile
@@ -41,7 +43,8 @@ from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 from qframework.quantizer import dynamic_int8, static_int8
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
-KERNELS = (_int8_linear_kernel, specialized.kernel, _dynamic_quantize_kernel, _quantize_weights_kernel)
+LINEAR_KERNELS = (_int8_linear_kernel, specialized.kernel, _int8_linear_few_rows_kernel, _add_parts_kernel)
+KERNELS = (*LINEAR_KERNELS, _dynamic_quantize_kernel, _quantize_weights_kernel)
 LAUNCHING = [
     import_module(f"qframework.kernels.{name}") for name in ("quantize", "linear.quantize_weights", "linear.launch")
 ]
@@ -91,6 +94,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(
         int8_linear_launch, "tile_for", lambda _, m, n, k, *rest: choose_tile(m, n, k, (9, 0), 132, *rest)
     )
+    monkeypatch.setattr(int8_linear_tiles, "MAX_FEW_ROWS", 0)  # the same kernels for models of any size
     monkeypatch.setattr(warm_up_module, "_failures", set())
     Guard.entered = []
     return loaded
@@ -185,7 +189,7 @@ def on_meta(value):
 
 
 def linear_kernels() -> set:
-    return {key for kernel in KERNELS[:2] for key in kernel.device_caches[0][0]}
+    return {key for kernel in LINEAR_KERNELS for key in kernel.device_caches[0][0]}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -197,6 +201,20 @@ def test_a_launch_finds_what_was_compiled_ahead(compiled, name):
     INT8_LINEAR.cuda(*operands)
     assert linear_kernels() == ahead
     assert len(compiled) == len(ahead), "compiled again"
+
+
+@pytest.mark.parametrize(("rows", "n", "k"), [(1, 64, 256), (7, 48, 100), (64, 512, 8192), (64, 512, 8190)])
+def test_few_rows_find_what_was_compiled_ahead(compiled, monkeypatch, rows, n, k):
+    """Both kernels where the inner size is in parts."""
+    monkeypatch.setattr(int8_linear_tiles, "MAX_FEW_ROWS", 64)
+    operands = complete((int8(rows, k), ones(rows, 1), int8(n, k), ones(n), half(n), "silu", half(rows, n)))
+    INT8_LINEAR.warm_up(CUDA, Int8LinearArguments(*map(on_meta, operands)))
+    expected = ["_int8_linear_few_rows_kernel", "_add_parts_kernel"][: 1 + (k > 8000)]
+    assert compiled == expected
+    ahead = linear_kernels()
+    INT8_LINEAR.cuda(*operands)
+    assert linear_kernels() == ahead
+    assert compiled == expected, "compiled again"
 
 
 def test_cases_have_different_kernel_keys(compiled):

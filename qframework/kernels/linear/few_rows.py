@@ -8,9 +8,9 @@ from memory, once. Three things keep memory busy:
 - Where the rows outweigh a tile's part of the weight, which each program reads from L2, tiles are wider, and PARTS
   programs share the channels of a tile. They store their INT32 sums, and a second kernel adds them and runs the
   epilogue. Integer sums do not depend on their order, so the result is that of a single program.
-- On sm_90 and newer, a program starts while the kernel before it runs, and asks for the first AHEAD channels of its
-  part of the weight before it waits for that kernel. A prefetch into L2 reads nothing that an earlier kernel could still
-  write: L2 is where all writes arrive.
+- On sm_90 and newer, a program starts while the kernel before it runs, and prefetches the first AHEAD channels of its
+  part of the weight before it waits for that kernel. That is safe for a weight which an earlier kernel still writes:
+  all writes arrive in L2, so nothing stale is read from there.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def _finish_and_store(
 
 @triton.jit
 def _prefetch(rows, first, K, AHEAD: tl.constexpr):
-    """Prefetch ``rows[first : first + AHEAD]`` into L2; ``rows`` are pointers to multiples of 16 bytes, K is at least 256."""
+    """Prefetch ``rows[first : first + AHEAD]`` into L2; the pointers are multiples of 16 bytes, K is at least 256."""
     columns = tl.minimum(first + tl.arange(0, AHEAD // 256) * 256, K - 256)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], 256; mov.b32 $0, 0;",

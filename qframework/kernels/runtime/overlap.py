@@ -2,9 +2,9 @@
 
 Launching a kernel takes a few microseconds, during which the multiprocessors are idle. With programmatic dependent
 launch, the GPU starts the programs of the next kernel as soon as the previous one leaves room; they wait until all
-earlier work is complete and visible before they access memory. Prefetching into L2 may begin earlier: all writes arrive
-there, so a line that an earlier kernel writes after the prefetch is not read as it was before. The order of reads and writes therefore stays that of
-the stream, also next to kernels that do not use this.
+earlier work is complete and visible before they access memory. The order of reads and writes therefore stays that of
+the stream, also next to kernels that do not use this. Prefetches into L2 may come before the wait: all writes arrive
+there, so a line that an earlier kernel writes after the prefetch is not read as it was before.
 
 A kernel opts in with a last parameter ``OVERLAP: tl.constexpr = False``, which it passes to
 ``wait_for_previous_kernel`` before its first load or store. ``launch.py`` sets it where the chip supports it.

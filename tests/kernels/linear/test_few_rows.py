@@ -50,7 +50,11 @@ def arguments(output: str, m: int, n: int, k: int) -> Int8LinearArguments:
         exact, _ = linear(x.a, x.a_scale, x.b, x.b_scale, x.bias, x.activation, x.residual)
         step = float(np.abs(exact).max() / 90)
         shape = {"int8 per row": (m, 1), "int8 per channel": (n,)}.get(output, (1,))
-        sizes = torch.linspace(0.5, 2.0, m if len(shape) > 1 else n, device=place()).reshape(shape) if shape != (1,) else 1.0
+        sizes = (
+            torch.linspace(0.5, 2.0, m if len(shape) > 1 else n, device=place()).reshape(shape)
+            if shape != (1,)
+            else 1.0
+        )
         x = x._replace(out_scale=torch.full(shape, step, device=place()) * sizes, out_dtype=None)
     return x
 
