@@ -110,7 +110,8 @@ def linear_calls(weight: Weight, x: Tensor, provider: str, cold_bytes: int) -> l
     if provider == "torch_fp16":
         return [functools.partial(F.linear, x, copy) for copy in weight.copies(weight.half, cold_bytes)]
     q, q_scale = dynamic_quantize(x)
-    tile = tile_of(provider, len(x), *weight.int8.shape, x.device.type)
+    n, k = weight.int8.shape
+    tile = tile_of(provider, len(x), n, k, x.device.type)
     check_product(product(q, q_scale, weight.int8, weight.scale, tile), q, q_scale, weight)
     copies = weight.copies(weight.int8, cold_bytes)
     return [functools.partial(product, q, q_scale, copy, weight.scale, tile) for copy in copies]

@@ -10,8 +10,8 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
 requantize queries, keys and values with different scales.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
-Reference: ``int8_linear_ref``. CPU: ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py and
-hopper.py, with tiles from tiles.py.
+Reference: ``int8_linear_ref``. CPU: ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py, hopper.py
+and, for up to 64 rows, few_rows.py, with tiles from tiles.py.
 """
 
 from __future__ import annotations

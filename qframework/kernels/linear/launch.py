@@ -135,10 +135,11 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     calls = [_Call(_int8_linear_few_rows_kernel, grid, (*pointers, m, n, k, *_periods(x), *strides), constants)]
     if parts > 1:
         block_m, block_n = ADDED_TILE
-        pointers = (to, x.a_scale, x.b_scale, _bias(x), residual, _out_scale(x), out)
+        operands = (to, x.a_scale, x.b_scale, _bias(x), residual, _out_scale(x), out)
         sizes = (m, n, *_periods(x), strides.residual, strides.out)
         constants = {**epilogue, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "num_warps": 4}
-        calls.append(_Call(_add_parts_kernel, (cdiv(m, block_m), cdiv(n, block_n), 1), (*pointers, *sizes), constants))
+        grid = (cdiv(m, block_m), cdiv(n, block_n), 1)
+        calls.append(_Call(_add_parts_kernel, grid, (*operands, *sizes), constants))
     return calls
 
 

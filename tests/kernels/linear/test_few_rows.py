@@ -137,3 +137,43 @@ def test_tiles_for_any_shape(m, processors):
 def test_more_rows_take_the_general_tile():
     assert isinstance(choose_tile(MAX_FEW_ROWS + 1, 768, 768, (9, 0), 132, "float"), Tile)
     assert isinstance(choose_tile(4, 768, 0, (9, 0), 132, "float"), Tile), "nothing to multiply"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 16, 64])
+def test_a_weight_written_by_the_kernel_before(rows):
+    """Every second product reads a weight that the kernel before it writes, which the product may have prefetched."""
+    from qframework.kernels import int8_linear
+    from qframework.kernels.quantize import dynamic_quantize
+
+    width = 2048
+    weights = torch.randint(-127, 128, (4, width, width), dtype=torch.int8, device="cuda")
+    scale = torch.full((width,), 1 / (73 * width**0.5), device="cuda")
+    x = torch.randn(rows, width, device="cuda", dtype=torch.half)
+    written, out = torch.zeros_like(weights[0]), torch.zeros_like(x)
+
+    def run(synchronize):
+        y = x
+        for i in range(12):
+            q, q_scale = dynamic_quantize(y)
+            weight = written.copy_(weights[i % 4]) if i % 2 else weights[i % 4]
+            if synchronize:
+                torch.cuda.synchronize()
+            y = int8_linear(q, q_scale, weight, scale, out_dtype=torch.half)
+            if synchronize:
+                torch.cuda.synchronize()
+        out.copy_(y)
+
+    run(True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(False)
+    for _ in range(20):
+        x.normal_()
+        run(True)
+        expected = out.clone()
+        assert expected.count_nonzero() > expected.numel() / 2
+        for again in (graph.replay, functools.partial(run, False)):
+            out.zero_()
+            again()
+            assert torch.equal(out, expected)
