@@ -31,7 +31,7 @@ from qframework.kernels.runtime.checks import (
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
 from qframework.kernels.runtime.operator import declare
-from qframework.kernels.runtime.overlap import start_next_kernel, wait_for_previous_kernel
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
@@ -140,7 +140,6 @@ def _dynamic_quantize_kernel(
     OVERLAP: tl.constexpr = False,
 ):
     """scale = max|x| / 127 and q = round(x / scale) for one row. Grid (M,); rows longer than BLOCK_C are read twice."""
-    start_next_kernel(OVERLAP)
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_C)

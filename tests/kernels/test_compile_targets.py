@@ -59,12 +59,12 @@ OVERLAPPING = ("sm_90", "sm_100", "sm_120")  # chips on which a kernel begins wh
 MEMORY = r"\b(?:ld|st|red|atom|prefetch)(?:\.\w+)*\.global|cp\.async"
 
 
-def compile_for(chip, kernel, types, constants, multiples=("K", "C"), **options):
+def compile_for(chip, kernel, types, constants, multiples=("K", "C"), strides=True, **options):
     """Compile a kernel with pointers, strides and those sizes multiples of 16 that nearly always are."""
     constants = constants | {"OVERLAP": chip in OVERLAPPING}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types[name] for name in names}
-    aligned = [n for n in names if n.endswith("_ptr") or n in multiples or n.startswith("stride")]
+    aligned = [n for n in names if n.endswith("_ptr") or n in multiples or (strides and n.startswith("stride"))]
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(
         kernel,
         signature,

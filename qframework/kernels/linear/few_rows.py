@@ -16,7 +16,7 @@ from memory, once. Three things keep memory busy:
 from __future__ import annotations
 
 from qframework.kernels.linear.epilogue import finish, load_columns, load_rows
-from qframework.kernels.runtime.overlap import start_next_kernel, wait_for_previous_kernel
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
 CHUNK = 256  # bytes of one prefetch
@@ -47,6 +47,7 @@ def _int8_linear_few_rows_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
+    ALIGNED: tl.constexpr,  # divides K and the strides of a and b
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least M
     BLOCK_N: tl.constexpr,
@@ -59,7 +60,10 @@ def _int8_linear_few_rows_kernel(
 
     Grid (cdiv(N, BLOCK_N), PARTS): a program computes all rows of BLOCK_N columns from one part of K.
     """
-    start_next_kernel(OVERLAP)
+    # Triton knows by itself of multiples of 16 only, and would load others byte by byte.
+    K = K // ALIGNED * ALIGNED
+    stride_am = stride_am // ALIGNED * ALIGNED
+    stride_bn = stride_bn // ALIGNED * ALIGNED
     start_n = tl.program_id(0) * BLOCK_N
     steps = tl.cdiv(K, BLOCK_K)
     first = tl.program_id(1) * tl.cdiv(steps, PARTS) * BLOCK_K
@@ -127,7 +131,6 @@ def _add_parts_kernel(
     OVERLAP: tl.constexpr = False,
 ):
     """out = epilogue(sum of the parts). Grid (cdiv(M, BLOCK_M), cdiv(N, BLOCK_N)), one tile per program."""
-    start_next_kernel(OVERLAP)
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

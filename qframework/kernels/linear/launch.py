@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -124,10 +125,10 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     parts = tile.parts
     to = out if parts == 1 else x.a.new_empty((parts, m, n), dtype=torch.int32)
     pointers = (x.a, x.a_scale, x.b, x.b_scale, _bias(x), residual, _out_scale(x), to)
-    aligned = strides.b % 16 == 0 and x.b.data_ptr() % 16 == 0 and k % 16 == 0 and k >= CHUNK
+    aligned = math.gcd(16, k, strides.a, strides.b)
     constants = {
         **epilogue,
-        **few_rows_constants(tile, k, aligned),
+        **few_rows_constants(tile, k, aligned, prefetch=aligned == 16 and x.b.data_ptr() % 16 == 0),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
     }
@@ -146,15 +147,19 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
 ADDED_TILE = (4, 128)  # rows and columns of the result for which one program adds the parts
 
 
-def few_rows_constants(tile: FewRowsTile, k: int, aligned: bool) -> dict[str, Any]:
-    """The compile-time constants of the kernel for few rows, in the order of its parameters."""
+def few_rows_constants(tile: FewRowsTile, k: int, aligned: int, prefetch: bool) -> dict[str, Any]:
+    """The compile-time constants of the kernel for few rows, in the order of its parameters.
+
+    ``aligned`` divides K and the strides of a and b; ``prefetch`` is whether rows of b begin at multiples of 16 bytes.
+    """
     return {
+        "ALIGNED": aligned,
         "EVEN_K": k % tile.block_k == 0,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_K": tile.block_k,
         "PARTS": tile.parts,
-        "AHEAD": tile.ahead if aligned else 0,
+        "AHEAD": tile.ahead if prefetch and k >= CHUNK else 0,
     }
 
 

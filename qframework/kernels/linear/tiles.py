@@ -140,7 +140,8 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
     if m <= 16:
         tile = FewRowsTile(16, 16, 256, 2, 6)
     elif m <= 32:
-        tile = FewRowsTile(32, 32 if n >= 32 * processors else 16, 256, 4, 4)
+        wide = 10 * math.ceil(n / 32) >= 9 * processors
+        tile = FewRowsTile(32, 32, 256, 4, 4) if wide else FewRowsTile(32, 16, 512, 4, 4)
     else:
         tile = FewRowsTile(64, 32, 256, 4, 4)
         programs, steps = math.ceil(n / 32), math.ceil(k / 256)

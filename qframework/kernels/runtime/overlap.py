@@ -19,16 +19,6 @@ from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 
 
 @triton.jit
-def start_next_kernel(OVERLAP: tl.constexpr):
-    """Allow the next kernel to start even before this one's wait, so that it prefetches while an earlier one runs.
-
-    The next kernel waits for this one, and this one for all before it, so the order of reads and writes stays.
-    """
-    if OVERLAP:
-        gdc_launch_dependents()
-
-
-@triton.jit
 def wait_for_previous_kernel(OVERLAP: tl.constexpr):
     """Wait for earlier kernels, then allow the next one to start. Only prefetches into L2 may precede this call."""
     if OVERLAP:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -30,10 +31,14 @@ def out_of(epilogue: str) -> str:
 
 
 def compile_product(chip: str, tile: FewRowsTile, epilogue: str, k: int = 2048):
+    """With an inner size of ``k`` and rows that are next to each other."""
     types = types_of(out_of(epilogue) if tile.parts == 1 else "*i32", a="*i8", b="*i8")
-    constants = {**flags_of(epilogue), **few_rows_constants(tile, k, True)}
+    constants = {**flags_of(epilogue), **few_rows_constants(tile, k, math.gcd(16, k), k % 16 == 0)}
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return compile_for(chip, _int8_linear_few_rows_kernel, types, constants, **options)
+    even = k % 16 == 0
+    return compile_for(
+        chip, _int8_linear_few_rows_kernel, types, constants, ("K",) if even else (), strides=even, **options
+    )
 
 
 @pytest.mark.sample(1 / 4)
@@ -57,6 +62,13 @@ def test_the_weight_is_prefetched_before_the_wait(chip):
     prefetch = ptx.find("cp.async.bulk.prefetch.L2")
     assert (prefetch >= 0) == (chip in OVERLAPPING)
     assert prefetch < max(ptx.find("griddepcontrol.wait"), 0)
+
+
+@pytest.mark.parametrize("k", [1000, 1004])
+def test_rows_off_multiples_of_16_bytes_are_loaded_in_vectors(k):
+    ptx = compile_product("sm_90", few_rows_tile(1, 2048, k, 132), "fp16", k).asm["ptx"]
+    sizes = set(re.findall(r"cp\.async\.\w+\.shared\.global\S* \[[^,]+\], \[[^,]+\], (0x\w+|\d+)", ptx))
+    assert {int(size, 0) for size in sizes} == {math.gcd(16, k)}
 
 
 @pytest.mark.parametrize("parts", [2, 8])
