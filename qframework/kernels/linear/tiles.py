@@ -134,8 +134,9 @@ def general_tile(
 def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
     """Tile for up to ``MAX_FEW_ROWS`` rows, narrow so that every multiprocessor reads a part of the weight.
 
-    Every program reads all rows from L2, which for more than 32 rows outweighs 16 columns of the weight. There tiles
-    have 32 columns, and parts of K make up for missing programs where each part is long enough.
+    Every program reads all rows from L2, so tiles of more than 16 rows have 32 columns unless that leaves
+    multiprocessors idle. For a long K and few columns, parts of K share a tile. Measured on an H100; other chips differ in
+    the number of multiprocessors and of bytes on their way, but are bound by memory alike.
     """
     if m <= 16:
         tile = FewRowsTile(16, 16, 256, 2, 6)
@@ -147,7 +148,10 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
         programs, steps = math.ceil(n / 32), math.ceil(k / 256)
         worthwhile = k >= 4096 and (2 * programs <= processors or k >= 8192)
         fitting = [p for p in (2, 4) if p * programs <= 2 * processors and steps >= 4 * p]
-        tile = tile._replace(parts=max(fitting, default=1) if worthwhile else 1)
+        if worthwhile and fitting:
+            tile = tile._replace(parts=max(fitting))
+        elif math.ceil(n / 16) <= 2 * processors:
+            tile = tile._replace(block_n=16)
     return tile._replace(block_k=min(tile.block_k, max(32, power_of_2(k))), ahead=_ahead(n, k, processors))
 
 
