@@ -37,7 +37,6 @@ from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
 _MAX_BLOCK_C = 8192
-_FEW_ROWS = 64  # so few programs share a multiprocessor that each takes more of it
 
 
 class QuantizeArguments(NamedTuple):
@@ -136,37 +135,30 @@ def _dynamic_quantize_kernel(
     stride_xm,
     MIN_SCALE: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    ONCE: tl.constexpr = False,  # C is at most BLOCK_C
     OVERLAP: tl.constexpr = False,
 ):
     """scale = max|x| / 127 and q = round(x / scale) for one row. Grid (M,); rows longer than BLOCK_C are read twice."""
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK_C)
-    if ONCE:
-        x = tl.load(x_ptr + m * stride_xm + offsets, mask=offsets < C, other=0.0).to(tl.float32)
-        scale = row_scale_of(tl.max(tl.abs(x), 0), tl.max((x != x).to(tl.int32), 0), MIN_SCALE)
-        tl.store(scale_ptr + m, scale)
-        tl.store(q_ptr + m * C + offsets, round_to_int8(x * tl.math.div_rn(1.0, scale)), mask=offsets < C)
-    else:
-        amax = tl.zeros((BLOCK_C,), tl.float32)
-        nan = tl.zeros((BLOCK_C,), tl.int32)
-        for start in range(0, C, BLOCK_C):
-            c = start + offsets
-            x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-            amax = tl.maximum(amax, tl.abs(x))
-            nan = nan | (x != x).to(tl.int32)  # maximum ignores NaN, which must reach the scale
-        scale = row_scale_of(tl.max(amax, 0), tl.max(nan, 0), MIN_SCALE)
-        tl.store(scale_ptr + m, scale)
-        inv_scale = tl.math.div_rn(1.0, scale)
-        for start in range(0, C, BLOCK_C):
-            c = start + offsets
-            x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-            tl.store(q_ptr + m * C + c, round_to_int8(x * inv_scale), mask=c < C)
+    amax = tl.zeros((BLOCK_C,), tl.float32)
+    nan = tl.zeros((BLOCK_C,), tl.int32)
+    for start in range(0, C, BLOCK_C):
+        c = start + offsets
+        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
+        amax = tl.maximum(amax, tl.abs(x))
+        nan = nan | (x != x).to(tl.int32)  # maximum ignores NaN, which must reach the scale
+    scale = row_scale_of(tl.max(amax, 0), tl.max(nan, 0), MIN_SCALE)
+    tl.store(scale_ptr + m, scale)
+    inv_scale = tl.math.div_rn(1.0, scale)
+    for start in range(0, C, BLOCK_C):
+        c = start + offsets
+        x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
+        tl.store(q_ptr + m * C + c, round_to_int8(x * inv_scale), mask=c < C)
 
 
-def _block_c(columns: int, largest: int = _MAX_BLOCK_C) -> int:
-    return min(max(power_of_2(columns), 16), largest)
+def _block_c(columns: int) -> int:
+    return min(max(power_of_2(columns), 16), _MAX_BLOCK_C)
 
 
 def quantize_triton(x: QuantizeArguments) -> Tensor:
@@ -212,10 +204,8 @@ def _leaves_scale_to_torch(x: DynamicQuantizeArguments) -> bool:
 def _dynamic_call(x: Tensor, q: Tensor, scale: Tensor) -> tuple[tuple[int], tuple[Any, ...], dict[str, Any]]:
     """Grid, arguments and constants of the launch."""
     rows = rows_of(x)
-    few = rows.shape[0] <= _FEW_ROWS
-    block = _block_c(rows.shape[1], 2 * _MAX_BLOCK_C if few else _MAX_BLOCK_C)
-    warps = 4 if block <= 2048 else 8 if block <= 4096 or not few else 16
-    constants = {"MIN_SCALE": MIN_SCALE, "BLOCK_C": block, "ONCE": rows.shape[1] <= block, "num_warps": warps}
+    block = _block_c(rows.shape[1])
+    constants = {"MIN_SCALE": MIN_SCALE, "BLOCK_C": block, "num_warps": 4 if block <= 2048 else 8}
     return (rows.shape[0],), (rows, q, scale, rows.shape[1], rows.stride(0)), constants
 
 

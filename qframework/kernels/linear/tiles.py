@@ -135,8 +135,8 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
     """Tile for up to ``MAX_FEW_ROWS`` rows, narrow so that every multiprocessor reads a part of the weight.
 
     Every program reads all rows from L2, so tiles of more than 16 rows have 32 columns unless that leaves
-    multiprocessors idle. For a long K and few columns, parts of K share a tile. Measured on an H100; other chips differ in
-    the number of multiprocessors and of bytes on their way, but are bound by memory alike.
+    multiprocessors idle. For a long K and few columns, parts of K share a tile. Measured on an H100 only; other
+    chips take the same tiles, since they are bound by memory alike.
     """
     if m <= 16:
         tile = FewRowsTile(16, 16, 256, 2, 6)
@@ -152,13 +152,8 @@ def few_rows_tile(m: int, n: int, k: int, processors: int) -> FewRowsTile:
             tile = tile._replace(parts=max(fitting))
         elif math.ceil(n / 16) <= 2 * processors:
             tile = tile._replace(block_n=16)
-    return tile._replace(block_k=min(tile.block_k, max(32, power_of_2(k))), ahead=_ahead(n, k, processors))
-
-
-def _ahead(n: int, k: int, processors: int) -> int:
-    """Channels to prefetch: 32 KiB for each multiprocessor, which memory delivers in the time of a launch."""
-    share = 2**15 * processors // max(n, 1)
-    return max(256, min(4096, power_of_2(k), 1 << (max(share, 1).bit_length() - 1)))
+    columns = power_of_2(k)
+    return tile._replace(block_k=min(tile.block_k, max(32, columns)), ahead=max(256, min(1024, columns)))
 
 
 def _with_room(tile: Tile, epilogue: Epilogue) -> Tile:
