@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from qframework.arguments import check_module
+from qframework.arguments import as_call, check_module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
@@ -36,7 +36,7 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
         check_module(model, "explain: model")
     original = original_module(model)
     options = _options_of(model) if original is not model else BackendOptions()
-    args, kwargs = _as_call(inputs)
+    args, kwargs = as_call(inputs)
     if isinstance(original, GraphModule) and options.linear == "off":
         return Report(lower(copy.deepcopy(original), (), options))
     layers: list[LayerReport] = []
@@ -55,12 +55,6 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
             f"{inputs!r:.60}: {error}"
         ) from error
     return Report(layers)
-
-
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
 
 
 def _options_of(compiled: Any) -> BackendOptions:
