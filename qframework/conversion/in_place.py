@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -19,7 +19,7 @@ from qframework.errors import CalibrationError, UnsupportedError
 from qframework.fallbacks import Fallbacks
 from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.quantizer import LinearConfig
-from qframework.training.roles import held, linear_role, obstacle, own_forward, reads_weights
+from qframework.training.roles import children_whose_weight_is_read, held, linear_role, obstacle, own_forward
 
 Filter = Callable[[nn.Module, str], bool]
 
@@ -43,8 +43,8 @@ def quantize_(
     model on "meta" that is quantized this way takes them with ``load_state_dict(..., assign=True)``, and also float
     weights, which it quantizes.
 
-    These linears stay in float, with a warning: those whose weight is read by the module around them instead of being
-    called (in ``nn.MultiheadAttention``), or is shared with a module that stays in float (an embedding), or that have
+    These linears stay in float, with a warning: those whose weight the module around them reads instead of calling them
+    (as ``nn.MultiheadAttention`` does), or that is shared with a module that stays in float (an embedding), those with
     hooks, parametrizations or another ``forward``, and with static scales those that calibration never reached.
 
     Args:
@@ -74,6 +74,8 @@ def quantize_(
     scales: dict[str, Tensor | None] = {}
     if not config.activation.dynamic:
         scales = _static_scales(model, layers, config, calibration_data, batches, progress)
+        silent = [name for name, scale in scales.items() if scale is None]
+        _note(dict.fromkeys(silent, "calibration saw nothing but zeros in its input, or never reached it"))
     uses = Counter(id(layer.weight) for layer in layers)
     shared: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
     while layers:  # a float weight is freed before the next one is quantized
@@ -81,8 +83,6 @@ def quantize_(
         if config.activation.dynamic or scales[layer.name] is not None:
             weight = _weight(layer, config, shared if uses[id(layer.weight)] > 1 else {})
             layer.replace(_quantized(layer, weight, config, scales.get(layer.name)))
-        else:
-            _note(layer.name, "calibration saw nothing but zeros in its input, or never reached it")
     return model
 
 
@@ -142,24 +142,25 @@ def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
     found: dict[int, _Layer] = {}
     refused: dict[int, str] = {}
     for parent_name, parent in model.named_modules(remove_duplicate=False):
+        read = set() if isinstance(parent, nn.TransformerEncoderLayer) else children_whose_weight_is_read(parent)
         for child_name, child in held(parent):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             role = linear_role(child)
             if role is None or not selected(child, name):
                 continue
             found.setdefault(id(child), _Layer(name, child, role == "conv1d")).places.append((parent, child_name))
-            if reason := _obstacle(child, parent):
+            reader = type(parent).__name__
+            if reason := _READ.format(reader) if child_name in read else _obstacle(child):
                 refused.setdefault(id(child), reason)
-    kept = [layer for number, layer in found.items() if number not in refused]
-    for number, reason in refused.items():
-        _note(found[number].name, reason)
-    return _without_shared_weights(model, kept)
+    _note({found[number].name: reason for number, reason in refused.items()})
+    return _without_shared_weights(model, [layer for number, layer in found.items() if number not in refused])
 
 
-def _obstacle(module: nn.Module, parent: nn.Module) -> str | None:
+_READ = "the {} around it reads its weight instead of calling it"
+
+
+def _obstacle(module: nn.Module) -> str | None:
     """Why a linear layer must stay in float."""
-    if reads_weights(parent) and not isinstance(parent, nn.TransformerEncoderLayer):
-        return f"the {type(parent).__name__} around it reads its weight instead of calling it"
     if own_forward(module):
         return "its forward was replaced"
     if has_hooks(module):
@@ -183,18 +184,18 @@ def _without_shared_weights(model: nn.Module, layers: list[_Layer]) -> list[_Lay
         for parameter in module.parameters(recurse=False)
         if id(module) not in quantized
     }
-    kept = []
-    for layer in layers:
-        owner = owners.get(id(layer.weight))
-        if owner is None:
-            kept.append(layer)
-        else:
-            _note(layer.name, f"its weight is shared with {owner!r}, which stays in float")
-    return kept
+    shared = {layer.name: owners[id(layer.weight)] for layer in layers if id(layer.weight) in owners}
+    _note({name: f"its weight is shared with {owner!r}, which stays in float" for name, owner in shared.items()})
+    return [layer for layer in layers if layer.name not in shared]
 
 
-def _note(layer: str, reason: str) -> None:
-    fallbacks.note(reason, f"quantize_: layer {layer!r} stays in float: {reason}")
+def _note(reasons: Mapping[str, str]) -> None:
+    """Count layers that stay in float, and log one sentence for each reason."""
+    for reason in dict.fromkeys(reasons.values()):
+        names = [repr(name) for name, its in reasons.items() if its == reason]
+        which = f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
+        for _ in names:
+            fallbacks.note(reason, f"quantize_: layer {which} stays in float: {reason}")
 
 
 # Replacing them -------------------------------------------------------------------------------------------------------

@@ -179,6 +179,26 @@ def test_multi_head_attention_stays_right(caplog) -> None:
 
 
 @torch.no_grad()
+def test_only_children_whose_weight_is_read_stay_in_float() -> None:
+    class Reader(MLP):
+        def forward(self, x):
+            return self.head(F.linear(F.gelu(self.fc1(x)), self.fc2.weight, self.fc2.bias))
+
+    class Other(MLP):
+        def forward(self, x):
+            for layer in (self.fc1, self.fc2, self.head):
+                x = F.linear(x, layer.weight)
+            return x
+
+    model, x = nn.Sequential(Reader()).eval(), torch.randn(4, 16)
+    reference = model(x)
+    assert quantized(quantize_(model, dynamic_int8())) == {"0.fc1", "0.head"}
+    assert numerics.sqnr_db(reference, model(x)) > 30
+    with pytest.raises(UnsupportedError, match="got none in a Other"):
+        quantize_(Other(), dynamic_int8())
+
+
+@torch.no_grad()
 def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
@@ -328,7 +348,8 @@ def test_layers_without_a_scale_stay_in_float(caplog) -> None:
     with caplog.at_level(logging.WARNING):
         model = quantize_(Unused().eval(), static_int8(), [torch.randn(4, 16)])
     assert quantized(model) == {"fc1", "fc2", "head"}
-    assert caplog.text.count("calibration saw nothing but zeros in its input, or never reached it") == 2
+    assert "layer 'unused', 'zeros' stays in float: calibration saw nothing but zeros" in caplog.text
+    assert conversion.fallbacks.total() == 2
 
 
 def _nan():
