@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch.compiler.config as compiler_config
+import torch.compiler.config
 
 from qframework.compat.missing import explained
+
+compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
 
 with explained():
     from torch._inductor import compile_fx as _compiler
@@ -40,7 +42,11 @@ def compile_graph(
 
     with explained(), compiler_config.patch(cache_key_tag=tag):
         return _compiler.compile_fx(
-            gm, example_inputs, compile_inner, config_patches=config or None, decompositions=decompositions()
+            gm,
+            example_inputs,
+            inner_compile=compile_inner,
+            config_patches=config or None,
+            decompositions=decompositions(),
         )
 
 

@@ -169,7 +169,7 @@ def _obstacle(module: nn.Module) -> str | None:
         return "its weight is parametrized"
     if reason := obstacle(module):
         return reason
-    features = module.weight.shape[1 if isinstance(module, nn.Linear) else 0]  # type: ignore[index, union-attr]
+    features = module.weight.shape[1 if isinstance(module, nn.Linear) else 0]  # type: ignore[index]
     if features > MAX_INT8_PRODUCTS:
         return f"it has {features} input features, over {MAX_INT8_PRODUCTS} INT32 sums can overflow"
     return None

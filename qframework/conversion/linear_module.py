@@ -63,7 +63,7 @@ class QuantizedLinear(nn.Module):
         else:
             scale = self.input_scale
             q = _ours.quantize.default(x, scale)
-        return _ours.int8_linear.default(  # type: ignore[no-any-return]
+        return _ours.int8_linear.default(
             q, scale, self.weight_int8, self.weight_scale, self.bias, "none", None, None, result_dtype(x)
         )
 

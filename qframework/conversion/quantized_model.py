@@ -61,7 +61,7 @@ class QuantizedModel(GraphModule):
         copied: Any = super().__deepcopy__(memo)
         copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
         copied.training = False
-        return copied  # type: ignore[no-any-return]
+        return copied
 
     def _like_an_example(self, x: Tensor) -> Tensor:
         """Zeros: only shapes, strides and dtypes matter to an export."""

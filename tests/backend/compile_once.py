@@ -53,6 +53,7 @@ CASES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
     "dynamic": lambda: _converted(dynamic_int8()),
     "following": lambda: _compiled(Block().eval(), **DYNAMIC),
     "frozen": lambda: _compiled(Block().eval(), **DYNAMIC, freeze_weights=True),
+    "repeated blocks": lambda: _compiled(nn.Sequential(*(Block() for _ in range(9))).eval(), **DYNAMIC),
     "attention": lambda: _compiled(Attention().eval(), attention="sage_b"),
     "gradients": lambda: _compiled(Attention().eval(), attention="sage_b"),
     "inductor": lambda: _compiled(Block().eval(), "inductor"),
