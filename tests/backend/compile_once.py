@@ -1,7 +1,8 @@
 """Compiles and runs each case, in a process of its own, and prints what PyTorch's caches of compiled graphs did.
 
-``python compile_once.py OUTPUTS CASE[@VERSION] ...``: the outputs go to a file of tensors; with a version, the case is
-compiled as if by that version of the package. The last line is JSON: ``{case: {counter: number}}``.
+``python compile_once.py OUTPUTS CASE[+SEED][@VERSION] ...``: outputs go to a file of tensors; with a seed, the model
+has other weights; with a version, the case is compiled as if by that version of the package. The last line is JSON:
+``{case: {counter: number}}``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 import qframework
+from qframework.numerics import sqnr_db
 from qframework.quantizer import dynamic_int8, static_int8
 
 
@@ -63,14 +65,16 @@ CASES: dict[str, Callable[[], Callable[[Tensor], Tensor]]] = {
 }
 
 
-def run(case: str) -> tuple[Tensor, dict[str, int]]:
+def run(case: str, seed: int) -> tuple[Tensor, dict[str, int]]:
     """The output of a case, or the gradient of its input, and the counters of PyTorch's caches."""
     torch.compiler.reset()
     counters.clear()
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     compiled, x = CASES[case](), example()
     with torch.set_grad_enabled(case == "gradients"):
         y = compiled(x.requires_grad_(case == "gradients"))
+        if hasattr(compiled, "_orig_mod"):  # a converted model is its own reference; others are float
+            assert sqnr_db(compiled._orig_mod(x), y) > (60 if case in ("static", "dynamic") else 25), case
     if case == "gradients":
         (y,) = torch.autograd.grad(y.square().sum(), x)
     caches = {**counters["inductor"], **counters["aot_autograd"]}
@@ -83,6 +87,7 @@ if __name__ == "__main__":
         case, _, version = argument.partition("@")
         if version:
             qframework.__version__ = version
-        outputs[argument], found[argument] = run(case)
+        case, _, seed = case.partition("+")
+        outputs[argument], found[argument] = run(case, int(seed or 0))
     torch.save(outputs, sys.argv[1])
     print(json.dumps(found))

@@ -54,6 +54,14 @@ def test_a_second_process_compiles_nothing(folder, first):
         assert torch.equal(output, after[case]), case
 
 
+def test_other_weights_hit_and_are_used(folder, first):
+    cases = ("static+1", "frozen+1")
+    for case, counted in _process(folder, "weights.pt", *cases).items():  # it compares them with eager mode
+        assert counted.get("autograd_cache_hit") == 1, (case, counted)
+    before, after = torch.load(folder / "first.pt"), torch.load(folder / "weights.pt")
+    assert not any(torch.allclose(before[case.partition("+")[0]], after[case]) for case in cases)
+
+
 def test_another_version_compiles_anew(folder, first):
     counted = _process(folder, "third.pt", "static@9.9", "attention@9.9")
     for case in counted.values():

@@ -10,6 +10,8 @@ import torch
 from quantized_models import MLP, bert, gpt2, vit
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 import qframework
@@ -295,6 +297,34 @@ def test_copies_and_other_dtypes(config) -> None:
     assert torch.equal(emptied(x), y)
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_exported_and_saved(tmp_path) -> None:
+    x = torch.randn(4, 16)
+    model = _quantize(MLP(), static_int8(), x)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    qframework.save(program, tmp_path / "mlp.pt2", (x,))
+    loaded = qframework.load(tmp_path / "mlp.pt2")
+    assert torch.equal(loaded(x[:3]), model(x[:3]))
+    assert qframework.explain(loaded, x).lowered == 3
+
+
+@torch.no_grad()
+def test_data_parallel_inference(tmp_path) -> None:
+    x = torch.randn(4, 16)
+    model = quantize_(MLP(), dynamic_int8())
+    reference = model(x)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replicated = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        assert torch.equal(replicated(x), reference)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.fc1, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert torch.equal(model(x), reference)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @torch.no_grad()
