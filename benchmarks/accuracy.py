@@ -24,6 +24,7 @@ from benchmarks.accuracy_cases import MAIN, STEPS
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import describe_machine
 from demos import shapes_sam
+from qframework import quantize
 from qframework.errors import FileFormatError
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.comparison import Configuration
@@ -31,11 +32,9 @@ from qframework.evaluation.image_folder import TensorBatches
 from qframework.evaluation.metric import task_counts
 from qframework.evaluation.models import Classifier
 from qframework.evaluation.outliers import transplant_outliers
-from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.tasks import Classification, Task
 from qframework.files import write_text
 from qframework.outputs import output_folder
-from qframework.quantizer import QFrameworkQuantizer
 
 SCHEMA = 1
 TASKS = ("digits", "shapes")
@@ -149,9 +148,10 @@ def module(task: Task, configuration: Configuration) -> nn.Module:
     """The task's module, quantized by the configuration if it is not float."""
     if configuration.config is None:
         return task.module
-    quantizer = QFrameworkQuantizer().set_global(configuration.config)
     calibration = list(task.calibration() or ()) if configuration.needs_calibration else None
-    return quantize_model(task.module, task.example(), quantizer, calibration, recipe=configuration.recipe).converted
+    return quantize(
+        task.module, task.example(), configuration.config, calibration, recipe=configuration.recipe, skip=()
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -27,9 +27,9 @@ from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import describe_machine
 from benchmarks.pretrained_data import crops, docstrings
 from benchmarks.pretrained_tasks import image_figures, text_figures
+from qframework.conversion.exported import FloatAndConverted, quantize_copy
 from qframework.errors import FileFormatError, QFrameworkError
 from qframework.evaluation.comparison import Configuration
-from qframework.evaluation.pt2e import QuantizedModel, quantize_copy
 from qframework.evaluation.sqnr import layer_sqnr
 from qframework.files import write_text
 from qframework.quantizer import QFrameworkQuantizer, QuantizationConfig, Recipe, static_attention, static_int8
@@ -231,7 +231,7 @@ def measure(subject: Subject, configurations: Mapping[str, Configuration], seeds
             rows.add(Row(subject.name, name, seed, subject.figures(quantized.converted), seconds, layers))
 
 
-def _quantized(subject: Subject, configuration: Configuration, batches: list[Any]) -> QuantizedModel:
+def _quantized(subject: Subject, configuration: Configuration, batches: list[Any]) -> FloatAndConverted:
     assert configuration.config is not None
     quantizer = QFrameworkQuantizer().set_global(configuration.config)
     data = batches if configuration.needs_calibration else None

@@ -16,7 +16,8 @@ PAGE = Path(__file__).parent / "architecture.md"
 # A room imports only from those before it; rooms of a room likewise.
 ROOMS = (
     *("errors", "arguments", "outputs", "files", "numerics", "compat", "fallbacks", "kernels", "devices", "attention"),
-    *("graph", "quantizer", "backend", "training", "serialization", "evaluation", "tuning", "diagnosis", "cli"),
+    *("graph", "quantizer", "backend", "training", "serialization", "conversion", "evaluation", "tuning"),
+    *("diagnosis", "cli"),
 )
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {"kernels": ("runtime", "quantize", "linear", "attention", "blocks")}

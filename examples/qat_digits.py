@@ -29,12 +29,12 @@ from torchao.quantization.pt2e.fake_quantize import disable_observer
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e, prepare_qat_pt2e
 
 from qframework import calibrate
+from qframework.conversion.exported import export_model
 from qframework.devices import device_name
 from qframework.evaluation import digits, digits_vit
 from qframework.evaluation.accuracy import top1
 from qframework.evaluation.outliers import transplant_outliers
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.pt2e import export_model
 from qframework.outputs import output_folder
 from qframework.quantizer import QFrameworkQuantizer, static_int8
 

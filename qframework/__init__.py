@@ -11,9 +11,21 @@ from typing import TYPE_CHECKING, Any
 from qframework import kernels
 
 if TYPE_CHECKING:
-    from qframework import attention, backend, errors, evaluation, numerics, quantizer, serialization, training, tuning
+    from qframework import (
+        attention,
+        backend,
+        conversion,
+        errors,
+        evaluation,
+        numerics,
+        quantizer,
+        serialization,
+        training,
+        tuning,
+    )
     from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explanation import explain
+    from qframework.conversion import quantize, quantize_
     from qframework.quantizer.calibration import calibrate
     from qframework.serialization import load, save
     from qframework.tuning import Plan, sensitivity, tune
@@ -25,12 +37,15 @@ __all__ = [
     "backend",
     "calibrate",
     "calibrate_attention",
+    "conversion",
     "errors",
     "evaluation",
     "explain",
     "kernels",
     "load",
     "numerics",
+    "quantize",
+    "quantize_",
     "quantizer",
     "sage_attention",
     "sage_attention_varlen",
@@ -49,6 +64,8 @@ _HOME_OF = {
     "calibrate_attention": "qframework.attention",
     "explain": "qframework.backend",
     "load": "qframework.serialization",
+    "quantize": "qframework.conversion",
+    "quantize_": "qframework.conversion",
     "sage_attention": "qframework.attention",
     "sage_attention_varlen": "qframework.attention",
     "save": "qframework.serialization",

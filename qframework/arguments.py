@@ -25,6 +25,13 @@ def check_module(value: object, argument: str) -> None:
         raise QFrameworkError(f"{argument} must be an nn.Module, got {described(value)}")
 
 
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model from its input, a tuple or list of inputs, or a mapping of them."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
+
+
 def is_number(value: object) -> TypeGuard[int | float]:
     """Whether ``value`` is an int or a float. A bool is neither."""
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -12,10 +12,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from qframework.backend import explain
+from qframework.conversion.exported import export_model, quantize_copy
 from qframework.evaluation import digits
 from qframework.evaluation.accuracy import top1
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.pt2e import quantize_model
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.sqnr import layer_sqnr
@@ -159,7 +159,7 @@ class _Bench:
     def quantized(self, name: str, config: QuantizationConfig) -> DemoRow:
         calibration = digits.loader(self.data.calibration, self.batch_size)
         quantizer = QFrameworkQuantizer().set_global(config)
-        float_exported, converted = quantize_model(self.model, self.images, quantizer, calibration)
+        float_exported, converted = quantize_copy(export_model(self.model, self.images), quantizer, calibration)
         report = explain(converted, (self.images,))
         sqnr = layer_sqnr(float_exported, converted, self.images)
         fast = torch.compile(converted, backend="qframework", dynamic=True)

@@ -14,6 +14,8 @@ from qframework.errors import CalibrationError
 def call_model(model: nn.Module, batch: Any) -> Any:
     """Run one batch: a mapping as keyword arguments, or the leading items of a tuple or list that forward requires.
 
+    Of a tuple or list that begins with a mapping, such as ``(inputs, labels)``, the mapping counts.
+
     Raises:
         CalibrationError: the batch does not match the signature of ``model.forward``.
     """
@@ -28,6 +30,8 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 
 def _arguments(model: nn.Module, batch: Any) -> tuple[list[Any], dict[str, Any]]:
+    if isinstance(batch, tuple | list) and batch and isinstance(batch[0], Mapping):
+        batch = batch[0]
     if isinstance(batch, Mapping):
         return [], dict(batch)
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.backend import passes
+from qframework.backend.cache_key import cache_key
 from qframework.backend.lower_attention import NEEDS_GRADIENTS
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import BackendOptions, parse_options
@@ -116,9 +117,7 @@ def qframework_backend(
         UnsupportedError: an unknown mode or option.
         QFrameworkError: a quantized layer has an invalid scale or dtype; the message names the layer.
     """
-    from qframework.compat.inductor import compile_graph, select_decomp_table
-    from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
-    from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
+    from qframework.compat.inductor import compile_graph
 
     settings = parse_options(mode, options)
     release_prepared_models()
@@ -129,11 +128,6 @@ def qframework_backend(
     watched = left_out(zero_points, lowering.constants)
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
-    decompositions: dict[Any, Callable[..., Any]] = {
-        **select_decomp_table(),
-        **quantize_decompositions,
-        **int8_linear_decompositions,
-    }
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
         _warn_once("outputs of INT8 layers carry no gradient; call the model under torch.no_grad()")
     on_cpu = all(x.device.type == "cpu" for x in example_inputs if isinstance(x, Tensor))
@@ -141,9 +135,21 @@ def qframework_backend(
         for run in passes.FOR_INDUCTOR if lowered else ():
             run(lowering)
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
-        compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions)
+        compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions, cache_key(settings))
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
     return _checked(compiled, watched) if watched is not None else compiled
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's decompositions, and those of our operators that it fuses with their neighbors.
+
+    PyTorch's caches of compiled graphs store this function by its name.
+    """
+    from qframework.compat.inductor import select_decomp_table
+    from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
+    from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
+
+    return {**select_decomp_table(), **quantize_decompositions, **int8_linear_decompositions}
 
 
 def _checked(compiled: Callable[..., Any], watched: WatchedZeroPoints) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from qframework.arguments import check_module
+from qframework.arguments import as_call, check_module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.report import LayerReport, Report
@@ -17,33 +17,39 @@ from qframework.compat.dynamo import backend_arguments, original_module
 from qframework.errors import QFrameworkError
 
 
-def explain(model: torch.nn.Module, inputs: Any) -> Report:
+def explain(
+    model: torch.nn.Module, inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None
+) -> Report:
     """Report what ``backend="qframework"`` does to each linear layer and attention of a model.
 
     Args:
-        model: a module compiled with ``backend="qframework"`` (its options apply), a converted or plain exported
-            module, or a float module (reported as compiled with default options).
-        inputs: the model's input, a tuple of inputs, or a dict of keyword inputs. One call traces the model with them.
+        model: a module compiled with ``backend="qframework"``, whose options apply, or any module that could be: a
+            float module, one of ``quantize`` or ``quantize_``, or a converted or plain exported one.
+        inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs. One call traces the model with
+            them, unless it is an exported one.
+        mode: as for ``torch.compile``, for a model that is not compiled.
+        options: as for ``torch.compile``, for a model that is not compiled: ``{"linear": "int8_dynamic"}`` reports what
+            dynamic quantization would do to a float model.
 
     Returns:
         A Report with one LayerReport per linear layer and attention; ``print`` it for a table.
 
     Raises:
-        QFrameworkError: ``model`` is not a module or was compiled with another backend, it does not accept ``inputs``,
-            or the backend itself raises an error.
+        QFrameworkError: ``model`` is not a module, was compiled with another backend, or was compiled and ``mode`` or
+            ``options`` are given too; it does not accept ``inputs``; or the backend itself raises an error.
     """
     if isinstance(model, type | torch.export.ExportedProgram) or not callable(model):
         check_module(model, "explain: model")
     original = original_module(model)
-    options = _options_of(model) if original is not model else BackendOptions()
-    args, kwargs = _as_call(inputs)
-    if isinstance(original, GraphModule) and options.linear == "off":
-        return Report(lower(copy.deepcopy(original), (), options))
+    chosen = _options_of(model, mode, options) if original is not model else parse_options(mode, options)
+    args, kwargs = as_call(inputs)
+    if isinstance(original, GraphModule) and chosen.linear == "off":
+        return Report(lower(copy.deepcopy(original), (), chosen))
     layers: list[LayerReport] = []
 
     def report_only(gm: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         # Lowers a copy: the original graph runs in float, so that later graphs see real inputs.
-        layers.extend(lower(copy.deepcopy(gm), example_inputs, options))
+        layers.extend(lower(copy.deepcopy(gm), example_inputs, chosen))
         return gm.forward
 
     try:
@@ -57,14 +63,13 @@ def explain(model: torch.nn.Module, inputs: Any) -> Report:
     return Report(layers)
 
 
-def _as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,)), {}
-
-
-def _options_of(compiled: Any) -> BackendOptions:
-    """The options a module was compiled with."""
+def _options_of(compiled: Any, mode: str | None, options: Mapping[str, Any] | None) -> BackendOptions:
+    """The options a module was compiled with; ``mode`` and ``options`` must be None."""
+    if mode is not None or options is not None:
+        raise QFrameworkError(
+            "explain: mode and options must be None for a compiled model, whose own apply, got "
+            f"mode={mode!r} and options={options!r}. Pass the model given to torch.compile"
+        )
     arguments = backend_arguments(compiled, "qframework")
     if arguments is not None:
         return parse_options(**arguments)

@@ -134,7 +134,7 @@ def _fake_of(node: Node) -> Tensor:
 def _reason_to_leave(call: AttentionCall, option: str) -> str | None:
     """Why attention that could be lowered stays in float by choice, which is not a fallback."""
     if option == "off":
-        return "attention is switched off"
+        return "the option 'attention' leaves it off. Set it to 'auto', 'sage' or the name of a variant"
     if option not in _BY_DEVICE:
         return None
     if reason := _reason_against(option, _fakes(call)):

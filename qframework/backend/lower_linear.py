@@ -33,6 +33,7 @@ from qframework.graph.writes import written_between
 def lower_linear(lowering: Lowering) -> None:
     """Replace every linear layer whose operands are dequantized; report on every linear layer."""
     reports = lowering.reports
+    quantized_elsewhere = any("quantize" in str(node.target) for node in lowering.gm.graph.nodes)
     for node in list(lowering.gm.graph.nodes):
         call = linear_call(node)
         if call is None:
@@ -45,7 +46,7 @@ def lower_linear(lowering: Lowering) -> None:
             reports.append(LayerReport(name, False, "float linear", str(refusal), fallback=True))
             continue
         if a is None or b is None:
-            reason = calibration_notes(node) or _reason_for_float(a, b)
+            reason = calibration_notes(node) or _reason_for_float(a, b, quantized_elsewhere)
             reports.append(LayerReport(name, False, "float linear", reason, fallback=a is not b))
             continue
         epilogue = find_epilogue(node)
@@ -53,12 +54,19 @@ def lower_linear(lowering: Lowering) -> None:
         reports.append(LayerReport(name, True, epilogue.describe(), calibration_notes(node)))
 
 
-def _reason_for_float(a: Quantized | None, b: Quantized | None) -> str:
+def _reason_for_float(a: Quantized | None, b: Quantized | None, quantized_elsewhere: bool) -> str:
+    """Why a layer is not quantized, and what would change that."""
+    if a is None and b is None and quantized_elsewhere:
+        return "not quantized: a rule, skip= or filter_fn left it in float. Change that to quantize it"
     if a is None and b is None:
-        return "not quantized: neither its input nor its weight has a quantize/dequantize pair"
+        remedy = "Compile it with options={'linear': 'int8_dynamic'}, or pass it to qframework.quantize or quantize_"
+        return f"not quantized: the model is a float model. {remedy}"
     if a is None:
-        return "only its weight is quantized, not its input. Perhaps calibration saw only zeros in the input"
-    return "only its input is quantized, not its weight"
+        return (
+            "only its weight is quantized, not its input. Perhaps calibration saw only zeros in the input: calibrate "
+            "with data that reaches the layer"
+        )
+    return "only its input is quantized, not its weight. Quantize both, as QFrameworkQuantizer does"
 
 
 def _require_unchanged(linear: Node, call: LinearCall) -> None:

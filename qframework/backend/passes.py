@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 
 from qframework.backend.float_linear import lower_float_linear
 from qframework.backend.fold_channel_scale import fold_channel_scale
+from qframework.backend.fuse_epilogue import fuse_epilogue
 from qframework.backend.group_weights import group_weights
 from qframework.backend.hoist_quantize import hoist_quantize
 from qframework.backend.keep_quantize import keep_dynamic_quantize
@@ -68,6 +69,7 @@ LOWERING: tuple[Pass, ...] = (
     lower_attention,
     fold_channel_scale,
     hoist_quantize,
+    fuse_epilogue,
     lower_linear,
     lower_float_linear,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float

@@ -51,9 +51,9 @@ def _candidates(target: str, checkpoint: Path | None, batch_size: int, device: A
     """The modules to measure by configuration, each with its input."""
     import torch
 
-    from qframework.evaluation import quantize_model
+    from qframework.conversion import quantize
     from qframework.evaluation.models import input_size, load_classifier
-    from qframework.quantizer import QFrameworkQuantizer, static_int8
+    from qframework.quantizer import static_int8
 
     if is_file(target):
         module, description = open_target(target, checkpoint, pretrained=False)
@@ -63,11 +63,11 @@ def _candidates(target: str, checkpoint: Path | None, batch_size: int, device: A
     classifier = load_classifier(target, checkpoint)
     images = torch.randn(batch_size, *input_size(classifier.describe()), device=device)
     model = classifier.model.to(device)
-    static = quantize_model(model, images, QFrameworkQuantizer().set_global(static_int8()), [images])
+    static = quantize(model, images, static_int8(), [images], skip=())
     dynamic = torch.compile(model, backend="qframework", options={"linear": "int8_dynamic"})
     return {
         "float, eager": (model, images),
         "float, compiled": (torch.compile(model), images),
-        "static INT8": (torch.compile(static.converted, backend="qframework"), images),
+        "static INT8": (torch.compile(static, backend="qframework"), images),
         "dynamic INT8": (dynamic, images),
     }

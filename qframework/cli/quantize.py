@@ -66,9 +66,9 @@ def quantize(
 ) -> None:
     """Quantize the linear layers of a classifier, and with --attention its attention, and save it."""
     from qframework.backend import explain
-    from qframework.evaluation import layer_sqnr, quantize_model, weight_bytes
+    from qframework.conversion.exported import BATCH_IS_DYNAMIC, export_model, quantize_copy
+    from qframework.evaluation import layer_sqnr, weight_bytes
     from qframework.evaluation.models import images_for, load_classifier
-    from qframework.evaluation.pt2e import BATCH_IS_DYNAMIC
     from qframework.serialization import save
     from qframework.tuning.plan import Plan
 
@@ -85,9 +85,8 @@ def quantize(
     loader = InDtype(images_for(classifier.describe(), data, batch_size=batch_size, calibration=True), dtype)
     images = first_images(loader, on)
     float_model = classifier.model.to(images.device, images.dtype)
-    quantized = quantize_model(
-        float_model,
-        images,
+    quantized = quantize_copy(
+        export_model(float_model, images),
         chosen.quantizer,
         loader if chosen.needs_calibration else None,
         recipe=chosen.recipe,

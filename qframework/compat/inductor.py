@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch.compiler.config
+
 from qframework.compat.missing import explained
+
+compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
 
 with explained():
     from torch._inductor import compile_fx as _compiler
     from torch._inductor import list_mode_options, list_options
+    from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
 
 
-@explained()
-def compile_graph(gm: Any, example_inputs: list[Any], config: dict[str, Any], decompositions: dict[Any, Any]) -> Any:
-    """Compile a graph with this configuration."""
-    return _compiler.compile_fx(gm, example_inputs, config_patches=config or None, decompositions=decompositions)
+def compile_graph(
+    gm: Any, example_inputs: list[Any], config: dict[str, Any], decompositions: Callable[[], dict[Any, Any]], key: str
+) -> Any:
+    """Compile a graph with this configuration, or load it from PyTorch's caches of compiled graphs.
+
+    Args:
+        gm: the graph; Inductor changes it.
+        example_inputs: its inputs.
+        config: Inductor's configuration, where it differs from the default.
+        decompositions: returns the table of decompositions. It must be a function of a module: PyTorch's keys hold its
+            name, since the table itself cannot be pickled.
+        key: part of the key of every entry in the caches, those of a backward pass that is compiled later among them:
+            it must differ where the code of an equal graph differs.
+    """
+    tag = " ".join(filter(None, (compiler_config.cache_key_tag, key)))
+
+    def compile_inner(inner_gm: Any, inputs: Any, **kwargs: Any) -> Any:
+        if "get_decomp_fn" in kwargs:  # a closure or a table of functions, neither of which can be pickled
+            kwargs["get_decomp_fn"] = decompositions
+        with compiler_config.patch(cache_key_tag=tag):
+            return compile_fx_inner(inner_gm, inputs, **kwargs)
+
+    with explained(), compiler_config.patch(cache_key_tag=tag):
+        return _compiler.compile_fx(
+            gm,
+            example_inputs,
+            inner_compile=compile_inner,
+            config_patches=config or None,
+            decompositions=decompositions(),
+        )
 
 
 def keep_whole(operators: list[Any]) -> None:

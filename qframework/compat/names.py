@@ -206,6 +206,7 @@ _ROWS = (
     ),
     # inductor.py
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
+    Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.decomposition.select_decomp_table", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.list_mode_options", _OPTIONS),
     Name("torch._inductor.list_options", _OPTIONS),

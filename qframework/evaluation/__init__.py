@@ -2,15 +2,12 @@
 
 from qframework.evaluation.accuracy import top1
 from qframework.evaluation.outliers import transplant_outliers
-from qframework.evaluation.pt2e import QuantizedModel, quantize_model
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.sqnr import layer_sqnr
 
 __all__ = [
-    "QuantizedModel",
     "layer_sqnr",
-    "quantize_model",
     "throughput",
     "top1",
     "transplant_outliers",

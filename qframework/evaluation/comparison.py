@@ -19,12 +19,12 @@ from torch import Tensor, nn
 
 import qframework
 from qframework.backend import explain
+from qframework.conversion.exported import export_model, quantize_exported
 from qframework.errors import QFrameworkError
 from qframework.evaluation.comparison_results import Partial, Results, Row
 from qframework.evaluation.distributed import Processes
 from qframework.evaluation.memory import activation_bytes
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.pt2e import export_model, quantize_exported
 from qframework.evaluation.size import weight_bytes
 from qframework.evaluation.speed import throughput
 from qframework.evaluation.tasks import Mapped, Task, weights_digest

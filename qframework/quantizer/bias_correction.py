@@ -23,7 +23,7 @@ from torch.fx import GraphModule
 from qframework.errors import CalibrationError
 from qframework.graph.attributes import add_attribute, attribute, replace_attribute
 from qframework.graph.nodes import linear_call
-from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quantized_linears, take_batches
+from qframework.quantizer.layerwise import LayerwiseRun, ObservedLinear, quantized_linears, take_batches
 
 
 def correct_bias(prepared: GraphModule, data: Iterable[Any], *, batches: int | None = None) -> None:
@@ -65,7 +65,7 @@ def _mean(outputs: Iterable[Tensor]) -> Tensor:
     return total / max(count, 1)
 
 
-def _add_to_bias(prepared: GraphModule, linear: QuantizedLinear, difference: Tensor) -> Tensor:
+def _add_to_bias(prepared: GraphModule, linear: ObservedLinear, difference: Tensor) -> Tensor:
     """Returns the change of the bias ``(N,)``, rounded to its dtype."""
     node = linear.node
     call = linear_call(node)

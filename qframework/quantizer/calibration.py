@@ -72,10 +72,10 @@ def calibrate(
     observers: list[StaticObserver] = [module for module in prepared.modules() if isinstance(module, StaticObserver)]
     _check_has_values(target, observers)
     seen = 0
-    with torch.no_grad(), _progress(data, batches, progress) as advance:
+    with torch.no_grad(), progress_bar(data, batches, progress) as advance:
         for batch in islice(iter(data), batches):
-            run(prepared, _move(batch, target), seen)
-            _check_finite_activations(observers, seen)
+            run(prepared, move(batch, target), seen)
+            check_finite_activations(observers, seen)
             seen += 1
             advance()
     if seen == 0:
@@ -99,7 +99,7 @@ def flat_inputs(prepared: GraphModule, batch: Batch, index: int) -> list[Any]:
     Raises:
         CalibrationError: the batch, number ``index``, does not fit the model's inputs.
     """
-    return pytree.tree_leaves(_Inputs(prepared).checked_arguments(_move(batch, _device_of(prepared)), index))
+    return pytree.tree_leaves(_Inputs(prepared).checked_arguments(move(batch, _device_of(prepared)), index))
 
 
 def _check_has_values(device: torch.device | None, observers: list[StaticObserver]) -> None:
@@ -252,13 +252,14 @@ def _device_of(prepared: GraphModule) -> torch.device | None:
     return None
 
 
-def _move(batch: Batch, device: torch.device | None) -> Batch:
+def move(batch: Batch, device: torch.device | None) -> Batch:
+    """``batch`` with its tensors on ``device``."""
     if isinstance(batch, Mapping):
         batch = dict(batch)  # other mappings are leaves to pytree
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
-def _check_finite_activations(observers: list[StaticObserver], index: int) -> None:
+def check_finite_activations(observers: list[StaticObserver], index: int) -> None:
     """Check all observers with one device synchronization per batch. The error names the first one in graph order."""
     if not observers:
         return
@@ -270,7 +271,7 @@ def _check_finite_activations(observers: list[StaticObserver], index: int) -> No
 
 
 @contextlib.contextmanager
-def _progress(data: Iterable[Batch], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
+def progress_bar(data: Iterable[Batch], batches: int | None, wanted: bool) -> Iterator[Callable[[], None]]:
     """Yields a function to call after each batch, which advances a transient progress bar, if there is one."""
     if not (wanted and sys.stderr.isatty()):
         yield lambda: None

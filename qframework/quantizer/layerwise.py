@@ -29,7 +29,7 @@ from qframework.quantizer.static_observer import StaticObserver, check_calibrate
 Inputs = list[list[Any]]
 
 
-class QuantizedLinear(NamedTuple):
+class ObservedLinear(NamedTuple):
     """A linear of a prepared model whose weight has an observer of this project."""
 
     node: Node
@@ -39,7 +39,7 @@ class QuantizedLinear(NamedTuple):
     observer: WeightObserver
 
 
-def quantized_linears(prepared: GraphModule) -> list[QuantizedLinear]:
+def quantized_linears(prepared: GraphModule) -> list[ObservedLinear]:
     """The linears that will be quantized, in graph order, without those whose weight another quantizer observes."""
     found = []
     for node in prepared.graph.nodes:
@@ -49,7 +49,7 @@ def quantized_linears(prepared: GraphModule) -> list[QuantizedLinear]:
         observer = own_observer(prepared.get_submodule(str(call.weight.target)))
         weight = call.weight.args[0]
         if isinstance(observer, WeightObserver) and isinstance(weight, Node) and weight.op == "get_attr":
-            found.append(QuantizedLinear(node, call.input, weight, call.weight, observer))
+            found.append(ObservedLinear(node, call.input, weight, call.weight, observer))
     return found
 
 

@@ -116,6 +116,12 @@ class QFrameworkQuantizer(Quantizer):
         self.rules.append(Rule(kind, selector, config))
         return self
 
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether a rule has static scales."""
+        kinds: tuple[Kind, ...] = (LinearConfig, AttentionConfig)
+        return any(_is_static(rule.config_of(kind)) for rule in self.rules for kind in kinds if rule.says(kind))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able description of the rules in the order of the calls; ``from_dict`` reads it back."""
         return {"quantizer": QFrameworkQuantizer.__name__, "rules": [rule.to_dict() for rule in self.rules]}
@@ -247,6 +253,12 @@ class QFrameworkQuantizer(Quantizer):
         return any(rule.config is not None and rule.says(kind) for rule in self.rules)
 
 
+def _is_static(config: LinearConfig | AttentionConfig | None) -> bool:
+    if isinstance(config, AttentionConfig):
+        return config.is_static
+    return config is not None and not config.activation.dynamic
+
+
 def override_config(node: Node, config: LinearConfig | None) -> None:
     """Let every quantizer that quantizes the linear ``node`` use ``config``, or with None its own again.
 
@@ -324,6 +336,11 @@ def _check_rules_match(rules: list[Rule], model: GraphModule) -> None:
         if rule.kind == "module_type" and types.isdisjoint(_type_names(rule.selector)):
             name = qualified_name(rule.selector)
             raise UnsupportedError(_no_match(f"set_module_type: module_type {name}", name, types))
+
+
+def module_names(model: GraphModule) -> set[str]:
+    """The names that a rule for a module name can match."""
+    return _known_modules(model)[0]
 
 
 def _known_modules(model: GraphModule) -> tuple[set[str], set[str]]:

@@ -29,7 +29,7 @@ from qframework.errors import CalibrationError
 from qframework.graph.attributes import attribute, replace_attribute
 from qframework.numerics import QMAX, QMIN, dequantize, exact_matmul, quantize
 from qframework.quantizer.config import check_choice
-from qframework.quantizer.layerwise import LayerwiseRun, QuantizedLinear, quantized_linears, take_batches
+from qframework.quantizer.layerwise import LayerwiseRun, ObservedLinear, quantized_linears, take_batches
 
 WeightRounding = Literal["gptq"]
 DAMPING = 0.01
@@ -114,7 +114,7 @@ class _Hessians:
         self._input: Node | None = None
         self._latest: Tensor
 
-    def add(self, linear: QuantizedLinear) -> None:
+    def add(self, linear: ObservedLinear) -> None:
         """Advance to a linear and count its inputs."""
         if linear.input is not self._input:  # the projections of queries, keys and values read one tensor
             self._run.advance(linear.node)
@@ -122,12 +122,12 @@ class _Hessians:
         known = self._sums.get(linear.observed)
         self._sums[linear.observed] = self._latest if known is None else known + self._latest
 
-    def pop(self, linear: QuantizedLinear) -> Tensor:
+    def pop(self, linear: ObservedLinear) -> Tensor:
         """The sum for the weight of a linear, ``(K, K)`` float64."""
         return self._sums.pop(linear.observed)
 
 
-def _outer_product(inputs: Iterable[Tensor], linear: QuantizedLinear) -> Tensor:
+def _outer_product(inputs: Iterable[Tensor], linear: ObservedLinear) -> Tensor:
     total: Any = 0.0
     for x in inputs:
         rows = x.reshape(-1, x.shape[-1]).float()
@@ -137,7 +137,7 @@ def _outer_product(inputs: Iterable[Tensor], linear: QuantizedLinear) -> Tensor:
     return total
 
 
-def _round(prepared: GraphModule, linear: QuantizedLinear, hessian: Tensor) -> None:
+def _round(prepared: GraphModule, linear: ObservedLinear, hessian: Tensor) -> None:
     observer = linear.observer
     weight = attribute(prepared, linear.weight).detach() if observer.float_weight is None else observer.float_weight
     if weight.numel() == 0:

@@ -7,10 +7,12 @@ which computes in 16 bits.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -329,10 +331,34 @@ def units(block: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]
 
 def reads_weights(module: nn.Module) -> bool:
     """Whether ``forward``, or a ``super`` method of it, reads the weight of a module instead of calling the module."""
+    return any("weight" in code.co_names for code in _forwards(module))
+
+
+def children_whose_weight_is_read(module: nn.Module) -> set[str]:
+    """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way."""
+    read: set[str] = set()
+    for code in _forwards(module):
+        steps = list(dis.get_instructions(code))
+        for owner, child, last in zip(steps, steps[1:], steps[2:], strict=False):
+            if last.argval != "weight" or not last.opname.startswith("LOAD_ATTR"):
+                continue
+            if _is_self(child):  # the module's own weight
+                continue
+            if not _is_self(owner) or not child.opname.startswith("LOAD_ATTR"):
+                return {name for name, _ in held(module)}
+            read.add(child.argval)
+    return read
+
+
+def _is_self(step: dis.Instruction) -> bool:
+    return step.opname.startswith("LOAD_FAST") and step.argval == "self"
+
+
+def _forwards(module: nn.Module) -> Iterator[CodeType]:
+    """The code of ``forward``, and of the ``super`` methods that it calls."""
     for forward in (vars(kind).get("forward") for kind in type(module).__mro__):
         code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
-        if code is not None and "weight" in code.co_names:
-            return True
-        if code is not None and "super" not in code.co_names:
-            return False
-    return False
+        if code is not None:
+            yield code
+            if "super" not in code.co_names:
+                return

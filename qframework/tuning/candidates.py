@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, fx
 
 from qframework.compat import pytree
+from qframework.conversion.exported import quantize_exported
 from qframework.errors import QFrameworkError
-from qframework.evaluation.pt2e import quantize_exported
 from qframework.graph.attention_patterns import NotAttention, Refused, spelled_out_call
 from qframework.graph.nodes import linear_call
 from qframework.numerics import sqnr_db
@@ -60,7 +60,7 @@ class Candidates:
         """The converted graph, which simulates the INT8 kernels in float.
 
         Raises:
-            UnsupportedError, CalibrationError: as ``quantize_model``.
+            UnsupportedError, CalibrationError: as ``quantize_exported``.
         """
         exported = copy.deepcopy(self.exported)
         if assignment.is_float:

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from qframework.conversion.exported import export_model
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.pt2e import export_model
 from qframework.files import write_json
 from qframework.quantizer import Recipe
 from qframework.tuning.assignment import Assignment, Meanings

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from qframework.attention.adaptive import speed_order
+from qframework.conversion.exported import export_model
 from qframework.errors import QFrameworkError
 from qframework.evaluation.progress import progress_bar
-from qframework.evaluation.pt2e import export_model
 from qframework.evaluation.speed import throughput
 from qframework.files import write_json
 from qframework.quantizer import Recipe, dynamic_attention

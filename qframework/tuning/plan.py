@@ -10,7 +10,7 @@ from typing import Any
 from qframework.backend.options import parse_options
 from qframework.errors import FileFormatError, UnsupportedError
 from qframework.files import read_json
-from qframework.quantizer import AttentionConfig, LinearConfig, QFrameworkQuantizer, Recipe
+from qframework.quantizer import QFrameworkQuantizer, Recipe
 
 FORMAT = 1
 
@@ -32,13 +32,7 @@ class Plan:
     @property
     def needs_calibration(self) -> bool:
         """Whether a rule has static scales, or there is a recipe."""
-        configs = [
-            rule.config_of(kind)
-            for rule in self.quantizer.rules
-            for kind in (LinearConfig, AttentionConfig)
-            if rule.says(kind)
-        ]
-        return self.recipe is not None or any(map(_is_static, configs))
+        return self.recipe is not None or self.quantizer.needs_calibration
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``from_dict`` reads it back."""
@@ -87,9 +81,3 @@ class Plan:
             return cls.from_dict(values)
         except FileFormatError as error:
             raise FileFormatError(f"{path}: {error}") from error
-
-
-def _is_static(config: LinearConfig | AttentionConfig | None) -> bool:
-    if isinstance(config, AttentionConfig):
-        return config.is_static
-    return config is not None and not config.activation.dynamic

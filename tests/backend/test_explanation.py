@@ -41,6 +41,28 @@ def test_float_model():
     assert (report.lowered, report.total) == (0, 2)
 
 
+def test_options_of_a_float_model():
+    model, x = Block().eval(), example()
+    report = qframework.explain(model, x)
+    assert all("options={'linear': 'int8_dynamic'}" in layer.reason for layer in report.layers)
+    report = qframework.explain(model, {"x": x}, options={"linear": "int8_dynamic", "freeze_weights": True})
+    assert [layer.operator for layer in report.layers] == [
+        "qframework::int8_linear (gelu) after dynamic_quantize, weight quantized once",
+        "qframework::int8_linear (residual) after dynamic_quantize, weight quantized once",
+    ]
+    with pytest.raises(qframework.errors.UnsupportedError, match="option 'linear' must be one of"):
+        qframework.explain(model, x, options={"linear": "int4"})
+    compiled = torch.compile(model, backend="qframework")
+    with pytest.raises(qframework.errors.QFrameworkError, match="mode and options must be None for a compiled model"):
+        qframework.explain(compiled, x, options={"linear": "int8_dynamic"})
+
+
+def test_reasons_name_the_remedy():
+    x = example()
+    (_, skipped) = qframework.explain(converted(Block(), x, fc2=None), x).layers
+    assert skipped.reason.startswith("not quantized: a rule, skip= or filter_fn left it in float")
+
+
 def test_keyword_inputs():
     assert qframework.explain(Block().eval(), {"x": example()}).total == 2
 

@@ -392,7 +392,7 @@ def test_lowering_twice_changes_nothing():
     once = targets(gm)
     gm, reports = lowered(gm)
     assert targets(gm) == once
-    assert reports == []
+    assert all(report.lowered for report in reports)
 
 
 @pytest.mark.parametrize("name", ["per tensor", "per head"])

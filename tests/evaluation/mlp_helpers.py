@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from qframework.conversion.exported import FloatAndConverted, export_model, quantize_copy
 from qframework.quantizer import QFrameworkQuantizer, static_int8
 
 
@@ -19,3 +20,10 @@ class TinyMLP(nn.Module):
 
 def quantizer(config=None) -> QFrameworkQuantizer:
     return QFrameworkQuantizer().set_global(config or static_int8())
+
+
+def both(
+    model: nn.Module, x: Tensor, quantizer: QFrameworkQuantizer, *data: object, **steps: object
+) -> FloatAndConverted:
+    """A model in float and converted, exported for any batch size."""
+    return quantize_copy(export_model(model, x), quantizer, *data, **steps)

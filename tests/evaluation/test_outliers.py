@@ -7,9 +7,9 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from qframework import quantize
 from qframework.errors import UnsupportedError
 from qframework.evaluation.outliers import transplant_outliers
-from qframework.evaluation.pt2e import quantize_model
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, static_int8
 
@@ -50,10 +50,10 @@ def test_outliers_break_min_max_and_smoothing_repairs_it() -> None:
     changed = transplant_outliers(model, images, factor=100.0)
     quantizer = QFrameworkQuantizer().set_global(static_int8())
     expected = model(images)
-    clean = sqnr_db(expected, quantize_model(model, images, quantizer, [images]).converted(images))
-    broken = sqnr_db(expected, quantize_model(changed, images, quantizer, [images]).converted(images))
+    clean = sqnr_db(expected, quantize(model, images, quantizer, [images])(images))
+    broken = sqnr_db(expected, quantize(changed, images, quantizer, [images])(images))
     recipe = Recipe(smooth=Smooth())
-    mended = sqnr_db(expected, quantize_model(changed, images, quantizer, [images], recipe=recipe).converted(images))
+    mended = sqnr_db(expected, quantize(changed, images, quantizer, [images], recipe=recipe)(images))
     assert broken < clean - 10
     assert mended > clean - 1
 

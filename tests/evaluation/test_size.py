@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from mlp_helpers import TinyMLP, quantizer
+from mlp_helpers import TinyMLP, both, quantizer
 from torch import nn
 
-from qframework.evaluation import quantize_model, weight_bytes
+from qframework.evaluation import weight_bytes
 
 
 def test_weight_bytes_counts_parameters_and_buffers() -> None:
@@ -28,7 +28,7 @@ def test_weight_bytes_counts_what_a_view_keeps_alive() -> None:
 
 def test_converted_model_keeps_no_float_weight() -> None:
     images = torch.randn(4, 16)
-    converted = quantize_model(TinyMLP().eval(), images, quantizer(), [images]).converted
+    converted = both(TinyMLP().eval(), images, quantizer(), [images]).converted
     weights, rows = 2 * 16 * 32, 32 + 16
     # int8 weights; per output channel a float32 scale, an int64 zero point and a float32 bias
     assert weight_bytes(converted) == weights + rows * (4 + 8 + 4)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from qframework.evaluation import quantize_model
-from qframework.quantizer import LinearConfig, QFrameworkQuantizer, static_int8
+from qframework import quantize
+from qframework.quantizer import LinearConfig, static_int8
 
 DYNAMIC_BATCH = ({0: torch.export.Dim.DYNAMIC},)
 
@@ -28,8 +28,7 @@ class Block(nn.Module):
 
 def convert(config: LinearConfig | None = None) -> torch.fx.GraphModule:
     images = torch.randn(4, 5, 16)
-    quantizer = QFrameworkQuantizer().set_global(config or static_int8())
-    return quantize_model(nn.Sequential(Block(), Block()).eval(), images, quantizer, [images]).converted
+    return quantize(nn.Sequential(Block(), Block()).eval(), images, config or static_int8(), [images])
 
 
 def rewrite(path: Path, suffix: str, change) -> None:

@@ -12,8 +12,8 @@ from tuning_models import images, transformer
 
 from qframework.backend import explain
 from qframework.backend.options import parse_options
+from qframework.conversion.exported import export_model, quantize_exported
 from qframework.errors import UnsupportedError
-from qframework.evaluation.pt2e import export_model, quantize_exported
 from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_int8
 from qframework.tuning.assignment import Assignment, Meanings
 from qframework.tuning.layers import find_layers

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from tuning_models import CHANNELS, NAMES, TOKENS, images, transformer
 
+from qframework.conversion.exported import export_model
 from qframework.errors import QFrameworkError
-from qframework.evaluation.pt2e import export_model
 from qframework.tuning.layers import AttentionOperands, LinearOperands, TensorShape, find_layers
 
 FLOAT = torch.float32

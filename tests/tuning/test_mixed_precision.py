@@ -10,9 +10,9 @@ import torch
 from test_layer_sensitivity import closeness
 from tuning_models import NAMES, Table, images, transformer
 
+from qframework import quantize
 from qframework.backend import explain
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.evaluation import quantize_model
 from qframework.tuning.journal import Journal
 from qframework.tuning.mixed_precision import Tuning, tune
 from qframework.tuning.plan import Plan
@@ -167,7 +167,7 @@ def test_the_written_plan_quantizes_a_model(batch, tmp_path: Path) -> None:
     plan = Plan.load(tmp_path / "tuned.json")
     assert plan.needs_calibration
     assert plan.options == result.chosen.assignment.options()
-    converted = quantize_model(model, batch, plan.quantizer, [batch]).converted
+    converted = quantize(model, batch, plan.quantizer, [batch])
     assert explain(converted, (batch,)).lowered == 5
     with torch.no_grad():
         # the same program, run once more

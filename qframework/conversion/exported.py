@@ -1,4 +1,4 @@
-"""Exports, prepares, calibrates and converts a classifier in one call; keeps the float graph for comparison."""
+"""Prepares, calibrates and converts an exported model; keeps the float graph for comparison on request."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
 BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
 
-class QuantizedModel(NamedTuple):
-    """An exported program in float and converted to INT8; both take any batch size.
+class FloatAndConverted(NamedTuple):
+    """An exported model in float and converted to INT8.
 
     The float one is what was converted: its layers compute in the basis and with the scales that a recipe chose.
     """
@@ -49,7 +49,19 @@ def quantize_exported(
 ) -> fx.GraphModule:
     """Prepare, calibrate and convert ``exported`` in place, with a recipe's steps around the calibration.
 
-    Arguments and errors are those of ``quantize_model``; batches are moved to the device of the graph.
+    Args:
+        exported: the float graph of ``torch.export``.
+        quantizer: the rules of what is quantized and how.
+        calibration: batches as ``calibrate`` takes them, moved to the device of the graph; None if every activation is
+            dynamic.
+        recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times.
+        batches: maximum number of calibration batches.
+        show_progress: draw a progress bar while calibrating.
+
+    Raises:
+        UnsupportedError: no kernel supports what the quantizer asks for.
+        CalibrationError: an activation is static and ``calibration`` is None or empty, or holds NaN or infinity; or
+            ``recipe`` is given and ``calibration`` cannot be read again.
     """
     return _quantized(exported, quantizer, calibration, recipe, batches, show_progress, lambda graph: None)
 
@@ -86,7 +98,7 @@ def _check_can_be_read_again(data: _FirstBatches | None) -> None:
     batches = None if data is None else data.all
     if batches is None or isinstance(batches, Iterator):
         raise CalibrationError(
-            "quantize_model: a recipe reads calibration more than once, so it must be a list or a DataLoader, got "
+            "quantize: a recipe reads calibration data more than once, so it must be a list or a DataLoader, got "
             f"{type(batches).__name__}"
         )
 
@@ -106,37 +118,6 @@ class _FirstBatches:
         return length if self._count is None else min(length, self._count)
 
 
-def quantize_model(
-    model: nn.Module,
-    images: Tensor,
-    quantizer: QFrameworkQuantizer,
-    calibration: Iterable[Any] | None = None,
-    *,
-    recipe: Recipe | None = None,
-    batches: int | None = None,
-    show_progress: bool = False,
-) -> QuantizedModel:
-    """Quantize ``model``, which must be in eval mode and on the device of ``images``.
-
-    Args:
-        model: a classifier of images.
-        images: an example ``(B, C, H, W)`` with B of at least 2: ``torch.export`` makes a batch of 1 a constant.
-        quantizer: the rules of what is quantized and how.
-        calibration: batches of images or of ``(images, labels)``; None if every activation is dynamic.
-        recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times.
-        batches: maximum number of calibration batches.
-        show_progress: draw a progress bar while calibrating.
-
-    Raises:
-        UnsupportedError: no kernel supports what the quantizer asks for.
-        CalibrationError: an activation is static and ``calibration`` is None or empty, or holds NaN or infinity; or
-            ``recipe`` is given and ``calibration`` cannot be read again.
-    """
-    return quantize_copy(
-        export_model(model, images), quantizer, calibration, recipe=recipe, batches=batches, show_progress=show_progress
-    )
-
-
 def quantize_copy(
     exported: fx.GraphModule,
     quantizer: QFrameworkQuantizer,
@@ -145,10 +126,10 @@ def quantize_copy(
     recipe: Recipe | None = None,
     batches: int | None = None,
     show_progress: bool = False,
-) -> QuantizedModel:
+) -> FloatAndConverted:
     """``quantize_exported`` on a copy of a float graph, with the float graph that was converted.
 
-    Arguments and errors are those of ``quantize_model``.
+    Arguments and errors are those of ``quantize_exported``.
     """
     kept: list[fx.GraphModule] = []
     converted = _quantized(
@@ -160,4 +141,4 @@ def quantize_copy(
         show_progress,
         lambda graph: kept.append(copy.deepcopy(graph)),
     )
-    return QuantizedModel(kept[0], converted)
+    return FloatAndConverted(kept[0], converted)

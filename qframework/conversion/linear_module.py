@@ -1,0 +1,114 @@
+"""QuantizedLinear: a linear layer with an INT8 weight, in eager mode and in compiled models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from qframework import numerics
+from qframework.numerics import ActivationGranularity
+from qframework.quantizer.config import WeightConfig
+from qframework.quantizer.observers import WeightObserver
+from qframework.training.linear import result_dtype
+
+_ours = torch.ops.qframework
+
+
+class QuantizedLinear(nn.Module):
+    """What ``quantize_`` makes of a linear layer: ``x -> quantize -> int8_linear``, without gradients.
+
+    Attributes:
+        weight_int8: ``(out_features, in_features)`` int8.
+        weight_scale: ``(out_features,)`` or ``(1,)`` float32, also after ``.half()``.
+        input_scale: static: ``(1,)`` per tensor or ``(*positions, 1)`` float32; dynamic: None.
+        bias: ``(out_features,)`` float, or None.
+        activation: dynamic granularity of the input, ``"per_token"`` or ``"per_tensor"``.
+        weight_config: how float weights are quantized that ``load_state_dict`` finds under the name ``weight``.
+        conv1d: whether such weights are ``(in_features, out_features)``, as in transformers' ``Conv1D``.
+    """
+
+    weight_int8: Tensor
+    weight_scale: Tensor
+    input_scale: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        weight: tuple[Tensor, Tensor],
+        bias: nn.Parameter | None,
+        dtype: torch.dtype,
+        *,
+        input_scale: Tensor | None,
+        activation: ActivationGranularity,
+        weight_config: WeightConfig,
+        conv1d: bool,
+    ) -> None:
+        """``weight`` holds the int8 weight and its scale; ``dtype`` is that of the float weight."""
+        super().__init__()
+        for name, value in zip(("weight_int8", "weight_scale"), weight, strict=True):
+            self.register_buffer(name, value)
+        self.register_buffer("input_scale", input_scale)
+        self.register_parameter("bias", bias)
+        self.out_features, self.in_features = self.weight_int8.shape
+        self.activation, self.weight_config, self.conv1d = activation, weight_config, conv1d
+        self.dtype = dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x (..., in_features)`` float to ``(..., out_features)`` of its dtype, or of that of autocast."""
+        if self.input_scale is None:
+            q, scale = _ours.dynamic_quantize.default(x, self.activation)
+        else:
+            scale = self.input_scale
+            q = _ours.quantize.default(x, scale)
+        return _ours.int8_linear.default(
+            q, scale, self.weight_int8, self.weight_scale, self.bias, "none", None, None, result_dtype(x)
+        )
+
+    @property
+    def weight(self) -> Tensor:
+        """The dequantized weight in the layout and dtype of the float one: for code that computes with it itself."""
+        weight = numerics.dequantize(self.weight_int8, self.weight_scale.unsqueeze(-1), self.dtype)
+        return weight.t() if self.conv1d else weight
+
+    def extra_repr(self) -> str:
+        scale = f"dynamic {self.activation}" if self.input_scale is None else "static"
+        return f"in_features={self.in_features}, out_features={self.out_features}, activation={scale}"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """``.to()`` and its like; scales stay float32."""
+        before = {name: getattr(self, name) for name in ("weight_scale", "input_scale")}
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=self.weight_int8.device)).dtype
+        super()._apply(fn, recurse)
+        for name, scale in before.items():
+            after = getattr(self, name)
+            if scale is not None and after.dtype != scale.dtype:
+                setattr(self, name, scale.to(after.device))
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Also reads a float weight, which is quantized."""
+        weight = state_dict.pop(f"{prefix}weight", None)
+        if weight is not None:
+            weight = weight.t() if self.conv1d else weight
+            q, scale = quantized_weight(weight, prefix.removesuffix("."), self.weight_config)
+            state_dict[f"{prefix}weight_int8"], state_dict[f"{prefix}weight_scale"] = q, scale
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@torch.no_grad()
+def quantized_weight(weight: Tensor, layer: str, config: WeightConfig) -> tuple[Tensor, Tensor]:
+    """A float weight ``(N, K)`` as int8 and its scale, ``(N,)`` or ``(1,)`` float32; on "meta" without values.
+
+    Raises:
+        CalibrationError: the weight holds NaN or infinity; the message names the layer.
+    """
+    if weight.is_meta:
+        scales = 1 if config.granularity == "per_tensor" else weight.shape[0]
+        return weight.new_empty(weight.shape, dtype=torch.int8), weight.new_empty(scales, dtype=torch.float32)
+    observer = WeightObserver(layer, config)
+    observer.check(weight)
+    scale = observer.current_scale(weight)
+    return numerics.quantize(weight, scale.unsqueeze(-1)).contiguous(), scale

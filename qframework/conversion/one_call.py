@@ -1,0 +1,157 @@
+"""``quantize``: exports, prepares, calibrates and converts a model in one call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from qframework.arguments import as_call, check_module, described
+from qframework.compat import pytree
+from qframework.compat.dynamo import is_compiled
+from qframework.conversion.exported import quantize_exported
+from qframework.conversion.quantized_model import QuantizedModel
+from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
+from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
+from qframework.quantizer.quantizer import module_names
+from qframework.quantizer.rules import Config
+
+PRESETS = {"static_int8": static_int8, "dynamic_int8": dynamic_int8}
+RECIPES = {"best": Recipe.best}
+HEAD = ("head",)
+
+
+def quantize(
+    model: nn.Module,
+    example_inputs: Any,
+    config: Config | QFrameworkQuantizer | str,
+    calibration_data: Iterable[Any] | None = None,
+    *,
+    recipe: Recipe | str | None = None,
+    skip: Iterable[str] = HEAD,
+    dynamic_shapes: Any | Literal["batch"] = "batch",
+    batches: int | None = None,
+    progress: bool = False,
+) -> QuantizedModel:
+    """Quantize a float model: ``torch.export``, ``prepare_pt2e``, ``calibrate`` and ``convert_pt2e`` in one call.
+
+    Args:
+        model: the float model, in eval mode, with the device and dtype that it will run in. It is not changed.
+        example_inputs: its input, a tuple of inputs, or a mapping of keyword inputs; only shapes and dtypes matter.
+        config: what to quantize linear and attention layers to: ``static_int8()``, ``dynamic_int8()`` or another
+            configuration, the name of one of these two, or a QFrameworkQuantizer with rules for single layers.
+        calibration_data: batches as ``qframework.calibrate`` takes them. Static configurations need a few hundred real
+            inputs, dynamic ones none.
+        recipe: steps that keep accuracy, a ``Recipe`` or ``"best"``; they read ``calibration_data`` several times.
+        skip: modules that stay in float, by name; ``*`` is a wildcard. The default keeps a module called ``head`` in
+            float if there is one, unless ``config`` is a quantizer, whose rules then apply alone.
+        dynamic_shapes: ``"batch"``: the first dimension of the first tensor may vary, and that of every other tensor of
+            that size; ``None``: the model takes the shapes of ``example_inputs`` only; else as ``torch.export.export``.
+        batches: maximum number of calibration batches; None for all.
+        progress: draw a progress bar on a terminal while calibrating.
+
+    Returns:
+        An ordinary module with ``save`` and ``explain``, for ``torch.compile(..., backend="qframework")``.
+
+    Raises:
+        CalibrationError: ``config`` is static or there is a recipe, and ``calibration_data`` is None, empty or not
+            finite.
+        UnsupportedError: a wrong argument, a name in ``skip`` that no module has, or a configuration without a kernel.
+        QFrameworkError: ``torch.export`` cannot capture the model with these inputs and shapes.
+    """
+    check_module(model, "quantize: model")
+    if is_compiled(model):
+        raise UnsupportedError("quantize: model must not be compiled. Pass the model given to torch.compile")
+    if model.training:
+        raise UnsupportedError("quantize: model must be in eval mode, got a model in training mode. Call model.eval()")
+    chosen = _recipe(recipe)
+    quantizer = _quantizer(config)
+    if calibration_data is None and (chosen is not None or quantizer.needs_calibration):
+        why = "a recipe" if chosen is not None else "static INT8"
+        raise CalibrationError(f"quantize: calibration_data must hold batches of real inputs for {why}, got None")
+    args, kwargs = as_call(example_inputs)
+    shapes = _shapes(args, kwargs, dynamic_shapes)
+    exported = _exported(model, args, kwargs, shapes)
+    _leave_in_float(quantizer, exported, tuple(skip), config)
+    converted = quantize_exported(
+        exported, quantizer, calibration_data, recipe=chosen, batches=batches, show_progress=progress
+    )
+    described_by = {"quantizer": quantizer.to_dict(), "recipe": chosen and chosen.to_dict()}
+    return QuantizedModel(converted, (args, kwargs), shapes, described_by)
+
+
+def _recipe(recipe: Recipe | str | None) -> Recipe | None:
+    if isinstance(recipe, str) and recipe in RECIPES:
+        return RECIPES[recipe]()
+    if not isinstance(recipe, Recipe | None):
+        accepted = ", ".join(map(repr, RECIPES))
+        raise UnsupportedError(f"quantize: recipe must be None, a Recipe or {accepted}, got {described(recipe)}")
+    return recipe
+
+
+def _quantizer(config: Config | QFrameworkQuantizer | str) -> QFrameworkQuantizer:
+    """A quantizer of its own for ``config``."""
+    if isinstance(config, QFrameworkQuantizer):
+        copied = QFrameworkQuantizer(is_qat=config.is_qat)
+        copied.rules = list(config.rules)
+        return copied
+    if isinstance(config, str) and config in PRESETS:
+        config = PRESETS[config]()
+    if not isinstance(config, Config):
+        accepted = ", ".join(map(repr, PRESETS))
+        raise UnsupportedError(
+            f"quantize: config must be a configuration such as static_int8(), one of {accepted}, or a "
+            f"QFrameworkQuantizer, got {described(config)}"
+        )
+    return QFrameworkQuantizer().set_global(config)
+
+
+def _leave_in_float(
+    quantizer: QFrameworkQuantizer, exported: fx.GraphModule, skip: tuple[str, ...], config: Any
+) -> None:
+    if skip == HEAD and (isinstance(config, QFrameworkQuantizer) or HEAD[0] not in module_names(exported)):
+        return
+    for name in skip:
+        quantizer.set_module_name(name, None)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> Any:
+    """``dynamic_shapes`` for ``torch.export.export``."""
+    if not isinstance(dynamic_shapes, str):
+        return dynamic_shapes
+    if dynamic_shapes != "batch":
+        raise UnsupportedError(
+            f"quantize: dynamic_shapes must be 'batch', None or as in torch.export.export, got {dynamic_shapes!r}"
+        )
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim]
+    size = tensors[0].shape[0] if tensors else 0
+    if size < 2:
+        raise UnsupportedError(
+            f"quantize: example_inputs must have a first dimension of at least 2, got {size}: torch.export makes 1 a "
+            "constant. Pass a larger batch, or dynamic_shapes=None for a model that takes this shape only"
+        )
+
+    def of(x: Any) -> Any:
+        return {0: Dim.DYNAMIC} if isinstance(x, Tensor) and x.ndim and x.shape[0] == size else None
+
+    positional = pytree.tree_map(of, args)
+    named = {name: pytree.tree_map(of, value) for name, value in kwargs.items()}
+    return named if kwargs and not args else positional
+
+
+def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], shapes: Any) -> fx.GraphModule:
+    """A float graph with weights of its own, since recipes change weights in place."""
+    try:
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
+    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise QFrameworkError(
+            f"quantize: torch.export cannot capture the model with these example_inputs and dynamic_shapes: "
+            f"{type(error).__name__}: {first[:1000]}. Pass dynamic_shapes=None for fixed shapes, or use "
+            "qframework.quantize_, which needs no export"
+        ) from error
+    return copy.deepcopy(exported)

@@ -1,0 +1,69 @@
+"""QuantizedModel: a converted model that saves and explains itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from qframework.backend import Report, explain
+from qframework.compat import pytree
+from qframework.errors import UnsupportedError
+from qframework.serialization import save
+
+
+class QuantizedModel(GraphModule):
+    """A quantized model: an ordinary module, for ``torch.compile(..., backend="qframework")``.
+
+    Without compilation it simulates the INT8 model in float, slowly. ``quantize`` makes it.
+    """
+
+    def __init__(self, converted: GraphModule, call: tuple[Any, Any], dynamic_shapes: Any, config: Any) -> None:
+        """``call`` holds the example's positional and keyword arguments; only shapes and dtypes of tensors are kept."""
+        super().__init__(converted, converted.graph, "QuantizedModel")
+        self.training = False
+        self._call = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), call)
+        self._dynamic_shapes, self._config = dynamic_shapes, config
+
+    def save(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
+        """Write the model to one file, which ``qframework.load`` reads without the model's code.
+
+        Args:
+            path: any name; ``.pt2`` is customary. Existing files are replaced.
+            config: JSON-able description to keep with the model, in addition to how it was quantized.
+
+        Raises:
+            QFrameworkError, UnsupportedError, OSError: as ``qframework.save``.
+        """
+        args, kwargs = pytree.tree_map_only(Tensor, self._like_an_example, self._call)
+        shapes = self._dynamic_shapes
+        program = torch.export.export(self, args, kwargs, dynamic_shapes=shapes)
+        save(program, path, args, config={**self._config, **(config or {})})
+
+    def explain(self) -> Report:
+        """Report which layers run in INT8 under ``backend="qframework"``, and why the others do not."""
+        return explain(self, ())
+
+    def train(self, mode: bool = True) -> Self:
+        """Only ``eval()``, which changes nothing. Raises UnsupportedError for ``train()``."""
+        if mode:
+            raise UnsupportedError(
+                "QuantizedModel: mode must be False, got True: a quantized model cannot be trained. Train the float "
+                "model, or prepare it with prepare_qat_pt2e"
+            )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
+        copied: Any = super().__deepcopy__(memo)
+        copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
+        copied.training = False
+        return copied
+
+    def _like_an_example(self, x: Tensor) -> Tensor:
+        """Zeros: only shapes, strides and dtypes matter to an export."""
+        device = next((tensor.device for tensor in [*self.parameters(), *self.buffers()]), torch.device("cpu"))
+        return torch.zeros_like(x, device=device)

@@ -1,0 +1,431 @@
+"""``quantize_`` (in_place.py, linear_module.py, input_scales.py)."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from quantized_models import MLP, bert, gpt2, vit
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+
+import qframework
+from qframework import conversion, numerics, quantize_
+from qframework.conversion import QuantizedLinear
+from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
+from qframework.quantizer import dynamic_int8, qattn_paper, static_attention, static_int8
+
+
+@pytest.fixture(autouse=True)
+def _no_fallbacks():
+    conversion.fallbacks.clear()
+
+
+def quantized(model: nn.Module) -> set[str]:
+    return {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+def expected_linear(x, layer: QuantizedLinear, scale) -> torch.Tensor:
+    """The layer by its definition: the quantized input in float32, all else in float64."""
+    q = (x.float() * (1 / scale)).round().clamp(-127, 127).double()
+    y = q @ layer.weight_int8.double().t() * scale.double() * layer.weight_scale.double()
+    return y if layer.bias is None else y + layer.bias.double()
+
+
+CONFIGS = {
+    "dynamic": dynamic_int8(),
+    "dynamic per tensor": dynamic_int8("per_tensor", "per_tensor"),
+    "static": static_int8(),
+    "static per token": static_int8("per_token"),
+    "static by percentile": static_int8(observer="percentile", percentile=99.99),
+    "static by entropy, weights per tensor": static_int8(weight="per_tensor", observer="entropy"),
+}
+
+
+def _quantize(model: nn.Module, config, batch) -> nn.Module:
+    return quantize_(model.eval(), config, None if config.activation.dynamic else [batch])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "rounding"), [(torch.float32, 2**-20), (torch.float16, 2**-11), (torch.bfloat16, 2**-8)]
+)
+def test_a_layer_computes_its_definition(config, bias, dtype, rounding) -> None:
+    model = nn.Sequential(nn.Linear(24, 10, bias=bias)).to(dtype)
+    model[0].weight[3] = 0
+    x = torch.randn(3, 5, 24, dtype=dtype)
+    x[1, 2] = 0
+    weight = model[0].weight.detach().clone()
+    layer = _quantize(model, config, x)[0]
+    assert not list(layer.parameters()) if not bias else [name for name, _ in layer.named_parameters()] == ["bias"]
+    assert layer.weight_int8[3].eq(0).all()
+    torch.testing.assert_close(layer.weight, weight, rtol=0, atol=float(layer.weight_scale.max()) * 0.51 + 2**-7)
+    scale = numerics.dynamic_scale(x, layer.activation) if layer.input_scale is None else layer.input_scale
+    y, expected = model(x), expected_linear(x, layer, scale)
+    assert y.dtype == dtype
+    torch.testing.assert_close(y.double(), expected, rtol=1.01 * rounding, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_a_vision_transformer(config) -> None:
+    model, images = vit()
+    reference = model(images)
+    same = _quantize(model, config, images)
+    assert same is model
+    assert len(quantized(model)) == 25
+    assert not any(isinstance(module, nn.Linear) for module in model.modules())
+    assert numerics.sqnr_db(reference, model(images)) > 20
+    assert not conversion.fallbacks
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_models_are_fused_and_agree_with_eager(config) -> None:
+    model, images = vit()
+    eager = _quantize(model, config, images)(images)
+    report = qframework.explain(model, (images,))
+    assert report.lowered == report.total == 25
+    operators = {layer.name: layer.operator for layer in report.layers}
+    int8_out = ", int8 out" if not config.activation.dynamic else ""
+    assert operators["blocks.0.mlp.fc1"] == f"qframework::int8_linear (gelu{int8_out})"
+    assert operators["blocks.0.mlp.fc2"] == operators["blocks.0.attn.proj"] == "qframework::int8_linear (residual)"
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(images), eager)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="qframework", fullgraph=True)(images)
+    float_model, _ = vit()
+    data = None if config.activation.dynamic else [images]
+    exported = torch.compile(qframework.quantize(float_model, images, config, data, skip=()), backend="qframework")
+    assert numerics.sqnr_db(exported(images), compiled) > 60  # the same operators; eager rounds between them
+    assert numerics.sqnr_db(eager, compiled) > 25
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_layers_that_read_one_tensor_share_its_dynamic_quantization() -> None:
+    class Projections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+
+        def forward(self, x, write):
+            q = self.q(x)
+            k = self.k(x)
+            if write:
+                x.mul_(2)
+            return q, k, self.v(x)
+
+    model = quantize_(Projections(), dynamic_int8())
+    graphs = []
+
+    def keep(gm, example_inputs):
+        from qframework.backend.compile import lower
+        from qframework.backend.options import BackendOptions
+
+        lower(gm, example_inputs, BackendOptions())
+        graphs.append(gm)
+        return gm.forward
+
+    for write, shared in ((False, 1), (True, 2)):
+        x = torch.randn(4, 16)
+        wanted = model(x.clone(), write)
+        got = torch.compile(model, backend=keep)(x.clone(), write)
+        assert all(map(torch.equal, got, wanted))
+        found = [n for n in graphs[-1].graph.nodes if n.target is torch.ops.qframework.dynamic_quantize.default]
+        assert len(found) == shared
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_bert_with_padding(config) -> None:
+    model, batch = bert()
+    mask = batch["attention_mask"].bool()
+    reference = model(**batch).last_hidden_state
+    quantize_(model, config, None if config.activation.dynamic else [(batch, torch.zeros(2))])
+    assert len(quantized(model)) == 13
+    assert numerics.sqnr_db(reference[mask], model(**batch).last_hidden_state[mask]) > 20
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_gpt2_with_conv1d_and_a_tied_head(config, caplog) -> None:
+    model, batch = gpt2()
+    embedding, reference = model.transformer.wte.weight, model(**batch).logits
+    quantize_(model, config, None if config.activation.dynamic else [batch])
+    assert len(quantized(model)) == 8
+    assert model.lm_head.weight is embedding
+    assert "layer 'lm_head' stays in float: its weight is shared with 'transformer.wte'" in caplog.text
+    assert numerics.sqnr_db(reference, model(**batch).logits) > 20
+    text = model.generate(**batch, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert text.shape == (2, 12)
+
+
+@torch.no_grad()
+def test_multi_head_attention_stays_right(caplog) -> None:
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    model, x = nn.Sequential(nn.Linear(16, 16)), torch.randn(2, 5, 16)
+    model.add_module("attention", attention)
+    reference = attention.eval()(x, x, x)[0]
+    quantize_(model.eval(), dynamic_int8())
+    assert quantized(model) == {"0"}
+    assert torch.equal(attention(x, x, x)[0], reference)
+    assert "layer 'attention.out_proj' stays in float: the MultiheadAttention around it reads its weight" in caplog.text
+
+
+@torch.no_grad()
+def test_only_children_whose_weight_is_read_stay_in_float() -> None:
+    class Reader(MLP):
+        def forward(self, x):
+            return self.head(F.linear(F.gelu(self.fc1(x)), self.fc2.weight, self.fc2.bias))
+
+    class Other(MLP):
+        def forward(self, x):
+            for layer in (self.fc1, self.fc2, self.head):
+                x = F.linear(x, layer.weight)
+            return x
+
+    model, x = nn.Sequential(Reader()).eval(), torch.randn(4, 16)
+    reference = model(x)
+    assert quantized(quantize_(model, dynamic_int8())) == {"0.fc1", "0.head"}
+    assert numerics.sqnr_db(reference, model(x)) > 30
+    with pytest.raises(UnsupportedError, match="got none in a Other"):
+        quantize_(Other(), dynamic_int8())
+
+
+@torch.no_grad()
+def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
+    model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)
+    reference = model(x)
+    quantize_(model, dynamic_int8())
+    assert quantized(model) == {f"layers.{n}.linear{m}" for n in (0, 1) for m in (1, 2)}
+    calls = []
+    model.layers[0].linear1.register_forward_hook(lambda *_: calls.append(1))
+    assert numerics.sqnr_db(reference, model(x)) > 30
+    assert calls
+
+
+@torch.no_grad()
+def test_code_that_reads_a_weight_gets_the_dequantized_one() -> None:
+    layer = quantize_(nn.Sequential(nn.Linear(16, 8)), dynamic_int8())[0]
+    x = torch.randn(4, 16)
+    torch.testing.assert_close(F.linear(x, layer.weight, layer.bias), layer(x), rtol=0.05, atol=0.05)
+    with pytest.raises((AttributeError, KeyError)):
+        layer.weight = nn.Parameter(torch.zeros(8, 16))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_a_layer_used_twice_and_layers_with_one_weight(config) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+            self.again, self.b.weight = self.a, self.a.weight
+
+        def forward(self, x):
+            return self.b(self.again(self.a(x)))
+
+    model, x = Twice(), torch.randn(4, 16)
+    reference = model(x)
+    _quantize(model, config, x)
+    assert model.again is model.a
+    assert model.b.weight_int8 is model.a.weight_int8
+    assert numerics.sqnr_db(reference, model(x)) > 25
+    if model.a.input_scale is not None:  # it saw both inputs
+        assert float(model.a.input_scale) * 127.001 >= float(x.abs().max())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_safetensors_and_a_model_on_meta(config, tmp_path) -> None:
+    x = torch.randn(4, 16)
+    model = _quantize(MLP(), config, x)
+    save_file(model.state_dict(), tmp_path / "mlp.safetensors")
+    with torch.device("meta"):
+        empty = MLP()
+    quantize_(empty.eval(), config)
+    assert all(tensor.is_meta for tensor in empty.state_dict().values())
+    empty.load_state_dict(load_file(tmp_path / "mlp.safetensors"), assign=True)
+    assert torch.equal(empty(x), model(x))
+    other = _quantize(MLP(), config, 5 * x)
+    assert not torch.equal(other(x), model(x))
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("assign", [True, False])
+def test_float_weights_are_quantized_when_they_are_loaded(assign) -> None:
+    (model, batch), (fresh, _) = gpt2(), gpt2()
+    state = model.state_dict()
+    quantize_(fresh, dynamic_int8(weight="per_tensor"))
+    for tensor in fresh.state_dict().values():
+        tensor.zero_()
+    fresh.load_state_dict(state, assign=assign)
+    assert "transformer.h.0.attn.c_attn.weight" in state
+    wanted = quantize_(model, dynamic_int8(weight="per_tensor"))
+    assert torch.equal(fresh(**batch).logits, wanted(**batch).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_copies_and_other_dtypes(config) -> None:
+    x = torch.randn(4, 16)
+    model = _quantize(MLP(), config, x)
+    copied = copy.deepcopy(model)
+    for tensor in copied.state_dict().values():
+        tensor.zero_()
+    y = model(x)
+    assert y.abs().sum() > 0
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    assert half.fc1.weight_scale.dtype == torch.float32
+    assert half.fc1.weight_int8.dtype == torch.int8
+    assert half.fc1.weight.dtype == half(x.bfloat16()).dtype == half.fc1.bias.dtype == torch.bfloat16
+    assert numerics.sqnr_db(y, half(x.bfloat16())) > 25
+    assert copy.deepcopy(model).to("meta").fc1.weight.is_meta
+    emptied = copy.deepcopy(model).to("meta").to_empty(device="cpu")
+    emptied.load_state_dict(model.state_dict())
+    assert torch.equal(emptied(x), y)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+
+
+@torch.no_grad()
+def test_exported_and_saved(tmp_path) -> None:
+    x = torch.randn(4, 16)
+    model = _quantize(MLP(), static_int8(), x)
+    program = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    qframework.save(program, tmp_path / "mlp.pt2", (x,))
+    loaded = qframework.load(tmp_path / "mlp.pt2")
+    assert torch.equal(loaded(x[:3]), model(x[:3]))
+    assert qframework.explain(loaded, x).lowered == 3
+
+
+@torch.no_grad()
+def test_data_parallel_inference(tmp_path) -> None:
+    x = torch.randn(4, 16)
+    model = quantize_(MLP(), dynamic_int8())
+    reference = model(x)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        replicated = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
+        assert torch.equal(replicated(x), reference)
+        mesh = init_device_mesh("cpu", (1,))
+        fully_shard(model.fc1, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        assert torch.equal(model(x), reference)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@torch.no_grad()
+def test_filter_fn() -> None:
+    seen = []
+
+    def filter_fn(module, name):
+        seen.append((type(module), name))
+        return name != "head"
+
+    model = quantize_(MLP(), dynamic_int8(), filter_fn=filter_fn)
+    assert quantized(model) == {"fc1", "fc2"}
+    assert seen == [(nn.Linear, "fc1"), (nn.Linear, "fc2"), (nn.Linear, "head")]
+
+
+@torch.no_grad()
+def test_layers_that_cannot_be_replaced(caplog) -> None:
+    class Other(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model = nn.Sequential(
+        nn.Linear(8, 8),
+        nn.Linear(8, 8),
+        nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+        Other(8, 8),
+        nn.Linear(8, 8),
+        nn.Linear(8, 8).double(),
+        nn.Linear(8, 8),
+    )
+    model[1].register_forward_hook(lambda *_: None)
+    model[4].forward = lambda x: x
+    quantize_(model, dynamic_int8())
+    assert quantized(model) == {"0", "6"}
+    for name, reason in (("1", "it has hooks"), ("2", "its weight is parametrized"), ("4", "its forward was replaced")):
+        assert f"layer {name!r} stays in float: {reason}" in caplog.text
+    assert "layer '5' stays in float: weight has dtype torch.float64" in caplog.text
+    assert conversion.fallbacks.total() == 4
+
+
+@torch.no_grad()
+def test_layers_without_a_scale_stay_in_float(caplog) -> None:
+    class Unused(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.unused, self.zeros = nn.Linear(16, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            return super().forward(x) + self.zeros(torch.zeros_like(x))
+
+    with caplog.at_level(logging.WARNING):
+        model = quantize_(Unused().eval(), static_int8(), [torch.randn(4, 16)])
+    assert quantized(model) == {"fc1", "fc2", "head"}
+    assert "layer 'unused', 'zeros' stays in float: calibration saw nothing but zeros" in caplog.text
+    assert conversion.fallbacks.total() == 2
+
+
+def _nan():
+    model = MLP().eval()
+    with torch.no_grad():
+        model.fc2.weight[0, 0] = float("nan")
+    return model
+
+
+def _without_bias():
+    return nn.Sequential(nn.Linear(16, 4, bias=False)).eval()
+
+
+X = torch.randn(4, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "data", "options", "message"),
+    [
+        (lambda: "mlp", dynamic_int8(), None, {}, r"quantize_: model must be an nn.Module, got 'mlp'"),
+        (lambda: torch.compile(MLP()), dynamic_int8(), None, {}, r"model must not be compiled"),
+        (MLP, "dynamic_int8", None, {}, r"config must be a LinearConfig such as dynamic_int8\(\)"),
+        (MLP, static_attention(), None, {}, r"config must be a LinearConfig"),
+        (lambda: MLP().eval(), qattn_paper(), [X], {}, r"must have output='consumer', got 'always'"),
+        (MLP, dynamic_int8(), [X], {}, r"calibration_data must be None for a dynamic configuration"),
+        (MLP, static_int8(), [X], {}, r"model must be in eval mode"),
+        (lambda: MLP().eval(), static_int8(), None, {}, r"calibration_data must hold batches .*, got None"),
+        (lambda: MLP().eval(), static_int8(), [], {}, r"data must hold at least one batch, got none"),
+        (
+            lambda: MLP().eval(),
+            static_int8(),
+            [X * float("inf")],
+            {},
+            r"batch 0: the activation of layer 'fc1'",
+        ),
+        (_without_bias, static_int8(), [torch.zeros(4, 16)], {}, r"none of the 1 layers saw one, '0' among them"),
+        (lambda: MLP().eval(), static_int8(), [X.double()], {}, r"layer 'fc1': its input must be float32, float16 or"),
+        (lambda: MLP().eval(), static_int8("per_token"), [X, X[:3]], {}, r"layer 'fc1': .*same positions .*\(4,\) and"),
+        (lambda: MLP().eval(), static_int8(), [{"y": X}], {}, r"the batch must match MLP.forward"),
+        (MLP, dynamic_int8(), None, {"filter_fn": "fc1"}, r"filter_fn must be None or a function"),
+        (MLP, dynamic_int8(), None, {"filter_fn": lambda *_: False}, r"model must hold a linear layer that filter_fn"),
+        (lambda: nn.Linear(4, 4), dynamic_int8(), None, {}, r"Wrap it in nn.Sequential"),
+        (_nan, dynamic_int8(), None, {}, r"layer 'fc2': the weight must be finite"),
+    ],
+)
+def test_wrong_arguments(model, config, data, options, message) -> None:
+    with pytest.raises(QFrameworkError, match=message) as error:
+        quantize_(model(), config, data, **options)
+    assert isinstance(error.value, UnsupportedError | CalibrationError | QFrameworkError)

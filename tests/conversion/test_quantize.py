@@ -1,0 +1,187 @@
+"""``quantize`` (one_call.py, exported.py, quantized_model.py)."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from quantized_models import MLP, bert, vit
+from torch import nn
+
+import qframework
+from qframework import numerics, quantize
+from qframework.conversion.one_call import QuantizedModel
+from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
+from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
+from qframework.serialization import read_metadata
+
+
+def lowered(model: QuantizedModel) -> set[str]:
+    return {layer.name for layer in model.explain().layers if layer.lowered and layer.kind == "linear"}
+
+
+@pytest.mark.parametrize(
+    "config", [static_int8(), static_int8("per_token"), dynamic_int8(), "static_int8", "dynamic_int8"]
+)
+def test_any_batch_size(config) -> None:
+    model, x = MLP().eval(), torch.randn(4, 5, 16)
+    quantized = quantize(model, x, config, [x])
+    assert isinstance(quantized, QuantizedModel)
+    for size in (7, 1):
+        other = torch.randn(size, 5, 16)
+        assert numerics.sqnr_db(model(other), quantized(other)) > 25
+    assert lowered(quantized) == {"fc1", "fc2"}
+
+
+def test_fixed_shapes() -> None:
+    x = torch.randn(1, 16)
+    quantized = quantize(MLP().eval(), x, dynamic_int8(), dynamic_shapes=None)
+    assert quantized(x).shape == (1, 4)
+    with pytest.raises(UnsupportedError, match=r"first dimension of at least 2, got 1.*dynamic_shapes=None"):
+        quantize(MLP().eval(), x, dynamic_int8())
+
+
+def test_a_timm_model_saved_and_loaded(tmp_path) -> None:
+    model, images = vit()
+    before = copy.deepcopy(model.state_dict())
+    quantized = quantize(model, (images,), static_int8(), [(images, torch.zeros(2))])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    with torch.no_grad():
+        assert numerics.sqnr_db(model(images), quantized(images)) > 20
+        quantized.save(tmp_path / "vit.pt2", {"note": 1})
+        assert torch.equal(qframework.load(tmp_path / "vit.pt2")(images[:1]), quantized(images[:1]))
+    config = read_metadata(tmp_path / "vit.pt2")["config"]
+    assert config["note"] == 1
+    assert QFrameworkQuantizer.from_dict(config["quantizer"]).needs_calibration
+    assert "head" not in lowered(quantized)
+
+
+def test_keyword_inputs_with_a_mask(tmp_path) -> None:
+    model, batch = bert()
+    quantized = quantize(model, batch, static_int8(), [batch])
+    longer = {name: value.repeat(2, 1) for name, value in batch.items()}
+    with torch.no_grad():
+        expected, found = model(**longer), quantized(**longer)
+        assert numerics.sqnr_db(expected.last_hidden_state, found["last_hidden_state"]) > 20
+    assert len(lowered(quantized)) == 13
+
+
+def test_keyword_inputs_saved_and_loaded(tmp_path) -> None:
+    class Named(MLP):
+        def forward(self, *, left, right):
+            return super().forward(left + right)
+
+    batch = {"left": torch.randn(2, 16), "right": torch.randn(2, 16)}
+    quantized = quantize(Named().eval(), batch, dynamic_int8())
+    quantized.save(tmp_path / "named.pt2")
+    assert torch.equal(qframework.load(tmp_path / "named.pt2")(**batch), quantized(**batch))
+
+
+def test_what_a_module_has() -> None:
+    x = torch.randn(4, 16)
+    quantized = quantize(MLP().eval(), x, dynamic_int8())
+    assert quantized.eval() is quantized
+    assert not quantized.training
+    with pytest.raises(UnsupportedError, match=r"mode must be False, got True"):
+        quantized.train()
+    copied = copy.deepcopy(quantized)
+    assert lowered(copied) == lowered(quantized)
+    for tensor in copied.state_dict().values():
+        tensor.zero_()
+    assert quantized(x).abs().sum() > 0
+    copied.load_state_dict(quantized.state_dict())
+    assert torch.equal(copied(x), quantized(x))
+    with torch.no_grad():
+        compiled = torch.compile(quantized, backend="qframework")
+        assert numerics.sqnr_db(quantized(x), compiled(x)) > 60
+    assert {layer.name for layer in compiled.explain().layers if layer.lowered} == {"fc1", "fc2"}
+
+
+def test_skip() -> None:
+    x = torch.randn(4, 16)
+    assert lowered(quantize(MLP().eval(), x, dynamic_int8(), skip=())) == {"fc1", "fc2", "head"}
+    assert lowered(quantize(MLP().eval(), x, dynamic_int8(), skip=("fc*",))) == {"head"}
+    assert lowered(quantize(nn.Sequential(nn.Linear(16, 4)).eval(), x, dynamic_int8())) == {"0"}
+    with pytest.raises(UnsupportedError, match="pattern 'heads' must match a module"):
+        quantize(MLP().eval(), x, dynamic_int8(), skip=("heads",))
+
+
+def test_a_quantizer_keeps_its_rules() -> None:
+    x = torch.randn(4, 16)
+    quantizer = QFrameworkQuantizer().set_global(dynamic_int8())
+    assert lowered(quantize(MLP().eval(), x, quantizer)) == {"fc1", "fc2", "head"}
+    assert lowered(quantize(MLP().eval(), x, quantizer, skip=("fc1",))) == {"fc2", "head"}
+    assert len(quantizer.rules) == 1
+
+
+def test_at_most_the_given_number_of_batches() -> None:
+    taken = []
+
+    def batches():
+        for index in range(5):
+            taken.append(index)
+            yield torch.randn(4, 16)
+
+    quantize(MLP().eval(), torch.randn(4, 16), static_int8(), batches(), batches=2)
+    assert taken == [0, 1]
+
+
+@pytest.mark.parametrize("recipe", [None, "best"])
+def test_data_is_needed_for_static_scales_and_recipes(recipe) -> None:
+    config = dynamic_int8() if recipe else static_int8()
+    with pytest.raises(CalibrationError, match=r"quantize: calibration_data must hold batches .* got None"):
+        quantize(MLP().eval(), torch.randn(4, 16), config, recipe=recipe)
+
+
+def test_a_recipe_needs_data_that_can_be_read_again() -> None:
+    data = iter([torch.randn(4, 16)])
+    with pytest.raises(CalibrationError, match=r"must be a list or a DataLoader, got list_iterator"):
+        quantize(MLP().eval(), torch.randn(4, 16), static_int8(), data, recipe=Recipe())
+
+
+def test_the_steps_of_a_recipe_around_calibration() -> None:
+    images, seen = [torch.randn(4, 16), torch.randn(4, 16)], []
+
+    class Steps(Recipe):
+        def before_prepare(self, exported, quantizer, data):
+            seen.append(("before", len(list(data)), any("activation_post" in n for n, _ in exported.named_modules())))
+            return {}
+
+        def after_calibrate(self, prepared, data):
+            seen.append(("after", len(list(data)), any("activation_post" in n for n, _ in prepared.named_modules())))
+
+    quantize(MLP().eval(), images[0], static_int8(), images, recipe=Steps(), batches=1)
+    assert seen == [("before", 1, False), ("after", 1, True)]
+
+
+def _in_training():
+    return MLP().train()
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "message"),
+    [
+        (_in_training, {}, r"model must be in eval mode"),
+        (lambda: torch.compile(MLP().eval()), {}, r"model must not be compiled"),
+        (lambda: "vit", {}, r"model must be an nn.Module, got 'vit'"),
+        (MLP, {"config": "int4"}, r"config must be a configuration such as static_int8\(\), one of 'static_int8', "),
+        (MLP, {"recipe": "worst"}, r"recipe must be None, a Recipe or 'best', got 'worst'"),
+        (MLP, {"dynamic_shapes": "all"}, r"dynamic_shapes must be 'batch', None or as in torch.export.export"),
+    ],
+)
+def test_wrong_arguments(model, arguments, message) -> None:
+    module = model()
+    if model is MLP:
+        module.eval()
+    with pytest.raises(QFrameworkError, match=message):
+        quantize(module, torch.randn(4, 16), **{"config": dynamic_int8(), **arguments})
+
+
+def test_a_model_that_cannot_be_exported() -> None:
+    class Fixed(MLP):
+        def forward(self, x):
+            return super().forward(x.view(4, 16))
+
+    with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model .* dynamic_shapes=None"):
+        quantize(Fixed().eval(), torch.randn(4, 16), dynamic_int8())
