@@ -101,14 +101,19 @@ def quantized_attention_triton(
     dense = bias.is_empty and lengths is None and not lse and logit_scale > 0
     if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
         return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype), None
-    plain = lengths is None and not lse and out_scale is None and values.scale is None
+    plain = lengths is None and not lse and out_scale is None and (values.scale is None or values.paired)
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
     at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
-    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at):
-        return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias, dtype), None
+    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, stored=values.paired):
+        return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype), None
+    if values.paired:
+        raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
+    unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and logit_scale > 0
+    if lengths is not None and unbiased and hopper.fits_packed(qk.q, qk.k, values.v, variant, lengths):
+        return hopper.attention_packed(qk.q, qk.k, values.v, variant, logit_scale, bias.causal, lengths), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None and variant.quantizes_qk

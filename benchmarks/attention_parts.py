@@ -1,0 +1,307 @@
+"""Attention on Hopper: share of quantization, variants against each other and cuDNN, packed sequences against dense.
+
+``python -m benchmarks.attention_parts`` checks each call against float32 attention, then times calls replayed in CUDA
+graphs, with the L2 cache flushed before each, interleaved in rounds. Times are medians in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.attention_oracle import float32_attention
+from qframework import sage_attention_varlen
+from qframework.kernels.attention import hopper
+from qframework.kernels.attention.operands import Bias
+from qframework.kernels.attention.pipeline import _attend_triton
+from qframework.kernels.attention.prepare import can_prepare, prepare_triton
+from qframework.kernels.attention.variants import resolve
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+FLUSH_BYTES = 128 * 2**20
+KEY_BIAS = 2.0
+MIXES = {
+    "geometric": [8192, 4096, 4096, 2048, 2048, 2048, 1024, 1024, 1024, 1024, 512, 512, 512, 512, 512, 512],
+    "odd": [7001, 5003, 3999, 3001, 2047, 1777, 1500, 1111, 999, 777, 555, 333, 222, 111],
+    "equal": [4096] * 4,
+}
+
+
+class Runs:
+    """Calls timed in turns: a CUDA graph of each, replayed after a flush of the L2 cache."""
+
+    def __init__(self, calls: dict[str, Callable[[], Any]]) -> None:
+        self.flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self.graphs = {name: self._captured(fn) for name, fn in calls.items()}
+
+    def _captured(self, fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                fn()
+            torch.cuda.synchronize()
+            graph.capture_begin()
+            try:
+                fn()
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(stream)
+        return graph
+
+    def times(self, rounds: int) -> dict[str, float]:
+        """Medians in microseconds, from ``rounds`` rounds of all in turns after one that warms up."""
+        found: dict[str, list[tuple[Any, Any]]] = {name: [] for name in self.graphs}
+        for _ in range(rounds + 1):
+            for name, graph in self.graphs.items():
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.flushed.zero_()
+                start.record()
+                graph.replay()
+                end.record()
+                found[name].append((start, end))
+        torch.cuda.synchronize()
+        return {
+            name: round(statistics.median(a.elapsed_time(b) for a, b in pairs[1:]) * 1e3, 1)
+            for name, pairs in found.items()
+        }
+
+
+def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(*sizes, device="cuda", dtype=dtype)
+
+
+def relative_l1(out: Tensor, reference: Tensor) -> float:
+    return round(float((out.float() - reference).abs().sum(dtype=torch.float64) / reference.abs().sum()), 5)
+
+
+def dense_operands(batch, heads, key_heads, tokens, width, dtype):
+    q = normal(batch, heads, tokens, width, dtype=dtype)
+    k = normal(batch, key_heads, tokens, width, dtype=dtype) + KEY_BIAS * normal(1, key_heads, 1, width, dtype=dtype)
+    return q, k, normal(batch, key_heads, tokens, width, dtype=dtype)
+
+
+def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int) -> dict[str, Any]:
+    """Whole calls of variants and of cuDNN, and their passes and kernels alone."""
+    _, heads, key_heads, _, width = shape
+    q, k, v = dense_operands(*shape, DTYPES[dtype])
+    calls: dict[str, Callable[[], Any]] = {}
+    errors = {}
+    head = [x[:1, :1] for x in (q, k, v)]
+    reference = float32_attention(*head, causal)
+
+    def cudnn() -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=heads != key_heads)
+
+    calls["cudnn"] = cudnn
+    errors["cudnn"] = relative_l1(cudnn()[:1, :1], reference)
+    problems = {}
+    for name in names:
+        variant = resolve(name)
+
+        def whole(name=name) -> Tensor:
+            given = {"is_causal": causal, "enable_gqa": heads != key_heads, "variant": name}
+            return torch.ops.qframework.sage_attention(q, k, v, **given)[0]
+
+        try:
+            errors[name] = relative_l1(whole()[:1, :1], reference)
+            calls[name] = whole
+            if can_prepare(variant):
+                prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
+                calls[f"{name} pass"] = lambda variant=variant: prepare_triton(q, k, v, variant, width**-0.5, True)
+                calls[f"{name} kernel"] = lambda variant=variant, given=prepared: _attend_triton(
+                    *given, Bias(causal=causal), variant, q.dtype, False, None
+                )
+        except Exception as error:  # noqa: BLE001 - the other cases go on
+            problems[name] = f"{type(error).__name__}: {error}"[:400]
+    times = Runs(calls).times(rounds)
+    return {"case": "dense", "shape": shape, "dtype": dtype, "causal": causal, "us": times, "error": errors} | (
+        {"problems": problems} if problems else {}
+    )
+
+
+def case_packed(mix: str, heads: int, width: int, causal: bool, variant: str, rounds: int) -> dict[str, Any]:
+    """Packed sequences in one call, against dense calls of the same sequences one by one, and grouped by length."""
+    lengths = MIXES[mix]
+    dtype = torch.float16
+    total = sum(lengths)
+    q, k, v = (normal(total, heads, width, dtype=dtype) for _ in range(3))
+    ends = list(itertools.accumulate(lengths))
+    starts = torch.tensor([0, *ends], dtype=torch.int32, device="cuda")
+    longest = max(lengths)
+
+    def packed(name: str = variant) -> Tensor:
+        return sage_attention_varlen(q, k, v, starts, starts, longest, longest, causal, variant=name)
+
+    out = packed()
+    worst = 0.0
+    for start, end in zip([0, *ends], ends, strict=False):
+        part = [x[start:end, :1].transpose(0, 1)[None] for x in (q, k, v)]
+        expected = float32_attention(*part, causal)[0].transpose(0, 1)
+        worst = max(worst, relative_l1(out[start:end, :1], expected))
+    # The same work as one dense batch: sequences of one length whose squares add up alike.
+    same = round((sum(n * n for n in lengths) / 4) ** 0.5)
+    dense = dense_operands(4, heads, heads, same, width, dtype)
+    aligned = -(-same // 128) * 128
+    whole = dense_operands(4, heads, heads, aligned, width, dtype)
+
+    def call(operands, name: str = variant) -> Callable[[], Tensor]:
+        return lambda: torch.ops.qframework.sage_attention(*operands, is_causal=causal, variant=name)[0]
+
+    groups = {n: dense_operands(lengths.count(n), heads, heads, n, width, dtype) for n in sorted(set(lengths))}
+    calls = {
+        "packed": packed,
+        "dense": call(dense),
+        "dense, whole blocks": call(whole),
+        "dense, by length": lambda: [call(x)() for x in groups.values()],
+    }
+    times = Runs(calls).times(rounds)
+    work = sum(n * n for n in lengths)
+    return {
+        "case": "packed", "mix": mix, "heads": heads, "width": width, "causal": causal, "variant": variant,
+        "lengths": lengths, "dense_tokens": [same, aligned], "us": times, "error": worst,
+        "of dense": round(times["dense"] / times["packed"] * work / (4 * same**2), 3),
+        "of whole blocks": round(times["dense, whole blocks"] / times["packed"] * work / (4 * aligned**2), 3),
+        "of dense by length": round(times["dense, by length"] / times["packed"], 3),
+    }  # fmt: skip
+
+
+def case_check(shape: list[int], causal: bool, masked: bool, name: str) -> dict[str, Any]:
+    """A variant in Hopper's kernel against the general kernel: the relative L1 distance, and both from float32."""
+    batch, heads, key_heads, queries, keys, width, values = shape
+    q = normal(batch, heads, queries, width, dtype=torch.float16)
+    k = normal(batch, key_heads, keys, width, dtype=torch.float16) + 1
+    v = normal(batch, keys, key_heads, values, dtype=torch.float16).transpose(1, 2)
+    q[0, 1, 5, 0] = torch.nan
+    mask = None
+    if masked:
+        mask = torch.arange(keys, device="cuda") < torch.tensor([[[[keys - 37]]], [[[keys // 3]]]], device="cuda")
+    given = {"attn_mask": mask, "is_causal": causal, "enable_gqa": heads != key_heads, "variant": name}
+    used: list[int] = []
+    launch, fits = hopper.attention_hopper, hopper.fits
+    hopper.attention_hopper = lambda *some: used.append(1) or launch(*some)
+    try:
+        out = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
+        hopper.fits = lambda *some, **named: False
+        general = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
+    finally:
+        hopper.attention_hopper, hopper.fits = launch, fits
+    wide = [
+        x.float() for x in (q, k.repeat_interleave(heads // key_heads, 1), v.repeat_interleave(heads // key_heads, 1))
+    ]
+    exact = F.scaled_dot_product_attention(*wide, mask, is_causal=causal)
+    nans = [int(x.isnan().sum()) for x in (out, general)]
+    out, general, exact = (x.nan_to_num(0) for x in (out, general, exact))
+    return {
+        "case": "check", "shape": shape, "causal": causal, "masked": masked, "variant": name, "on hopper": len(used),
+        "nans": nans, "apart": relative_l1(out, general.float()),
+        "error": [relative_l1(out, exact), relative_l1(general, exact)],
+        "worst": [float((x.float() - exact).abs().max()) for x in (out, general)],
+    }  # fmt: skip
+
+
+def case_isolated(causal: bool) -> dict[str, Any]:
+    """Packed sequences some of which hold NaN, are empty, or leave out tokens: against dense calls of each."""
+    lengths_q, lengths_k = [700, 0, 1300, 129, 333, 1024, 5], [900, 40, 1100, 300, 333, 0, 2000]
+    heads, key_heads, width = 24, 12, 64
+    q = normal(sum(lengths_q) + 50, heads, width, dtype=torch.float16)
+    k, v = (normal(sum(lengths_k) + 9, key_heads, width, dtype=torch.float16) for _ in range(2))
+    starts_q, starts_k = (
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device="cuda") for x in (lengths_q, lengths_k)
+    )
+    v[900:940] = torch.nan  # the keys after the first sequence
+    k[2040:2340] = torch.inf
+    used: list[int] = []
+    launch = hopper.attention_packed
+    hopper.attention_packed = lambda *some: used.append(1) or launch(*some)
+    longest = (max(lengths_q), max(lengths_k))
+    out = sage_attention_varlen(q, k, v, starts_q, starts_k, *longest, causal, variant="unquantized")
+    hopper.attention_packed = launch
+    worst = 0.0
+    for i, (a, b) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        qs, ks = int(starts_q[i]), int(starts_k[i])
+        got = out[qs : qs + a].float()
+        if i == 3:
+            continue  # K is not finite there
+        if a and b:
+            part = [q[qs : qs + a], k[ks : ks + b], v[ks : ks + b]]
+            part = [x.transpose(0, 1)[None].float() for x in part]
+            expected = F.scaled_dot_product_attention(*part, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
+        else:
+            expected = torch.zeros_like(got)
+        worst = max(worst, float((got - expected).abs().nan_to_num(9.0).max()) if got.numel() else 0.0)
+    return {
+        "case": "isolated", "causal": causal, "on hopper": len(used), "worst": worst,
+        "spare": float(out[sum(lengths_q) :].float().abs().nan_to_num(9.0).max()),
+    }  # fmt: skip
+
+
+def cases(names: list[str], rounds: int) -> list[tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]]:
+    """Most important first."""
+    shapes = [[4, 32, 32, 4096, 64], [4, 32, 32, 4096, 128], [4, 32, 32, 8192, 128], [4, 32, 32, 16384, 64]]
+    shapes += [[4, 32, 32, 16384, 128], [1, 16, 16, 4096, 80]]
+    checked = [[2, 40, 40, 700, 1000, 64, 64], [2, 40, 20, 1000, 1000, 128, 128], [2, 40, 40, 900, 700, 80, 72]]
+    found: list[Any] = [(case_isolated, (causal,)) for causal in (False, True)]
+    found += [
+        (case_check, (shape, causal, masked, name))
+        for name in ("sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32", "integer_exp")
+        for shape, causal, masked in zip(checked, (False, True, False), (False, False, True), strict=True)
+    ]
+    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in shapes[:2]]
+    found += [(case_packed, ("geometric", 32, 64, False, "unquantized", rounds))]
+    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in shapes[2:]]
+    found += [(case_packed, ("odd", 16, 128, False, "unquantized", rounds))]
+    found += [(case_packed, ("geometric", 16, 128, True, "unquantized", rounds))]
+    found += [(case_packed, ("equal", 32, 64, False, "unquantized", rounds))]
+    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in shapes[:3]]
+    found += [(case_dense, ([4, 32, 32, 8192, 128], "float16", True, names, rounds))]
+    found += [(case_dense, ([4, 32, 8, 8192, 128], "float16", True, names, rounds))]
+    found += [(case_dense, ([1, 32, 32, 32768, 64], "float16", False, names, rounds))]
+    found += [(case_dense, ([1, 32, 32, 32768, 128], "float16", False, names, rounds))]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", default="integer_exp,sage2_int8,unquantized")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no case is begun")
+    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention-parts.json")
+    arguments = parser.parse_args()
+    began = time.monotonic()
+    rows: list[dict[str, Any]] = []
+    device = torch.cuda.get_device_name()
+    about = {"device": device, "torch": torch.__version__, "commit": os.environ.get("QFRAMEWORK_COMMIT", "")}
+    about |= {"date": time.strftime("%Y-%m-%d"), "rounds": arguments.rounds}
+    with torch.no_grad():
+        for case, given in cases(arguments.variants.split(","), arguments.rounds):
+            if time.monotonic() - began > arguments.limit:
+                rows.append({"case": case.__name__, "given": str(given), "skipped": "out of time"})
+                continue
+            torch.manual_seed(0)
+            try:
+                rows.append(case(*given))
+            except Exception as error:  # noqa: BLE001 - the other cases go on
+                rows.append(
+                    {"case": case.__name__, "given": str(given), "failed": f"{type(error).__name__}: {error}"[:600]}
+                )
+            print(json.dumps(rows[-1]), f"{time.monotonic() - began:.0f} s", flush=True)
+            torch.cuda.empty_cache()
+            arguments.output.write_text(json.dumps({"about": about, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
