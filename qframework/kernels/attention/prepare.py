@@ -29,8 +29,8 @@ from qframework.kernels.attention.quantize_qk import (
     row_amax,
     to_integers,
 )
-from qframework.kernels.attention.quantize_v import key_of_pair, padded_tokens
-from qframework.kernels.attention.triton import LEAST_SCALE, Heads
+from qframework.kernels.attention.quantize_v import key_of_pair, padded_tokens, round_to_e4m3
+from qframework.kernels.attention.triton import INTERPRETED, LEAST_SCALE, Heads
 from qframework.kernels.attention.variants import (
     E4M3_MAX,
     QUERY_BLOCK,
@@ -226,6 +226,8 @@ def _prepare_kernel(
                 tl.store(v_scale_ptr + head * DV + d, scale, mask=d < DV)
             y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, scale)[None, :], 0.0)
             y = tl.minimum(tl.maximum(y, -_TOP), _TOP)
+            if INTERPRETED:  # its casts truncate
+                y = round_to_e4m3(y)
             y = tl.trans(y.to(v_out.data.dtype.element_ty))
             padded = v_out.token  # a channel has so many keys
             tl.store(out + d[:, None] * padded + place[None, :], y, mask=(d < DV)[:, None] & (place < padded)[None, :])
