@@ -219,12 +219,12 @@ def _prepare_kernel(
         out = v_out.data + head // HKV * v_out.batch + head % HKV * v_out.head
         if amax_ptr is not None:
             parts = (head * PARTS + tl.arange(0, PARTS))[:, None] * DV + d[None, :]
-            amax = tl.max(tl.load(amax_ptr + parts, mask=(d < DV)[None, :], other=0.0), 0)
-            scale = tl.maximum(tl.math.div_rn(amax, _TOP), LEAST_SCALE)
-            scale = tl.where(amax < float("inf"), scale, float("nan"))
+            v_amax = tl.max(tl.load(amax_ptr + parts, mask=(d < DV)[None, :], other=0.0), 0)
+            v_scale = tl.maximum(tl.math.div_rn(v_amax, _TOP), LEAST_SCALE)
+            v_scale = tl.where(v_amax < float("inf"), v_scale, float("nan"))
             if item % k_tiles == 0:
-                tl.store(v_scale_ptr + head * DV + d, scale, mask=d < DV)
-            y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, scale)[None, :], 0.0)
+                tl.store(v_scale_ptr + head * DV + d, v_scale, mask=d < DV)
+            y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, v_scale)[None, :], 0.0)
             y = tl.minimum(tl.maximum(y, -_TOP), _TOP)
             if INTERPRETED:  # its casts truncate
                 y = round_to_e4m3(y)

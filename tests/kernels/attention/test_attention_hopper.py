@@ -23,6 +23,7 @@ from qframework.kernels.attention.variants import resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 SPEC = "8-per_block-fp16-fp32"
+FP8_STACK = 64  # bytes
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -189,6 +190,23 @@ def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
+@pytest.mark.parametrize("width", [64, 80, 128])
+@pytest.mark.parametrize("variant", ["sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32"])
+def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, masked, tmp_path) -> None:
+    """With 128 channels of FP8 values, whose products have registers of their own, a few are spilled."""
+    allowed = FP8_STACK if width > 64 and "fp16" not in variant else 0
+    _compiles_without_spilling(width, "fp16", causal, variant, masked, tmp_path, allowed=allowed)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("width", [64, 80, 128, 256])
+def test_compiles_for_packed_sequences(width, causal, tmp_path) -> None:
+    _compiles_without_spilling(width, "bf16", causal, "unquantized", False, tmp_path, packed=True)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize("masked", [False, True], ids=["full", "masked"])
 @pytest.mark.parametrize("width", [80, 96, 160, 192, 256])
 def test_compiles_for_other_widths(width, masked, tmp_path) -> None:
@@ -216,16 +234,21 @@ def _more_by_new_triton(masked: bool, added: Added) -> int:
     return 80 if added != NOTHING else 32 if masked else 0
 
 
-def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0) -> None:
+def _compiles_without_spilling(
+    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False
+) -> None:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
+    dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
+    rank = 5 if packed else 4
 
     def described(kind, rows, channels):
-        return f"tensordesc<{kind}[1, 1, {rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind])!r}>"
+        ones = "1, " * (rank - 2)
+        return f"tensordesc<{kind}[{ones}{rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind], rank)!r}>"
 
-    form = hopper.form_of(resolve(variant), width, width, masked, added)
+    form = hopper.form_of(resolve(variant), width, width, masked, added, packed)
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
     stored = "i8" if resolve(variant).quantizes_qk else kind
-    values = "bf16" if resolve(variant).exponential == "integer" else kind
+    values = "bf16" if resolve(variant).exponential == "integer" else "fp8e4nv" if form.fp8 else kind
     of_keys, of_values = (form.block_d, form.rest_d), (form.block_dv, form.rest_dv)
     for name, (dtype, rows, (first, rest)) in {
         "q": (stored, hopper.ROWS, of_keys),
@@ -235,10 +258,13 @@ def _compiles_without_spilling(width, kind, causal, variant, masked, tmp_path, a
     }.items():
         types |= {f"{name}_desc": described(dtype, rows, first)}
         types |= {f"{name}_rest_desc": described(dtype, rows, rest or first)}
+    if form.fp8:
+        types |= dict.fromkeys(("v_desc", "v_rest_desc"), described(values, form.block_dv, form.block_n))
     bias = "fp32" if added.itemsize == 4 else kind
     columns = {"tile": form.block_n, "factors": form.columns}.get(form.bias, form.block_n)
     types |= {"bias_ptr": f"*{bias}", "bias_desc": described(bias, hopper.ROWS, columns)}
     types |= {"logit_scale": "fp32", "bits_ptr": "*i32", "order_ptr": "*i32", "counts_ptr": "*i32"}
+    types |= {"plan_ptr": "*i32"}
     compiled = compile_for("sm_90", hopper.kernel, types, {"CAUSAL": causal, "FORM": form}, num_warps=4)
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert stack_bytes(compiled, tmp_path) <= allowed + _more_by_new_triton(masked, added)
@@ -462,7 +488,7 @@ def test_declines_what_it_cannot_compute() -> None:
     assert not hopper.fits(q, k, v, variant, torch.float16, (8, 0))
     assert not hopper.fits(q, k, v, variant, torch.bfloat16, chip)
     assert not hopper.fits(q, k, v.float(), variant, torch.float32, chip)
-    for other in ("sage_b", "sage_t", "sage2_int8", "sage2_int4", "sage_vb", "qattn"):
+    for other in ("sage_b", "sage_t", "sage2pp_int8", "sage2_int4", "sage_vb", "qattn"):
         assert not hopper.fits(q, k, v, resolve(other), torch.float16, chip)
 
 

@@ -41,7 +41,7 @@ KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": quantize_qk,
     "_prepare_kernel": prepare,
-    "_key_sums_kernel": prepare,
+    "_statistics_kernel": prepare,
     "_value_quantize_kernel": quantize_v,
     "_block_statistics_kernel": token_statistics,
     "_row_bias_kernel": row_bias,
@@ -253,11 +253,12 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_preparing_for_hopper(launches, dtype, head_dim, tmp_path):
+@pytest.mark.parametrize("name", ["integer_exp", "sage2_int8"])
+def test_preparing_for_hopper(launches, dtype, head_dim, name, tmp_path):
     """On other chips, and for other heads, attention quantizes within its own kernel."""
-    variant = resolve("integer_exp")
+    variant = resolve(name)
     recorded = launches("sm_90", lambda: prepare.prepare_triton(*operands(head_dim, dtype=dtype), variant, 0.1, True))
-    assert set(recorded) == {"_key_sums_kernel", "_prepare_kernel"}
+    assert set(recorded) == {"_statistics_kernel", "_prepare_kernel"}
     for (launch,) in recorded.values():
         assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
 
