@@ -7,6 +7,7 @@ graphs, with the L2 cache flushed before each, interleaved in rounds. Times are 
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -22,8 +23,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_oracle import float32_attention
-from qframework import sage_attention_varlen
-from qframework.kernels.attention import hopper
+from qframework import calibrate_attention, sage_attention_varlen
+from qframework.kernels.attention import hopper, prepare
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
@@ -43,7 +44,7 @@ class Runs:
     """Calls timed in turns: a CUDA graph of each, replayed after a flush of the L2 cache."""
 
     def __init__(self, calls: dict[str, Callable[[], Any]]) -> None:
-        self.flushed = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        self.flushed = torch.zeros(FLUSH_BYTES // 4, device="cuda")
         self.graphs = {name: self._captured(fn) for name, fn in calls.items()}
 
     def _captured(self, fn: Callable[[], Any]) -> torch.cuda.CUDAGraph:
@@ -67,7 +68,7 @@ class Runs:
         for _ in range(rounds + 1):
             for name, graph in self.graphs.items():
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                self.flushed.zero_()
+                self.flushed.sum()  # read, so that no write is left over
                 start.record()
                 graph.replay()
                 end.record()
@@ -77,6 +78,30 @@ class Runs:
             name: round(statistics.median(a.elapsed_time(b) for a, b in pairs[1:]) * 1e3, 1)
             for name, pairs in found.items()
         }
+
+
+def changed(module: Any, name: str, by: Callable[[Any], Any], fn: Callable[[], Any]) -> Callable[[], Any]:
+    """``fn`` with ``by(module.name)`` in place of ``module.name``."""
+
+    def run() -> Any:
+        old = getattr(module, name)
+        setattr(module, name, by(old))
+        try:
+            return fn()
+        finally:
+            setattr(module, name, old)
+
+    return run
+
+
+def in_turns(form_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Forms of Hopper's kernel whose warpgroups take turns to compute weights."""
+    return lambda *given, **named: form_of(*given, **named)._replace(turns=True)
+
+
+def with_form(changes: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Replaces fields of the form of Hopper's kernel."""
+    return lambda form_of: lambda *given, **named: form_of(*given, **named)._replace(**changes)
 
 
 def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -93,7 +118,9 @@ def dense_operands(batch, heads, key_heads, tokens, width, dtype):
     return q, k, normal(batch, key_heads, tokens, width, dtype=dtype)
 
 
-def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int) -> dict[str, Any]:
+def case_dense(
+    shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int, turns: bool = False
+) -> dict[str, Any]:
     """Whole calls of variants and of cuDNN, and their passes and kernels alone."""
     _, heads, key_heads, _, width = shape
     q, k, v = dense_operands(*shape, DTYPES[dtype])
@@ -122,9 +149,18 @@ def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rou
             if can_prepare(variant):
                 prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
                 calls[f"{name} pass"] = lambda variant=variant: prepare_triton(q, k, v, variant, width**-0.5, True)
-                calls[f"{name} kernel"] = lambda variant=variant, given=prepared: _attend_triton(
-                    *given, Bias(causal=causal), variant, q.dtype, False, None
+                kernel = functools.partial(
+                    _attend_triton, *prepared, Bias(causal=causal), variant, q.dtype, False, None
                 )
+                calls[f"{name} kernel"] = kernel
+                if turns:
+                    calls[f"{name} kernel, turns"] = changed(hopper, "form_of", in_turns, kernel)
+                    for more in ({"stages": 3}, {"block_n": 64}, {"block_n": 64, "turns": True}):
+                        calls[f"{name} kernel, {more}"] = changed(hopper, "form_of", with_form(more), kernel)
+                    many = changed(prepare, "warps", lambda old: lambda d: 2 * old(d), calls[f"{name} pass"])
+                    calls[f"{name} pass, more warps"] = many
+            elif turns:
+                calls[f"{name}, turns"] = changed(hopper, "form_of", in_turns, whole)
         except Exception as error:  # noqa: BLE001 - the other cases go on
             problems[name] = f"{type(error).__name__}: {error}"[:400]
     times = Runs(calls).times(rounds)
@@ -249,28 +285,77 @@ def case_isolated(causal: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def case_repeats(name: str, packed: bool, turns: bool) -> dict[str, Any]:
+    """Calls beside products on another stream, which take multiprocessors away: how many differ from the first."""
+    q, k, v = dense_operands(2, 32, 32, 1500, 128, torch.float16)
+    starts = torch.tensor([0, 700, 700, 1500], dtype=torch.int32, device="cuda")
+
+    def call() -> Tensor:
+        if packed:
+            return sage_attention_varlen(
+                *(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts, 800, 800, variant=name
+            )
+        return torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=name)[0]
+
+    fn = changed(hopper, "form_of", in_turns, call) if turns else call
+    first = fn()
+    other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
+    differ = 0
+    for _ in range(100):
+        with torch.cuda.stream(other):
+            x = (x @ x).clamp(-1, 1)
+        differ += not torch.equal(first, fn())
+    return {"case": "repeats", "variant": name, "packed": packed, "turns": turns, "differ": differ}
+
+
+def case_choice(tokens: int, heads: int, width: int) -> dict[str, Any]:
+    """What calibrate_attention measures and chooses for one layer."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v)
+
+    began = time.monotonic()
+    batch = dense_operands(2, heads, heads, tokens, width, torch.float16)
+    choice = calibrate_attention(Layer(), [batch], device="cuda", verbose=False, progress=False)
+    (layer,) = choice.layers.values()
+    us = {name: round((each.seconds or 0) * 1e6, 1) for name, each in layer.measurements.items()}
+    cosine = {name: round(each.cosine, 6) for name, each in layer.measurements.items()}
+    return {
+        "case": "choice", "shape": [2, heads, tokens, width], "chosen": layer.variant, "us": us, "cosine": cosine,
+        "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
 def cases(names: list[str], rounds: int) -> list[tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]]:
     """Most important first."""
-    shapes = [[4, 32, 32, 4096, 64], [4, 32, 32, 4096, 128], [4, 32, 32, 8192, 128], [4, 32, 32, 16384, 64]]
-    shapes += [[4, 32, 32, 16384, 128], [1, 16, 16, 4096, 80]]
-    checked = [[2, 40, 40, 700, 1000, 64, 64], [2, 40, 20, 1000, 1000, 128, 128], [2, 40, 40, 900, 700, 80, 72]]
+    short = [[4, 32, 32, 4096, 64], [4, 32, 32, 4096, 128]]
+    long = [[4, 32, 32, 8192, 128], [4, 32, 32, 16384, 64], [4, 32, 32, 16384, 128], [4, 32, 32, 8192, 64]]
+    long += [[1, 32, 32, 32768, 64], [1, 32, 32, 32768, 128], [1, 16, 16, 4096, 80]]
     found: list[Any] = [(case_isolated, (causal,)) for causal in (False, True)]
+    found += [(case_check, ([2, 40, 40, 700, 1000, 64, 64], False, masked, "sage2_int8")) for masked in (False, True)]
+    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in short]
+    found += [(case_packed, ("geometric", 32, 64, False, "unquantized", rounds))]
+    found += [(case_packed, ("odd", 16, 128, False, "unquantized", rounds))]
+    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in short]
+    found += [(case_packed, ("geometric", 16, 128, True, "unquantized", rounds))]
+    found += [(case_packed, ("geometric", 32, 64, False, "integer_exp", rounds))]
+    found += [(case_packed, ("equal", 32, 64, False, "unquantized", rounds))]
+    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in long]
+    found += [(case_dense, (shape, "float16", False, names, rounds, True)) for shape in short]
+    found += [(case_dense, ([4, 32, heads, 8192, 128], "float16", True, names, rounds)) for heads in (32, 8)]
+    found += [(case_repeats, (name, name == "unquantized", False)) for name in ("sage2_int8", "unquantized")]
+    found += [(case_repeats, ("sage2_int8", False, True))]
+    found += [(case_choice, given) for given in ((4096, 16, 64), (8192, 16, 128), (1024, 16, 64))]
     found += [
         (case_check, (shape, causal, masked, name))
         for name in ("sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32", "integer_exp")
-        for shape, causal, masked in zip(checked, (False, True, False), (False, False, True), strict=True)
+        for shape, causal, masked in [
+            ([2, 40, 20, 1000, 1000, 128, 128], True, False),
+            ([2, 40, 40, 900, 700, 80, 72], False, True),
+        ]
     ]
-    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in shapes[:2]]
-    found += [(case_packed, ("geometric", 32, 64, False, "unquantized", rounds))]
-    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in shapes[2:]]
-    found += [(case_packed, ("odd", 16, 128, False, "unquantized", rounds))]
-    found += [(case_packed, ("geometric", 16, 128, True, "unquantized", rounds))]
-    found += [(case_packed, ("equal", 32, 64, False, "unquantized", rounds))]
-    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in shapes[:3]]
-    found += [(case_dense, ([4, 32, 32, 8192, 128], "float16", True, names, rounds))]
-    found += [(case_dense, ([4, 32, 8, 8192, 128], "float16", True, names, rounds))]
-    found += [(case_dense, ([1, 32, 32, 32768, 64], "float16", False, names, rounds))]
-    found += [(case_dense, ([1, 32, 32, 32768, 128], "float16", False, names, rounds))]
+    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in long[:3]]
     return found
 
 

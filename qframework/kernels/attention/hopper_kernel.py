@@ -59,6 +59,7 @@ class Form(NamedTuple):
     of_threads: bool = False  # 8 queries' scales in q_span and 4 keys' in k_span, as variants.py has them per thread
     fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
     p_shift: float = 0.0  # log2 of the quantized 1 in P
+    turns: bool = False  # one warpgroup at a time computes its weights
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
 
 
@@ -222,7 +223,7 @@ if HAS_GLUON:
         """The loading warp."""
         _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
         _, _, k_stages, k_rest, v_stages, v_rest, _, _, bias_stages = shared
-        _, _, k_ready, k_free, v_ready, v_free = barriers
+        _, _, k_ready, k_free, v_ready, v_free, _ = barriers
         GROUP, ITEMS = sizes[1], sizes[4]
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
@@ -451,8 +452,9 @@ if HAS_GLUON:
         """Blocks of keys from the ``begin``-th, before which ``state`` holds the weights; the new state and place."""
         k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, logit_scale = keys
         acc, acc_rest, total, top, weights, pending = state
-        slot, phase, next_slot, next_phase = at
-        _, _, k_ready, k_free, v_ready, v_free = barriers
+        slot, phase, next_slot, next_phase, turn = at
+        _, _, k_ready, k_free, v_ready, v_free, turns = barriers
+        TURNS: gl.constexpr = FORM.turns
         DV: gl.constexpr = FORM.block_dv
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
@@ -493,6 +495,9 @@ if HAS_GLUON:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
+            if TURNS:
+                mbarrier.wait(turns.index(WHO), turn)
+                turn = turn ^ 1
             keep = scores == scores
             if PARTIAL:
                 if MASKED_FORM:
@@ -514,6 +519,8 @@ if HAS_GLUON:
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - WHO), count=1)
             acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
             mbarrier.arrive(v_free.index(before), count=1)
             if FP8:
@@ -524,7 +531,7 @@ if HAS_GLUON:
                 if not BOUNDED:
                     acc, acc_rest = _rescaled(acc, acc_rest, rescale, FORM)
                 weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
-        return (acc, acc_rest, total, top, weights, pending), (slot, phase, next_slot, next_phase)
+        return (acc, acc_rest, total, top, weights, pending), (slot, phase, next_slot, next_phase, turn)
 
     @gluon.jit
     def _visit_all(
@@ -573,7 +580,8 @@ if HAS_GLUON:
         FORM: gl.constexpr,
     ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
-        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+        q_ready, q_free, k_ready, k_free, v_ready, v_free, turns = barriers
+        TURNS: gl.constexpr = FORM.turns
         q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
@@ -607,6 +615,7 @@ if HAS_GLUON:
         slot = 0
         phase = 0
         q_phase = 0
+        turn = 1 - WHO  # the first has the first turn
         for work in range(gl.program_id(0), _items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
             tile, h, b, q_start, N, _k_start, NK = _item(work, plan_ptr, sizes, FORM)
             first = tile * _BLOCK_M + WHO * _ROWS
@@ -636,6 +645,9 @@ if HAS_GLUON:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
+            if TURNS:
+                mbarrier.wait(turns.index(WHO), turn)
+                turn = turn ^ 1
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
             else:
@@ -670,12 +682,14 @@ if HAS_GLUON:
                 acc_rest = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - WHO), count=1)
 
             pending = logit_scale  # stands for nothing
             if FP8:
                 pending = gl.full((_ROWS,), 1.0, gl.float32, ROW)
             state = (acc, acc_rest, total, top, weights, pending)
-            at = (slot, phase, next_slot, next_phase)
+            at = (slot, phase, next_slot, next_phase, turn)
             keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, logit_scale)
             if INTEGER and INT8:
                 if bounded:
@@ -691,7 +705,7 @@ if HAS_GLUON:
                     WHO, False, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
                 )
             acc, acc_rest, total, top, weights, pending = state
-            slot, phase, next_slot, next_phase = at
+            slot, phase, next_slot, next_phase, turn = at
 
             if not SHARES_OUT:
                 mbarrier.arrive(q_free.index(WHO), count=1)
@@ -781,6 +795,7 @@ if HAS_GLUON:
         SHARES_OUT: gl.constexpr = FORM.shares_out
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
+        TURNS: gl.constexpr = FORM.turns
         q_tiles = _buffers(2, q_desc)
         k_stages = _buffers(STAGES, k_desc)
         v_stages = _buffers(STAGES, v_desc)
@@ -821,13 +836,18 @@ if HAS_GLUON:
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
+        turns = q_free
+        if TURNS:
+            turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(2):
+                mbarrier.init(turns.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (
             q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc, bias_desc,
         )  # fmt: skip
         shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
-        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
         scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)

@@ -53,7 +53,8 @@ def _packed_items_kernel(
     k_start, keys = sequence_of(k_starts_ptr, b, K_TOTAL, LONGEST_K)
     tiles = tl.cdiv(queries, TILE)
     work = tl.minimum(keys, queries) if CAUSAL else keys
-    before, total = 0, 0
+    before = 0
+    total = 0
     for first in range(0, BATCH, 128):
         other = first + tl.arange(0, 128)
         valid = other < BATCH
@@ -83,9 +84,10 @@ def _packed_items_kernel(
         place = (1 + before * H + item)[:, None] * RECORD + column[None, :]
         tl.store(items_ptr + place, record, mask=(item < tiles * H)[:, None])
     if b == BATCH - 1:
-        for first in range((q_start + queries) * WIDTH, Q_TOTAL.to(tl.int64) * WIDTH, 1024):
-            place = first + tl.arange(0, 1024)
-            tl.store(out_ptr + place, 0.0, mask=place < Q_TOTAL.to(tl.int64) * WIDTH)
+        end = Q_TOTAL.to(tl.int64) * WIDTH
+        for cleared in range((q_start + queries) * WIDTH, end, 1024):
+            spare = cleared + tl.arange(0, 1024)
+            tl.store(out_ptr + spare, 0.0, mask=spare < end)
 
 
 def most_items(lengths: Lengths, queries: int, heads: int) -> int:

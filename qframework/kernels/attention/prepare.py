@@ -251,6 +251,11 @@ def can_prepare(variant: AttentionVariant) -> bool:
     return within and (integer or paired(variant))
 
 
+def warps(block_d: int) -> int:
+    """Warps of a program that quantizes a tile of so many channels."""
+    return 4 if block_d <= 64 else 8
+
+
 def stride_of(keys: int, all_of_them: bool) -> int:
     """Between the keys of a sample; odd, so that the columns of an image, mostly a power of two, have equal shares."""
     return 1 if all_of_them else max(keys // SAMPLE - 1, 0) // 2 * 2 + 1
@@ -363,7 +368,7 @@ def prepare_triton(
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
-        num_warps=4 if block_d <= 64 else 8,
+        num_warps=warps(block_d),
     )
     return QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm), Values(out, v_scale, paired=fp8)
 

@@ -111,9 +111,11 @@ def quantized_attention_triton(
         return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype), None
     if values.paired:
         raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
-    unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and logit_scale > 0
-    if lengths is not None and unbiased and hopper.fits_packed(qk.q, qk.k, values.v, variant, lengths):
-        return hopper.attention_packed(qk.q, qk.k, values.v, variant, logit_scale, bias.causal, lengths), None
+    unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None
+    int8 = int8 and qk.q.dtype == torch.int8
+    packable = unbiased and logit_scale > 0 and (int8 or not variant.quantizes_qk)
+    if lengths is not None and packable and hopper.fits_packed(qk.q, qk.k, values.v, variant, lengths):
+        return hopper.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None and variant.quantizes_qk

@@ -19,7 +19,7 @@ from qframework.kernels.attention.prepare import prepare_triton
 from qframework.kernels.attention.quantize_qk import attention_quantize
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
-from qframework.kernels.attention.variants import resolve
+from qframework.kernels.attention.variants import PAIRED, resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 SPEC = "8-per_block-fp16-fp32"
@@ -124,6 +124,8 @@ PROBLEMS = [
     Problem(head_dim=112, value_dim=40),
     Problem(variant="8-per_warp-fp16-fp32", queries=333),
     Problem(variant="8-per_head-fp16-fp32", keys=2049),
+    Problem(variant="8-per_thread-fp16-fp32", queries=333, keys=777),
+    Problem(variant="8-per_thread-fp16-fp32", causal=True, queries=900, keys=900, head_dim=128, value_dim=128),
     Problem(variant="sage_b", dtype=torch.bfloat16),
     Problem(batch=3, heads=11, key_heads=11, queries=2000, keys=2000),
     Problem(variant="unquantized"),
@@ -350,15 +352,92 @@ def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: 
     k[1, 0, 70, 1] = torch.nan  # and with it the scale of keys 64 to 127
     mask = problem.masked("cuda")
     variant, bias = resolve("integer_exp"), Bias(mask, causal=problem.causal)
-    qk, v16 = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True)
+    qk, values = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True)
     assert bool(qk.k_norm.isinf()[1, 0])
-    out, _ = quantized_attention_triton(qk, Values(v16), bias, variant, 1.0, problem.dtype)
-    expected, _ = quantized_attention_ref(qk, Values(v16), bias, variant, dtype=torch.float64)
+    out, _ = quantized_attention_triton(qk, values, bias, variant, 1.0, problem.dtype)
+    expected, _ = quantized_attention_ref(qk, values, bias, variant, dtype=torch.float64)
     assert torch.equal(out.isnan(), expected.isnan())
     exact = exact_attention(q.nan_to_num(0), k.nan_to_num(0), v, attn_mask=mask, is_causal=problem.causal)
     # Beside the result's own rounding: eight weights are summed in BF16. A weight's place on the scale of 128 steps to
     # an octave is off by up to half a step of the integer factor, so that it may be rounded to the other side.
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, UNIT[problem.dtype] * 3 + 2.0**-9, 2.0**-6)
+
+
+def in_order(v: torch.Tensor) -> torch.Tensor:
+    """Values ``(B, H, Dv, P)`` whose keys are PAIRED, in the order of the keys."""
+    out = torch.empty_like(v)
+    out[..., torch.arange(v.shape[3], device=v.device).view(-1, 16)[:, list(PAIRED)].flatten()] = v
+    return out
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        Problem(variant="sage2_int8", keys=1000),
+        Problem(variant="sage2_int8", queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128, key_heads=16),
+        Problem(variant="sage2_int8", queries=700, keys=1500, head_dim=80, value_dim=72, dtype=torch.bfloat16),
+        Problem(variant="8-per_block-fp8-fp32", mask="band", queries=1000, keys=1000),
+        Problem(variant="sage2_int8", mask="causal_padding", queries=900, keys=900, head_dim=128, value_dim=128),
+        Problem(variant="sage2_int8", mask="heads", queries=500, keys=500),
+    ],
+    ids=lambda problem: problem.name,
+)
+@pytest.mark.gpu
+def test_fp8_values_agree_with_the_reference(problem: Problem, monkeypatch) -> None:
+    """P is rounded to 4 bits next to other running maxima than in the reference."""
+    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    calls = []
+    launch = hopper.attention_hopper
+    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: calls.append(given) or launch(*given))
+    q, k, v = problem.operands("cuda")
+    q[0, 1, 5, 0] = torch.nan
+    mask = problem.masked("cuda")
+    variant, bias = resolve(problem.variant), Bias(mask, causal=problem.causal)
+    qk, values = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True)
+    out, _ = quantized_attention_triton(qk, values, bias, variant, 1.0, problem.dtype)
+    assert len(calls) == ON_HOPPER, "the wrong kernel"
+    ordered = values._replace(v=in_order(values.v.float()).to(values.v.dtype), paired=False)
+    expected, _ = quantized_attention_ref(qk, ordered, bias, variant, dtype=torch.float64)
+    assert torch.equal(out.isnan(), expected.isnan())
+    exact = exact_attention(q.nan_to_num(0), k, v, attn_mask=mask, is_causal=problem.causal)
+    assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, 2.0**-4, 0.0)
+
+
+@pytest.mark.parametrize("variant", ["unquantized", SPEC, "integer_exp", "8-per_thread-fp16-fp32"])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.gpu
+def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, monkeypatch) -> None:
+    """Also beside NaN of other sequences, without queries, without keys, and with tokens that belong to none."""
+    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call: False)
+    calls = []
+    launch = hopper.attention_packed
+    monkeypatch.setattr(hopper, "attention_packed", lambda *given: calls.append(given) or launch(*given))
+    lengths = [(700, 900), (0, 40), (1300, 1100), (129, 300), (333, 333), (1024, 0), (5, 2000)]
+    queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
+    starts = [torch.cat([x.new_zeros(1), x.cumsum(0)]).int().cuda() for x in (queries, keys)]
+    q = torch.randn(int(queries.sum()) + 50, 24, 64, dtype=torch.float16).cuda()
+    k, v = (torch.randn(int(keys.sum()) + 9, 12, 64, dtype=torch.float16).cuda() for _ in range(2))
+    v[900:940] = torch.nan
+    k[940:980] = torch.inf
+    out = torch.ops.qframework.sage_attention_varlen(q, k, v, *starts, 1300, 2000, causal, variant=variant)
+    assert len(calls) == ON_HOPPER, "the wrong kernel"
+    assert not out[int(queries.sum()) :].any()
+    for i, (rows, of_keys) in enumerate(lengths):
+        if i == 2:  # its first keys are not finite
+            continue
+        first, key = int(starts[0][i]), int(starts[1][i])
+        got = out[first : first + rows]
+        assert got.isfinite().all()
+        if not rows or not of_keys:
+            assert not got.any()
+            continue
+        dense = [x.transpose(0, 1)[None] for x in (q[first : first + rows], *(x[key : key + of_keys] for x in (k, v)))]
+        exact = torch.nn.functional.scaled_dot_product_attention(
+            *(x.double() for x in dense), is_causal=causal, enable_gqa=True
+        )
+        error = (got.transpose(0, 1)[None] - exact).abs().sum() / exact.abs().sum()
+        assert error < {"unquantized": 0.001, "integer_exp": 0.03}.get(variant, 0.02)
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0])
@@ -429,7 +508,7 @@ def test_wide_heads_and_biases_repeat(problem) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp", "sage2_int8"])
 def test_repeats_beside_another_stream(variant: str) -> None:
     """The barriers hold when another kernel takes multiprocessors away and gives them back."""
     q, k, v = Problem(queries=1000, keys=1000, causal=True, head_dim=128, value_dim=128).operands("cuda")

@@ -15,6 +15,7 @@ from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_by
 
 from qframework.kernels.attention import (
     hopper,
+    packed,
     pipeline,
     prepare,
     quantize_qk,
@@ -24,6 +25,7 @@ from qframework.kernels.attention import (
     token_statistics,
 )
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
+from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
 from qframework.kernels.attention.tiles import choose_attention_tile
 from qframework.kernels.attention.variants import VARIANTS, resolve
@@ -40,6 +42,7 @@ if HAS_TRITON and not INTERPRET:
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": quantize_qk,
+    "_packed_items_kernel": packed,
     "_prepare_kernel": prepare,
     "_statistics_kernel": prepare,
     "_value_quantize_kernel": quantize_v,
@@ -261,6 +264,15 @@ def test_preparing_for_hopper(launches, dtype, head_dim, name, tmp_path):
     assert set(recorded) == {"_statistics_kernel", "_prepare_kernel"}
     for (launch,) in recorded.values():
         assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_of_packed_sequences(launches, causal, tmp_path):
+    starts = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    lengths, out = Lengths(starts, starts, 700, 700), torch.zeros(1000, 2, 64, dtype=torch.float16)
+    recorded = launches("sm_90", lambda: packed.packed_items_triton(lengths, out, 1000, causal))
+    (launch,) = recorded["_packed_items_kernel"]
+    assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 0)
 
 
 @pytest.mark.parametrize(("variant", "head_dim"), [("sage_b", 128), ("sage2_int4", 256)])
