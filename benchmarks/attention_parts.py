@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_oracle import float32_attention
 from qframework import calibrate_attention, sage_attention_varlen
-from qframework.kernels.attention import hopper, prepare
+from qframework.kernels.attention import hopper, hopper_packed, prepare
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
@@ -261,11 +261,11 @@ def case_isolated(causal: bool) -> dict[str, Any]:
     v[900:940] = torch.nan  # the keys after the first sequence
     k[2040:2340] = torch.inf
     used: list[int] = []
-    launch = hopper.attention_packed
-    hopper.attention_packed = lambda *some: used.append(1) or launch(*some)
+    launch = hopper_packed.attention_packed
+    hopper_packed.attention_packed = lambda *some: used.append(1) or launch(*some)
     longest = (max(lengths_q), max(lengths_k))
     out = sage_attention_varlen(q, k, v, starts_q, starts_k, *longest, causal, variant="unquantized")
-    hopper.attention_packed = launch
+    hopper_packed.attention_packed = launch
     worst = 0.0
     for i, (a, b) in enumerate(zip(lengths_q, lengths_k, strict=True)):
         qs, ks = int(starts_q[i]), int(starts_k[i])

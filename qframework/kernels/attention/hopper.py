@@ -1,6 +1,6 @@
 """Attention for Hopper: what its kernel (hopper_kernel.py) computes, and its launch.
 
-Used for large dense problems without log-sum-exp; triton.py handles all others.
+Used for large problems without log-sum-exp, dense or packed (hopper_packed.py); triton.py handles all others.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from qframework.kernels.attention.hopper_kernel import BLOCK_M, ROWS, BiasKind, 
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.operands import (
     Bias,
-    Lengths,
     QuantizedQK,
     Values,
     last_contiguous,
     p_range,
     query_memory_order,
 )
-from qframework.kernels.attention.packed import EDGE, most_items, packed_items_triton, ragged
+from qframework.kernels.attention.packed import ragged
 from qframework.kernels.attention.prepare import can_prepare
 from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, paired, token_groups
-from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.numerics import FLOAT_DTYPES
@@ -105,7 +104,7 @@ def fits(
     if stored != (v.dtype == torch.float8_e4m3fn) or (not stored and v.dtype.itemsize != 2):
         return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
-    if half or variant.smooth_q or variant.smooth_v or not _reads(q, v, variant):
+    if half or variant.smooth_q or variant.smooth_v or not reads(q, v, variant):
         return False
     fp8 = variant.pv == "fp8"
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[2 if stored else 3]
@@ -143,7 +142,7 @@ def takes(
     return shared_bytes(form_of(variant, channels, values, masked, added), added) <= _SHARED
 
 
-def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
+def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
     """Whether the kernel reads Q and K as the variant has them."""
     if not variant.quantizes_qk:
         return q.dtype == v.dtype and variant.exponential == "exact" and variant.pv == "fp16"
@@ -258,7 +257,7 @@ def attention_hopper(
     cached = _heads_in_cache(qk.k, v) * (heads // qk.k.shape[1])
     at_once = _divisor(heads * batch, min(cached, 32)) if uneven else 1
     batches_at_once = 1
-    queries = _slices_of(qk.q, ROWS, form.block_d, form.rest_d)
+    queries = slices_of(qk.q, ROWS, form.block_d, form.rest_d)
     biases: tuple[Any, ...] = (out, 0, 0, 0)
     bias_desc = queries[0]
     blocks: tuple[Any, ...] = (out, out, out, 1, 1, 1)
@@ -273,9 +272,9 @@ def attention_hopper(
         at_once, batches_at_once = read.in_flight(batch, heads, at_once, cached)
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         *queries,
-        *_slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
-        *([_describe(v, form.block_dv, form.block_n)] * 2 if fp8 else _slices_of(v, form.block_n, *form[2:4])),
-        *_slices_of(out, ROWS, form.block_dv, form.rest_dv),
+        *slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
+        *([_describe(v, form.block_dv, form.block_n)] * 2 if fp8 else slices_of(v, form.block_n, *form[2:4])),
+        *slices_of(out, ROWS, form.block_dv, form.rest_dv),
         bias_desc,
         q_scale,
         k_scale,
@@ -301,76 +300,7 @@ def attention_hopper(
     return out
 
 
-def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, lengths: Lengths) -> bool:
-    """Whether the kernel computes packed sequences ``(total, H, channels)``, and is faster than the general one.
-
-    Q and K may be given before or after quantization. Lengths are on the device: their mean decides.
-    """
-    half = variant.accumulator == "fp16" and v.dtype == torch.float16
-    if capability_of(q.device) != (9, 0) or variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2:
-        return False
-    if not _reads(q, v, variant):
-        return False
-    (total, heads, channels), values = q.shape, v.shape[2]
-    sequences = max(lengths.q_starts.numel() - 1, 1)
-    mean = cdiv(total, sequences), cdiv(k.shape[0], sequences)
-    if not takes(sequences, heads, *mean, channels, values, variant, False, chip_of(q.device)[1]):
-        return False
-    read = (q, k, v) if q.dtype == torch.int8 or not variant.quantizes_qk else (v,)
-    return max(total, k.shape[0]) < EDGE and all(addressable(x[None]) for x in read)
-
-
-def attention_packed(
-    qk: QuantizedQK,
-    v: Tensor,
-    variant: AttentionVariant,
-    logit_scale: float,
-    causal: bool,
-    lengths: Lengths,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Launch the kernel for packed sequences that :func:`fits_packed` accepts; ``out (total, H, Dv)``."""
-    (total, heads, channels), (keys, key_heads, values) = qk.q.shape, v.shape
-    form = form_of(variant, channels, values, False, packed=True)
-    out = v.new_empty((total, heads, values), dtype=dtype)
-    items = packed_items_triton(lengths, out, keys, causal)
-    k_norm = out
-    if form.integer:
-        v = v.to(torch.bfloat16)
-        k_norm = torch.full((lengths.q_starts.numel() - 1, key_heads), math.inf, device=v.device)  # nothing is bounded
-    q_scale, k_scale = (out, out) if qk.q_scale is None or qk.k_scale is None else (qk.q_scale, qk.k_scale)
-    queries = _slices_of(qk.q, ROWS, form.block_d, form.rest_d)
-    launch(kernel, (min(most_items(lengths, total, heads), chip_of(v.device)[1]),))(
-        *queries,
-        *_slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
-        *_slices_of(v, form.block_n, form.block_dv, form.rest_dv),
-        *_slices_of(out, ROWS, form.block_dv, form.rest_dv),
-        queries[0],
-        q_scale,
-        k_scale,
-        k_norm,
-        out,
-        q_scale.shape[2],
-        k_scale.shape[2],
-        logit_scale,
-        heads,
-        heads // key_heads,
-        *[0] * 3,
-        1,
-        1,
-        items,
-        *[out] * 3,
-        *[1] * 3,
-        out,
-        *[0] * 3,
-        CAUSAL=causal,
-        FORM=form,
-        num_warps=4,
-    )
-    return out
-
-
-def _slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
+def slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
     """Descriptors of both slices of channels."""
     desc = _describe(x, rows, first)
     return desc, _describe(x, rows, rest) if rest else desc

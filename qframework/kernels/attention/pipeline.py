@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention import hopper, hopper_packed
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -222,7 +222,7 @@ def _attention(
     plain = plain and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
     if lengths is not None and values.scale is None and not return_lse:
-        on_hopper = hopper.fits_packed(q, k, values.v, variant, lengths)
+        on_hopper = hopper_packed.fits_packed(q, k, values.v, variant, lengths)
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import hopper, hopper_dense
+from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.operands import (
     AttentionShape,
@@ -114,8 +114,8 @@ def quantized_attention_triton(
     unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None
     int8 = int8 and qk.q.dtype == torch.int8
     packable = unbiased and logit_scale > 0 and (int8 or not variant.quantizes_qk)
-    if lengths is not None and packable and hopper.fits_packed(qk.q, qk.k, values.v, variant, lengths):
-        return hopper.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
+    if lengths is not None and packable and hopper_packed.fits_packed(qk.q, qk.k, values.v, variant, lengths):
+        return hopper_packed.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None and variant.quantizes_qk

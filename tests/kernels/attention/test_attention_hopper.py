@@ -10,7 +10,7 @@ from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 from test_compile_targets import MAX_STACK, compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import auto, hopper, hopper_dense
+from qframework.kernels.attention import auto, hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention import quantized_attention as module
 from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.hopper import NOTHING, Added
@@ -411,8 +411,8 @@ def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, mon
     monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
     monkeypatch.setattr(hopper_dense, "fits", lambda *call: False)
     calls = []
-    launch = hopper.attention_packed
-    monkeypatch.setattr(hopper, "attention_packed", lambda *given: calls.append(given) or launch(*given))
+    launch = hopper_packed.attention_packed
+    monkeypatch.setattr(hopper_packed, "attention_packed", lambda *given: calls.append(given) or launch(*given))
     lengths = [(700, 900), (0, 40), (1300, 1100), (129, 300), (333, 333), (1024, 0), (5, 2000)]
     queries, keys = (torch.tensor(x) for x in zip(*lengths, strict=True))
     starts = [torch.cat([x.new_zeros(1), x.cumsum(0)]).int().cuda() for x in (queries, keys)]
