@@ -94,14 +94,19 @@ def changed(module: Any, name: str, by: Callable[[Any], Any], fn: Callable[[], A
     return run
 
 
+def counted(fn: Callable[..., Any], used: list[int]) -> Callable[..., Any]:
+    """``fn``, which adds a number to ``used`` in each call."""
+
+    def run(*given: Any) -> Any:
+        used.append(1)
+        return fn(*given)
+
+    return run
+
+
 def in_turns(form_of: Callable[..., Any]) -> Callable[..., Any]:
     """Forms of Hopper's kernel whose warpgroups take turns to compute weights."""
     return lambda *given, **named: form_of(*given, **named)._replace(turns=True)
-
-
-def with_form(changes: dict[str, Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Replaces fields of the form of Hopper's kernel."""
-    return lambda form_of: lambda *given, **named: form_of(*given, **named)._replace(**changes)
 
 
 def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -112,7 +117,10 @@ def relative_l1(out: Tensor, reference: Tensor) -> float:
     return round(float((out.float() - reference).abs().sum(dtype=torch.float64) / reference.abs().sum()), 5)
 
 
-def dense_operands(batch, heads, key_heads, tokens, width, dtype):
+def dense_operands(
+    batch: int, heads: int, key_heads: int, tokens: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal Q and V, and K with a bias of each channel."""
     q = normal(batch, heads, tokens, width, dtype=dtype)
     k = normal(batch, key_heads, tokens, width, dtype=dtype) + KEY_BIAS * normal(1, key_heads, 1, width, dtype=dtype)
     return q, k, normal(batch, key_heads, tokens, width, dtype=dtype)
@@ -122,12 +130,11 @@ def case_dense(
     shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int, turns: bool = False
 ) -> dict[str, Any]:
     """Whole calls of variants and of cuDNN, and their passes and kernels alone."""
-    _, heads, key_heads, _, width = shape
-    q, k, v = dense_operands(*shape, DTYPES[dtype])
+    batch, heads, key_heads, tokens, width = shape
+    q, k, v = dense_operands(batch, heads, key_heads, tokens, width, DTYPES[dtype])
     calls: dict[str, Callable[[], Any]] = {}
     errors = {}
-    head = [x[:1, :1] for x in (q, k, v)]
-    reference = float32_attention(*head, causal)
+    reference = float32_attention(q[:1, :1], k[:1, :1], v[:1, :1], causal)
 
     def cudnn() -> Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -148,15 +155,13 @@ def case_dense(
             calls[name] = whole
             if can_prepare(variant):
                 prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
-                calls[f"{name} pass"] = lambda variant=variant: prepare_triton(q, k, v, variant, width**-0.5, True)
+                calls[f"{name} pass"] = functools.partial(prepare_triton, q, k, v, variant, width**-0.5, True)
                 kernel = functools.partial(
                     _attend_triton, *prepared, Bias(causal=causal), variant, q.dtype, False, None
                 )
                 calls[f"{name} kernel"] = kernel
                 if turns:
                     calls[f"{name} kernel, turns"] = changed(hopper, "form_of", in_turns, kernel)
-                    for more in ({"stages": 3}, {"block_n": 64}, {"block_n": 64, "turns": True}):
-                        calls[f"{name} kernel, {more}"] = changed(hopper, "form_of", with_form(more), kernel)
                     many = changed(prepare, "warps", lambda old: lambda d: 2 * old(d), calls[f"{name} pass"])
                     calls[f"{name} pass, more warps"] = many
             elif turns:
@@ -185,8 +190,8 @@ def case_packed(mix: str, heads: int, width: int, causal: bool, variant: str, ro
     out = packed()
     worst = 0.0
     for start, end in zip([0, *ends], ends, strict=False):
-        part = [x[start:end, :1].transpose(0, 1)[None] for x in (q, k, v)]
-        expected = float32_attention(*part, causal)[0].transpose(0, 1)
+        q_head, k_head, v_head = (x[start:end, :1].transpose(0, 1)[None] for x in (q, k, v))
+        expected = float32_attention(q_head, k_head, v_head, causal)[0].transpose(0, 1)
         worst = max(worst, relative_l1(out[start:end, :1], expected))
     # The same work as one dense batch: sequences of one length whose squares add up alike.
     same = round((sum(n * n for n in lengths) / 4) ** 0.5)
@@ -228,17 +233,15 @@ def case_check(shape: list[int], causal: bool, masked: bool, name: str) -> dict[
     given = {"attn_mask": mask, "is_causal": causal, "enable_gqa": heads != key_heads, "variant": name}
     used: list[int] = []
     launch, fits = hopper.attention_hopper, hopper.fits
-    hopper.attention_hopper = lambda *some: used.append(1) or launch(*some)
+    hopper.attention_hopper = counted(launch, used)
     try:
         out = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
         hopper.fits = lambda *some, **named: False
         general = torch.ops.qframework.sage_attention(q, k, v, **given)[0]
     finally:
         hopper.attention_hopper, hopper.fits = launch, fits
-    wide = [
-        x.float() for x in (q, k.repeat_interleave(heads // key_heads, 1), v.repeat_interleave(heads // key_heads, 1))
-    ]
-    exact = F.scaled_dot_product_attention(*wide, mask, is_causal=causal)
+    wide_q, wide_k, wide_v = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (q, k, v))
+    exact = F.scaled_dot_product_attention(wide_q, wide_k, wide_v, mask, is_causal=causal)
     nans = [int(x.isnan().sum()) for x in (out, general)]
     out, general, exact = (x.nan_to_num(0) for x in (out, general, exact))
     return {
@@ -262,9 +265,9 @@ def case_isolated(causal: bool) -> dict[str, Any]:
     k[2040:2340] = torch.inf
     used: list[int] = []
     launch = hopper_packed.attention_packed
-    hopper_packed.attention_packed = lambda *some: used.append(1) or launch(*some)
-    longest = (max(lengths_q), max(lengths_k))
-    out = sage_attention_varlen(q, k, v, starts_q, starts_k, *longest, causal, variant="unquantized")
+    hopper_packed.attention_packed = counted(launch, used)
+    longest_q, longest_k = max(lengths_q), max(lengths_k)
+    out = sage_attention_varlen(q, k, v, starts_q, starts_k, longest_q, longest_k, causal, variant="unquantized")
     hopper_packed.attention_packed = launch
     worst = 0.0
     for i, (a, b) in enumerate(zip(lengths_q, lengths_k, strict=True)):
@@ -273,9 +276,10 @@ def case_isolated(causal: bool) -> dict[str, Any]:
         if i == 3:
             continue  # K is not finite there
         if a and b:
-            part = [q[qs : qs + a], k[ks : ks + b], v[ks : ks + b]]
-            part = [x.transpose(0, 1)[None].float() for x in part]
-            expected = F.scaled_dot_product_attention(*part, is_causal=causal, enable_gqa=True)[0].transpose(0, 1)
+            parts = (q[qs : qs + a], k[ks : ks + b], v[ks : ks + b])
+            one_q, one_k, one_v = (x.transpose(0, 1)[None].float() for x in parts)
+            dense = F.scaled_dot_product_attention(one_q, one_k, one_v, is_causal=causal, enable_gqa=True)
+            expected = dense[0].transpose(0, 1)
         else:
             expected = torch.zeros_like(got)
         worst = max(worst, float((got - expected).abs().nan_to_num(9.0).max()) if got.numel() else 0.0)
@@ -327,41 +331,42 @@ def case_choice(tokens: int, heads: int, width: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def cases(names: list[str], rounds: int) -> list[tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]]:
+def cases(names: list[str], rounds: int, part: str) -> list[tuple[Callable[..., dict[str, Any]], tuple[Any, ...]]]:
     """Most important first."""
     short = [[4, 32, 32, 4096, 64], [4, 32, 32, 4096, 128]]
-    long = [[4, 32, 32, 8192, 128], [4, 32, 32, 16384, 64], [4, 32, 32, 16384, 128], [4, 32, 32, 8192, 64]]
+    long = [[4, 32, 32, 8192, 64], [4, 32, 32, 8192, 128], [4, 32, 32, 16384, 64], [4, 32, 32, 16384, 128]]
     long += [[1, 32, 32, 32768, 64], [1, 32, 32, 32768, 128], [1, 16, 16, 4096, 80]]
-    found: list[Any] = [(case_isolated, (causal,)) for causal in (False, True)]
-    found += [(case_check, ([2, 40, 40, 700, 1000, 64, 64], False, masked, "sage2_int8")) for masked in (False, True)]
-    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in short]
-    found += [(case_packed, ("geometric", 32, 64, False, "unquantized", rounds))]
-    found += [(case_packed, ("odd", 16, 128, False, "unquantized", rounds))]
-    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in short]
-    found += [(case_packed, ("geometric", 16, 128, True, "unquantized", rounds))]
-    found += [(case_packed, ("geometric", 32, 64, False, "integer_exp", rounds))]
-    found += [(case_packed, ("equal", 32, 64, False, "unquantized", rounds))]
-    found += [(case_dense, (shape, "float16", False, names, rounds)) for shape in long]
-    found += [(case_dense, (shape, "float16", False, names, rounds, True)) for shape in short]
-    found += [(case_dense, ([4, 32, heads, 8192, 128], "float16", True, names, rounds)) for heads in (32, 8)]
-    found += [(case_repeats, (name, name == "unquantized", False)) for name in ("sage2_int8", "unquantized")]
-    found += [(case_repeats, ("sage2_int8", False, True))]
-    found += [(case_choice, given) for given in ((4096, 16, 64), (8192, 16, 128), (1024, 16, 64))]
-    found += [
-        (case_check, (shape, causal, masked, name))
-        for name in ("sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32", "integer_exp")
-        for shape, causal, masked in [
-            ([2, 40, 20, 1000, 1000, 128, 128], True, False),
-            ([2, 40, 40, 900, 700, 80, 72], False, True),
-        ]
+    checked = [([2, 40, 40, 700, 1000, 64, 64], False, masked) for masked in (False, True)]
+    checked += [([2, 40, 20, 1000, 1000, 128, 128], True, False), ([2, 40, 40, 900, 700, 80, 72], False, True)]
+    fp8 = ("sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32", "integer_exp")
+    repeated = [("sage2_int8", False, False), ("unquantized", True, False), ("sage2_int8", False, True)]
+    calls = ((4096, 16, 64), (1024, 16, 64))
+    mixes = [
+        ("geometric", 32, 64, False),
+        ("odd", 16, 128, False),
+        ("geometric", 16, 128, True),
+        ("equal", 32, 64, False),
     ]
-    found += [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in long[:3]]
-    return found
+    parts: dict[str, list[tuple[Any, tuple[Any, ...]]]] = {
+        "isolated": [(case_isolated, (causal,)) for causal in (False, True)],
+        "dense": [(case_dense, (shape, "float16", False, names, rounds)) for shape in short],
+        "packed": [(case_packed, (*mix, "unquantized", rounds)) for mix in mixes],
+        "packed integer": [(case_packed, (*mixes[0], "integer_exp", rounds))],
+        "turns": [(case_dense, (shape, "float16", False, names, rounds, True)) for shape in short],
+        "bfloat16": [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in (*short, *long[:2])],
+        "long": [(case_dense, (shape, "float16", False, names, rounds)) for shape in long],
+        "causal": [(case_dense, ([4, 32, n, 8192, 128], "float16", True, names, rounds)) for n in (32, 8)],
+        "repeats": [(case_repeats, given) for given in repeated],
+        "choice": [(case_choice, given) for given in calls],
+        "check": [(case_check, (*given, name)) for name in fp8 for given in checked],
+    }
+    return [case for name in (part.split(",") if part else parts) for case in parts[name]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="integer_exp,sage2_int8,unquantized")
+    parser.add_argument("--only", default="", help="parts in their order, separated by commas, e.g. dense,packed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no case is begun")
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention-parts.json")
@@ -372,7 +377,7 @@ def main() -> None:
     about = {"device": device, "torch": torch.__version__, "commit": os.environ.get("QFRAMEWORK_COMMIT", "")}
     about |= {"date": time.strftime("%Y-%m-%d"), "rounds": arguments.rounds}
     with torch.no_grad():
-        for case, given in cases(arguments.variants.split(","), arguments.rounds):
+        for case, given in cases(arguments.variants.split(","), arguments.rounds, arguments.only):
             if time.monotonic() - began > arguments.limit:
                 rows.append({"case": case.__name__, "given": str(given), "skipped": "out of time"})
                 continue

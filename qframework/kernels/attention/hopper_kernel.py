@@ -159,7 +159,7 @@ if HAS_GLUON:
         """
         PACKED: gl.constexpr = FORM.packed
         if PACKED:
-            place = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
+            place: Any = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
         else:
             place = (b, h, token, channel)
         return place

@@ -290,12 +290,12 @@ def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
 
 
 def _operands(x: QuantizedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
-    scales = (t.contiguous() if t is not None else None for t in (x.v_scale, x.v_mean))
+    v_scale, v_mean = (t.contiguous() if t is not None else None for t in (x.v_scale, x.v_mean))
     row_bias = x.row_bias.contiguous() if x.row_bias is not None else None
     q, k = last_contiguous(x.q), last_contiguous(x.k)
     qk = QuantizedQK(q, x.q_scale.contiguous(), k, x.k_scale.contiguous(), x.width, row_bias)
     values = x.v.contiguous() if transposes_values(x.chosen.pv) else last_contiguous(x.v)
-    return qk, Values(values, *scales), Bias(x.attn_mask, x.rel_h, x.rel_w, x.is_causal)
+    return qk, Values(values, v_scale, v_mean), Bias(x.attn_mask, x.rel_h, x.rel_w, x.is_causal)
 
 
 def _quantized_attention_cpu(x: QuantizedAttentionArguments) -> tuple[Tensor, Tensor]:
