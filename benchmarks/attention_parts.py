@@ -296,9 +296,8 @@ def case_repeats(name: str, packed: bool, turns: bool) -> dict[str, Any]:
 
     def call() -> Tensor:
         if packed:
-            return sage_attention_varlen(
-                *(x[0].transpose(0, 1) for x in (q, k, v)), starts, starts, 800, 800, variant=name
-            )
+            one_q, one_k, one_v = (x[0].transpose(0, 1) for x in (q, k, v))
+            return sage_attention_varlen(one_q, one_k, one_v, starts, starts, 800, 800, variant=name)
         return torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=name)[0]
 
     fn = changed(hopper, "form_of", in_turns, call) if turns else call
