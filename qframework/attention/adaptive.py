@@ -33,7 +33,7 @@ from qframework.errors import CalibrationError
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 
 PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
-HOPPER_ORDER = ("integer_exp", "sage2_int8", "unquantized", "sage_b", "sage_vb", "sage_t", "sage_vt")
+HOPPER_ORDER = ("integer_exp", "unquantized", "sage2_int8", "sage_b", "sage_vb", "sage_t", "sage_vt")
 
 
 def speed_order(device: torch.device | str) -> tuple[str, ...]:

