@@ -159,9 +159,9 @@ if HAS_GLUON:
         """
         PACKED: gl.constexpr = FORM.packed
         if PACKED:
-            place: Any = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
+            place = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
         else:
-            place = (b, h, token, channel)
+            place = (b, h, token, channel)  # type: ignore[assignment]
         return place
 
     @gluon.jit

@@ -1,7 +1,8 @@
 """Packed sequences in Hopper's kernel: which calls, and their launch.
 
-Q and K in 16 bit, or in INT8 with P and V in 16 bit. The integer exponential has no bound on logits here, since nothing
-computes the norm of packed keys: it takes running maxima.
+Calls with everything in 16 bit. The launch takes Q and K in INT8 with P and V in 16 bit as well, which compiles but was
+never run on a GPU, so that :func:`fits_packed` leaves them to the general kernel. The integer exponential would have no
+bound on logits, since nothing computes the norm of packed keys.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ if HAS_GLUON:
 def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, lengths: Lengths) -> bool:
     """Whether the kernel computes packed sequences ``(total, H, channels)``, and is faster than the general one.
 
-    Q and K may be given before or after quantization. Lengths are on the device: their mean decides.
+    Lengths are on the device: their mean decides.
     """
+    if variant.quantizes_qk:
+        return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
     if capability_of(q.device) != (9, 0) or variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2:
         return False
@@ -39,8 +42,7 @@ def fits_packed(q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, leng
     mean = cdiv(total, sequences), cdiv(k.shape[0], sequences)
     if not takes(sequences, heads, *mean, channels, values, variant, False, chip_of(q.device)[1]):
         return False
-    read = (q, k, v) if q.dtype == torch.int8 or not variant.quantizes_qk else (v,)
-    return max(total, k.shape[0]) < EDGE and all(addressable(x[None]) for x in read)
+    return max(total, k.shape[0]) < EDGE and all(addressable(x[None]) for x in (q, k, v))
 
 
 def attention_packed(

@@ -409,7 +409,7 @@ def test_fp8_values_agree_with_the_reference(problem: Problem, monkeypatch) -> N
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, 2.0**-4, 0.0)
 
 
-@pytest.mark.parametrize("variant", ["unquantized", SPEC, "integer_exp", "8-per_thread-fp16-fp32"])
+@pytest.mark.parametrize("variant", ["unquantized", SPEC, "integer_exp"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.gpu
 def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, monkeypatch) -> None:
@@ -427,7 +427,7 @@ def test_packed_sequences_agree_with_dense_calls(variant: str, causal: bool, mon
     v[900:940] = torch.nan
     k[940:980] = torch.inf
     out = torch.ops.qframework.sage_attention_varlen(q, k, v, *starts, 1300, 2000, causal, variant=variant)
-    assert len(calls) == ON_HOPPER, "the wrong kernel"
+    assert len(calls) == (ON_HOPPER and variant == "unquantized"), "the wrong kernel"
     assert not out[int(queries.sum()) :].any()
     for i, (rows, of_keys) in enumerate(lengths):
         if i == 2:  # its first keys are not finite
