@@ -25,10 +25,13 @@ from benchmarks.attention_oracle import (
 )
 from benchmarks.harness import Check, UnavailableError, one_step_apart
 from qframework import numerics
+from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
 from qframework.kernels.attention.pipeline import _TORCH, _TRITON, _quantize_qk, _quantize_values
+from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
+from qframework.kernels.runtime.chip import capability_of
 
 KEY_BIAS = 2.0  # standard deviation over channels; the signal has 1
 MATH_BYTES = 2**33  # limit for the float32 logits of all heads, which SDPA's unfused path keeps
@@ -180,8 +183,14 @@ def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
         return {}
     variant, steps = resolve(name), _TRITON if given.query.device.type == "cuda" else _TORCH
     bias, scale = Bias(causal=given.shape.causal), given.shape.head_dim**-0.5
+    operands = (given.query, given.key, given.value)
+    prepares = can_prepare(variant) and hopper.fits(
+        *operands, variant, torch.float16, capability_of(operands[0].device)
+    )
 
     def quantize() -> tuple[QuantizedQK, Values]:
+        if prepares:
+            return prepare_triton(*operands, variant, scale, True)
         qk, _ = _quantize_qk(given.query, given.key, variant, scale, True, steps, None)
         return qk, _quantize_values(given.value, variant, steps, None)
 

@@ -1,7 +1,8 @@
 """Adaptive quantization: measure every variant in every attention layer and keep the fastest that is accurate enough.
 
 SageAttention section 4.5 chooses vB or vT where their cosine similarity with float attention exceeds 99.8 percent. Here
-SageAttention2 and 2++ are candidates as well, and layers in which no variant passes stay in float.
+all variants that may be fast are candidates. On a GPU their times decide which is fastest, and PyTorch's attention is
+a candidate too, as ``"off"``. Layers in which no variant passes stay in float.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from qframework.arguments import check_batches, check_module, check_number_of_ba
 from qframework.attention.choice import AttentionChoice
 from qframework.attention.layer_choice import OFF, LayerChoice, passes
 from qframework.attention.layer_scope import join_name, split_name
-from qframework.attention.measure import Recorder, named_calls
+from qframework.attention.measure import Clock, RecordedLayer, Recorder, named_calls
 from qframework.attention.model_inputs import call_model
+from qframework.attention.speed import median_seconds
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.devices import checked_device
@@ -31,15 +33,18 @@ from qframework.errors import CalibrationError
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 
 PAPER_ORDER = ("sage_vb", "sage_vt", "sage_b", "sage_t")
+HOPPER_ORDER = ("integer_exp", "unquantized", "sage2_int8", "sage_b", "sage_vb", "sage_t", "sage_vt")
 
 
 def speed_order(device: torch.device | str) -> tuple[str, ...]:
-    """The variants to try on a device, fastest first.
+    """The variants to try on a device, the one expected to be fastest first.
 
-    The paper's order is vB, vT, B, T. On chips with FP8 SageAttention2 comes first. Where FP16 accumulation doubles the
-    rate of FP8 (compute capability 8.9 and 12), SageAttention2++ comes first, and SageAttention2, whose P V runs at
-    half the rate of INT8, after the INT8 variants. On Hopper and data-center Blackwell SageAttention2++ gains nothing
-    and is left out, as is INT4, which Triton multiplies as INT8. Pass ``variants`` to try others or another order.
+    On a GPU ``calibrate_attention`` measures which is. The paper's order is vB, vT, B, T. On Hopper the order is that
+    of long sequences on an H100, where INT8 values are slower than 16 bit. On other chips with FP8 SageAttention2 comes
+    first. Where FP16 accumulation doubles the rate of FP8 (compute capability 8.9 and 12), SageAttention2++ does, and
+    SageAttention2, whose P V runs at half the rate of INT8, comes after the INT8 variants. On Hopper and data-center
+    Blackwell SageAttention2++ gains nothing and is left out, as is INT4, which Triton multiplies as INT8. Pass
+    ``variants`` to try others or another order.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -51,7 +56,9 @@ def order_for(capability: tuple[int, int]) -> tuple[str, ...]:
     """:func:`speed_order` of an NVIDIA chip."""
     if capability < (8, 9):
         return PAPER_ORDER
-    if capability[0] in (9, 10):
+    if capability[0] == 9:
+        return HOPPER_ORDER
+    if capability[0] == 10:
         return ("sage2_int8", *PAPER_ORDER)
     return ("sage2pp_int8", "sage_vb", "sage_vt", "sage2_int8", "sage_b", "sage_t")
 
@@ -69,13 +76,17 @@ def calibrate_attention(
     forward: Callable[[nn.Module, Any], object] | None = None,
     progress: bool = True,
     verbose: bool = True,
+    timed: bool | None = None,
 ) -> AttentionChoice:
     """Choose a variant for each attention layer of a float model (SageAttention section 4.5).
 
     ``data`` runs through the model in eval mode, without gradients, with its own attention. Each call of
     ``F.scaled_dot_product_attention`` is repeated with every variant on the same inputs, to compare the outputs. A
-    layer takes the first variant, in order of speed, that passes in all of its calls, or ``"off"``. The model does not
-    change. The result is deterministic.
+    layer takes the fastest variant that passes in all of its calls, or ``"off"``. The model does not change.
+
+    On a GPU the fastest is what took the least time in the layer's calls, on their shapes and masks, among the variants
+    and PyTorch's attention, which is ``"off"``. Times differ a little from run to run, and so may the choice between
+    two that are about equally fast. Without times it is the first variant, and the result is deterministic.
 
     Args:
         model: any module whose attention is ``F.scaled_dot_product_attention`` (timm, ``nn.MultiheadAttention`` without
@@ -84,7 +95,8 @@ def calibrate_attention(
             the model gets as many leading items as its forward requires (at least one), so that ``(images, labels)``
             works.
         threshold: cosine similarity that a variant must exceed to pass; the paper's is 0.998.
-        variants: names, specs or variants, fastest first; default: :func:`speed_order` of the device.
+        variants: names, specs or variants, without times in order of speed; default: :func:`speed_order` of the device,
+            with times ``unquantized`` and ``integer_exp`` too.
         max_relative_l1: largest relative L1 error with which a variant passes.
         max_rmse: largest RMSE with which a variant passes.
         batches: maximum number of batches; default: all of ``data``.
@@ -93,6 +105,7 @@ def calibrate_attention(
             run ``model.generate``.
         progress: show a progress bar if standard error is a terminal.
         verbose: print a table of the result.
+        timed: whether to measure times, which needs a GPU; by default it does where the model runs on one.
 
     Returns:
         The choice, with all measurements; each number is the worst over all calls of the layer.
@@ -115,7 +128,11 @@ def calibrate_attention(
     target = checked_device(device, "calibrate_attention: device") if device is not None else _device_of(model)
     if device is not None:
         model.to(target)
-    recorder = Recorder(_checked_variants(variants, target))
+    clock = _clock(timed, target)
+    candidates = _checked_variants(variants, target)
+    if variants is None and clock is not None:
+        candidates = (*candidates, *(name for name in ("unquantized", "integer_exp") if name not in candidates))
+    recorder = Recorder(candidates, clock)
     run = forward or call_model
     seen = 0
     with torch.no_grad(), _eval_mode(model), named_calls(model, recorder), _bar(data, batches, progress) as advance:
@@ -141,11 +158,26 @@ def calibrate_attention(
 def _choose(recorder: Recorder, criteria: Mapping[str, float], paths: Mapping[str, list[str]]) -> AttentionChoice:
     layers: dict[str, LayerChoice] = {}
     for name, layer in recorder.layers.items():
-        passing = [variant for variant in recorder.variants if passes(layer.measured[variant], criteria)]
-        chosen = LayerChoice(passing[0] if passing else OFF, layer.calls, layer.query, layer.keys, layer.measured)
+        chosen = _chosen(layer, criteria)
         path, index = split_name(name)
         layers |= {join_name(other, index): chosen for other in paths.get(path, [path])}
     return AttentionChoice(layers, criteria)
+
+
+def _chosen(layer: RecordedLayer, criteria: Mapping[str, float]) -> LayerChoice:
+    measured = layer.fastest_first()
+    passing = [name for name, numbers in measured.items() if passes(numbers, criteria)]
+    return LayerChoice(passing[0] if passing else OFF, layer.calls, layer.query, layer.keys, measured)
+
+
+def _clock(timed: bool | None, device: torch.device | None) -> Clock | None:
+    """What measures times on ``device``, or None. Raises CalibrationError."""
+    on_gpu = device is not None and device.type == "cuda"
+    if timed and not on_gpu:
+        raise CalibrationError(
+            f"calibrate_attention: timed must be None or False where the model runs on a CPU, got True on {device}"
+        )
+    return median_seconds if timed or (timed is None and on_gpu) else None
 
 
 def _paths(model: nn.Module) -> dict[str, list[str]]:

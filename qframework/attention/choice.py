@@ -27,7 +27,7 @@ from qframework.files import read_json, write_json
 if TYPE_CHECKING:
     from rich.table import Table
 
-FORMAT = 1
+FORMAT = 2  # 1 had no times
 
 
 class AttentionChoice(Mapping[str, str]):

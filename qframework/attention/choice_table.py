@@ -32,14 +32,17 @@ def compact(layers: Layers, criteria: Criteria) -> Table:
 def detailed(layers: Layers, criteria: Criteria) -> Table:
     """A row for each layer and variant, with every number."""
     table = Table(title=_title(layers, criteria))
-    for column in ("layer", "variant", "cosine, %", "relative L1", "RMSE", "chosen"):
-        table.add_column(
-            column, overflow="fold", justify="right" if column in ("cosine, %", "relative L1", "RMSE") else "left"
-        )
+    numbers = ["cosine, %", "relative L1", "RMSE"]
+    timed = any(measured.seconds is not None for layer in layers.values() for measured in layer.measurements.values())
+    if timed:
+        numbers.append("us")
+    for column in ("layer", "variant", *numbers, "chosen"):
+        table.add_column(column, overflow="fold", justify="right" if column in numbers else "left")
     for name, layer in layers.items():
         for index, (variant, measured) in enumerate(layer.measurements.items()):
             chosen = "yes" if variant == layer.variant else ""
-            table.add_row(name if index == 0 else "", variant, *_numbers(measured), chosen)
+            time = [_microseconds(measured)] if timed else []
+            table.add_row(name if index == 0 else "", variant, *_numbers(measured), *time, chosen)
         table.add_section()
     return table
 
@@ -72,6 +75,10 @@ def _cosine(layer: LayerChoice, variant: str) -> str:
 def _percent(cosine: float) -> str:
     """In percent, rounded down, so that a value below the threshold does not appear to reach it."""
     return f"{math.floor(cosine * 1e5) / 1e3:.3f}"
+
+
+def _microseconds(measured: Measurement) -> str:
+    return "" if measured.seconds is None else f"{measured.seconds * 1e6:.1f}"
 
 
 def _numbers(measured: Measurement) -> tuple[str, str, str]:

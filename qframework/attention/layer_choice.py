@@ -18,12 +18,14 @@ class Measurement:
         relative_l1: ``sum|O - O'| / sum|O|``.
         rmse: ``sqrt(mean((O - O')^2))``.
         error: why the variant cannot be used in this layer; if not empty, the numbers are meaningless.
+        seconds: mean time of the layer's calls on a GPU, None if it was not measured.
     """
 
     cosine: float = 1.0
     relative_l1: float = 0.0
     rmse: float = 0.0
     error: str = ""
+    seconds: float | None = None
 
     def worse(self, other: Measurement) -> Measurement:
         """The worse of both for every number."""
@@ -32,6 +34,7 @@ class Measurement:
             max(self.relative_l1, other.relative_l1),
             max(self.rmse, other.rmse),
             self.error or other.error,
+            self.seconds,
         )
 
 
@@ -44,7 +47,7 @@ class LayerChoice:
         calls: number of measured calls.
         query: shape of the first call's query.
         keys: number of keys of the first call.
-        measurements: by variant, fastest first.
+        measurements: by variant, fastest first; with times also of ``"off"``.
     """
 
     variant: str

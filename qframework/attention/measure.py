@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,17 +16,26 @@ from torch.fx import GraphModule
 
 from qframework.attention.api import sage_attention
 from qframework.attention.drop_in import why_not
-from qframework.attention.layer_choice import Measurement
+from qframework.attention.layer_choice import OFF, Measurement
 from qframework.attention.layer_scope import AttentionCalls, attention_nodes, join_name
 from qframework.errors import CalibrationError, QFrameworkError
 
+Clock = Callable[[Mapping[str, Callable[[], object]]], Mapping[str, float]]
+"""Seconds of each call, by its name."""
+
+_MASKED = -1e4  # a float mask with less leaves a key out
+
 
 class Recorder(AttentionCalls):
-    """A scope in which attention stays PyTorch's and every variant is compared with it."""
+    """A scope in which attention stays PyTorch's and every variant is compared with it.
 
-    def __init__(self, variants: Sequence[str]) -> None:
+    With ``clock`` the time of each variant and of PyTorch's attention is measured too, once for calls that are alike.
+    """
+
+    def __init__(self, variants: Sequence[str], clock: Clock | None = None) -> None:
         super().__init__()
-        self.variants = tuple(variants)
+        self.variants, self.clock = tuple(variants), clock
+        self._times: dict[Any, dict[str, float]] = {}
         self.next_layer: Callable[[], str] = lambda: join_name("", 0)
         self.layers: dict[str, RecordedLayer] = {}
 
@@ -40,7 +51,19 @@ class Recorder(AttentionCalls):
             layer.calls += 1
             for variant in self.variants:
                 layer.record(variant, _measure(call, variant, out))
+            if self.clock is not None:
+                layer.add(self._seconds(call, layer, lambda: func(*args, **kwargs), self.clock))
         return out
+
+    def _seconds(
+        self, call: _Call, layer: RecordedLayer, pytorch: Callable[[], object], clock: Clock
+    ) -> Mapping[str, float]:
+        """Times of PyTorch's attention and of the variants that can compute the call."""
+        if call.signature not in self._times:
+            working = [name for name in self.variants if not layer.measured[name].error]
+            calls = {name: functools.partial(call.quantized, name) for name in working}
+            self._times[call.signature] = dict(clock({OFF: pytorch, **calls}))
+        return self._times[call.signature]
 
 
 class _Call:
@@ -60,6 +83,16 @@ class _Call:
     ) -> None:
         self.query, self.key, self.value, self.mask = query, key, value, attn_mask
         self.dropout_p, self.is_causal, self.scale, self.enable_gqa = dropout_p, is_causal, scale, enable_gqa
+
+    @functools.cached_property
+    def signature(self) -> tuple[Any, ...]:
+        """Equal for calls that take the same time: what a mask leaves out counts, what tensors hold does not."""
+        operands = [x for x in (self.query, self.key, self.value, self.mask) if x is not None]
+        kept = None
+        if self.mask is not None:
+            kept = int((self.mask if self.mask.dtype == torch.bool else self.mask > _MASKED).sum())
+        sizes = [(tuple(x.shape), x.stride(), x.dtype, x.device) for x in operands]
+        return (*sizes, kept, self.is_causal, self.scale, self.enable_gqa)
 
     def inputs(self) -> dict[str, Tensor]:
         return {"query": self.query, "key": self.key, "value": self.value}
@@ -90,6 +123,23 @@ class RecordedLayer:
     def __init__(self, call: _Call) -> None:
         self.query, self.keys, self.calls = tuple(call.query.shape), call.key.shape[-2], 0
         self.measured: dict[str, Measurement] = {}
+        self.seconds: dict[str, float] = {}  # of all calls
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Add the times of a call. What did not run in all calls has none."""
+        if self.calls == 1:
+            self.seconds = dict(seconds)
+            return
+        self.seconds = {name: time + seconds[name] for name, time in self.seconds.items() if name in seconds}
+
+    def fastest_first(self) -> dict[str, Measurement]:
+        """The measurements with times, PyTorch's attention among them; without times in the order given."""
+        if not self.seconds:
+            return self.measured
+        measured = {OFF: Measurement(), **self.measured}
+        order = sorted(measured, key=lambda name: self.seconds.get(name, math.inf))
+        times = {name: time / self.calls for name, time in self.seconds.items()}
+        return {name: replace(measured[name], seconds=times.get(name)) for name in order}
 
     def record(self, variant: str, measured: Measurement) -> None:
         before = self.measured.get(variant)

@@ -282,7 +282,7 @@ def test_json(model: Net, x: Tensor, tmp_path: Path) -> None:
     [
         ("", "choice.json is not an attention choice"),
         ("[]", "choice.json: not an attention choice: it has no format number"),
-        ('{"format": 99, "layers": {}}', "format must be at most 1, got 99"),
+        ('{"format": 99, "layers": {}}', "format must be at most 2, got 99"),
         ('{"format": 1}', "KeyError: 'layers'"),
         ('{"format": 1, "layers": {"a": {"variant": "sage_b", "speed": 1}}}', "unknown entries: speed"),
         ('{"format": 1, "layers": {"a": {}}}', "not an attention choice: TypeError"),

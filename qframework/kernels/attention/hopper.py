@@ -1,11 +1,12 @@
 """Attention for Hopper: what its kernel (hopper_kernel.py) computes, and its launch.
 
-Used for large dense problems without log-sum-exp; triton.py handles all others.
+Used for large problems without log-sum-exp, dense or packed (hopper_packed.py); triton.py handles all others.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +16,17 @@ from qframework.errors import QFrameworkError
 from qframework.kernels.attention import mask_blocks
 from qframework.kernels.attention.hopper_kernel import BLOCK_M, ROWS, BiasKind, Form
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
-from qframework.kernels.attention.operands import Bias, QuantizedQK, last_contiguous, query_memory_order
+from qframework.kernels.attention.operands import (
+    Bias,
+    QuantizedQK,
+    Values,
+    last_contiguous,
+    p_range,
+    query_memory_order,
+)
+from qframework.kernels.attention.packed import ragged
 from qframework.kernels.attention.prepare import can_prepare
-from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, token_groups
+from qframework.kernels.attention.variants import KEY_BLOCK, AttentionVariant, fits_hopper, paired, token_groups
 from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -73,6 +82,7 @@ def fits(
     capability: tuple[int, int] | None,
     masked: bool = False,
     added: Added | None = NOTHING,
+    stored: bool = False,
 ) -> bool:
     """Whether the kernel computes this dense attention, and is faster than the general one.
 
@@ -80,22 +90,29 @@ def fits(
         q: ``(B, H, N, D)`` of any dtype, before or after quantization, as are the others.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, Dv)``, as it is multiplied.
-        variant: Q and K in INT8 with whole blocks of keys in a group, or in 16 bit; P and V in 16 bit, FP32 sums.
+        variant: Q and K in INT8 with whole blocks of keys in a group or per thread, or in 16 bit; P and V in 16 bit,
+            or beside INT8 in FP8; FP32 sums.
         dtype: of the result.
         capability: CUDA's, None for a CPU.
         masked: whether there is a bool mask.
         added: :func:`added_by` the bias, with Q and K in 16 bit only.
+        stored: V is in FP8, ``(B, Hkv, Dv, P)``, its keys :data:`~qframework.kernels.attention.variants.PAIRED`.
     """
     integer = variant.exponential == "integer"
-    if capability != (9, 0) or added is None or (v.dtype != dtype and not integer):
+    if capability != (9, 0) or added is None or (v.dtype != dtype and not integer and not stored):
+        return False
+    if stored != (v.dtype == torch.float8_e4m3fn) or (not stored and v.dtype.itemsize != 2):
         return False
     half = variant.accumulator == "fp16" and v.dtype == torch.float16
-    if variant.pv != "fp16" or half or variant.smooth_q or v.dtype.itemsize != 2 or not _reads(q, v, variant):
+    if half or variant.smooth_q or variant.smooth_v or not reads(q, v, variant):
         return False
-    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
+    fp8 = variant.pv == "fp8"
+    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[2 if stored else 3]
     if not takes(batch, heads, queries, keys, channels, values, variant, masked, chip_of(v.device)[1], added):
         return False
-    read = (q, k, v) if q.dtype == torch.int8 or not variant.quantizes_qk else (v,)  # else Q and K are quantized first
+    # Others are quantized first.
+    read = [q, k] if q.dtype == torch.int8 or not variant.quantizes_qk else []
+    read += [v] if stored or not fp8 else []
     return all(addressable(x) for x in read)
 
 
@@ -125,11 +142,17 @@ def takes(
     return shared_bytes(form_of(variant, channels, values, masked, added), added) <= _SHARED
 
 
-def _reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
+def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
     """Whether the kernel reads Q and K as the variant has them."""
     if not variant.quantizes_qk:
-        return q.dtype == v.dtype and variant.exponential == "exact"
+        return q.dtype == v.dtype and variant.exponential == "exact" and variant.pv == "fp16"
     q_groups, k_groups = (token_groups(variant.granularity, role) for role in ("query", "key"))
+    if variant.granularity == "per_thread":
+        return variant.qk_bits == 8 and variant.exponential == "exact" and (variant.pv == "fp16" or paired(variant))
+    if variant.pv == "fp8":
+        return variant.qk_bits == 8 and paired(variant) and k_groups.span % KEY_BLOCK == 0 and q_groups.groups == 1
+    if variant.pv != "fp16":
+        return False
     single = q_groups.groups == k_groups.groups == 1 and (variant.exponential == "exact" or can_prepare(variant))
     return variant.qk_bits == 8 and single and k_groups.span % KEY_BLOCK == 0
 
@@ -141,7 +164,9 @@ def addressable(x: Tensor) -> bool:
 
 
 def _describe(x: Tensor, rows: int, channels: int) -> Any:
-    """Gluon's descriptor of heads ``(B, H, N, channels)``, for blocks of ``rows`` tokens of a head."""
+    """Gluon's descriptor of heads ``(B, H, N, channels)`` or, packed, ``(total, H, channels)``, for ``rows`` tokens."""
+    if x.ndim == 3:
+        return ragged(x, rows, channels, layout(rows, channels, x.dtype, 5))
     block = [1, 1, rows, channels]
     # Dimensions of 1 may have any stride, TMA needs one.
     strides = [s if n > 1 else 16 for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
@@ -149,9 +174,15 @@ def _describe(x: Tensor, rows: int, channels: int) -> Any:
 
 
 @functools.cache
-def layout(rows: int, channels: int, dtype: torch.dtype) -> Any:
+def layout(rows: int, channels: int, dtype: torch.dtype, rank: int = 4) -> Any:
     """Layout of such a block in shared memory."""
-    return gl.NVMMASharedLayout.get_default_for([1, 1, rows, channels], getattr(gl, str(dtype).removeprefix("torch.")))
+    shape = [*[1] * (rank - 2), rows, channels]
+    return gl.NVMMASharedLayout.get_default_for(shape, gluon_dtype(dtype))
+
+
+def gluon_dtype(dtype: torch.dtype) -> Any:
+    """Gluon's name of a dtype of torch."""
+    return gl.float8e4nv if dtype == torch.float8_e4m3fn else getattr(gl, str(dtype).removeprefix("torch."))
 
 
 def slices(channels: int, least: int = 16) -> tuple[int, int]:
@@ -161,10 +192,15 @@ def slices(channels: int, least: int = 16) -> tuple[int, int]:
     return (2 * first, 0) if rest >= first else (first, rest)
 
 
-def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool, added: Added = NOTHING) -> Form:
+def form_of(
+    variant: AttentionVariant, channels: int, values: int, masked: bool, added: Added = NOTHING, packed: bool = False
+) -> Form:
     """The kernel's form for heads of so many channels in Q and K, and in V."""
     wider = max(channels, values)
     keys_in, values_in = slices(wider, 32 if variant.quantizes_qk else 16), slices(wider)
+    fp8 = variant.pv == "fp8"
+    if fp8:
+        values_in = (max(power_of_2(wider), 32), 0)
     spans = (token_groups(variant.granularity, role).span for role in ("query", "key"))
     q_span, k_span = spans if variant.quantizes_qk else (0, 0)
     # 128 keys as long as their logits fit registers beside the accumulator, and a bias shared memory.
@@ -181,6 +217,10 @@ def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool,
         masked=masked,
         bias=added.kind,
         columns=added.columns,
+        of_threads=variant.granularity == "per_thread",
+        fp8=fp8,
+        p_shift=math.log2(p_range(variant)) if fp8 else 0.0,
+        packed=packed,
     )
     too_large = shared_bytes(form, added) > _SHARED and not variant.quantizes_qk
     return form._replace(shares_out=True) if too_large else form
@@ -188,22 +228,23 @@ def form_of(variant: AttentionVariant, channels: int, values: int, masked: bool,
 
 def shared_bytes(form: Form, added: Added = NOTHING) -> int:
     """Bytes of shared memory that tiles of this form take, without barriers."""
-    operand = 1 if form.q_span else 2
+    operand, value = 1 if form.q_span else 2, 1 if form.fp8 else 2
     d, dv = form.block_d + form.rest_d, form.block_dv + form.rest_dv
     queries = BLOCK_M * d * operand + (0 if form.shares_out else BLOCK_M * dv * 2)
-    stage = form.block_n * (d * operand + dv * 2)
+    stage = form.block_n * (d * operand + dv * value)
     bias = {"tile": form.stages * form.block_n, "factors": form.columns}.get(form.bias, 0)
     return queries + form.stages * stage + BLOCK_M * bias * added.itemsize
 
 
 def attention_hopper(
-    qk: QuantizedQK, v: Tensor, variant: AttentionVariant, logit_scale: float, bias: Bias, dtype: torch.dtype
+    qk: QuantizedQK, given: Values, variant: AttentionVariant, logit_scale: float, bias: Bias, dtype: torch.dtype
 ) -> Tensor:
     """Launch the kernel for operands that :func:`fits` accepts; ``out (B, H, N, Dv)``, in memory (B, N, H, Dv).
 
     ``bias`` is a mask or relative positions that :func:`added_by` reads, causality, both or nothing.
     """
-    (batch, heads, tokens, channels), keys, values = qk.q.shape, qk.k.shape[2], v.shape[3]
+    v, fp8 = given.v, variant.pv == "fp8"
+    (batch, heads, tokens, channels), keys, values = qk.q.shape, qk.k.shape[2], given.channels(fp8)
     added = added_by(bias, keys)
     if added is None:
         raise QFrameworkError("attention_hopper: bias must be one that added_by reads. Launch the general kernel")
@@ -216,7 +257,7 @@ def attention_hopper(
     cached = _heads_in_cache(qk.k, v) * (heads // qk.k.shape[1])
     at_once = _divisor(heads * batch, min(cached, 32)) if uneven else 1
     batches_at_once = 1
-    queries = _slices_of(qk.q, ROWS, form.block_d, form.rest_d)
+    queries = slices_of(qk.q, ROWS, form.block_d, form.rest_d)
     biases: tuple[Any, ...] = (out, 0, 0, 0)
     bias_desc = queries[0]
     blocks: tuple[Any, ...] = (out, out, out, 1, 1, 1)
@@ -231,13 +272,14 @@ def attention_hopper(
         at_once, batches_at_once = read.in_flight(batch, heads, at_once, cached)
     launch(kernel, (min(items, chip_of(v.device)[1]),))(
         *queries,
-        *_slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
-        *_slices_of(v, form.block_n, form.block_dv, form.rest_dv),
-        *_slices_of(out, ROWS, form.block_dv, form.rest_dv),
+        *slices_of(qk.k, form.block_n, form.block_d, form.rest_d),
+        *([_describe(v, form.block_dv, form.block_n)] * 2 if fp8 else slices_of(v, form.block_n, *form[2:4])),
+        *slices_of(out, ROWS, form.block_dv, form.rest_dv),
         bias_desc,
         q_scale,
         k_scale,
         out if qk.k_norm is None else qk.k_norm,
+        out if given.scale is None else given.scale,
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,
@@ -248,6 +290,7 @@ def attention_hopper(
         items,
         at_once,
         batches_at_once,
+        out,
         *blocks,
         *biases,
         CAUSAL=bias.causal and not masked,
@@ -257,7 +300,7 @@ def attention_hopper(
     return out
 
 
-def _slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
+def slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:
     """Descriptors of both slices of channels."""
     desc = _describe(x, rows, first)
     return desc, _describe(x, rows, rest) if rest else desc

@@ -28,6 +28,7 @@ from typing import Any, Literal, NamedTuple
 from qframework.kernels.attention import mask_blocks
 from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.packed import EDGE, RECORD
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -55,6 +56,11 @@ class Form(NamedTuple):
     masked: bool  # a bool mask's blocks are given
     bias: BiasKind = "none"  # others with Q and K in 16 bit only
     columns: int = 0  # of the image that relative positions describe, a power of two that divides block_n
+    of_threads: bool = False  # 8 queries' scales in q_span and 4 keys' in k_span, as variants.py has them per thread
+    fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
+    p_shift: float = 0.0  # log2 of the quantized 1 in P
+    turns: bool = False  # one warpgroup at a time computes its weights
+    packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
 
 
 if HAS_GLUON:
@@ -62,6 +68,8 @@ if HAS_GLUON:
         LOWEST,
         bounded_weights,
         exact_weights,
+        fp8_operand,
+        fp8_weights,
         halves,
         in_octaves,
         integer_weights,
@@ -70,7 +78,9 @@ if HAS_GLUON:
         left_operand,
         natural_rescale,
         new_maxima,
+        of_threads,
         partial_sums,
+        settled,
         sum_of_squares,
         whole,
     )
@@ -88,8 +98,15 @@ if HAS_GLUON:
     )
 
     _ROWS, _BLOCK_M, _KEY_BLOCK = (gl.constexpr(n) for n in (ROWS, BLOCK_M, KEY_BLOCK))
+    _RECORD, _EDGE = gl.constexpr(RECORD), gl.constexpr(EDGE)
     _MASK_WORDS = gl.constexpr(BLOCK_M * mask_blocks.WORDS)  # of a block of the mask
     _NATURAL = gl.constexpr(1 / LOG2_E)
+
+    @gluon.jit
+    def _buffers(COUNT: gl.constexpr, desc):
+        """Shared memory for so many blocks of ``desc``."""
+        shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005 - Gluon knows no starred expression
+        return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
     @gluon.jit
     def _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE):
@@ -109,6 +126,45 @@ if HAS_GLUON:
         return tile, head // BATCHES_AT_ONCE % H, batch
 
     @gluon.jit
+    def _item(work, plan_ptr, sizes, FORM: gl.constexpr):
+        """(tile, head, batch, first query in memory, queries, first key in memory, keys) of item ``work``.
+
+        Of a dense batch, whose memory has a dimension for it, all sequences start at 0.
+        """
+        H, _, N, NK, _, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
+        PACKED: gl.constexpr = FORM.packed
+        if PACKED:
+            item = plan_ptr + (work + 1) * _RECORD
+            tile, h, b = gl.load(item), gl.load(item + 1), gl.load(item + 2)
+            q_start, queries = gl.load(item + 3), gl.load(item + 4)
+            k_start, keys = gl.load(item + 5), gl.load(item + 6)
+        else:
+            tile, h, b = _place(work, gl.cdiv(N, _BLOCK_M), H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
+            q_start = 0
+            queries = N
+            k_start = 0
+            keys = NK
+        return tile, h, b, q_start, queries, k_start, keys
+
+    @gluon.jit
+    def _items(plan_ptr, ITEMS, FORM: gl.constexpr):
+        PACKED: gl.constexpr = FORM.packed
+        return gl.load(plan_ptr) if PACKED else ITEMS
+
+    @gluon.jit
+    def _at(b, h, start, tokens, token, channel, FORM: gl.constexpr):
+        """Where TMA finds a block that starts at ``token`` of a sequence; what is beyond its ``tokens`` is outside.
+
+        Packed: see :func:`~qframework.kernels.attention.packed.ragged`.
+        """
+        PACKED: gl.constexpr = FORM.packed
+        if PACKED:
+            place = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
+        else:
+            place = (b, h, token, channel)  # type: ignore[assignment]
+        return place
+
+    @gluon.jit
     def _blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """(blocks of keys that a tile of queries attends to, how many of them in part, its entry in ``mask``)."""
         MASKED_FORM: gl.constexpr = FORM.masked
@@ -123,7 +179,7 @@ if HAS_GLUON:
             end = NK
             if CAUSAL:
                 end = gl.minimum(NK, (tile + 1) * _BLOCK_M)
-            blocks = gl.cdiv(end, BLOCK_N)
+            blocks = gl.maximum(gl.cdiv(end, BLOCK_N), 1)  # packed sequences may have no key
             partial = gl.minimum(IN_ONE if CAUSAL else 1, blocks)
             entry = tile
         return blocks, partial, entry
@@ -140,8 +196,9 @@ if HAS_GLUON:
         return blocks - 1 - i
 
     @gluon.jit
-    def _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM: gl.constexpr):
+    def _load_queries(item, descs, shared, barriers, q_phase, mask, FORM: gl.constexpr):
         """Both warpgroups' queries, and their factors of relative positions within a row of the image."""
+        tile, h, b, q_start, queries, _, _ = item
         q_desc, q_rest_desc, bias_desc = descs[0], descs[1], descs[8]
         q_tiles, q_rest, bias_tiles = shared[0], shared[1], shared[8]
         q_ready, q_free = barriers[0], barriers[1]
@@ -155,19 +212,19 @@ if HAS_GLUON:
             ready = q_ready.index(who)
             mbarrier.wait(q_free.index(who), q_phase)
             mbarrier.expect(ready, q_desc.block_type.nbytes + REST_BYTES + BIAS_BYTES)
-            tma_load(q_desc, [b, h, first, 0], ready, q_tiles.index(who))
+            tma_load(q_desc, _at(b, h, q_start, queries, first, 0, FORM), ready, q_tiles.index(who))
             if REST > 0:
-                tma_load(q_rest_desc, [b, h, first, D], ready, q_rest.index(who))
+                tma_load(q_rest_desc, _at(b, h, q_start, queries, first, D, FORM), ready, q_rest.index(who))
             if FACTORS:
                 tma_load(bias_desc, [b % mask[3], h % mask[4], first, 0], ready, bias_tiles.index(who))
 
     @gluon.jit
-    def _produce(descs, shared, barriers, sizes, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
+    def _produce(descs, shared, barriers, sizes, plan_ptr, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """The loading warp."""
         _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
         _, _, k_stages, k_rest, v_stages, v_rest, _, _, bias_stages = shared
-        _, _, k_ready, k_free, v_ready, v_free = barriers
-        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
+        _, _, k_ready, k_free, v_ready, v_free, _ = barriers
+        GROUP, ITEMS = sizes[1], sizes[4]
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
         REST: gl.constexpr = FORM.rest_d
@@ -175,18 +232,19 @@ if HAS_GLUON:
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
         SHARES_OUT: gl.constexpr = FORM.shares_out
+        FP8: gl.constexpr = FORM.fp8
         TILE: gl.constexpr = FORM.bias == "tile"
         K_REST_BYTES: gl.constexpr = k_rest_desc.block_type.nbytes if REST > 0 else 0
         V_REST_BYTES: gl.constexpr = v_rest_desc.block_type.nbytes if REST_DV > 0 else 0
         BIAS_BYTES: gl.constexpr = 2 * bias_desc.block_type.nbytes if TILE else 0
-        tiles = gl.cdiv(N, _BLOCK_M)
         slot = 0
         phase = 1  # waiting for phase 1 of a fresh barrier returns at once: everything is free
         q_phase = 1
-        for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
+        for work in range(gl.program_id(0), _items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
+            item = _item(work, plan_ptr, sizes, FORM)
+            tile, h, b, _q_start, _queries, k_start, NK = item
             if not SHARES_OUT:
-                _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
+                _load_queries(item, descs, shared, barriers, q_phase, mask, FORM)
             blocks, _partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
             block = _block_at(0, blocks, entry, NK, mask, FORM)
             for i in range(blocks):
@@ -196,9 +254,9 @@ if HAS_GLUON:
                 ready = k_ready.index(slot)
                 mbarrier.wait(k_free.index(slot), phase)
                 mbarrier.expect(ready, k_desc.block_type.nbytes + K_REST_BYTES + BIAS_BYTES)
-                tma_load(k_desc, [b, kv, start, 0], ready, k_stages.index(slot))
+                tma_load(k_desc, _at(b, kv, k_start, NK, start, 0, FORM), ready, k_stages.index(slot))
                 if REST > 0:
-                    tma_load(k_rest_desc, [b, kv, start, D], ready, k_rest.index(slot))
+                    tma_load(k_rest_desc, _at(b, kv, k_start, NK, start, D, FORM), ready, k_rest.index(slot))
                 if TILE:
                     for who in gl.static_range(2):
                         place = [b % mask[3], h % mask[4], tile * _BLOCK_M + who * _ROWS, start]
@@ -206,11 +264,14 @@ if HAS_GLUON:
                 ready = v_ready.index(slot)
                 mbarrier.wait(v_free.index(slot), phase)
                 mbarrier.expect(ready, v_desc.block_type.nbytes + V_REST_BYTES)
-                tma_load(v_desc, [b, kv, start, 0], ready, v_stages.index(slot))
+                if FP8:
+                    tma_load(v_desc, [b, kv, 0, start], ready, v_stages.index(slot))
+                else:
+                    tma_load(v_desc, _at(b, kv, k_start, NK, start, 0, FORM), ready, v_stages.index(slot))
                 if REST_DV > 0:
-                    tma_load(v_rest_desc, [b, kv, start, DV], ready, v_rest.index(slot))
+                    tma_load(v_rest_desc, _at(b, kv, k_start, NK, start, DV, FORM), ready, v_rest.index(slot))
                 if SHARES_OUT and i == gl.minimum(STAGES, blocks) - 1:  # the results before leave meanwhile
-                    _load_queries(tile, h, b, descs, shared, barriers, q_phase, mask, FORM)
+                    _load_queries(item, descs, shared, barriers, q_phase, mask, FORM)
                 slot, phase = next_stage(slot, phase, STAGES)
             q_phase = q_phase ^ 1
 
@@ -229,13 +290,20 @@ if HAS_GLUON:
 
     @gluon.jit
     def _start_values(weights, shared, slot, acc, acc_rest, FORM: gl.constexpr):
-        """P V of the values in ``slot`` added to both slices, in flight."""
+        """P V of the values in ``slot``, in flight: added to both slices, or in FP8 instead of ``acc_rest``."""
         DV: gl.constexpr = FORM.block_dv
         REST_DV: gl.constexpr = FORM.rest_dv
         BLOCK_N: gl.constexpr = FORM.block_n
-        v = shared[4].index(slot).reshape((BLOCK_N, DV))
-        values = warpgroup_mma(weights, v, acc, is_async=True)
-        values_rest = acc_rest
+        FP8: gl.constexpr = FORM.fp8
+        if FP8:  # tensor cores sum FP8 products in 22 bits: each block starts at zero
+            v = shared[4].index(slot).reshape((DV, BLOCK_N)).permute((1, 0))
+            OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
+            values_rest = warpgroup_mma(fp8_operand(weights, OPERAND), v, acc_rest, use_acc=False, is_async=True)
+            values = acc
+        else:
+            v = shared[4].index(slot).reshape((BLOCK_N, DV))
+            values = warpgroup_mma(weights, v, acc, is_async=True)
+            values_rest = acc_rest
         if REST_DV > 0:
             LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc_rest.type.layout, 2)
             v = shared[5].index(slot).reshape((BLOCK_N, REST_DV))
@@ -249,12 +317,21 @@ if HAS_GLUON:
         Without this use of theirs, new weights get their registers, and ptxas serializes.
         """
         REST_DV: gl.constexpr = FORM.rest_dv
-        if REST_DV > 0:
+        FP8: gl.constexpr = FORM.fp8
+        if FP8:
+            acc_rest, weights = warpgroup_mma_wait(0, deps=(values_rest, weights))
+            acc = values
+        elif REST_DV > 0:
             acc, acc_rest, weights = warpgroup_mma_wait(0, deps=(values, values_rest, weights))
         else:
             acc, weights = warpgroup_mma_wait(0, deps=(values, weights))
             acc_rest = values_rest
         return acc, acc_rest, weights
+
+    @gluon.jit
+    def _added_values(before, product, pending):
+        """``before`` times the factor of each row that its sums were behind, and ``product``, which has it already."""
+        return before * gl.convert_layout(pending, gl.SliceLayout(1, before.type.layout))[:, None] + product
 
     @gluon.jit
     def _rescaled(acc, acc_rest, rescale, FORM: gl.constexpr):
@@ -335,20 +412,55 @@ if HAS_GLUON:
         return new_top, rescale, p
 
     @gluon.jit
+    def _fp8_weights_of(scores, top, scale, keep, PARTIAL: gl.constexpr, FORM: gl.constexpr):
+        """As :func:`_weights_of`, with the sums of unrounded weights before the words."""
+        SHIFT: gl.constexpr = FORM.p_shift
+        new_top = new_maxima(scores, top, scale, keep, PARTIAL)
+        sums, words = fp8_weights(scores, new_top, scale, keep, PARTIAL, SHIFT)
+        return new_top, gl.exp2(top - new_top), sums, words
+
+    @gluon.jit
+    def _scales_of(q_scale, k_scales, k_groups, block, CLAMP: gl.constexpr, no_scores, FORM: gl.constexpr):
+        """From products of a block to logits: (ROWS, halves), or per thread (ROWS, halves, 4)."""
+        BLOCK_N: gl.constexpr = FORM.block_n
+        K_SPAN: gl.constexpr = FORM.k_span
+        OF_THREADS: gl.constexpr = FORM.of_threads
+        if OF_THREADS:
+            LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, of_threads(no_scores).type.layout))
+            HALF: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
+            THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))
+            groups = block * (BLOCK_N // _KEY_BLOCK) + gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=HALF)
+            groups = gl.expand_dims(groups, 1) * 4 + gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0)
+            if CLAMP:
+                groups = gl.minimum(groups, k_groups - 1)
+            rows = gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+            scale = gl.expand_dims(gl.expand_dims(rows, 1), 2) * gl.expand_dims(gl.load(k_scales + groups), 0)
+        else:
+            HALVES: gl.constexpr = halves(no_scores).type.layout
+            half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
+            groups = (block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN
+            if CLAMP:
+                groups = gl.minimum(groups, k_groups - 1)
+            scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
+        return scale
+
+    @gluon.jit
     def _visit(
         WHO: gl.constexpr, BOUNDED: gl.constexpr, PARTIAL: gl.constexpr, begin, end, state, at, q, q_scale, shared,
         barriers, keys, FORM: gl.constexpr,
     ):  # fmt: skip
         """Blocks of keys from the ``begin``-th, before which ``state`` holds the weights; the new state and place."""
         k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, logit_scale = keys
-        acc, acc_rest, total, top, weights = state
-        slot, phase, next_slot, next_phase = at
-        _, _, k_ready, k_free, v_ready, v_free = barriers
+        acc, acc_rest, total, top, weights, pending = state
+        slot, phase, next_slot, next_phase, turn = at
+        _, _, k_ready, k_free, v_ready, v_free, turns = barriers
+        TURNS: gl.constexpr = FORM.turns
         DV: gl.constexpr = FORM.block_dv
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
         K_SPAN: gl.constexpr = FORM.k_span
         INT8: gl.constexpr = K_SPAN > 0
+        FP8: gl.constexpr = FORM.fp8
         MASKED_FORM: gl.constexpr = FORM.masked
         NATURAL: gl.constexpr = FORM.bias != "none"
         # Wide heads have no registers left for a bias that waits for products.
@@ -356,19 +468,17 @@ if HAS_GLUON:
         VALUE_SLICES: gl.constexpr = 2 if FORM.rest_dv > 0 else 1
         DTYPE: gl.constexpr = shared[4].dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
-        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if FP8 else 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
         no_scores = gl.zeros((_ROWS, BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = halves(no_scores).type.layout
         half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
-        scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
+        if not INT8:
+            scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
         for i in range(begin, end):
             block = _block_at(i, blocks, entry, NK, mask, FORM)
-            if INT8:
-                groups = (block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN
-                if MASKED_FORM:  # it may be the last
-                    groups = gl.minimum(groups, k_groups - 1)
-                scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
+            if INT8:  # with a mask it may be the last
+                scale = _scales_of(q_scale, k_scales, k_groups, block, MASKED_FORM, no_scores, FORM)
             before = slot
             before_phase = phase
             slot = next_slot
@@ -385,6 +495,9 @@ if HAS_GLUON:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
+            if TURNS:
+                mbarrier.wait(turns.index(WHO), turn)
+                turn = turn ^ 1
             keep = scores == scores
             if PARTIAL:
                 if MASKED_FORM:
@@ -393,19 +506,32 @@ if HAS_GLUON:
                     keep = _kept_by_place(block, first, NK, no_scores, True)
             if BOUNDED:
                 p = bounded_weights(scores, scale, keep, PARTIAL)
+            elif FP8:
+                top, rescale, sums, p = _fp8_weights_of(scores, top, scale, keep, PARTIAL, FORM)
+                total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
             else:
                 top, rescale, p = _weights_of(scores, top, scale, keep, PARTIAL, DTYPE, FORM)
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
-            total += partial_sums(p, DTYPE)
+            if FP8:
+                total += gl.convert_layout(sums, total.type.layout, assert_trivial=True)
+            else:
+                total += partial_sums(p, DTYPE)
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - WHO), count=1)
             acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
             mbarrier.arrive(v_free.index(before), count=1)
-            if not BOUNDED:
-                acc, acc_rest = _rescaled(acc, acc_rest, rescale, FORM)
-            weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
-        return (acc, acc_rest, total, top, weights), (slot, phase, next_slot, next_phase)
+            if FP8:
+                acc = _added_values(acc, acc_rest, pending)
+                pending = rescale
+                weights = settled(p)  # in words, which warpgroup_mma_wait takes
+            else:
+                if not BOUNDED:
+                    acc, acc_rest = _rescaled(acc, acc_rest, rescale, FORM)
+                weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
+        return (acc, acc_rest, total, top, weights, pending), (slot, phase, next_slot, next_phase, turn)
 
     @gluon.jit
     def _visit_all(
@@ -424,9 +550,12 @@ if HAS_GLUON:
     def _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr):
         """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query that is not finite."""
         Q_SPAN: gl.constexpr = FORM.q_span
+        OF_THREADS: gl.constexpr = FORM.of_threads
         ROW: gl.constexpr = row.type.layout
         if Q_SPAN > 0:
-            q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + gl.minimum(row, N - 1) // Q_SPAN) * logit_scale
+            row = gl.minimum(row, N - 1)
+            group = row // Q_SPAN * 8 + row % 8 if OF_THREADS else row // Q_SPAN
+            q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + group) * logit_scale
             marks = q[0].slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
             marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # it held NaN or infinity
             q_scale = gl.where(marked, float("nan"), q_scale)
@@ -435,21 +564,26 @@ if HAS_GLUON:
         return gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout)))
 
     @gluon.jit
-    def _store(result, sums, tile, desc, place):
-        """The accumulator divided by the sums of its rows, through shared memory."""
+    def _store(result, sums, v_scale_ptr, tile, desc, place):
+        """The accumulator divided by the sums of its rows, times scales of channels if any, through shared memory."""
         result = result * (1.0 / gl.convert_layout(sums, gl.SliceLayout(1, result.type.layout)))[:, None]
+        if v_scale_ptr is not None:
+            d = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, result.type.layout))
+            result = result * gl.load(v_scale_ptr + d, mask=d < desc.shape[len(desc.shape) - 1], other=0.0)[None, :]
         tile.reshape((result.shape[0], result.shape[1])).store(result.to(desc.dtype))
         fence_async_shared()
         tma_store(desc, place, tile)
 
     @gluon.jit
     def _consume(
-        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, mask, bias, CAUSAL: gl.constexpr, FORM: gl.constexpr
-    ):
+        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, plan_ptr, mask, bias, CAUSAL: gl.constexpr,
+        FORM: gl.constexpr,
+    ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
-        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-        q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale = scales
-        H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
+        q_ready, q_free, k_ready, k_free, v_ready, v_free, turns = barriers
+        TURNS: gl.constexpr = FORM.turns
+        q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale = scales
+        H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
@@ -463,25 +597,27 @@ if HAS_GLUON:
         NATURAL: gl.constexpr = FORM.bias != "none"
         SHARES_OUT: gl.constexpr = FORM.shares_out
         INT8: gl.constexpr = K_SPAN > 0
+        FP8: gl.constexpr = FORM.fp8
+        PACKED: gl.constexpr = FORM.packed
         # Blocks beside the first visited that may be kept in part.
         SEVERAL: gl.constexpr = FORM.masked or (CAUSAL and FORM.block_n < _BLOCK_M)
         # Where all keys are masked the maximum is finite, so that their weights are 0.
-        LEAST: gl.constexpr = LOWEST if NATURAL else (-1e30 if SEVERAL else float("-inf"))
+        LEAST: gl.constexpr = LOWEST if NATURAL else (-1e30 if SEVERAL or FORM.packed else float("-inf"))
         DTYPE: gl.constexpr = descs[4].dtype
         SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32 if INT8 else 16])
-        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 32 if FP8 else 16])
         REST_RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST_DV if REST_DV > 0 else DV, 16])
         WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
         ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
         no_scores = gl.zeros((_ROWS, BLOCK_N), gl.int32 if INT8 else gl.float32, SCORES)
         HALVES: gl.constexpr = halves(no_scores).type.layout
         half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
-        tiles = gl.cdiv(N, _BLOCK_M)
         slot = 0
         phase = 0
         q_phase = 0
-        for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-            tile, h, b = _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
+        turn = 1 - WHO  # the first has the first turn
+        for work in range(gl.program_id(0), _items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
+            tile, h, b, q_start, N, _k_start, NK = _item(work, plan_ptr, sizes, FORM)
             first = tile * _BLOCK_M + WHO * _ROWS
             row = first + gl.arange(0, _ROWS, layout=ROW)
             k_scales = k_scale_ptr + (b * (H // GROUP) + h // GROUP) * k_groups
@@ -509,14 +645,17 @@ if HAS_GLUON:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
+            if TURNS:
+                mbarrier.wait(turns.index(WHO), turn)
+                turn = turn ^ 1
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
             else:
                 keep = _kept_by_place(block, first, NK, no_scores, CAUSAL)
-            scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
             if INT8:
-                groups = gl.minimum((block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN, k_groups - 1)
-                scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
+                scale = _scales_of(q_scale, k_scales, k_groups, block, True, no_scores, FORM)
+            else:
+                scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
             least = gl.full((_ROWS,), LEAST, gl.float32, ROW)
             if INTEGER and INT8:
                 top = whole(new_maxima(scores, least, scale, keep, True))
@@ -526,19 +665,31 @@ if HAS_GLUON:
                 bounded = is_bounded(squares, q_scale, gl.load(k_norm_ptr + b * (H // GROUP) + h // GROUP))
                 top = gl.where(bounded, 0.0, top)
                 p = integer_weights(scores, top, scale, keep, True)
+            elif FP8:
+                top, _, total, p = _fp8_weights_of(scores, least, scale, keep, True, FORM)
             else:
                 top, _, p = _weights_of(scores, least, scale, keep, True, DTYPE, FORM)
-            total = partial_sums(p, DTYPE)
-            weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
+            if FP8:
+                weights = p
+            else:
+                total = partial_sums(p, DTYPE)
+                weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
             acc = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             acc_rest = logit_scale  # stands for nothing
             if REST_DV > 0:
                 acc_rest = gl.zeros((_ROWS, REST_DV), gl.float32, REST_RESULT)
+            elif FP8:
+                acc_rest = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
+            if TURNS:
+                mbarrier.arrive(turns.index(1 - WHO), count=1)
 
-            state = (acc, acc_rest, total, top, weights)
-            at = (slot, phase, next_slot, next_phase)
+            pending = logit_scale  # stands for nothing
+            if FP8:
+                pending = gl.full((_ROWS,), 1.0, gl.float32, ROW)
+            state = (acc, acc_rest, total, top, weights, pending)
+            at = (slot, phase, next_slot, next_phase, turn)
             keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, logit_scale)
             if INTEGER and INT8:
                 if bounded:
@@ -553,25 +704,31 @@ if HAS_GLUON:
                 state, at = _visit_all(
                     WHO, False, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
                 )
-            acc, acc_rest, total, top, weights = state
-            slot, phase, next_slot, next_phase = at
+            acc, acc_rest, total, top, weights, pending = state
+            slot, phase, next_slot, next_phase, turn = at
 
             if not SHARES_OUT:
                 mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
             values, values_rest = _start_values(weights, shared, slot, acc, acc_rest, FORM)
             acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
+            if FP8:
+                acc = _added_values(acc, acc_rest, pending)
             mbarrier.arrive(v_free.index(slot), count=1)
             slot = next_slot
             phase = next_phase
             sums = gl.sum(total, 1)
-            if SEVERAL or NATURAL:
+            if SEVERAL or NATURAL or PACKED:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
             if not SHARES_OUT:
                 tma.store_wait(0)  # the result before has left
-            _store(acc, sums, shared[6].index(WHO), descs[6], [b, h, first, 0])
+            v_scales = None
+            if FP8:
+                v_scales = v_scale_ptr + (b * (H // GROUP) + h // GROUP) * descs[6].shape[3]
+            _store(acc, sums, v_scales, shared[6].index(WHO), descs[6], _at(b, h, q_start, N, first, 0, FORM))
             if REST_DV > 0:
-                _store(acc_rest, sums, shared[7].index(WHO), descs[7], [b, h, first, DV])
+                place = _at(b, h, q_start, N, first, DV, FORM)
+                _store(acc_rest, sums, None, shared[7].index(WHO), descs[7], place)
             if SHARES_OUT:
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(WHO), count=1)
@@ -596,7 +753,7 @@ if HAS_GLUON:
         q_rest_desc,  # the same with blocks of (1, 1, ROWS, rest_d); q_desc again without a second slice
         k_desc,  # (B, Hkv, Nk, D) as Q, blocks of (1, 1, block_n, block_d)
         k_rest_desc,
-        v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, block_n, block_dv)
+        v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, block_n, block_dv); or E4M3 (B, Hkv, Dv, Nk), keys PAIRED
         v_rest_desc,
         out_desc,  # (B, H, N, Dv) 16 bit, blocks of (1, 1, ROWS, block_dv)
         out_rest_desc,
@@ -604,6 +761,7 @@ if HAS_GLUON:
         q_scale_ptr,  # (B, H, q_groups) fp32; any pointer where Q and K are in 16 bit, as the next
         k_scale_ptr,  # (B, Hkv, k_groups) fp32
         k_norm_ptr,  # (B, Hkv) fp32, the largest norm of a key; any pointer without integer exponential
+        v_scale_ptr,  # (B, Hkv, Dv) fp32, of values in FP8; or any pointer
         q_groups,
         k_groups,
         logit_scale,
@@ -614,6 +772,7 @@ if HAS_GLUON:
         ITEMS,  # tiles of all heads
         HEADS_AT_ONCE,  # divides B H
         BATCHES_AT_ONCE,  # 1 or B
+        plan_ptr,  # of packed sequences, int32, see packed_items; or any pointer
         bits_ptr,  # MaskBlocks, or any pointers without a bool mask
         order_ptr,
         counts_ptr,
@@ -629,8 +788,6 @@ if HAS_GLUON:
         OVERLAP: gl.constexpr = False,
     ):
         """Persistent programs, each of which computes every ``num_programs``-th tile."""
-        D: gl.constexpr = FORM.block_d
-        DV: gl.constexpr = FORM.block_dv
         REST: gl.constexpr = FORM.rest_d
         REST_DV: gl.constexpr = FORM.rest_dv
         BLOCK_N: gl.constexpr = FORM.block_n
@@ -638,24 +795,25 @@ if HAS_GLUON:
         SHARES_OUT: gl.constexpr = FORM.shares_out
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
-        q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, D], q_desc.layout)
-        k_stages = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, D], k_desc.layout)
-        v_stages = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, DV], v_desc.layout)
+        TURNS: gl.constexpr = FORM.turns
+        q_tiles = _buffers(2, q_desc)
+        k_stages = _buffers(STAGES, k_desc)
+        v_stages = _buffers(STAGES, v_desc)
         q_rest = q_tiles
         k_rest = k_stages
         v_rest = v_stages
         if REST > 0:
-            q_rest = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, REST], q_rest_desc.layout)
-            k_rest = gl.allocate_shared_memory(k_desc.dtype, [STAGES, 1, 1, BLOCK_N, REST], k_rest_desc.layout)
+            q_rest = _buffers(2, q_rest_desc)
+            k_rest = _buffers(STAGES, k_rest_desc)
         if REST_DV > 0:
-            v_rest = gl.allocate_shared_memory(v_desc.dtype, [STAGES, 1, 1, BLOCK_N, REST_DV], v_rest_desc.layout)
+            v_rest = _buffers(STAGES, v_rest_desc)
         out_tiles = q_tiles
         out_rest = q_rest
         if not SHARES_OUT:
-            out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, DV], out_desc.layout)
+            out_tiles = _buffers(2, out_desc)
             out_rest = out_tiles
             if REST_DV > 0:
-                out_rest = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, REST_DV], out_rest_desc.layout)
+                out_rest = _buffers(2, out_rest_desc)
         bias_tiles = q_tiles
         if TILE:
             bias_tiles = gl.allocate_shared_memory(
@@ -678,22 +836,28 @@ if HAS_GLUON:
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
+        turns = q_free
+        if TURNS:
+            turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(2):
+                mbarrier.init(turns.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (
             q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc, bias_desc,
         )  # fmt: skip
         shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
-        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
-        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, q_groups, k_groups, logit_scale)
+        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
+        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         bias = (bias_ptr, bias_batch, bias_head, bias_token)
+        plan = plan_ptr
         gl.warp_specialize(
             [
-                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, mask, bias, CAUSAL, FORM)),
-                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, mask, bias, CAUSAL, FORM)),
-                (_produce, (descs, shared, barriers, sizes, mask, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
+                (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
+                (_produce, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
             ],
             [4, 1],  # warps of the second and third
             [240, 24],  # their registers; the first gets the rest

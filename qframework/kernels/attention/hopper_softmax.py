@@ -32,6 +32,24 @@ if HAS_GLUON:
         return gl.reshape(x, (_ROWS, x.shape[1] // _KEY_BLOCK, _KEY_BLOCK))
 
     @gluon.jit
+    def of_threads(x):
+        """(ROWS, BLOCK_N) as (ROWS, halves, 8, 4, 2), whose fourth dimension tells the four threads of a row apart."""
+        return gl.reshape(x, (_ROWS, x.shape[1] // _KEY_BLOCK, _KEY_BLOCK // 8, 4, 2))
+
+    @gluon.jit
+    def of_each(scale, s):
+        """Scales of all ``s (ROWS, halves, KEY_BLOCK)``: from (ROWS, halves) or, per thread, (ROWS, halves, 4)."""
+        if len(scale.shape) == 3:
+            by_thread = gl.reshape(s, (_ROWS, s.shape[1], _KEY_BLOCK // 8, 4, 2))
+            LAYOUT: gl.constexpr = by_thread.type.layout
+            scale = gl.convert_layout(scale, gl.SliceLayout(2, gl.SliceLayout(4, LAYOUT)), assert_trivial=True)
+            wide = gl.expand_dims(gl.expand_dims(scale, 2), 4) + gl.zeros(by_thread.shape, gl.float32, LAYOUT)
+            each = gl.convert_layout(gl.reshape(wide, s.shape), s.type.layout, assert_trivial=True)
+        else:
+            each = scale[:, :, None]
+        return each
+
+    @gluon.jit
     def kept_keys(bits_ptr, block, scores):
         """Which keys of ``block`` each row attends to, bool as ``halves(scores)``; ``bits_ptr`` is the first row's."""
         BLOCK_N: gl.constexpr = scores.shape[1]
@@ -50,17 +68,21 @@ if HAS_GLUON:
 
     @gluon.jit
     def new_maxima(s, top, scale, keep, PARTIAL: gl.constexpr):
-        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale (ROWS, BLOCK_N // KEY_BLOCK).
+        """The maxima of rows (ROWS,): of ``top`` and the logits ``s * scale``, scale as :func:`of_each` takes it.
 
         With PARTIAL of the keys that ``keep`` has, as ``halves`` does s.
         """
+        OF_THREADS: gl.constexpr = len(scale.shape) == 3
         INT8: gl.constexpr = s.dtype == gl.int32
         if PARTIAL:
             s = gl.where(keep, s, _MASKED if INT8 else float("-inf"))
         by_thread = gl.reshape(s, (_ROWS, s.shape[1], _KEY_BLOCK // 8, 4, 2))
         products = gl.max(gl.max(by_thread, 4), 2)  # the four threads of a row meet once, after the scales
-        scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
-        highest = products.to(gl.float32) * scale[:, :, None]
+        if OF_THREADS:
+            highest = products.to(gl.float32) * gl.convert_layout(scale, products.type.layout, assert_trivial=True)
+        else:
+            scale = gl.convert_layout(scale, gl.SliceLayout(2, products.type.layout), assert_trivial=True)
+            highest = products.to(gl.float32) * scale[:, :, None]
         if PARTIAL and INT8:  # keys that are all masked have no logit, however small their scale
             highest = gl.where(products == _MASKED, float("-inf"), highest)
         return gl.maximum(top, gl.convert_layout(gl.max(gl.max(highest, 1), 1), top.type.layout))
@@ -116,11 +138,47 @@ if HAS_GLUON:
         With PARTIAL the keys that ``keep`` leaves out weigh 0, whatever their scale: a NaN of theirs must not spread.
         """
         top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
-        x = s.to(gl.float32) * scale[:, :, None] - top[:, None, None]
+        x = s.to(gl.float32) * of_each(scale, s) - top[:, None, None]
         p = gl.exp2(gl.where(keep, x, float("-inf")) if PARTIAL else x)
         low, high = gl.split(gl.reshape(p, (_ROWS, s.shape[1] * (_KEY_BLOCK // 2), 2)))
         ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
+
+    @gluon.jit
+    def fp8_weights(s, top, scale, keep, PARTIAL: gl.constexpr, SHIFT: gl.constexpr):
+        """``2^SHIFT exp2(s * scale - top)``: its sums as :func:`partial_sums`, and in E4M3 four keys to a word.
+
+        Words are (ROWS, BLOCK_N // 16, 4): a thread's keys among 16 are two neighbours in each eight.
+        """
+        BLOCK_N: gl.constexpr = s.shape[1] * _KEY_BLOCK
+        top = gl.convert_layout(top, gl.SliceLayout(1, gl.SliceLayout(2, s.type.layout)))
+        x = s.to(gl.float32) * of_each(scale, s) - (top - SHIFT)[:, None, None]
+        p = gl.exp2(gl.where(keep, x, float("-inf")) if PARTIAL else x)
+        first, second = gl.split(gl.reshape(p, (_ROWS, BLOCK_N // 16, 2, 4, 2)))
+        a, c = gl.split(gl.permute(first, (0, 1, 3, 2)))
+        b, d = gl.split(gl.permute(second, (0, 1, 3, 2)))
+        sums = gl.sum((a + b) + (c + d), 1)
+        ROUND: gl.constexpr = (
+            "{ .reg .b16 x, y; cvt.rn.satfinite.e4m3x2.f32 x, $2, $1; cvt.rn.satfinite.e4m3x2.f32 y, $4, $3; "
+            "mov.b32 $0, {x, y}; }"
+        )
+        words = gl.inline_asm_elementwise(ROUND, "=r,f,f,f,f", [a, b, c, d], dtype=gl.int32, is_pure=True, pack=1)
+        return sums, words
+
+    @gluon.jit
+    def settled(words):
+        """``words`` in registers that nothing writes before this place: ptxas serializes P V that reads others."""
+        return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [words], dtype=gl.int32, is_pure=False, pack=1)
+
+    @gluon.jit
+    def fp8_operand(words, LAYOUT: gl.constexpr):
+        """Words of :func:`fp8_weights` as the left operand (ROWS, BLOCK_N) of P V, whose keys are in the order of
+        :data:`~qframework.kernels.attention.variants.PAIRED`; no value moves to another thread.
+        """
+        a, b, c, d = words.to(gl.int8), (words >> 8).to(gl.int8), (words >> 16).to(gl.int8), (words >> 24).to(gl.int8)
+        p = gl.join(gl.join(a, c), gl.join(b, d))  # (ROWS, BLOCK_N // 16, 4, pair, key of a pair)
+        p = gl.reshape(p, (_ROWS, words.shape[1] * 16)).to(gl.float8e4nv, bitcast=True)
+        return gl.convert_layout(p, LAYOUT, assert_trivial=True)
 
     @gluon.jit
     def _apart(words, DTYPE: gl.constexpr):

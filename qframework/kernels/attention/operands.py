@@ -98,6 +98,7 @@ class Values(NamedTuple):
     v: Tensor  # (B, Hkv, Nk, Dv), or (B, Hkv, Dv, P) when `transposed`
     scale: Tensor | None = None  # (B, Hkv, Dv) fp32 per channel, or (B, Hkv, 1)
     mean: Tensor | None = None  # (B, Hkv, Dv) fp32, smooth V
+    paired: bool = False  # the keys of `transposed` values are in the order variants.PAIRED, for Hopper's kernel
 
     def channels(self, transposed: bool) -> int:
         return self.v.shape[-2 if transposed else -1]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention import hopper
+from qframework.kernels.attention import hopper, hopper_packed
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -42,7 +42,7 @@ from qframework.kernels.attention.operands import (
     transposes_values,
 )
 from qframework.kernels.attention.padding import hidden_keys, without_hidden
-from qframework.kernels.attention.prepare import prepare_triton
+from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref, quantize_tokens_triton
 from qframework.kernels.attention.quantize_v import quantize_values_ref, quantize_values_triton, values_in_fp16
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
@@ -189,13 +189,13 @@ def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, length
 def _prepared(
     q: Tensor, k: Tensor, v: Tensor, bias: Bias, variant: AttentionVariant, scale: float, smooth_k: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Hopper's kernel with the integer exponential, whose operands are prepared in one pass."""
+    """Hopper's kernel with the integer exponential or with FP8 values, whose operands are prepared in one pass."""
     seen = None
     if bias.mask is not None:
         blocks = mask_blocks_triton(bias.mask, q.shape[2], k.shape[2], bias.causal, k.shape[1])
         bias, seen = bias._replace(blocks=blocks), blocks.seen
-    qk, v16 = prepare_triton(q, k, v, variant, scale, smooth_k, seen)
-    return _attend_triton(qk, Values(v16), bias, variant, q.dtype, False, None)
+    qk, values = prepare_triton(q, k, v, variant, scale, smooth_k, seen)
+    return _attend_triton(qk, values, bias, variant, q.dtype, False, None)
 
 
 def _attention(
@@ -215,12 +215,14 @@ def _attention(
         variant = replace(variant, exponential="exact")
     plain = bias.only_bool and lengths is None and not return_lse
     at = (q.dtype, capability_of(q.device), bias.mask is not None)
-    if plain and variant.exponential == "integer" and hopper.fits(q, k, v, variant, *at):
+    if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
     values = _quantize_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
+    if lengths is not None and values.scale is None and not return_lse:
+        on_hopper = hopper_packed.fits_packed(q, k, values.v, variant, lengths)
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)

@@ -1,12 +1,16 @@
-"""What Hopper's kernel with the integer exponential reads, in one pass: Q and K in INT8, K's norm, V in bfloat16.
+"""What Hopper's kernel reads, in one pass: Q and K in INT8, and V in bfloat16 with the norm of K, or V in E4M3.
 
-Formula: :mod:`~qframework.kernels.attention.quantize_qk`, for groups within blocks of QUERY_BLOCK tokens. The norm is
-the largest ``|k|`` of a head's quantized keys, infinite where a key held NaN or infinity.
+V is in bfloat16 for the integer exponential. Formulas: :mod:`~qframework.kernels.attention.quantize_qk`, for groups
+within blocks of QUERY_BLOCK tokens, and :mod:`~qframework.kernels.attention.quantize_v`. The norm is the largest
+``|k|`` of a head's quantized keys, infinite where a key held NaN or infinity.
 
-Keys that no query attends to do not affect the mean and the scales; they and their values are 0.
+K's mean is that of a sample of at least SAMPLE keys: the softmax does not change whatever is subtracted from all keys,
+and a mean that is off by a 16th of the standard deviation takes as little from the range of the integers. Keys that no
+query attends to do not affect the mean and the scales; they and their values are 0.
 
-Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)``, ``v (B, Hkv, Nk, Dv)`` with contiguous channels. Two launches: sums
-of parts of the keys, where K is smoothed, and one program for each tile of any of the three.
+Layout: ``q (B, H, N, D)``, ``k (B, Hkv, Nk, D)``, ``v (B, Hkv, Nk, Dv)`` with contiguous channels; E4M3 is
+``(B, Hkv, Dv, P)`` with its keys PAIRED. Two launches: sums of sampled keys and magnitudes of channels of V, where
+either is needed, and one program for each tile of any of the three.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.attention.operands import LOG2_E, QuantizedQK, check_offsets, last_contiguous
+from qframework.kernels.attention.operands import LOG2_E, QuantizedQK, Values, check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_qk import (
     finite_or_zero,
     finite_rows,
@@ -25,8 +29,16 @@ from qframework.kernels.attention.quantize_qk import (
     row_amax,
     to_integers,
 )
-from qframework.kernels.attention.triton import LEAST_SCALE, Heads
-from qframework.kernels.attention.variants import QUERY_BLOCK, AttentionVariant, token_groups
+from qframework.kernels.attention.quantize_v import key_of_pair, padded_tokens, round_to_e4m3
+from qframework.kernels.attention.triton import INTERPRETED, LEAST_SCALE, Heads
+from qframework.kernels.attention.variants import (
+    E4M3_MAX,
+    QUERY_BLOCK,
+    AttentionVariant,
+    TokenGroups,
+    paired,
+    token_groups,
+)
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -34,42 +46,64 @@ from qframework.kernels.runtime.triton import tl, triton
 
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
 TILE = QUERY_BLOCK
+SAMPLE = 256  # keys of a mean
+_TOP = tl.constexpr(E4M3_MAX)
 
 
-@triton.jit(do_not_specialize=["NK", "STEPS"])
-def _key_sums_kernel(
-    k,  # Heads
+@triton.jit(do_not_specialize=["NK", "STRIDE", "STEPS", "V_STEPS", "K_PROGRAMS"])
+def _statistics_kernel(
+    k,  # Heads, or None: K is not smoothed
+    v,  # Heads, or None: V stays in 16 bit
     seen,  # Seen, or None: all keys
     sums_ptr,  # (B, Hkv, PARTS, D) fp32
     counts_ptr,  # (B, Hkv, PARTS) int32, the number of keys in each sum
-    norm_ptr,  # (B, Hkv) fp32, zeroed
+    norm_ptr,  # (B, Hkv) fp32, zeroed, or None
+    amax_ptr,  # (B, Hkv, PARTS, Dv) fp32
     HKV,
     NK,
     D,
-    STEPS,  # tiles of a part
+    DV,
+    STRIDE,  # between sampled keys
+    STEPS,  # tiles of sampled keys of a part
+    V_STEPS,  # tiles of values of a part
+    K_PROGRAMS,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (PARTS * Hkv * B,); the sum of the finite values of a part of a head's keys."""
+    """Grid (PARTS * Hkv * B of K, then of V,): finite values summed, and magnitudes, of a part of a head's tokens."""
     wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
-    part, head = (pid % PARTS).to(tl.int32), pid // PARTS
-    base = k.data + head // HKV * k.batch + head % HKV * k.head
     d = tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D,), tl.float32)
-    count = 0
-    for step in range(part * STEPS, part * STEPS + STEPS):
-        n = step * TILE + tl.arange(0, TILE)
-        used = _seen(seen, head // HKV, head % HKV, n, NK)
-        x = tl.load(base + n[:, None] * k.token + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
-        count += tl.sum(used.to(tl.int32), 0)
-        total += tl.sum(finite_or_zero(x.to(tl.float32)), 0)
-    tl.store(sums_ptr + pid * D + d, total, mask=d < D)
-    tl.store(counts_ptr + pid, count)
-    if part == 0:
-        tl.store(norm_ptr + head, 0.0)
+    if pid < K_PROGRAMS:
+        part, head = (pid % PARTS).to(tl.int32), pid // PARTS
+        if k is not None:
+            base = k.data + head // HKV * k.batch + head % HKV * k.head
+            total = tl.zeros((BLOCK_D,), tl.float32)
+            count = 0
+            for step in range(part * STEPS, part * STEPS + STEPS):
+                n = (step * TILE + tl.arange(0, TILE)) * STRIDE
+                used = _seen(seen, head // HKV, head % HKV, n, NK)
+                x = tl.load(base + n[:, None] * k.token + d[None, :], mask=used[:, None] & (d < D)[None, :], other=0.0)
+                count += tl.sum(used.to(tl.int32), 0)
+                total += tl.sum(finite_or_zero(x.to(tl.float32)), 0)
+            tl.store(sums_ptr + pid * D + d, total, mask=d < D)
+            tl.store(counts_ptr + pid, count)
+        if norm_ptr is not None and part == 0:
+            tl.store(norm_ptr + head, 0.0)
+    elif v is not None:
+        item = pid - K_PROGRAMS
+        part, head = (item % PARTS).to(tl.int32), item // PARTS
+        base = v.data + head // HKV * v.batch + head % HKV * v.head
+        amax = tl.zeros((BLOCK_D,), tl.float32)
+        for step in range(part * V_STEPS, part * V_STEPS + V_STEPS):
+            n = step * TILE + tl.arange(0, TILE)
+            used = _seen(seen, head // HKV, head % HKV, n, NK)
+            x = tl.load(base + n[:, None] * v.token + d[None, :], mask=used[:, None] & (d < DV)[None, :], other=0.0)
+            x = tl.abs(x.to(tl.float32))
+            amax = tl.maximum(amax, tl.max(tl.where(x == x, x, float("inf")), 0))
+        tl.store(amax_ptr + item * DV + d, amax, mask=d < DV)
 
 
 @triton.jit
@@ -84,7 +118,7 @@ def _seen(seen, batch, head, n, N):
 
 @triton.jit
 def _quantized_tile(
-    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, SPAN: tl.constexpr, QUERIES: tl.constexpr,
+    x, q, seen, scale_ptr, mean, factor, tile, head, HEADS, N, D, G: tl.constexpr, QUERIES: tl.constexpr,
     TILE: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Quantize one tile of a head of ``x`` and store it; ``(integers, scale of each row)``."""
@@ -96,9 +130,11 @@ def _quantized_tile(
     y = tl.load(x_ptrs, mask=used, other=0.0).to(tl.float32)
     y = tl.where(used, (y - mean[None, :]) * factor, 0.0)
     amax = row_amax(y)
-    scale, row_scale = group_scale(finite_rows(amax) if QUERIES else amax, 127, LEAST_SCALE, SPAN, 1, 1, 1, TILE)
-    g = tile * (TILE // SPAN) + tl.arange(0, TILE // SPAN)
-    groups = tl.cdiv(N, SPAN)
+    counted = finite_rows(amax) if QUERIES else amax
+    scale, row_scale = group_scale(counted, 127, LEAST_SCALE, G.span, G.groups, G.modulo, G.divisor, TILE)
+    IN_TILE: tl.constexpr = TILE // G.span * G.groups
+    g = tile * IN_TILE + tl.arange(0, IN_TILE)
+    groups = tl.cdiv(N, G.span) * G.groups
     tl.store(scale_ptr + head * groups + g, scale, mask=g < groups)
     values = to_integers(y, tl.math.div_rn(1.0, row_scale)[:, None], 127)
     if QUERIES:
@@ -115,13 +151,15 @@ def _prepare_kernel(
     v,  # Heads, or None where V is in bfloat16 already
     q8,  # Heads, int8
     k8,  # Heads, int8
-    v16,  # Heads, bfloat16, or None
+    v_out,  # Heads, bfloat16, or E4M3 (B, Hkv, Dv, P); or None
     seen,  # Seen, or None: all keys
-    q_scale_ptr,  # (B, H, cdiv(N, Q_SPAN)) fp32
-    k_scale_ptr,  # (B, Hkv, cdiv(Nk, K_SPAN)) fp32
+    q_scale_ptr,  # (B, H, Gq) fp32
+    k_scale_ptr,  # (B, Hkv, Gk) fp32
+    v_scale_ptr,  # (B, Hkv, Dv) fp32, of E4M3, or None
     sums_ptr,  # (B, Hkv, PARTS, D) fp32, or None: K is not smoothed
     counts_ptr,  # (B, Hkv, PARTS) int32
-    norm_ptr,  # (B, Hkv) fp32
+    norm_ptr,  # (B, Hkv) fp32, or None
+    amax_ptr,  # (B, Hkv, PARTS, Dv) fp32, or None
     factor,
     H,
     HKV,
@@ -131,8 +169,8 @@ def _prepare_kernel(
     DV,
     Q_PROGRAMS,
     K_PROGRAMS,
-    Q_SPAN: tl.constexpr,
-    K_SPAN: tl.constexpr,
+    Q_GROUPS: tl.constexpr,  # TokenGroups
+    K_GROUPS: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -148,7 +186,7 @@ def _prepare_kernel(
         no_mean = tl.zeros((BLOCK_D,), tl.float32)
         head = (pid // tiles).to(tl.int64)
         _quantized_tile(
-            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_SPAN, True, TILE, BLOCK_D
+            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_GROUPS, True, TILE, BLOCK_D
         )
     elif pid < Q_PROGRAMS + K_PROGRAMS:
         item = pid - Q_PROGRAMS
@@ -160,22 +198,41 @@ def _prepare_kernel(
             total = tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0)
             mean = tl.math.div_rn(total, count.to(tl.float32))
         values, scale = _quantized_tile(
-            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, K_SPAN, False, TILE, BLOCK_D
+            k, k8, seen, k_scale_ptr, mean, 1.0, item % k_tiles, head, HKV, NK, D, K_GROUPS, False, TILE, BLOCK_D
         )
-        values = values.to(tl.float32)
-        norm = tl.sqrt(tl.sum(values * values, 1)) * scale
-        norm = tl.max(tl.where(norm == norm, norm, float("inf")), 0)
-        tl.atomic_max(norm_ptr + head, norm, sem="relaxed")  # in any order the same
+        if norm_ptr is not None:
+            values = values.to(tl.float32)
+            norm = tl.sqrt(tl.sum(values * values, 1)) * scale
+            norm = tl.max(tl.where(norm == norm, norm, float("inf")), 0)
+            tl.atomic_max(norm_ptr + head, norm, sem="relaxed")  # in any order the same
     elif v is not None:
         item = pid - Q_PROGRAMS - K_PROGRAMS
         head = (item // k_tiles).to(tl.int64)
-        n = item % k_tiles * TILE + tl.arange(0, TILE)
+        place = item % k_tiles * TILE + tl.arange(0, TILE)
+        n = place
+        if amax_ptr is not None:
+            n = key_of_pair(place)
         mask = (n < NK)[:, None] & (d < DV)[None, :]
         used = mask & _seen(seen, head // HKV, head % HKV, n, NK)[:, None]
         v_ptrs = v.data + head // HKV * v.batch + head % HKV * v.head + n[:, None] * v.token + d[None, :]
         x = tl.load(v_ptrs, mask=used, other=0.0)
-        out = v16.data + head // HKV * v16.batch + head % HKV * v16.head + n[:, None] * v16.token + d[None, :]
-        tl.store(out, x.to(tl.bfloat16), mask=mask)
+        out = v_out.data + head // HKV * v_out.batch + head % HKV * v_out.head
+        if amax_ptr is not None:
+            parts = (head * PARTS + tl.arange(0, PARTS))[:, None] * DV + d[None, :]
+            v_amax = tl.max(tl.load(amax_ptr + parts, mask=(d < DV)[None, :], other=0.0), 0)
+            v_scale = tl.maximum(tl.math.div_rn(v_amax, _TOP), LEAST_SCALE)
+            v_scale = tl.where(v_amax < float("inf"), v_scale, float("nan"))
+            if item % k_tiles == 0:
+                tl.store(v_scale_ptr + head * DV + d, v_scale, mask=d < DV)
+            y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, v_scale)[None, :], 0.0)
+            y = tl.minimum(tl.maximum(y, -_TOP), _TOP)
+            if INTERPRETED:  # its casts truncate
+                y = round_to_e4m3(y)
+            y = tl.trans(y.to(v_out.data.dtype.element_ty))
+            padded = v_out.token  # a channel has so many keys
+            tl.store(out + d[:, None] * padded + place[None, :], y, mask=(d < DV)[:, None] & (place < padded)[None, :])
+        else:
+            tl.store(out + n[:, None] * v_out.token + d[None, :], x.to(tl.bfloat16), mask=mask)
 
 
 class Seen(NamedTuple):
@@ -187,15 +244,77 @@ class Seen(NamedTuple):
 
 
 def can_prepare(variant: AttentionVariant) -> bool:
-    """Whether the groups of the variant lie within tiles."""
+    """Whether the pass quantizes for the variant: groups lie within tiles, and Hopper's kernel takes its values."""
     groups = [token_groups(variant.granularity, role) for role in ("query", "key")]
-    return all(group.groups == 1 and group.span <= TILE for group in groups)
+    within = variant.qk_bits == 8 and not variant.smooth_q and all(group.span <= TILE for group in groups)
+    integer = variant.exponential == "integer" and all(group.groups == 1 for group in groups)
+    return within and (integer or paired(variant))
+
+
+def warps(block_d: int) -> int:
+    """Warps of a program that quantizes a tile of so many channels."""
+    return 4 if block_d <= 64 else 8
+
+
+def stride_of(keys: int, all_of_them: bool) -> int:
+    """Between the keys of a sample; odd, so that the columns of an image, mostly a power of two, have equal shares."""
+    return 1 if all_of_them else max(keys // SAMPLE - 1, 0) // 2 * 2 + 1
+
+
+class _Statistics(NamedTuple):
+    """Of parts of the keys; None where they are not needed."""
+
+    sums: Tensor | None
+    counts: Tensor | None
+    norm: Tensor | None
+    amax: Tensor | None
+
+
+def _statistics(k: Tensor, v: Tensor, smooth_k: bool, fp8: bool, seen: Seen | None) -> _Statistics:
+    """What tiles need to know of all keys; the norm is zeroed."""
+    (batch, heads, keys, channels), values = k.shape, v.shape[3]
+    norm = None if fp8 else k.new_empty((batch, heads), dtype=torch.float32)
+    if not smooth_k and norm is not None:
+        return _Statistics(None, None, norm.zero_(), None)
+    sums = counts = amax = None
+    if smooth_k:
+        counts = k.new_empty((batch, heads, PARTS), dtype=torch.int32)
+        sums = k.new_empty((batch, heads, PARTS, channels), dtype=torch.float32)
+    if fp8:
+        amax = k.new_empty((batch, heads, PARTS, values), dtype=torch.float32)
+    if sums is None and amax is None:
+        return _Statistics(None, None, None, None)
+    stride = stride_of(keys, seen is not None)
+    programs = PARTS * heads * batch
+    block_d = max(power_of_2(max(channels, values)), 16)
+    launch(_statistics_kernel, (programs * ((sums is not None) + (amax is not None)),))(
+        None if sums is None else _heads(k),
+        None if amax is None else _heads(v),
+        seen,
+        sums,
+        counts,
+        norm,
+        amax,
+        heads,
+        keys,
+        channels,
+        values,
+        stride,
+        cdiv(cdiv(cdiv(keys, stride), TILE), PARTS),
+        cdiv(cdiv(keys, TILE), PARTS),
+        programs if sums is not None else 0,
+        PARTS=PARTS,
+        TILE=TILE,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return _Statistics(sums, counts, norm, amax)
 
 
 def prepare_triton(
     q: Tensor, k: Tensor, v: Tensor, variant: AttentionVariant, scale: float, smooth_k: bool, seen: Tensor | None = None
-) -> tuple[QuantizedQK, Tensor]:
-    """Quantized Q and K with the norm of keys, and V in bfloat16, for a variant that :func:`can_prepare` accepts.
+) -> tuple[QuantizedQK, Values]:
+    """Quantized Q and K, and V in bfloat16 with K's norm, or in E4M3, for a variant that :func:`can_prepare` accepts.
 
     ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M.
     """
@@ -203,40 +322,22 @@ def prepare_triton(
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
     check_offsets("attention", query=q, key=k, value=v)
     (batch, heads, tokens, channels), (key_heads, keys), values = q.shape, k.shape[1:3], v.shape[3]
-    spans = [token_groups(variant.granularity, role).span for role in ("query", "key")]
-    q8, k8 = (
-        torch.empty(q.shape, dtype=torch.int8, device=q.device),
-        torch.empty(k.shape, dtype=torch.int8, device=q.device),
-    )
-    q_scale = q.new_empty((batch, heads, cdiv(tokens, spans[0])), dtype=torch.float32)
-    k_scale = q.new_empty((batch, key_heads, cdiv(keys, spans[1])), dtype=torch.float32)
-    cast = v.dtype != torch.bfloat16 or seen is not None
+    groups: list[TokenGroups] = [token_groups(variant.granularity, role) for role in ("query", "key")]
+    fp8 = variant.pv == "fp8"
     seen_keys = None if seen is None else Seen(seen, *seen.shape[:2])
-    v16 = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device) if cast else v
+    q8, k8 = (torch.empty(x.shape, dtype=torch.int8, device=q.device) for x in (q, k))
+    q_scale = q.new_empty((batch, heads, groups[0].count(tokens)), dtype=torch.float32)
+    k_scale = q.new_empty((batch, key_heads, groups[1].count(keys)), dtype=torch.float32)
+    statistics = _statistics(k, v, smooth_k, fp8, seen_keys)
+    out, v_scale = v, None
+    if fp8:
+        size = (batch, key_heads, values, padded_tokens(keys))
+        out = torch.empty(size, dtype=torch.float8_e4m3fn, device=v.device)
+        v_scale = q.new_empty((batch, key_heads, values), dtype=torch.float32)
+    elif v.dtype != torch.bfloat16 or seen is not None:
+        out = torch.empty(v.shape, dtype=torch.bfloat16, device=v.device)
+    cast = out is not v
     block_d = max(power_of_2(max(channels, values)), 16)
-    sums = counts = None
-    if smooth_k:
-        counts = q.new_empty((batch, key_heads, PARTS), dtype=torch.int32)
-        sums = q.new_empty((batch, key_heads, PARTS, channels), dtype=torch.float32)
-        norm = q.new_empty((batch, key_heads), dtype=torch.float32)
-        steps = cdiv(cdiv(keys, TILE), PARTS)
-        launch(_key_sums_kernel, (PARTS * key_heads * batch,))(
-            _heads(k),
-            seen_keys,
-            sums,
-            counts,
-            norm,
-            key_heads,
-            keys,
-            channels,
-            steps,
-            PARTS=PARTS,
-            TILE=TILE,
-            BLOCK_D=block_d,
-            num_warps=4,
-        )
-    else:
-        norm = q.new_zeros((batch, key_heads), dtype=torch.float32)
     q_programs, k_programs = cdiv(tokens, TILE) * heads * batch, cdiv(keys, TILE) * key_heads * batch
     launch(_prepare_kernel, (q_programs + k_programs * (2 if cast else 1),))(
         _heads(q),
@@ -244,13 +345,15 @@ def prepare_triton(
         _heads(v) if cast else None,
         _heads(q8),
         _heads(k8),
-        _heads(v16) if cast else None,
+        _heads(out) if cast else None,
         seen_keys,
         q_scale,
         k_scale,
-        sums,
-        counts,
-        norm,
+        v_scale,
+        statistics.sums,
+        statistics.counts,
+        statistics.norm,
+        statistics.amax,
         scale * LOG2_E,
         heads,
         key_heads,
@@ -260,14 +363,14 @@ def prepare_triton(
         values,
         q_programs,
         k_programs,
-        Q_SPAN=spans[0],
-        K_SPAN=spans[1],
+        Q_GROUPS=groups[0],
+        K_GROUPS=groups[1],
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
-        num_warps=4 if block_d <= 64 else 8,
+        num_warps=warps(block_d),
     )
-    return QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=norm), v16
+    return QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm), Values(out, v_scale, paired=fp8)
 
 
 def _heads(x: Tensor) -> Heads:

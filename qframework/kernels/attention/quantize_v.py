@@ -98,6 +98,12 @@ def round_to_e4m3(x):
     return (x + magic) - magic
 
 
+@triton.jit
+def key_of_pair(place):
+    """Which key is at ``place`` of values whose keys are :data:`~qframework.kernels.attention.variants.PAIRED`."""
+    return place // 16 * 16 + (place // 2) % 2 * 8 + (place // 4) % 4 * 2 + place % 2
+
+
 @triton.jit(do_not_specialize=["N", "TOTAL"])  # with N = 1 folded in, ptxas 13.0 packs wrong FP8 zeros on sm_90
 def _value_quantize_kernel(
     v_ptr,  # (B, H, N, D) float, or (total, H, D) with starts_ptr

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention import hopper, hopper_dense
+from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.operands import (
     AttentionShape,
@@ -101,14 +101,21 @@ def quantized_attention_triton(
     dense = bias.is_empty and lengths is None and not lse and logit_scale > 0
     if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
         return hopper_dense.attention_dense(qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype), None
-    plain = lengths is None and not lse and out_scale is None and values.scale is None
+    plain = lengths is None and not lse and out_scale is None and (values.scale is None or values.paired)
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
     at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
-    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at):
-        return hopper.attention_hopper(qk, values.v, variant, logit_scale, bias, dtype), None
+    if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, stored=values.paired):
+        return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype), None
+    if values.paired:
+        raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
+    unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None
+    int8 = int8 and qk.q.dtype == torch.int8
+    packable = unbiased and logit_scale > 0 and (int8 or not variant.quantizes_qk)
+    if lengths is not None and packable and hopper_packed.fits_packed(qk.q, qk.k, values.v, variant, lengths):
+        return hopper_packed.attention_packed(qk, values.v, variant, logit_scale, bias.causal, lengths, dtype), None
     mode = _mode(variant, values.v)
     q_groups, k_groups = token_groups(variant.granularity, "query"), token_groups(variant.granularity, "key")
     quantize_q = qk.q_scale is None and variant.quantizes_qk
@@ -283,12 +290,12 @@ def _check_values(name: str, v: Tensor, k: Tensor, transposed: bool) -> None:
 
 
 def _operands(x: QuantizedAttentionArguments) -> tuple[QuantizedQK, Values, Bias]:
-    scales = (t.contiguous() if t is not None else None for t in (x.v_scale, x.v_mean))
+    v_scale, v_mean = (t.contiguous() if t is not None else None for t in (x.v_scale, x.v_mean))
     row_bias = x.row_bias.contiguous() if x.row_bias is not None else None
     q, k = last_contiguous(x.q), last_contiguous(x.k)
     qk = QuantizedQK(q, x.q_scale.contiguous(), k, x.k_scale.contiguous(), x.width, row_bias)
     values = x.v.contiguous() if transposes_values(x.chosen.pv) else last_contiguous(x.v)
-    return qk, Values(values, *scales), Bias(x.attn_mask, x.rel_h, x.rel_w, x.is_causal)
+    return qk, Values(values, v_scale, v_mean), Bias(x.attn_mask, x.rel_h, x.rel_w, x.is_causal)
 
 
 def _quantized_attention_cpu(x: QuantizedAttentionArguments) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,17 @@ def _unknown(variant: object) -> UnsupportedError:
     )
 
 
+PAIRED = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Which of every 16 keys Hopper's kernel reads as its first, second, ... in FP8: a thread that holds two neighbours of
+each eight logits multiplies four neighbours of each sixteen."""
+
+
+def paired(variant: AttentionVariant) -> bool:
+    """Whether Hopper's kernel multiplies the variant's values in FP8, which then are stored :data:`PAIRED`."""
+    eights = variant.qk_bits == 8 and variant.pv == "fp8" and not (variant.smooth_q or variant.smooth_v)
+    return eights and variant.accumulator == "fp32" and variant.granularity != "per_token"
+
+
 # FP8 (E4M3): the largest number, and the ranges of P and V -----------------------------------------------------------
 
 E4M3_MAX = 448.0

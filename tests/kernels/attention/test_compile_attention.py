@@ -15,6 +15,7 @@ from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_by
 
 from qframework.kernels.attention import (
     hopper,
+    packed,
     pipeline,
     prepare,
     quantize_qk,
@@ -24,6 +25,7 @@ from qframework.kernels.attention import (
     token_statistics,
 )
 from qframework.kernels.attention.mixed import MIXED_ATTENTION
+from qframework.kernels.attention.operands import Lengths
 from qframework.kernels.attention.pipeline import SAGE_ATTENTION, SAGE_ATTENTION_VARLEN
 from qframework.kernels.attention.tiles import choose_attention_tile
 from qframework.kernels.attention.variants import VARIANTS, resolve
@@ -40,8 +42,9 @@ if HAS_TRITON and not INTERPRET:
 KERNELS = {
     "_quantized_attention_kernel": quantized_attention,
     "_attention_quantize_kernel": quantize_qk,
+    "_packed_items_kernel": packed,
     "_prepare_kernel": prepare,
-    "_key_sums_kernel": prepare,
+    "_statistics_kernel": prepare,
     "_value_quantize_kernel": quantize_v,
     "_block_statistics_kernel": token_statistics,
     "_row_bias_kernel": row_bias,
@@ -253,13 +256,23 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_preparing_for_hopper(launches, dtype, head_dim, tmp_path):
+@pytest.mark.parametrize("name", ["integer_exp", "sage2_int8"])
+def test_preparing_for_hopper(launches, dtype, head_dim, name, tmp_path):
     """On other chips, and for other heads, attention quantizes within its own kernel."""
-    variant = resolve("integer_exp")
+    variant = resolve(name)
     recorded = launches("sm_90", lambda: prepare.prepare_triton(*operands(head_dim, dtype=dtype), variant, 0.1, True))
-    assert set(recorded) == {"_key_sums_kernel", "_prepare_kernel"}
+    assert set(recorded) == {"_statistics_kernel", "_prepare_kernel"}
     for (launch,) in recorded.values():
         assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_items_of_packed_sequences(launches, causal, tmp_path):
+    starts = torch.tensor([0, 300, 1000], dtype=torch.int32)
+    lengths, out = Lengths(starts, starts, 700, 700), torch.zeros(1000, 2, 64, dtype=torch.float16)
+    recorded = launches("sm_90", lambda: packed.packed_items_triton(lengths, out, 1000, causal))
+    (launch,) = recorded["_packed_items_kernel"]
+    assert_fits("sm_90", compile_launch("sm_90", launch), tmp_path, 0)
 
 
 @pytest.mark.parametrize(("variant", "head_dim"), [("sage_b", 128), ("sage2_int4", 256)])

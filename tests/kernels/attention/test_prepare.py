@@ -1,4 +1,4 @@
-"""One pass for Hopper's integer exponential: the same as quantizing Q, K and V one by one."""
+"""One pass for Hopper's kernel: the same as quantizing Q, K and V one by one."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from oracle import UNIT
 
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.padding import without_hidden
-from qframework.kernels.attention.prepare import can_prepare, prepare_triton
+from qframework.kernels.attention.prepare import SAMPLE, can_prepare, prepare_triton, stride_of
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref
-from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve, token_groups
+from qframework.kernels.attention.quantize_v import quantize_values_ref
+from qframework.kernels.attention.variants import E4M3_MAX, PAIRED, VARIANTS, AttentionVariant, resolve, token_groups
 from qframework.kernels.runtime.triton import INTERPRET
 
 pytestmark = pytest.mark.interpreter
@@ -38,8 +39,10 @@ def steps_apart(a: torch.Tensor, b: torch.Tensor) -> int:
 def test_agrees_with_the_references(size, granularity, dtype, smooth_k, place):
     q, k, v = operands(size, place, dtype)
     variant = AttentionVariant(8, granularity, exponential="integer")
-    got, v16 = prepare_triton(q, k, v, variant, 0.3, smooth_k)
-    mean = k.float().mean(2, keepdim=True) if smooth_k else None
+    got, values = prepare_triton(q, k, v, variant, 0.3, smooth_k)
+    v16 = values.v
+    sample = k[:, :, :: stride_of(k.shape[2], False)]
+    mean = sample.float().mean(2, keepdim=True) if smooth_k else None
     q8, q_scale = quantize_tokens_ref(q, None, 0.3 * LOG2_E, granularity, "query")
     k8, k_scale = quantize_tokens_ref(k, mean, 1.0, granularity, "key")
     torch.testing.assert_close(got.q_scale, q_scale, rtol=2.0**-20, atol=0)
@@ -67,7 +70,8 @@ def test_keys_that_nobody_sees_change_nothing(size, dtype, smooth_k, place):
     hidden = ~seen[..., None].expand(-1, k.shape[1], -1, -1)
     clean_k, clean_v = without_hidden(k, hidden, smooth_k), without_hidden(v, hidden, False)
     k, v = k.masked_fill(hidden, torch.nan), v.masked_fill(hidden, torch.nan)
-    got, v16 = prepare_triton(q, k, v, resolve("integer_exp"), 0.3, smooth_k, seen.int())
+    got, values = prepare_triton(q, k, v, resolve("integer_exp"), 0.3, smooth_k, seen.int())
+    v16 = values.v
     mean = (clean_k.float() * seen[..., None]).sum(2, keepdim=True) / seen.sum(2).view(-1, 1, 1, 1)
     centred = torch.where(hidden, 0.0, clean_k.float() - (mean if smooth_k else 0.0))
     k8, k_scale = quantize_tokens_ref(centred, None, 1.0, "per_block", "key")
@@ -92,8 +96,89 @@ def test_what_is_not_finite(bad, place):
     assert got.k_norm.isinf().nonzero().tolist() == [[1, 0]]
 
 
+def in_order(v: torch.Tensor) -> torch.Tensor:
+    """Values ``(B, H, Dv, P)`` whose keys are PAIRED, in the order of the keys."""
+    out = torch.empty_like(v)
+    out[..., torch.arange(v.shape[3], device=v.device).view(-1, 16)[:, list(PAIRED)].flatten()] = v
+    return out
+
+
+@kernel_only
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("size", "granularity", "smooth_k"),
+    [(SIZES[0], "per_thread", True), (SIZES[1], "per_thread", False), (SIZES[2], "per_block", True)],
+)
+def test_fp8_values_agree_with_the_references(size, granularity, smooth_k, masked, place):
+    q, k, v = operands(size, place)
+    variant = AttentionVariant(8, granularity, "fp8")
+    seen = torch.ones(1, 1, k.shape[2], dtype=torch.int32, device=place)
+    if masked:
+        seen[:, :, -k.shape[2] // 3 :] = 0
+        v[:, :, -k.shape[2] // 3 :] = torch.nan
+    got, values = prepare_triton(q, k, v, variant, 0.3, smooth_k, seen if masked else None)
+    hidden = (seen == 0)[..., None]
+    k, v = k.float().masked_fill(hidden, 0.0), v.masked_fill(hidden, 0.0)
+    if smooth_k:
+        mean = k.sum(2, keepdim=True) / seen.sum()
+        if not masked:
+            mean = k[:, :, :: stride_of(k.shape[2], False)].mean(2, keepdim=True)
+        k = (k - mean).masked_fill(hidden, 0.0)
+    k8, k_scale = quantize_tokens_ref(k, None, 1.0, granularity, "key")
+    q8, q_scale = quantize_tokens_ref(q, None, 0.3 * LOG2_E, granularity, "query")
+    torch.testing.assert_close(got.q_scale, q_scale, rtol=2.0**-20, atol=0)
+    torch.testing.assert_close(got.k_scale, k_scale, rtol=2.0**-16, atol=0)
+    assert steps_apart(got.q, q8) <= 1
+    assert steps_apart(got.k, k8) <= 1
+    assert got.k_norm is None
+    expected, scale, _ = quantize_values_ref(v, "fp8", E4M3_MAX)
+    torch.testing.assert_close(values.scale, scale, rtol=2.0**-20, atol=0)
+    assert values.paired
+    given, expected = in_order(values.v.float()), expected.float()
+    torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=2.0**-9)  # a step: scales differ in their last bit
+    assert (given != expected).float().mean() < 0.01
+
+
+@kernel_only
+def test_values_that_are_not_finite(place):
+    """They give their channel the scale NaN."""
+    q, k, v = operands(SIZES[0], place)
+    v[1, 0, 70, 5], v[0, 1, 199, 40] = torch.nan, -torch.inf
+    _, values = prepare_triton(q, k, v, resolve("sage2_int8"), 0.3, True)
+    assert values.scale.isnan().nonzero().tolist() == [[0, 1, 40], [1, 0, 5]]
+
+
+def test_the_sample() -> None:
+    """At least SAMPLE keys and fewer than four times as many, the columns of an image alike."""
+    for keys in (1, 255, 511, 768, 1000, 4096, 8192, 16384, 1000000):
+        stride = stride_of(keys, False)
+        sampled = -(-keys // stride)
+        assert min(keys, SAMPLE) <= sampled < 4 * SAMPLE
+        assert stride % 2 == 1
+        assert stride_of(keys, True) == 1
+
+
+@kernel_only
+def test_a_sample_smooths_as_well_as_all_keys(place):
+    """The error of dequantized keys, of which a bias of 10 standard deviations would make ten times as much."""
+    k = torch.randn(1, 2, 4096, 64)
+    k = (k + 10 * torch.randn(1, 2, 1, 64)).half().to(place)
+    errors = []
+    for mean in (k.float().mean(2, keepdim=True), None):
+        if mean is None:
+            got, _ = prepare_triton(k, k, k, resolve("integer_exp"), 1.0, True)
+            k8, scale = got.k, got.k_scale
+            mean = k[:, :, :: stride_of(4096, False)].float().mean(2, keepdim=True)
+        else:
+            k8, scale = quantize_tokens_ref(k, mean, 1.0, "per_block", "key")
+        index = token_groups("per_block", "key").index(4096, k.device)
+        errors.append(float((k8.float() * scale[:, :, index, None] + mean - k.float()).norm()))
+    assert errors[1] < 1.05 * errors[0]
+
+
 def test_which_variants():
     assert can_prepare(resolve("integer_exp"))
+    assert can_prepare(resolve("sage2_int8"))
     assert can_prepare(AttentionVariant(8, "per_warp", exponential="integer"))
-    for name in ("qattn", "sage2_int8"):
+    for name in ("qattn", "sage2_int4", "sage2pp_int8", "sage_b", "unquantized"):
         assert not can_prepare(VARIANTS[name])
