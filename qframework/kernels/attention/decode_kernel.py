@@ -143,6 +143,8 @@ def _decode_attention_kernel(
     stride_mk,
     D: tl.constexpr,
     DV: tl.constexpr,
+    READ_D: tl.constexpr,  # channels that are read, at least D: of a padded row more, in whole vectors
+    READ_DV: tl.constexpr,
     STRIDE_KN: tl.constexpr,
     STRIDE_VN: tl.constexpr,
     QUERIES: tl.constexpr,  # N rounded up to a power of two
@@ -207,7 +209,7 @@ def _decode_attention_kernel(
         k_scale = (scales << 16).to(tl.float32, bitcast=True)
         v_scale = (scales & -65536).to(tl.float32, bitcast=True)
         k_ptrs = k_base + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
-        k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(pairs < D // 2)[None, :], other=0)
+        k = tl.load(k_ptrs) if BLOCK_D == READ_D else tl.load(k_ptrs, mask=(pairs < READ_D // 2)[None, :], other=0)
         if BF16:
             k_even, k_odd = _bytes_to_bf16(k)
         else:
@@ -247,7 +249,7 @@ def _decode_attention_kernel(
         if _INTERPRETED:
             weights = weights.to(tl.float32)
         v_ptrs = v_base + at[:, None] * (STRIDE_VN // 2) + pairs_v[None, :]
-        v = tl.load(v_ptrs) if BLOCK_DV == DV else tl.load(v_ptrs, mask=(pairs_v < DV // 2)[None, :], other=0)
+        v = tl.load(v_ptrs) if BLOCK_DV == READ_DV else tl.load(v_ptrs, mask=(pairs_v < READ_DV // 2)[None, :], other=0)
         v_even, v_odd = _bytes_to_bf16(v)
         acc_even = tl.dot(weights, v_even, acc_even * decay[:, None])
         acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])

@@ -1,0 +1,157 @@
+"""Decoding for Hopper where many rows share a key head: which calls, how they are divided, and the launch.
+
+The kernel is decode_hopper_kernel.py; decode.py adds the shares of its programs and has all other calls.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.attention import hopper
+from qframework.kernels.attention.decode_arguments import DecodeAttentionArguments
+from qframework.kernels.attention.decode_hopper_kernel import ROWS, RowsForm
+from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+
+LEAST_ROWS = 33  # up to 32 rows, the general kernel reads at the speed of the memory
+_SHARED = 228 * 1024  # bytes of a multiprocessor, of which the system takes some for each program
+_SYSTEM = 1024
+_LARGEST = 227 * 1024  # of a program
+_BARRIERS = 256  # bytes of them and of what aligns tiles
+_BEGINNING = 1.5  # the time a program takes beside its blocks, in blocks
+_MAX_STAGES = 4
+_MAX_SPLITS = 256
+
+if HAS_GLUON:
+    from qframework.kernels.attention.decode_hopper_kernel import kernel
+    from qframework.kernels.runtime.gluon import TensorDescriptor
+
+
+class RowsPlan(NamedTuple):
+    """How a call is divided and compiled."""
+
+    splits: int
+    block_n: int = 128  # keys of a block
+    stages: int = 2
+    warpgroups: int = 1
+
+
+def fits(x: DecodeAttentionArguments) -> bool:
+    """Whether the kernel computes this call on its device, faster than the general one.
+
+    It reads masks that are bool and the same for all rows of a sequence.
+    """
+    if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or not worth(x.rows):
+        return False
+    mask = x.mask
+    if mask is not None and (mask.dtype != torch.bool or _differs(mask)):
+        return False
+    words = x.scales.stride(3) == 1 and x.scales.stride(2) == 2 and all(s % 2 == 0 for s in x.scales.stride()[:2])
+    aligned = x.scales.data_ptr() % 4 == 0 and x.query.stride(3) == 1
+    return words and aligned and all(hopper.addressable(cache) for cache in (x.key, x.value))
+
+
+def worth(rows: int) -> bool:
+    """Whether so many rows of a key head are more work than reading its keys."""
+    return rows >= LEAST_ROWS
+
+
+def _differs(mask: Tensor) -> bool:
+    """Whether a mask ``(B, H, N, keys)`` may differ between the rows of a sequence."""
+    return any(mask.shape[i] > 1 and mask.stride(i) != 0 for i in (1, 2))
+
+
+@functools.cache
+def choose_rows_plan(rows: int, heads: int, keys: int, channels: tuple[int, int], multiprocessors: int) -> RowsPlan:
+    """A plan for ``rows`` queries of each of ``heads`` key heads of the batch, with K's and V's ``channels``.
+
+    As many splits as end soonest, if all programs that the multiprocessors hold at once take the same time.
+    """
+    widths = block_widths(*channels)
+    block_n = 128 if max(widths) <= 128 else 64
+    at_once = 2 if program_bytes(widths, RowsPlan(1, block_n)) <= _SHARED // 2 - _SYSTEM else 1
+    room = _SHARED // at_once - _SYSTEM
+    stages = max(n for n in range(2, _MAX_STAGES + 1) if program_bytes(widths, RowsPlan(1, block_n, n)) <= room)
+    programs, blocks = heads * cdiv(rows, ROWS), cdiv(keys, block_n)
+    slots = at_once * multiprocessors
+    most = max(1, min(blocks, _MAX_SPLITS, 4 * cdiv(slots, programs)))
+    splits = min(range(1, most + 1), key=lambda n: (cdiv(programs * n, slots) * (cdiv(blocks, n) + _BEGINNING), n))
+    return RowsPlan(splits, block_n, stages)
+
+
+def block_widths(channels: int, width: int) -> tuple[int, int]:
+    """Channels of K and V in a block: powers of two of at least 32."""
+    return max(32, power_of_2(channels)), max(32, power_of_2(width))
+
+
+def program_bytes(widths: tuple[int, int], plan: RowsPlan) -> int:
+    """Bytes of shared memory of a program."""
+    queries = 2 * plan.warpgroups * ROWS * widths[0]
+    return queries + plan.block_n * (plan.stages * sum(widths) + 2 * widths[1] + 4) + _BARRIERS
+
+
+def plan_of(x: DecodeAttentionArguments) -> RowsPlan:
+    """The plan for a call."""
+    (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
+    keys = capacity if x.window is None else min(capacity, x.window + tokens)
+    return choose_rows_plan(x.rows, batch * kv, keys, (channels, width), chip_of(x.query.device)[1])
+
+
+def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, out: Tensor, top: Tensor, total: Tensor) -> None:
+    """Write each program's share, as ``_decode_rows_kernel`` describes ``out``, ``top`` and ``total``."""
+    (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
+    block_d, block_dv = block_widths(channels, width)
+    mask = None if x.mask is None else x.mask.view(torch.int8)
+    form = RowsForm(
+        block_d,
+        block_dv,
+        channels,
+        width,
+        plan.block_n,
+        plan.stages,
+        plan.warpgroups,
+        queries=power_of_2(tokens),
+        lengths=x.lengths is not None,
+        causal=x.is_causal and tokens > 1,
+        window=x.window is not None,
+        masked=mask is not None,
+        split=plan.splits > 1,
+    )
+    launch(kernel, (cdiv(x.rows, ROWS * plan.warpgroups), plan.splits, batch * kv))(
+        _describe(x.key, plan.block_n, block_d),
+        _describe(x.value, plan.block_n, block_dv),
+        x.query,
+        x.scales,
+        x.scales if x.lengths is None else x.lengths,
+        x.scales if mask is None else mask,
+        out,
+        top,
+        total,
+        kv,
+        x.group,
+        tokens,
+        capacity,
+        0 if mask is None else mask.shape[3],
+        plan.splits,
+        x.window or 0,
+        x.logit_scale * LOG2_E,
+        *x.query.stride()[:3],
+        *(stride // 2 for stride in x.scales.stride()[:2]),
+        x.lengths.stride(0) if x.lengths is not None and x.lengths.shape[0] > 1 else 0,
+        *((0, 0) if mask is None else (mask.stride(0), mask.stride(3))),
+        V_LAYOUT=hopper.layout(plan.block_n, block_dv, torch.float16),
+        FORM=form,
+        num_warps=4 * plan.warpgroups,
+    )
+
+
+def _describe(x: Tensor, rows: int, channels: int) -> Any:
+    """Gluon's descriptor of heads ``(B, Hkv, capacity, D)``, for blocks of ``rows`` tokens of a head."""
+    block = [1, 1, rows, channels]
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, hopper.layout(rows, channels, x.dtype))

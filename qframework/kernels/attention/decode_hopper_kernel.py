@@ -1,0 +1,343 @@
+"""Decoding for Hopper with many rows, in Gluon: keys multiplied as INT8 from shared memory, values converted there.
+
+Queries are split into two INT8 numbers each, ``q = q_step * (256 high + low)``, so that Q K^T is two exact products of
+integers, and keys are never converted. Keys and values of a block arrive by TMA a block or more ahead; values are
+converted to float16 while Q K^T runs. P is float16 with V's scale in it: the base of its exponents is the row's maximum
+plus that of V's largest scale so far, rounded down to a power of two, so that weights stay between 0 and 2.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from qframework.kernels.runtime.gluon import HAS_GLUON
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.numerics import MIN_SCALE
+
+ROWS = 64  # queries of a warpgroup
+QUERY_MAX = 127 * 256
+
+
+class RowsForm(NamedTuple):
+    """Compile-time sizes and options."""
+
+    block_d: int  # channels of K, padded to a power of two
+    block_dv: int
+    channels: int  # of K
+    width: int  # channels of V
+    block_n: int  # keys of a block
+    stages: int  # blocks of keys and values on their way
+    warpgroups: int
+    queries: int  # N rounded up to a power of two
+    lengths: bool
+    causal: bool
+    window: bool
+    masked: bool
+    split: bool
+
+
+if HAS_GLUON:
+    from qframework.kernels.attention.hopper_pieces import store_as_float16
+    from qframework.kernels.runtime.gluon import (
+        barrier,
+        fence_async_shared,
+        gl,
+        gluon,
+        mbarrier,
+        next_stage,
+        tma_load,
+        warpgroup_mma,
+        warpgroup_mma_wait,
+    )
+
+    _ROWS, _QUERY_MAX, _MIN_SCALE = gl.constexpr(ROWS), gl.constexpr(QUERY_MAX), gl.constexpr(MIN_SCALE)
+    _LEAST_OCTAVE = gl.constexpr(round(math.log2(MIN_SCALE)))
+    _LEAST_FACTOR = gl.constexpr(2.0**-126)
+    _HIDDEN = gl.constexpr(-1)  # in place of a token's two scales: a NaN that no quantization writes
+
+    @gluon.constexpr_function
+    def _scores(FORM):
+        """Layout of Q K^T."""
+        return gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, FORM.block_n, 32])
+
+    @gluon.constexpr_function
+    def _result(FORM):
+        """Layout of P V."""
+        return gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, FORM.block_dv, 16])
+
+    @gluon.constexpr_function
+    def _places(channels, FORM):
+        """A layout of rows in registers, 8 channels a thread."""
+        lanes = channels // 8
+        return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [FORM.warpgroups * 4, 1], [1, 0])
+
+    @gluon.jit
+    def _request(n, slot, rings, ready, descs, place, blocks, FORM: gl.constexpr):
+        """Load block ``n`` of keys and values, if there is one."""
+        k_ring, v_ring = rings
+        k_desc, v_desc = descs
+        b, kv, begin = place
+        there = n < blocks
+        at = [b, kv, begin + n * FORM.block_n, 0]
+        mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=there)
+        tma_load(k_desc, at, ready.index(slot), k_ring.index(slot), pred=there)
+        tma_load(v_desc, at, ready.index(slot), v_ring.index(slot), pred=there)
+
+    @gluon.jit
+    def _load_scales(scales, mask, start, end, stride_mk, FORM: gl.constexpr):
+        """Both scales of each key from ``start`` on, one word a key; _HIDDEN from ``end`` on and where masked."""
+        n = start + gl.arange(0, FORM.block_n, layout=gl.BlockedLayout([1], [32], [FORM.warpgroups * 4], [0]))
+        seen = n < end
+        if FORM.masked:
+            seen = seen & (gl.load(mask + n.to(gl.int64) * stride_mk, mask=seen, other=0) != 0)
+        return gl.load(scales + n, mask=seen, other=_HIDDEN)
+
+    @gluon.jit
+    def _split_queries(q_ptr, row, inside, strides, sign, q_tiles, FORM: gl.constexpr):
+        """Store the high and the low bytes of the queries at ``row = (h, i)``; returns the step of each row."""
+        PLACES: gl.constexpr = _places(FORM.block_d, FORM)
+        h, i = row
+        d = gl.arange(0, FORM.block_d, layout=gl.SliceLayout(0, PLACES))
+        place = h.to(gl.int64) * strides[0] + i.to(gl.int64) * strides[1]
+        present = inside[:, None] & (d < FORM.channels)[None, :]
+        q = gl.load(q_ptr + place[:, None] + d[None, :], mask=present, other=0.0).to(gl.float32) * sign
+        magnitude = q.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # as integers NaN is the largest
+        step = gl.max(magnitude, 1).to(gl.float32, bitcast=True)
+        step = gl.where(step < _MIN_SCALE, _MIN_SCALE, step) * (1.0 / _QUERY_MAX)
+        # The sum with 1.5 * 2**23 has the integer in its low bits.
+        whole = (q * (1.0 / step)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
+        high = (whole + 128) >> 8
+        q_tiles.index(0).reshape((FORM.warpgroups * _ROWS, FORM.block_d)).store(high.to(gl.int8))
+        q_tiles.index(1).reshape((FORM.warpgroups * _ROWS, FORM.block_d)).store((whole - (high << 8)).to(gl.int8))
+        return step
+
+    @gluon.jit
+    def _visible(words, start, positions, window, FORM: gl.constexpr):
+        """(M, block_n) bool: the keys that each row sees, whose position is ``positions (M,)``."""
+        SCORES: gl.constexpr = _scores(FORM)
+        seen = (words != _HIDDEN)[None, :]
+        n = (start + gl.arange(0, FORM.block_n, layout=gl.SliceLayout(0, SCORES)))[None, :]
+        if FORM.causal:
+            seen = seen & (n <= positions[:, None])
+        if FORM.window:
+            seen = seen & (n > positions[:, None] - window)
+        return seen
+
+    @gluon.jit
+    def _octaves(words, before):
+        """The exponent of the largest V scale of a block, rounded down, at least ``before``."""
+        bits = words & 0x7F800000
+        finite = gl.where(bits < 0x7F800000, bits, 0)  # a NaN that is hidden must not spread
+        return gl.maximum(before, (gl.max(finite, 0) >> 23) - 127)
+
+    @gluon.jit
+    def _products(q_tiles, k_tile, FORM: gl.constexpr):
+        """The products of the queries' high and low bytes with a block of keys, in flight."""
+        M: gl.constexpr = FORM.warpgroups * _ROWS
+        k = k_tile.reshape((FORM.block_n, FORM.block_d)).permute((1, 0))
+        BLOCK_N: gl.constexpr = FORM.block_n
+        zeros = gl.zeros((M, BLOCK_N), gl.int32, _scores(FORM))
+        high = warpgroup_mma(q_tiles.index(0).reshape((M, FORM.block_d)), k, zeros, use_acc=False, is_async=True)
+        low = warpgroup_mma(q_tiles.index(1).reshape((M, FORM.block_d)), k, zeros, use_acc=False, is_async=True)
+        return high, low
+
+    @gluon.jit
+    def _weighted(s, words, start, rows, state, window, PARTIAL: gl.constexpr, FORM: gl.constexpr):
+        """Weights of a block's integer products ``s`` with V's scales in them, as P V's operand, and the new state.
+
+        ``state`` is (P V, sums, maxima and the exponent of the largest V scale); P V and sums return rescaled.
+        """
+        acc, total, top, octaves = state
+        factor, positions = rows
+        RESULT: gl.constexpr = _result(FORM)
+        x = s.to(gl.float32) * (words << 16).to(gl.float32, bitcast=True)[None, :]
+        if PARTIAL:
+            x = gl.where(_visible(words, start, positions, window, FORM), x, float("-inf"))
+        new_top = gl.maximum(top, gl.max(x, 1) * factor)
+        new_octaves = _octaves(words, octaves)
+        base = gl.where(new_top == float("-inf"), 0.0, new_top + new_octaves.to(gl.float32))  # of rows without keys
+        decay = gl.exp2(top + octaves.to(gl.float32) - base)
+        p = gl.exp2(x * factor[:, None] - base[:, None])
+        total = total * decay + gl.sum(p, 1)
+        weights = p * (words & -65536).to(gl.float32, bitcast=True)[None, :]
+        if PARTIAL:
+            weights = gl.where(p > 0.0, weights, 0.0)  # a hidden key may hold NaN
+        acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, RESULT))[:, None]
+        operand = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, RESULT, 2))
+        return operand, acc, total, new_top, new_octaves
+
+    @gluon.jit
+    def _visit_blocks(
+        first, last, slot, phase, words, shared, ready, descs, place, tokens, rows, state,
+        PARTIAL: gl.constexpr, FORM: gl.constexpr,
+    ):  # fmt: skip
+        """Blocks from ``first`` up to ``last``; returns the changed of its arguments, ``state`` flat."""
+        BLOCK_N: gl.constexpr = FORM.block_n
+        q_tiles, k_ring, v_ring, v_tile, line = shared
+        scales, mask, end, stride_mk, window, blocks = tokens
+        acc, total, top, octaves = state
+        v = v_tile.reshape((BLOCK_N, FORM.block_dv))
+        for n in range(first, last):
+            mbarrier.wait(ready.index(slot), phase)
+            high, low = _products(q_tiles, k_ring.index(slot), FORM)
+            store_as_float16(
+                v_tile, v_ring.index(slot).reshape((BLOCK_N, FORM.block_dv)).load(_places(FORM.block_dv, FORM))
+            )
+            line.store(words)
+            fence_async_shared()
+            high, low = warpgroup_mma_wait(0, deps=(high, low))
+            barrier()  # all warps have read the block, and all values are converted
+            _request(n + FORM.stages, slot, (k_ring, v_ring), ready, descs, place, blocks, FORM)
+            start = place[2] + n * BLOCK_N
+            words = _load_scales(scales, mask, start + BLOCK_N, end, stride_mk, FORM)
+            seen = line.load(gl.SliceLayout(0, _scores(FORM)))
+            operand, acc, total, top, octaves = _weighted(
+                high * 256 + low, seen, start, rows, (acc, total, top, octaves), window, PARTIAL, FORM
+            )
+            acc = warpgroup_mma(operand, v, acc, is_async=True)
+            acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
+            barrier()  # all warps have multiplied the values
+            slot, phase = next_stage(slot, phase, FORM.stages)
+        return slot, phase, words, acc, total, top, octaves
+
+    _NOT_SPECIALIZED = ["HKV", "GROUP", "N", "capacity", "mask_keys", "splits", "window"]
+    _NOT_SPECIALIZED += ["stride_length", "stride_mb", "stride_mk"]
+
+    @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
+    def _decode_rows_kernel(
+        k_desc,  # (B, Hkv, capacity, D) int8; blocks of (1, 1, block_n, block_d)
+        v_desc,  # (B, Hkv, capacity, Dv) int8
+        q_ptr,  # (B, H, N, D) float
+        scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
+        lengths_ptr,  # (B,) or (1,) int32, with `lengths`
+        mask_ptr,  # (B, keys) bool as int8, with `masked`
+        out_ptr,  # (B, N, H, Dv), or with `split` (B * Hkv, splits, GROUP * queries, Dv) fp32
+        top_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: bases of the weights' exponents
+        sum_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: sums of the weights
+        HKV,
+        GROUP,  # query heads of one key head
+        N,
+        capacity,
+        mask_keys,
+        splits,
+        window,
+        logit_scale,  # to logits in base 2
+        stride_qb,
+        stride_qh,
+        stride_qn,
+        stride_sb,  # of scales, in tokens
+        stride_sh,
+        stride_length,
+        stride_mb,
+        stride_mk,
+        V_LAYOUT: gl.constexpr,  # of float16 values in shared memory
+        FORM: gl.constexpr,
+        OVERLAP: gl.constexpr = False,
+    ):
+        """Grid (row blocks, splits, Hkv * B). A program attends with 64 rows for each of its warpgroups, of the
+        GROUP * queries that share a key head, to one of ``splits`` shares of its visible keys."""
+        M: gl.constexpr = FORM.warpgroups * _ROWS
+        BLOCK_N: gl.constexpr = FORM.block_n
+        BLOCK_DV: gl.constexpr = FORM.block_dv
+        STAGES: gl.constexpr = FORM.stages
+        SCORES: gl.constexpr = _scores(FORM)
+        RESULT: gl.constexpr = _result(FORM)
+        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        q_tiles = gl.allocate_shared_memory(gl.int8, [2, 1, 1, M, FORM.block_d], k_desc.layout)
+        k_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_d], k_desc.layout)
+        v_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_dv], v_desc.layout)
+        v_tile = gl.allocate_shared_memory(gl.float16, [1, 1, BLOCK_N, FORM.block_dv], V_LAYOUT)
+        line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
+        ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(STAGES):
+            mbarrier.init(ready.index(i), count=1)
+        fence_async_shared()
+        wait_for_previous_kernel(OVERLAP)
+
+        split, head = gl.program_id(1), gl.program_id(2)
+        b, kv = head // HKV, head % HKV
+        length = capacity
+        if FORM.lengths:
+            length = gl.minimum(gl.load(lengths_ptr + b * stride_length), capacity)
+        if FORM.masked:
+            length = gl.minimum(length, mask_keys)
+        first = 0
+        if FORM.window:
+            first = gl.maximum(length - N - window + 1, 0) // BLOCK_N * BLOCK_N
+        share = gl.cdiv(gl.cdiv(gl.maximum(length - first, 0), BLOCK_N), splits) * BLOCK_N
+        begin = first + split * share
+        end = gl.minimum(begin + share, length)
+        blocks = gl.cdiv(gl.maximum(end - begin, 0), BLOCK_N)
+        place = (b, kv, begin)
+        rings = (k_ring, v_ring)
+        descs = (k_desc, v_desc)
+        for i in gl.static_range(STAGES):
+            _request(i, i, rings, ready, descs, place, blocks, FORM)
+
+        scales = (scales_ptr + (b.to(gl.int64) * stride_sb + kv.to(gl.int64) * stride_sh) * 2).to(
+            gl.pointer_type(gl.int32)
+        )
+        mask = mask_ptr
+        if FORM.masked:
+            mask = mask_ptr + b.to(gl.int64) * stride_mb
+        words = _load_scales(scales, mask, begin, end, stride_mk, FORM)
+
+        ROWS_OF_HEAD = GROUP * FORM.queries
+        PLACES: gl.constexpr = gl.SliceLayout(1, _places(FORM.block_d, FORM))
+        q_rows = gl.program_id(0) * M + gl.arange(0, M, layout=PLACES)
+        q_at = (kv * GROUP + q_rows // FORM.queries, q_rows % FORM.queries)
+        inside = (q_rows < ROWS_OF_HEAD) & (q_at[1] < N)
+        sign = gl.where(logit_scale < 0.0, -1.0, 1.0)
+        q_base = q_ptr + b.to(gl.int64) * stride_qb
+        step = _split_queries(q_base, q_at, inside, (stride_qh, stride_qn), sign, q_tiles, FORM)
+        fence_async_shared()
+        barrier()
+
+        factor = gl.convert_layout(step, gl.SliceLayout(1, SCORES)) * (logit_scale * sign)
+        factor = gl.where(factor < _LEAST_FACTOR, _LEAST_FACTOR, factor)  # times -inf, 0 would not hide a key
+        rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
+        positions = length - N + rows % FORM.queries
+        # The rows of the blocks before these see all keys; those of other heads as well.
+        whole = 0
+        if not (FORM.masked or FORM.window):
+            last = gl.minimum(end, length - N + 1) if FORM.causal else end
+            whole = gl.minimum(gl.maximum(last - begin, 0) // BLOCK_N, blocks)
+        top = gl.full((M,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
+        total = gl.zeros((M,), gl.float32, gl.SliceLayout(1, SCORES))
+        acc = gl.zeros((M, BLOCK_DV), gl.float32, RESULT)
+        octaves = gl.to_tensor(_LEAST_OCTAVE)
+        slot = gl.to_tensor(0)
+        phase = gl.to_tensor(0)
+        shared = (q_tiles, k_ring, v_ring, v_tile, line)
+        tokens = (scales, mask, end, stride_mk, window, blocks)
+        state = (acc, total, top, octaves)
+        of_rows = (factor, positions)
+        if not (FORM.masked or FORM.window):
+            slot, phase, words, acc, total, top, octaves = _visit_blocks(
+                0, whole, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, False, FORM
+            )
+        state = (acc, total, top, octaves)
+        slot, phase, words, acc, total, top, octaves = _visit_blocks(
+            whole, blocks, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, True, FORM
+        )
+
+        in_rows = (rows < ROWS_OF_HEAD) & (rows % FORM.queries < N)
+        base = top + octaves.to(gl.float32)
+        out_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, RESULT))
+        channels = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, RESULT))
+        i = out_rows % FORM.queries
+        out_mask = ((out_rows < ROWS_OF_HEAD) & (i < N))[:, None] & (channels < FORM.width)[None, :]
+        if FORM.split:
+            part = (head.to(gl.int64) * splits + split) * ROWS_OF_HEAD
+            gl.store(top_ptr + part + rows, base, mask=in_rows)
+            gl.store(sum_ptr + part + rows, total, mask=in_rows)
+            out_place = (part + out_rows) * FORM.width
+        else:
+            inverse = gl.where(total > 0.0, 1.0 / total, gl.where(total == 0.0, 0.0, total))
+            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, RESULT))[:, None]
+            h = kv * GROUP + out_rows // FORM.queries
+            out_place = ((b * N + i).to(gl.int64) * (HKV * GROUP) + h) * FORM.width
+        gl.store(out_ptr + out_place[:, None] + channels[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+    kernel: Any = _decode_rows_kernel
