@@ -246,14 +246,14 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _readable(x: Tensor) -> int:
-    """How many channels of a row of ``x (B, Hkv, capacity, D)`` int8 to read: 16 bytes at a time in padded rows.
+    """How many channels of a row of ``x (B, Hkv, capacity, D)`` int8 to read: whole vectors of 16 bytes where rows allow.
 
-    What lies there is multiplied by zeros of the query, or not stored.
+    Channels past D are multiplied by zeros of the query, or not stored. An aligned vector that holds a byte of a tensor
+    lies inside of the tensor's allocation.
     """
-    channels = x.shape[3]
-    padded = cdiv(channels, 16) * 16
-    last = x.storage_offset() + sum((n - 1) * stride for n, stride in zip(x.shape[:3], x.stride()[:3], strict=True))
-    return padded if padded <= x.stride(2) and last + padded <= x.untyped_storage().nbytes() else channels
+    padded = cdiv(x.shape[3], 16) * 16
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:3])
+    return padded if aligned and padded <= x.stride(2) else x.shape[3]
 
 
 def _differs(x: Tensor, *dimensions: int) -> bool:
