@@ -246,7 +246,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _readable(x: Tensor) -> int:
-    """How many channels of a row of ``x (B, Hkv, capacity, D)`` int8 to read: whole vectors of 16 bytes where rows allow.
+    """How many channels of a row of ``x (B, Hkv, capacity, D)`` int8 to read: whole vectors where rows allow.
 
     Channels past D are multiplied by zeros of the query, or not stored. An aligned vector that holds a byte of a tensor
     lies inside of the tensor's allocation.
