@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention import decode_hopper
-from qframework.kernels.attention.decode_arguments import NAME, DecodeAttentionArguments
+from qframework.kernels.attention.decode_arguments import NAME, DecodeAttentionArguments, Shares
 from qframework.kernels.attention.decode_hopper import RowsPlan
 from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
 from qframework.kernels.attention.operands import LOG2_E
@@ -132,21 +132,17 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | Rows
     """``decode_attention`` on a GPU, by the kernel that the plan is of."""
     check_device(x.query.device)
     result = x.empty_result()
-    batch, kv, capacity, width = x.value.shape
-    if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
+    if result.numel() == 0 or x.value.shape[2] == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
         return result.zero_()
     if plan is None:
         plan = decode_hopper.plan_of(x) if decode_hopper.fits(x) else _plan_of(x)
-    out = top = total = result
-    if plan.splits > 1:
-        out = result.new_empty((batch * kv, plan.splits, x.rows, width), dtype=torch.float32)
-        top, total = (out.new_empty(out.shape[:-1]) for _ in range(2))
+    shares = Shares.empty(x, plan.splits, torch.float16 if isinstance(plan, RowsPlan) else torch.float32)
     if isinstance(plan, RowsPlan):
-        decode_hopper.attend_rows(x, plan, out, top, total)
+        decode_hopper.attend_rows(x, plan, shares or Shares(result, result, result, result))
     else:
-        _attend(x, plan, out, top, total)
-    if plan.splits > 1:
-        _combine(out, top, total, result, x.group, plan.splits)
+        _attend(x, plan, shares or Shares(result, result, result, result))
+    if shares is not None:
+        _combine(shares, result, x.group)
     return result
 
 
@@ -158,8 +154,8 @@ def _plan_of(x: DecodeAttentionArguments) -> DecodePlan:
     return choose_plan(x.rows, batch * kv, keys, (channels, width), _multiprocessors(x.query), row_mask)
 
 
-def _attend(x: DecodeAttentionArguments, plan: DecodePlan, out: Tensor, top: Tensor, total: Tensor) -> None:
-    """Write each program's share, as ``_decode_attention_kernel`` describes ``out``, ``top`` and ``total``."""
+def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> None:
+    """Write the shares, or with one split the result, by the general kernel."""
     (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
     query, key, value = _aligned(x.query), _aligned(x.key), _aligned(x.value)
     mask, kind = _kernel_mask(x)
@@ -171,9 +167,7 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, out: Tensor, top: Ten
         scales,
         scales if x.lengths is None else x.lengths,
         scales if mask is None else mask,
-        out,
-        top,
-        total,
+        *shares[:3],
         kv,
         x.group,
         tokens,
@@ -211,17 +205,15 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, out: Tensor, top: Ten
     )
 
 
-def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: int, splits: int) -> None:
-    """Add the shares ``part (B * Hkv, splits, rows, Dv)``, writing ``result``."""
+def _combine(shares: Shares, result: Tensor, group: int) -> None:
+    """Add the shares, writing ``result``."""
     _, heads, tokens, width = result.shape
-    rows, multiprocessors = result.shape[0] * heads * tokens, _multiprocessors(result)
+    rows, multiprocessors, splits = result.shape[0] * heads * tokens, _multiprocessors(result), shares.out.shape[1]
     block_s, block = min(_MAX_SPLITS, power_of_2(splits)), max(16, power_of_2(width))
     while block > 16 and (block_s * block > _MAX_TILE or rows * cdiv(width, block) < 2 * multiprocessors):
         block //= 2
-    launch(_combine_kernel, (group * tokens, cdiv(width, block), part.shape[0]))(
-        part,
-        top,
-        total,
+    launch(_combine_kernel, (group * tokens, cdiv(width, block), shares.out.shape[0]))(
+        *shares,
         result,
         heads // group,
         group,
@@ -231,6 +223,7 @@ def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: in
         QUERIES=power_of_2(tokens),
         BLOCK_S=block_s,
         BLOCK_DV=block,
+        HAS_UNITS=shares.unit is not shares.total,
         num_warps=max(1, min(4, block_s * block // 512)),
     )
 

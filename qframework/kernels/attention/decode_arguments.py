@@ -104,3 +104,26 @@ class DecodeAttentionArguments(NamedTuple):
                 f"{NAME}: attn_mask must broadcast to {sizes} and have at most {self.key.shape[2]} keys, got "
                 f"{tuple(mask.shape)}"
             )
+
+
+class Shares(NamedTuple):
+    """What programs found for their shares of the keys.
+
+    ``out (B * Hkv, splits, rows, Dv)`` is fp32, or fp16 where divided by units, the others ``(B * Hkv, splits, rows)``
+    fp32.
+    """
+
+    out: Tensor  # sums of weighted values, or these divided by `unit`
+    top: Tensor  # base of the weights' exponents in base 2
+    total: Tensor  # sums of weights
+    unit: Tensor  # `total` itself where nothing was divided
+
+    @classmethod
+    def empty(cls, x: DecodeAttentionArguments, splits: int, dtype: torch.dtype) -> Shares | None:
+        """Uninitialized, with units for fp16; None where there is one share."""
+        if splits == 1:
+            return None
+        batch, kv, _, width = x.value.shape
+        out = x.query.new_empty((batch * kv, splits, x.rows, width), dtype=dtype)
+        few = [out.new_empty(out.shape[:-1], dtype=torch.float32) for _ in range(3 if dtype == torch.float16 else 2)]
+        return cls(out, few[0], few[1], few[-1])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention import hopper
-from qframework.kernels.attention.decode_arguments import DecodeAttentionArguments
+from qframework.kernels.attention.decode_arguments import DecodeAttentionArguments, Shares
 from qframework.kernels.attention.decode_hopper_kernel import ROWS, RowsForm
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.chip import capability_of, chip_of
@@ -24,6 +24,7 @@ _SHARED = 228 * 1024  # bytes of a multiprocessor, of which the system takes som
 _SYSTEM = 1024
 _LARGEST = 227 * 1024  # of a program
 _BARRIERS = 256  # bytes of them and of what aligns tiles
+_REGISTERS = {1: 255, 2: 255, 3: 168, 4: 128}  # of a thread, with so many warpgroups on a multiprocessor
 _BEGINNING = 1.5  # the time a program takes beside its blocks, in blocks
 _MAX_STAGES = 4
 _MAX_SPLITS = 256
@@ -40,6 +41,7 @@ class RowsPlan(NamedTuple):
     block_n: int = 128  # keys of a block
     stages: int = 2
     warpgroups: int = 1
+    programs: int = 2  # on a multiprocessor at once
 
 
 def fits(x: DecodeAttentionArguments) -> bool:
@@ -74,15 +76,24 @@ def choose_rows_plan(rows: int, heads: int, keys: int, channels: tuple[int, int]
     As many splits as end soonest, if all programs that the multiprocessors hold at once take the same time.
     """
     widths = block_widths(*channels)
-    block_n = 128 if max(widths) <= 128 else 64
-    at_once = 2 if program_bytes(widths, RowsPlan(1, block_n)) <= _SHARED // 2 - _SYSTEM else 1
-    room = _SHARED // at_once - _SYSTEM
-    stages = max(n for n in range(2, _MAX_STAGES + 1) if program_bytes(widths, RowsPlan(1, block_n, n)) <= room)
-    programs, blocks = heads * cdiv(rows, ROWS), cdiv(keys, block_n)
-    slots = at_once * multiprocessors
+    form = _form(rows, widths)
+    room = min(_SHARED // form.programs - _SYSTEM, _LARGEST)
+    stages = max(n for n in range(2, _MAX_STAGES + 1) if program_bytes(widths, form._replace(stages=n)) <= room)
+    programs, blocks = heads * cdiv(rows, ROWS * form.warpgroups), cdiv(keys, form.block_n)
+    slots = form.programs * multiprocessors
     most = max(1, min(blocks, _MAX_SPLITS, 4 * cdiv(slots, programs)))
     splits = min(range(1, most + 1), key=lambda n: (cdiv(programs * n, slots) * (cdiv(blocks, n) + _BEGINNING), n))
-    return RowsPlan(splits, block_n, stages)
+    return form._replace(splits=splits, stages=stages)
+
+
+def _form(rows: int, widths: tuple[int, int]) -> RowsPlan:
+    """How programs share a multiprocessor: as many as their registers allow, since each waits much of its time."""
+    widest = max(widths)
+    if widest <= 64:
+        return RowsPlan(1, 64, programs=4)
+    if widest <= 128:
+        return RowsPlan(1, 64, programs=3)
+    return RowsPlan(1, 64, warpgroups=2, programs=1) if rows > ROWS else RowsPlan(1, 32, programs=2)
 
 
 def block_widths(channels: int, width: int) -> tuple[int, int]:
@@ -93,7 +104,7 @@ def block_widths(channels: int, width: int) -> tuple[int, int]:
 def program_bytes(widths: tuple[int, int], plan: RowsPlan) -> int:
     """Bytes of shared memory of a program."""
     queries = 2 * plan.warpgroups * ROWS * widths[0]
-    return queries + plan.block_n * (plan.stages * sum(widths) + 2 * widths[1] + 4) + _BARRIERS
+    return queries + plan.block_n * (plan.stages * sum(widths) + 2 * widths[1] + 8) + _BARRIERS
 
 
 def plan_of(x: DecodeAttentionArguments) -> RowsPlan:
@@ -103,8 +114,8 @@ def plan_of(x: DecodeAttentionArguments) -> RowsPlan:
     return choose_rows_plan(x.rows, batch * kv, keys, (channels, width), chip_of(x.query.device)[1])
 
 
-def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, out: Tensor, top: Tensor, total: Tensor) -> None:
-    """Write each program's share, as ``_decode_rows_kernel`` describes ``out``, ``top`` and ``total``."""
+def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> None:
+    """Write the shares, or with one split the result."""
     (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
     block_d, block_dv = block_widths(channels, width)
     mask = None if x.mask is None else x.mask.view(torch.int8)
@@ -130,9 +141,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, out: Tensor, top: T
         x.scales,
         x.scales if x.lengths is None else x.lengths,
         x.scales if mask is None else mask,
-        out,
-        top,
-        total,
+        *shares,
         kv,
         x.group,
         tokens,
@@ -148,6 +157,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, out: Tensor, top: T
         V_LAYOUT=hopper.layout(plan.block_n, block_dv, torch.float16),
         FORM=form,
         num_warps=4 * plan.warpgroups,
+        maxnreg=_REGISTERS[plan.warpgroups * plan.programs],
     )
 
 

@@ -94,6 +94,24 @@ if HAS_GLUON:
         return gl.load(scales + n, mask=seen, other=_HIDDEN)
 
     @gluon.jit
+    def _store_scales(words, lines, FORM: gl.constexpr):
+        """Both scales of each key in float32, and the largest exponents of V's, in shared memory."""
+        k_line, v_line, peaks = lines
+        PARTS: gl.constexpr = FORM.block_n // 32
+        k_line.store((words << 16).to(gl.float32, bitcast=True))
+        v_line.store((words & -65536).to(gl.float32, bitcast=True))
+        bits = words & 0x7F800000
+        finite = gl.where(bits < 0x7F800000, bits, 0)  # a NaN that is hidden must not spread
+        peaks.store(gl.max(gl.reshape(finite, (PARTS, 32)), 1))
+
+    @gluon.jit
+    def _load_octaves(peaks, before, FORM: gl.constexpr):
+        """The exponent of the largest V scale of a block, rounded down, at least ``before``."""
+        PARTS: gl.constexpr = FORM.block_n // 32
+        ALL: gl.constexpr = gl.BlockedLayout([PARTS], [32], [FORM.warpgroups * 4], [0])
+        return gl.maximum(before, (gl.max(peaks.load(ALL), 0) >> 23) - 127)
+
+    @gluon.jit
     def _split_queries(q_ptr, row, inside, strides, sign, q_tiles, FORM: gl.constexpr):
         """Store the high and the low bytes of the queries at ``row = (h, i)``; returns the step of each row."""
         PLACES: gl.constexpr = _places(FORM.block_d, FORM)
@@ -113,23 +131,16 @@ if HAS_GLUON:
         return step
 
     @gluon.jit
-    def _visible(words, start, positions, window, FORM: gl.constexpr):
+    def _visible(k_scale, start, positions, window, FORM: gl.constexpr):
         """(M, block_n) bool: the keys that each row sees, whose position is ``positions (M,)``."""
         SCORES: gl.constexpr = _scores(FORM)
-        seen = (words != _HIDDEN)[None, :]
+        seen = (k_scale.to(gl.int32, bitcast=True) != _HIDDEN << 16)[None, :]
         n = (start + gl.arange(0, FORM.block_n, layout=gl.SliceLayout(0, SCORES)))[None, :]
         if FORM.causal:
             seen = seen & (n <= positions[:, None])
         if FORM.window:
             seen = seen & (n > positions[:, None] - window)
         return seen
-
-    @gluon.jit
-    def _octaves(words, before):
-        """The exponent of the largest V scale of a block, rounded down, at least ``before``."""
-        bits = words & 0x7F800000
-        finite = gl.where(bits < 0x7F800000, bits, 0)  # a NaN that is hidden must not spread
-        return gl.maximum(before, (gl.max(finite, 0) >> 23) - 127)
 
     @gluon.jit
     def _products(q_tiles, k_tile, FORM: gl.constexpr):
@@ -143,7 +154,7 @@ if HAS_GLUON:
         return high, low
 
     @gluon.jit
-    def _weighted(s, words, start, rows, state, window, PARTIAL: gl.constexpr, FORM: gl.constexpr):
+    def _weighted(s, lines, start, rows, state, window, PARTIAL: gl.constexpr, FORM: gl.constexpr):
         """Weights of a block's integer products ``s`` with V's scales in them, as P V's operand, and the new state.
 
         ``state`` is (P V, sums, maxima and the exponent of the largest V scale); P V and sums return rescaled.
@@ -151,16 +162,19 @@ if HAS_GLUON:
         acc, total, top, octaves = state
         factor, positions = rows
         RESULT: gl.constexpr = _result(FORM)
-        x = s.to(gl.float32) * (words << 16).to(gl.float32, bitcast=True)[None, :]
+        k_line, v_line, peaks = lines
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores(FORM))
+        k_scale = k_line.load(COLUMNS)
+        x = s.to(gl.float32) * k_scale[None, :]
         if PARTIAL:
-            x = gl.where(_visible(words, start, positions, window, FORM), x, float("-inf"))
+            x = gl.where(_visible(k_scale, start, positions, window, FORM), x, float("-inf"))
         new_top = gl.maximum(top, gl.max(x, 1) * factor)
-        new_octaves = _octaves(words, octaves)
+        new_octaves = _load_octaves(peaks, octaves, FORM)
         base = gl.where(new_top == float("-inf"), 0.0, new_top + new_octaves.to(gl.float32))  # of rows without keys
         decay = gl.exp2(top + octaves.to(gl.float32) - base)
         p = gl.exp2(x * factor[:, None] - base[:, None])
         total = total * decay + gl.sum(p, 1)
-        weights = p * (words & -65536).to(gl.float32, bitcast=True)[None, :]
+        weights = p * v_line.load(COLUMNS)[None, :]
         if PARTIAL:
             weights = gl.where(p > 0.0, weights, 0.0)  # a hidden key may hold NaN
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, RESULT))[:, None]
@@ -174,7 +188,7 @@ if HAS_GLUON:
     ):  # fmt: skip
         """Blocks from ``first`` up to ``last``; returns the changed of its arguments, ``state`` flat."""
         BLOCK_N: gl.constexpr = FORM.block_n
-        q_tiles, k_ring, v_ring, v_tile, line = shared
+        q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks = shared
         scales, mask, end, stride_mk, window, blocks = tokens
         acc, total, top, octaves = state
         v = v_tile.reshape((BLOCK_N, FORM.block_dv))
@@ -184,16 +198,16 @@ if HAS_GLUON:
             store_as_float16(
                 v_tile, v_ring.index(slot).reshape((BLOCK_N, FORM.block_dv)).load(_places(FORM.block_dv, FORM))
             )
-            line.store(words)
+            _store_scales(words, (k_line, v_line, peaks), FORM)
             fence_async_shared()
             high, low = warpgroup_mma_wait(0, deps=(high, low))
             barrier()  # all warps have read the block, and all values are converted
             _request(n + FORM.stages, slot, (k_ring, v_ring), ready, descs, place, blocks, FORM)
             start = place[2] + n * BLOCK_N
             words = _load_scales(scales, mask, start + BLOCK_N, end, stride_mk, FORM)
-            seen = line.load(gl.SliceLayout(0, _scores(FORM)))
+            lines = (k_line, v_line, peaks)
             operand, acc, total, top, octaves = _weighted(
-                high * 256 + low, seen, start, rows, (acc, total, top, octaves), window, PARTIAL, FORM
+                high * 256 + low, lines, start, rows, (acc, total, top, octaves), window, PARTIAL, FORM
             )
             acc = warpgroup_mma(operand, v, acc, is_async=True)
             acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
@@ -212,9 +226,10 @@ if HAS_GLUON:
         scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
         lengths_ptr,  # (B,) or (1,) int32, with `lengths`
         mask_ptr,  # (B, keys) bool as int8, with `masked`
-        out_ptr,  # (B, N, H, Dv), or with `split` (B * Hkv, splits, GROUP * queries, Dv) fp32
+        out_ptr,  # (B, N, H, Dv), or with `split` (B * Hkv, splits, GROUP * queries, Dv) fp16 in the shares' units
         top_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: bases of the weights' exponents
         sum_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: sums of the weights
+        unit_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: what a row of the share is divided by
         HKV,
         GROUP,  # query heads of one key head
         N,
@@ -243,12 +258,15 @@ if HAS_GLUON:
         STAGES: gl.constexpr = FORM.stages
         SCORES: gl.constexpr = _scores(FORM)
         RESULT: gl.constexpr = _result(FORM)
+        PEAKS: gl.constexpr = BLOCK_N // 32
         LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         q_tiles = gl.allocate_shared_memory(gl.int8, [2, 1, 1, M, FORM.block_d], k_desc.layout)
         k_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_d], k_desc.layout)
         v_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_dv], v_desc.layout)
         v_tile = gl.allocate_shared_memory(gl.float16, [1, 1, BLOCK_N, FORM.block_dv], V_LAYOUT)
-        line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
+        k_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
+        v_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
+        peaks = gl.allocate_shared_memory(gl.int32, [PEAKS], LINE)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
@@ -309,7 +327,7 @@ if HAS_GLUON:
         octaves = gl.to_tensor(_LEAST_OCTAVE)
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        shared = (q_tiles, k_ring, v_ring, v_tile, line)
+        shared = (q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks)
         tokens = (scales, mask, end, stride_mk, window, blocks)
         state = (acc, total, top, octaves)
         of_rows = (factor, positions)
@@ -322,20 +340,23 @@ if HAS_GLUON:
             whole, blocks, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, True, FORM
         )
 
-        in_rows = (rows < ROWS_OF_HEAD) & (rows % FORM.queries < N)
-        base = top + octaves.to(gl.float32)
         out_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, RESULT))
         channels = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, RESULT))
         i = out_rows % FORM.queries
         out_mask = ((out_rows < ROWS_OF_HEAD) & (i < N))[:, None] & (channels < FORM.width)[None, :]
+        unit = total
+        if FORM.split:  # means of values in this unit are 254 at most
+            unit = total * gl.exp2(octaves.to(gl.float32))
+        inverse = gl.where(unit > 0.0, 1.0 / unit, gl.where(unit == 0.0, 0.0, unit))
+        acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, RESULT))[:, None]
         if FORM.split:
             part = (head.to(gl.int64) * splits + split) * ROWS_OF_HEAD
-            gl.store(top_ptr + part + rows, base, mask=in_rows)
+            in_rows = (rows < ROWS_OF_HEAD) & (rows % FORM.queries < N)
+            gl.store(top_ptr + part + rows, top + octaves.to(gl.float32), mask=in_rows)
             gl.store(sum_ptr + part + rows, total, mask=in_rows)
+            gl.store(unit_ptr + part + rows, unit, mask=in_rows)
             out_place = (part + out_rows) * FORM.width
         else:
-            inverse = gl.where(total > 0.0, 1.0 / total, gl.where(total == 0.0, 0.0, total))
-            acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, RESULT))[:, None]
             h = kv * GROUP + out_rows // FORM.queries
             out_place = ((b * N + i).to(gl.int64) * (HKV * GROUP) + h) * FORM.width
         gl.store(out_ptr + out_place[:, None] + channels[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -272,9 +272,10 @@ def _decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["HKV", "GROUP", "N", "splits"])
 def _combine_kernel(
-    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32
+    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32, or with HAS_UNITS fp16
     top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
     sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
+    unit_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32: times this a row of a share is what the others hold
     out_ptr,  # (B, N, H, DV) float
     HKV,
     GROUP,
@@ -284,6 +285,7 @@ def _combine_kernel(
     QUERIES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Grid (GROUP * N, DV / BLOCK_DV, B * Hkv); a program weighs the shares of one row by their sums of weights."""
@@ -310,7 +312,9 @@ def _combine_kernel(
         weights = tl.math.exp2(tops - base)
         decay = tl.math.exp2(top - base)
         total = total * decay + tl.sum(sums * weights, 0)
-        acc = acc * decay + tl.sum(parts * weights[:, None], 0)
+        if HAS_UNITS:
+            weights = weights * tl.load(unit_ptr + place, mask=s < splits, other=0.0)
+        acc = acc * decay + tl.sum(parts.to(tl.float32) * weights[:, None], 0)
         top = new
     inverse = tl.where(total > 0.0, 1.0 / total, tl.where(total == 0.0, 0.0, total))
     place = (b * N + i).to(tl.int64) * (HKV * GROUP) + h
