@@ -28,6 +28,7 @@ _REGISTERS = {1: 255, 2: 255, 3: 168, 4: 128}  # of a thread, with so many warpg
 _BEGINNING = 1.5  # the time a program takes beside its blocks, in blocks
 _MAX_STAGES = 4
 _MAX_SPLITS = 256
+_MASKED_QUERIES = 16  # of which each key has a bit
 
 if HAS_GLUON:
     from qframework.kernels.attention.decode_hopper_kernel import kernel
@@ -47,12 +48,12 @@ class RowsPlan(NamedTuple):
 def fits(x: DecodeAttentionArguments) -> bool:
     """Whether the kernel computes this call on its device, faster than the general one.
 
-    It reads masks that are bool and the same for all rows of a sequence.
+    It reads bool masks that are the same for all heads, and for all queries or one of up to 16 for each.
     """
     if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or not worth(x.rows):
         return False
     mask = x.mask
-    if mask is not None and (mask.dtype != torch.bool or _differs(mask)):
+    if mask is not None and (mask.dtype != torch.bool or _differs(mask, 1) or _mask_kind(x) is None):
         return False
     words = x.scales.stride(3) == 1 and x.scales.stride(2) == 2 and all(s % 2 == 0 for s in x.scales.stride()[:2])
     aligned = x.scales.data_ptr() % 4 == 0 and x.query.stride(3) == 1
@@ -64,9 +65,18 @@ def worth(rows: int) -> bool:
     return rows >= LEAST_ROWS
 
 
-def _differs(mask: Tensor) -> bool:
-    """Whether a mask ``(B, H, N, keys)`` may differ between the rows of a sequence."""
-    return any(mask.shape[i] > 1 and mask.stride(i) != 0 for i in (1, 2))
+def _mask_kind(x: DecodeAttentionArguments) -> str | None:
+    """What the mask is the same for, as in ``RowsForm.masked``; None if there are too many queries."""
+    if x.mask is None:
+        return "none"
+    if not _differs(x.mask, 2):
+        return "keys"
+    return "rows" if x.query.shape[2] <= _MASKED_QUERIES else None
+
+
+def _differs(x: Tensor, dimension: int) -> bool:
+    """Whether ``x`` may have different values along ``dimension``."""
+    return x.shape[dimension] > 1 and x.stride(dimension) != 0
 
 
 @functools.cache
@@ -131,7 +141,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         lengths=x.lengths is not None,
         causal=x.is_causal and tokens > 1,
         window=x.window is not None,
-        masked=mask is not None,
+        masked=_mask_kind(x) or "none",
         split=plan.splits > 1,
     )
     launch(kernel, (cdiv(x.rows, ROWS * plan.warpgroups), plan.splits, batch * kv))(
@@ -153,7 +163,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         *x.query.stride()[:3],
         *(stride // 2 for stride in x.scales.stride()[:2]),
         x.lengths.stride(0) if x.lengths is not None and x.lengths.shape[0] > 1 else 0,
-        *((0, 0) if mask is None else (mask.stride(0), mask.stride(3))),
+        *((0, 0, 0) if mask is None else (mask.stride(0), mask.stride(2), mask.stride(3))),
         V_LAYOUT=hopper.layout(plan.block_n, block_dv, torch.float16),
         FORM=form,
         num_warps=4 * plan.warpgroups,

@@ -33,7 +33,7 @@ class RowsForm(NamedTuple):
     lengths: bool
     causal: bool
     window: bool
-    masked: bool
+    masked: str  # "none", "keys" where all rows of a sequence share a mask, or "rows" where its queries differ
     split: bool
 
 
@@ -89,15 +89,40 @@ if HAS_GLUON:
         """Both scales of each key from ``start`` on, one word a key; _HIDDEN from ``end`` on and where masked."""
         n = start + gl.arange(0, FORM.block_n, layout=gl.BlockedLayout([1], [32], [FORM.warpgroups * 4], [0]))
         seen = n < end
-        if FORM.masked:
+        if FORM.masked == "keys":
             seen = seen & (gl.load(mask + n.to(gl.int64) * stride_mk, mask=seen, other=0) != 0)
         return gl.load(scales + n, mask=seen, other=_HIDDEN)
+
+    @gluon.constexpr_function
+    def _mask_places(FORM):
+        """A layout of a block's mask (queries, block_n): each thread has all queries of its keys."""
+        return gl.BlockedLayout([FORM.queries, 1], [1, 32], [1, FORM.warpgroups * 4], [0, 1])
+
+    @gluon.jit
+    def _load_mask(mask, start, end, stride_mn, stride_mk, N, FORM: gl.constexpr):
+        """The mask of each query (queries, block_n) from key ``start`` on, int8; 0 from ``end`` on."""
+        PLACES: gl.constexpr = _mask_places(FORM)
+        i = gl.arange(0, FORM.queries, layout=gl.SliceLayout(1, PLACES))
+        n = start + gl.arange(0, FORM.block_n, layout=gl.SliceLayout(0, PLACES))
+        at = (i.to(gl.int64) * stride_mn)[:, None] + (n.to(gl.int64) * stride_mk)[None, :]
+        return gl.load(mask + at, mask=(i < N)[:, None] & (n < end)[None, :], other=0)
+
+    @gluon.jit
+    def _store_mask(tile, mask_line, flags, N, FORM: gl.constexpr):
+        """A word for each key in shared memory, a bit for each query that sees it, and whether a query misses a key."""
+        PARTS: gl.constexpr = FORM.block_n // 32
+        i = gl.arange(0, FORM.queries, layout=gl.SliceLayout(1, _mask_places(FORM)))
+        bits = gl.sum(gl.where(tile != 0, 1, 0) << i[:, None], 0)
+        mask_line.store(bits)
+        flags.store(gl.max(gl.reshape(gl.where(bits == (1 << N) - 1, 0, 1), (PARTS, 32)), 1))
 
     @gluon.jit
     def _store_scales(words, lines, FORM: gl.constexpr):
         """Both scales of each key in float32, and the largest exponents of V's, in shared memory."""
-        k_line, v_line, peaks = lines
+        k_line, v_line, peaks, _, flags = lines
         PARTS: gl.constexpr = FORM.block_n // 32
+        if FORM.masked == "keys":
+            flags.store(gl.max(gl.reshape(gl.where(words == _HIDDEN, 1, 0), (PARTS, 32)), 1))
         k_line.store((words << 16).to(gl.float32, bitcast=True))
         v_line.store((words & -65536).to(gl.float32, bitcast=True))
         bits = words & 0x7F800000
@@ -105,11 +130,15 @@ if HAS_GLUON:
         peaks.store(gl.max(gl.reshape(finite, (PARTS, 32)), 1))
 
     @gluon.jit
+    def _largest(parts, FORM: gl.constexpr):
+        """The largest of the numbers that warps stored."""
+        PARTS: gl.constexpr = FORM.block_n // 32
+        return gl.max(parts.load(gl.BlockedLayout([PARTS], [32], [FORM.warpgroups * 4], [0])), 0)
+
+    @gluon.jit
     def _load_octaves(peaks, before, FORM: gl.constexpr):
         """The exponent of the largest V scale of a block, rounded down, at least ``before``."""
-        PARTS: gl.constexpr = FORM.block_n // 32
-        ALL: gl.constexpr = gl.BlockedLayout([PARTS], [32], [FORM.warpgroups * 4], [0])
-        return gl.maximum(before, (gl.max(peaks.load(ALL), 0) >> 23) - 127)
+        return gl.maximum(before, (_largest(peaks, FORM) >> 23) - 127)
 
     @gluon.jit
     def _split_queries(q_ptr, row, inside, strides, sign, q_tiles, FORM: gl.constexpr):
@@ -131,8 +160,9 @@ if HAS_GLUON:
         return step
 
     @gluon.jit
-    def _visible(k_scale, start, positions, window, FORM: gl.constexpr):
-        """(M, block_n) bool: the keys that each row sees, whose position is ``positions (M,)``."""
+    def _visible(k_scale, mask_line, start, rows, window, FORM: gl.constexpr):
+        """(M, block_n) bool: the keys that each row sees."""
+        _, positions, i = rows
         SCORES: gl.constexpr = _scores(FORM)
         seen = (k_scale.to(gl.int32, bitcast=True) != _HIDDEN << 16)[None, :]
         n = (start + gl.arange(0, FORM.block_n, layout=gl.SliceLayout(0, SCORES)))[None, :]
@@ -140,6 +170,8 @@ if HAS_GLUON:
             seen = seen & (n <= positions[:, None])
         if FORM.window:
             seen = seen & (n > positions[:, None] - window)
+        if FORM.masked == "rows":
+            seen = seen & (((mask_line.load(gl.SliceLayout(0, SCORES))[None, :] >> i[:, None]) & 1) != 0)
         return seen
 
     @gluon.jit
@@ -154,20 +186,26 @@ if HAS_GLUON:
         return high, low
 
     @gluon.jit
-    def _weighted(s, lines, start, rows, state, window, PARTIAL: gl.constexpr, FORM: gl.constexpr):
+    def _weighted(s, lines, start, rows, state, limits, PARTIAL: gl.constexpr, FORM: gl.constexpr):
         """Weights of a block's integer products ``s`` with V's scales in them, as P V's operand, and the new state.
 
-        ``state`` is (P V, sums, maxima and the exponent of the largest V scale); P V and sums return rescaled.
+        ``state`` is (P V, sums, maxima and the exponent of the largest V scale); P V and sums return rescaled. PARTIAL
+        is "no", "yes" or "maybe" for whether there are rows that do not see all keys.
         """
         acc, total, top, octaves = state
-        factor, positions = rows
+        factor, _, _ = rows
+        window, end = limits
         RESULT: gl.constexpr = _result(FORM)
-        k_line, v_line, peaks = lines
+        k_line, v_line, peaks, mask_line, flags = lines
         COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores(FORM))
         k_scale = k_line.load(COLUMNS)
         x = s.to(gl.float32) * k_scale[None, :]
-        if PARTIAL:
-            x = gl.where(_visible(k_scale, start, positions, window, FORM), x, float("-inf"))
+        if PARTIAL == "maybe":
+            partial = (_largest(flags, FORM) != 0) | (start + FORM.block_n > end)
+            if partial:
+                x = gl.where(_visible(k_scale, mask_line, start, rows, window, FORM), x, float("-inf"))
+        if PARTIAL == "yes":
+            x = gl.where(_visible(k_scale, mask_line, start, rows, window, FORM), x, float("-inf"))
         new_top = gl.maximum(top, gl.max(x, 1) * factor)
         new_octaves = _load_octaves(peaks, octaves, FORM)
         base = gl.where(new_top == float("-inf"), 0.0, new_top + new_octaves.to(gl.float32))  # of rows without keys
@@ -175,7 +213,7 @@ if HAS_GLUON:
         p = gl.exp2(x * factor[:, None] - base[:, None])
         total = total * decay + gl.sum(p, 1)
         weights = p * v_line.load(COLUMNS)[None, :]
-        if PARTIAL:
+        if PARTIAL != "no":
             weights = gl.where(p > 0.0, weights, 0.0)  # a hidden key may hold NaN
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, RESULT))[:, None]
         operand = gl.convert_layout(weights.to(gl.float16), gl.DotOperandLayout(0, RESULT, 2))
@@ -188,8 +226,11 @@ if HAS_GLUON:
     ):  # fmt: skip
         """Blocks from ``first`` up to ``last``; returns the changed of its arguments, ``state`` flat."""
         BLOCK_N: gl.constexpr = FORM.block_n
-        q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks = shared
-        scales, mask, end, stride_mk, window, blocks = tokens
+        q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks, mask_line, flags = shared
+        scales, mask, end, stride_mn, stride_mk, N, window, whole_end, blocks = tokens
+        tile = words
+        if FORM.masked == "rows":
+            tile = _load_mask(mask, place[2] + first * BLOCK_N, end, stride_mn, stride_mk, N, FORM)
         acc, total, top, octaves = state
         v = v_tile.reshape((BLOCK_N, FORM.block_dv))
         for n in range(first, last):
@@ -198,16 +239,21 @@ if HAS_GLUON:
             store_as_float16(
                 v_tile, v_ring.index(slot).reshape((BLOCK_N, FORM.block_dv)).load(_places(FORM.block_dv, FORM))
             )
-            _store_scales(words, (k_line, v_line, peaks), FORM)
+            _store_scales(words, (k_line, v_line, peaks, mask_line, flags), FORM)
+            if FORM.masked == "rows":
+                _store_mask(tile, mask_line, flags, N, FORM)
             fence_async_shared()
             high, low = warpgroup_mma_wait(0, deps=(high, low))
             barrier()  # all warps have read the block, and all values are converted
             _request(n + FORM.stages, slot, (k_ring, v_ring), ready, descs, place, blocks, FORM)
             start = place[2] + n * BLOCK_N
             words = _load_scales(scales, mask, start + BLOCK_N, end, stride_mk, FORM)
-            lines = (k_line, v_line, peaks)
+            tile = words
+            if FORM.masked == "rows":
+                tile = _load_mask(mask, start + BLOCK_N, end, stride_mn, stride_mk, N, FORM)
+            lines = (k_line, v_line, peaks, mask_line, flags)
             operand, acc, total, top, octaves = _weighted(
-                high * 256 + low, lines, start, rows, (acc, total, top, octaves), window, PARTIAL, FORM
+                high * 256 + low, lines, start, rows, (acc, total, top, octaves), (window, whole_end), PARTIAL, FORM
             )
             acc = warpgroup_mma(operand, v, acc, is_async=True)
             acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
@@ -216,7 +262,7 @@ if HAS_GLUON:
         return slot, phase, words, acc, total, top, octaves
 
     _NOT_SPECIALIZED = ["HKV", "GROUP", "N", "capacity", "mask_keys", "splits", "window"]
-    _NOT_SPECIALIZED += ["stride_length", "stride_mb", "stride_mk"]
+    _NOT_SPECIALIZED += ["stride_length", "stride_mb", "stride_mn", "stride_mk"]
 
     @gluon.jit(do_not_specialize=_NOT_SPECIALIZED)
     def _decode_rows_kernel(
@@ -225,7 +271,7 @@ if HAS_GLUON:
         q_ptr,  # (B, H, N, D) float
         scales_ptr,  # (B, Hkv, capacity, 2) bf16: of K and of V
         lengths_ptr,  # (B,) or (1,) int32, with `lengths`
-        mask_ptr,  # (B, keys) bool as int8, with `masked`
+        mask_ptr,  # (B, N, keys) bool as int8, with `masked`
         out_ptr,  # (B, N, H, Dv), or with `split` (B * Hkv, splits, GROUP * queries, Dv) fp16 in the shares' units
         top_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: bases of the weights' exponents
         sum_ptr,  # (B * Hkv, splits, GROUP * queries) fp32, with `split`: sums of the weights
@@ -245,6 +291,7 @@ if HAS_GLUON:
         stride_sh,
         stride_length,
         stride_mb,
+        stride_mn,
         stride_mk,
         V_LAYOUT: gl.constexpr,  # of float16 values in shared memory
         FORM: gl.constexpr,
@@ -267,6 +314,12 @@ if HAS_GLUON:
         k_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
         v_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
         peaks = gl.allocate_shared_memory(gl.int32, [PEAKS], LINE)
+        mask_line = peaks
+        flags = peaks
+        if FORM.masked == "rows":
+            mask_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
+        if FORM.masked != "none":
+            flags = gl.allocate_shared_memory(gl.int32, [PEAKS], LINE)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
@@ -278,7 +331,7 @@ if HAS_GLUON:
         length = capacity
         if FORM.lengths:
             length = gl.minimum(gl.load(lengths_ptr + b * stride_length), capacity)
-        if FORM.masked:
+        if FORM.masked != "none":
             length = gl.minimum(length, mask_keys)
         first = 0
         if FORM.window:
@@ -297,7 +350,7 @@ if HAS_GLUON:
             gl.pointer_type(gl.int32)
         )
         mask = mask_ptr
-        if FORM.masked:
+        if FORM.masked != "none":
             mask = mask_ptr + b.to(gl.int64) * stride_mb
         words = _load_scales(scales, mask, begin, end, stride_mk, FORM)
 
@@ -316,28 +369,31 @@ if HAS_GLUON:
         factor = gl.where(factor < _LEAST_FACTOR, _LEAST_FACTOR, factor)  # times -inf, 0 would not hide a key
         rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
         positions = length - N + rows % FORM.queries
-        # The rows of the blocks before these see all keys; those of other heads as well.
+        # Without a mask or window all queries see the keys before this.
+        whole_end = end
+        if FORM.causal:
+            whole_end = gl.minimum(end, length - N + 1)
         whole = 0
-        if not (FORM.masked or FORM.window):
-            last = gl.minimum(end, length - N + 1) if FORM.causal else end
-            whole = gl.minimum(gl.maximum(last - begin, 0) // BLOCK_N, blocks)
+        if FORM.masked == "none" and not FORM.window:
+            whole = gl.minimum(gl.maximum(whole_end - begin, 0) // BLOCK_N, blocks)
         top = gl.full((M,), float("-inf"), gl.float32, gl.SliceLayout(1, SCORES))
         total = gl.zeros((M,), gl.float32, gl.SliceLayout(1, SCORES))
         acc = gl.zeros((M, BLOCK_DV), gl.float32, RESULT)
         octaves = gl.to_tensor(_LEAST_OCTAVE)
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        shared = (q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks)
-        tokens = (scales, mask, end, stride_mk, window, blocks)
+        shared = (q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks, mask_line, flags)
+        tokens = (scales, mask, end, stride_mn, stride_mk, N, window, whole_end, blocks)
         state = (acc, total, top, octaves)
-        of_rows = (factor, positions)
-        if not (FORM.masked or FORM.window):
+        of_rows = (factor, positions, rows % FORM.queries)
+        PARTIAL: gl.constexpr = "maybe" if FORM.masked != "none" and not FORM.window else "yes"
+        if FORM.masked == "none" and not FORM.window:
             slot, phase, words, acc, total, top, octaves = _visit_blocks(
-                0, whole, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, False, FORM
+                0, whole, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, "no", FORM
             )
         state = (acc, total, top, octaves)
         slot, phase, words, acc, total, top, octaves = _visit_blocks(
-            whole, blocks, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, True, FORM
+            whole, blocks, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, PARTIAL, FORM
         )
 
         out_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, RESULT))

@@ -65,7 +65,8 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     assert fits(x._replace(attn_mask=mask))
     assert fits(x._replace(attn_mask=mask[0, 0, 0]))
     assert not fits(x._replace(attn_mask=mask.half()))
-    assert not fits(x._replace(attn_mask=mask.expand(2, 1, 16, 290).contiguous()))
+    assert fits(x._replace(attn_mask=mask.expand(2, 1, 16, 290).contiguous()))
+    assert not fits(arguments(rows=17, attn_mask=mask.expand(2, 1, 17, 290).contiguous()))
     assert not fits(x._replace(attn_mask=mask.expand(2, 8, 1, 290).contiguous()))
     odd = torch.empty(2, 2, 300, 72, dtype=torch.int8, device="meta")
     assert not fits(x._replace(key=odd))
@@ -79,7 +80,8 @@ OPTIONS = {
     "plain": {},
     "causal": {"causal": True},
     "window": {"causal": True, "window": True},
-    "padding": {"masked": True},
+    "padding": {"masked": "keys", "causal": True},
+    "masks": {"masked": "rows"},
     "whole": {"split": False},
 }
 
@@ -97,7 +99,7 @@ OPTIONS = {
 def test_compiles_for_sm_90(option: str, rows: int, channels: tuple[int, int], dtype: str, tmp_path) -> None:
     """Q K^T multiplies INT8, products run beside other work, and registers suffice but for a few outside of loops."""
     plan = choose_rows_plan(rows, 8, 16384, channels, 132)
-    flags = {"lengths": True, "causal": False, "window": False, "masked": False, "split": True} | OPTIONS[option]
+    flags = {"lengths": True, "causal": False, "window": False, "masked": "none", "split": True} | OPTIONS[option]
     widths = block_widths(*channels)
     form = RowsForm(*widths, *channels, plan.block_n, plan.stages, plan.warpgroups, 16, **flags)
 
@@ -117,7 +119,7 @@ def test_compiles_for_sm_90(option: str, rows: int, channels: tuple[int, int], d
     assert "wgmma.mma_async.sync.aligned.m64n" in compiled.asm["ptx"]
     assert "s32.s8.s8" in compiled.asm["ptx"]
     assert compiled.metadata.shared <= program_bytes(widths, plan)
-    assert stack_bytes(compiled, tmp_path) <= 160
+    assert stack_bytes(compiled, tmp_path) <= (192 if form.masked == "rows" else 160)
     assert not serializes_wgmma(compiled, tmp_path)
 
 
@@ -134,7 +136,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.float16
     causal: bool = False
     window: int | None = None
-    padding: bool = False
+    mask: str = "none"  # or "padding", or "rows" that differ
     scale: float | None = None
 
     def call(self) -> tuple[DecodeAttentionArguments, Any]:
@@ -145,7 +147,12 @@ class Problem(NamedTuple):
         cache = padded._replace(key=padded.key[..., : self.d], value=padded.value[..., : self.dv])
         query = torch.randn(2, self.heads, self.tokens, self.d, device="cuda").to(self.dtype)
         mask = None
-        if self.padding:
+        if self.mask == "rows":
+            mask = torch.rand(2, 1, self.tokens, self.capacity - 5, device="cuda") > 0.3
+            mask[0, :, 1] = False  # a row that sees nothing
+            mask[1, :, :, :256] = False  # whole blocks
+            mask[:, :, :, 384:600] = True
+        if self.mask == "padding":
             first = torch.tensor([[3], [self.lengths[-1] // 2]], device="cuda")
             mask = (torch.arange(self.capacity - 5, device="cuda") >= first)[:, None, None]
         return DecodeAttentionArguments(query, *cache, mask, self.causal, self.window, self.scale), cache
@@ -157,7 +164,9 @@ PROBLEMS = {
     "empty": Problem(lengths=(0, 129), tokens=9),
     "window": Problem(window=200, causal=True, tokens=12),
     "window_alone": Problem(window=64, lengths=(700,)),
-    "padding": Problem(padding=True, causal=True, lengths=(650,)),
+    "padding": Problem(mask="padding", causal=True, lengths=(650,)),
+    "rows": Problem(mask="rows", lengths=(650, 410)),
+    "rows_causal": Problem(mask="rows", causal=True, window=300, d=64, dv=64, kv=1, tokens=11),
     "64": Problem(d=64, dv=64, kv=1, causal=True),
     "72": Problem(d=72, dv=40, dtype=torch.bfloat16),
     "256": Problem(d=256, dv=256, kv=1, causal=True, capacity=1300, lengths=(1290,)),
