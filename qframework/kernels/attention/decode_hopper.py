@@ -19,13 +19,15 @@ from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 
-LEAST_ROWS = 33  # up to 32 rows, the general kernel reads at the speed of the memory
+LEAST_ROWS = 17  # the general kernel reads the keys once for every 16
 _SHARED = 228 * 1024  # bytes of a multiprocessor, of which the system takes some for each program
 _SYSTEM = 1024
 _LARGEST = 227 * 1024  # of a program
-_BARRIERS = 1024  # bytes of them, of what aligns tiles, and of what reductions exchange
-_REGISTERS = {1: 255, 2: 255, 3: 168, 4: 128}  # of a thread, with so many warpgroups on a multiprocessor
-_BEGINNING = 1.5  # the time a program takes beside its blocks, in blocks
+_BESIDES = 320  # of each warpgroup of a program, for barriers and reductions
+_REGISTERS = 255  # of a thread, with two warpgroups on a multiprocessor
+# Times of a block, and of a program's beginning and end with its share of the sum, with so many programs on a
+# multiprocessor; in times of a block with two.
+_BLOCK, _PROGRAM = {1: 0.7, 2: 1.0}, {1: 0.5, 2: 3.0}
 _MAX_STAGES = 4
 _MAX_SPLITS = 256
 _MASKED_QUERIES = 16  # of which each key has a bit
@@ -80,30 +82,35 @@ def _differs(x: Tensor, dimension: int) -> bool:
 
 
 @functools.cache
-def choose_rows_plan(rows: int, heads: int, keys: int, channels: tuple[int, int], multiprocessors: int) -> RowsPlan:
+def choose_rows_plan(
+    rows: int, heads: int, keys: int, channels: tuple[int, int], multiprocessors: int, row_mask: bool = False
+) -> RowsPlan:
     """A plan for ``rows`` queries of each of ``heads`` key heads of the batch, with K's and V's ``channels``.
 
-    As many splits as end soonest, if all programs that the multiprocessors hold at once take the same time.
+    ``row_mask`` says that a mask differs between queries. As many splits as end soonest.
     """
     widths = block_widths(*channels)
-    form = _form(rows, widths)
+    form = _form(rows, widths, row_mask)
     room = min(_SHARED // form.programs - _SYSTEM, _LARGEST)
-    stages = max(n for n in range(2, _MAX_STAGES + 1) if program_bytes(widths, form._replace(stages=n)) <= room)
+    stages = max(
+        n for n in range(2, _MAX_STAGES + 1) if program_bytes(widths, form._replace(stages=n), row_mask) <= room
+    )
     programs, blocks = heads * cdiv(rows, ROWS * form.warpgroups), cdiv(keys, form.block_n)
-    slots = form.programs * multiprocessors
-    most = max(1, min(blocks, _MAX_SPLITS, 4 * cdiv(slots, programs)))
-    splits = min(range(1, most + 1), key=lambda n: (cdiv(programs * n, slots) * (cdiv(blocks, n) + _BEGINNING), n))
-    return form._replace(splits=splits, stages=stages)
+
+    def time(splits: int) -> tuple[float, int]:
+        at_once = min(form.programs, cdiv(programs * splits, multiprocessors))
+        rounds = cdiv(programs * splits, form.programs * multiprocessors)
+        return rounds * (cdiv(blocks, splits) * _BLOCK[at_once] + _PROGRAM[at_once]), splits
+
+    most = min(blocks, _MAX_SPLITS, 4 * cdiv(form.programs * multiprocessors, programs))
+    return form._replace(splits=min(range(1, max(most, 1) + 1), key=time), stages=stages)
 
 
-def _form(rows: int, widths: tuple[int, int]) -> RowsPlan:
-    """How programs share a multiprocessor: as many as their registers allow, since each waits much of its time."""
-    widest = max(widths)
-    if widest <= 64:
-        return RowsPlan(1, 64, programs=4)
-    if widest <= 128:
-        return RowsPlan(1, 64, programs=3)
-    return RowsPlan(1, 64, warpgroups=2, programs=1) if rows > ROWS else RowsPlan(1, 32, programs=2)
+def _form(rows: int, widths: tuple[int, int], row_mask: bool) -> RowsPlan:
+    """How programs share a multiprocessor: two, or two warpgroups of one that convert the same values."""
+    if max(widths) > 128:
+        return RowsPlan(1, 64, warpgroups=2, programs=1) if rows > ROWS else RowsPlan(1, 32)
+    return RowsPlan(1, 64 if row_mask and sum(widths) > 128 else 128)
 
 
 def block_widths(channels: int, width: int) -> tuple[int, int]:
@@ -111,17 +118,19 @@ def block_widths(channels: int, width: int) -> tuple[int, int]:
     return max(32, power_of_2(channels)), max(32, power_of_2(width))
 
 
-def program_bytes(widths: tuple[int, int], plan: RowsPlan) -> int:
+def program_bytes(widths: tuple[int, int], plan: RowsPlan, row_mask: bool = False) -> int:
     """Bytes of shared memory of a program."""
     queries = 2 * plan.warpgroups * ROWS * widths[0]
-    return queries + plan.block_n * (plan.stages * sum(widths) + 2 * widths[1] + 8) + _BARRIERS
+    words = 8 if row_mask else 4
+    return queries + plan.block_n * (plan.stages * sum(widths) + 2 * widths[1] + words) + plan.warpgroups * _BESIDES
 
 
 def plan_of(x: DecodeAttentionArguments) -> RowsPlan:
     """The plan for a call."""
     (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
     keys = capacity if x.window is None else min(capacity, x.window + tokens)
-    return choose_rows_plan(x.rows, batch * kv, keys, (channels, width), chip_of(x.query.device)[1])
+    row_mask = _mask_kind(x) == "rows"
+    return choose_rows_plan(x.rows, batch * kv, keys, (channels, width), chip_of(x.query.device)[1], row_mask)
 
 
 def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> None:
@@ -167,7 +176,7 @@ def attend_rows(x: DecodeAttentionArguments, plan: RowsPlan, shares: Shares) -> 
         V_LAYOUT=hopper.layout(plan.block_n, block_dv, torch.float16),
         FORM=form,
         num_warps=4 * plan.warpgroups,
-        maxnreg=_REGISTERS[plan.warpgroups * plan.programs],
+        maxnreg=_REGISTERS,
     )
 
 

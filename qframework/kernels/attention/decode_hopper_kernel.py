@@ -93,6 +93,16 @@ if HAS_GLUON:
             seen = seen & (gl.load(mask + n.to(gl.int64) * stride_mk, mask=seen, other=0) != 0)
         return gl.load(scales + n, mask=seen, other=_HIDDEN)
 
+    @gluon.jit
+    def _store_scales(words, lines, FORM: gl.constexpr):
+        """Words of scales in shared memory, negative where V's is not finite, and whether keys are hidden."""
+        line, _, flags = lines
+        infinite = (words & 0x7F800000) == 0x7F800000
+        line.store(gl.where(infinite, words | -0x400000, words))
+        if FORM.masked == "keys":
+            PARTS: gl.constexpr = FORM.block_n // 32
+            flags.store(gl.max(gl.reshape(gl.where(words == _HIDDEN, 1, 0), (PARTS, 32)), 1))
+
     @gluon.constexpr_function
     def _mask_places(FORM):
         """A layout of a block's mask (queries, block_n): each thread has all queries of its keys."""
@@ -117,54 +127,43 @@ if HAS_GLUON:
         flags.store(gl.max(gl.reshape(gl.where(bits == (1 << N) - 1, 0, 1), (PARTS, 32)), 1))
 
     @gluon.jit
-    def _store_scales(words, lines, FORM: gl.constexpr):
-        """Both scales of each key in float32, and the largest exponents of V's, in shared memory."""
-        k_line, v_line, peaks, _, flags = lines
+    def _any(flags, FORM: gl.constexpr):
+        """Whether a warp stored a flag."""
         PARTS: gl.constexpr = FORM.block_n // 32
-        if FORM.masked == "keys":
-            flags.store(gl.max(gl.reshape(gl.where(words == _HIDDEN, 1, 0), (PARTS, 32)), 1))
-        k_line.store((words << 16).to(gl.float32, bitcast=True))
-        v_line.store((words & -65536).to(gl.float32, bitcast=True))
-        bits = words & 0x7F800000
-        finite = gl.where(bits < 0x7F800000, bits, 0)  # a NaN that is hidden must not spread
-        peaks.store(gl.max(gl.reshape(finite, (PARTS, 32)), 1))
+        return gl.max(flags.load(gl.BlockedLayout([PARTS], [32], [FORM.warpgroups * 4], [0])), 0) != 0
 
     @gluon.jit
-    def _largest(parts, FORM: gl.constexpr):
-        """The largest of the numbers that warps stored."""
-        PARTS: gl.constexpr = FORM.block_n // 32
-        return gl.max(parts.load(gl.BlockedLayout([PARTS], [32], [FORM.warpgroups * 4], [0])), 0)
-
-    @gluon.jit
-    def _load_octaves(peaks, before, FORM: gl.constexpr):
-        """The exponent of the largest V scale of a block, rounded down, at least ``before``."""
-        return gl.maximum(before, (_largest(peaks, FORM) >> 23) - 127)
-
-    @gluon.jit
-    def _split_queries(q_ptr, row, inside, strides, sign, q_tiles, FORM: gl.constexpr):
-        """Store the high and the low bytes of the queries at ``row = (h, i)``; returns the step of each row."""
+    def _load_queries(q_ptr, row, inside, strides, FORM: gl.constexpr):
+        """The queries (M, block_d) at ``row = (h, i)``, zero where there are none."""
         PLACES: gl.constexpr = _places(FORM.block_d, FORM)
         h, i = row
         d = gl.arange(0, FORM.block_d, layout=gl.SliceLayout(0, PLACES))
         place = h.to(gl.int64) * strides[0] + i.to(gl.int64) * strides[1]
-        present = inside[:, None] & (d < FORM.channels)[None, :]
-        q = gl.load(q_ptr + place[:, None] + d[None, :], mask=present, other=0.0).to(gl.float32) * sign
+        return gl.load(
+            q_ptr + place[:, None] + d[None, :], mask=inside[:, None] & (d < FORM.channels)[None, :], other=0.0
+        )
+
+    @gluon.jit
+    def _split_queries(q, sign, q_tiles, FORM: gl.constexpr):
+        """Store the high and the low bytes of the queries, times ``sign``; returns the step of each row."""
+        M: gl.constexpr = FORM.warpgroups * _ROWS
+        q = q.to(gl.float32)
         magnitude = q.to(gl.int32, bitcast=True) & 0x7FFFFFFF  # as integers NaN is the largest
         step = gl.max(magnitude, 1).to(gl.float32, bitcast=True)
         step = gl.where(step < _MIN_SCALE, _MIN_SCALE, step) * (1.0 / _QUERY_MAX)
-        # The sum with 1.5 * 2**23 has the integer in its low bits.
-        whole = (q * (1.0 / step)[:, None] + 12582912.0).to(gl.int32, bitcast=True) - 0x4B400000
-        high = (whole + 128) >> 8
-        q_tiles.index(0).reshape((FORM.warpgroups * _ROWS, FORM.block_d)).store(high.to(gl.int8))
-        q_tiles.index(1).reshape((FORM.warpgroups * _ROWS, FORM.block_d)).store((whole - (high << 8)).to(gl.int8))
+        # The sum with 1.5 * 2**23 has the integer in its low bits: its low byte, and after rounding its high byte.
+        whole = gl.fma(q, (sign / step)[:, None] + gl.zeros_like(q), 12582912.0 + gl.zeros_like(q))
+        whole = whole.to(gl.int32, bitcast=True)
+        q_tiles.index(0).reshape((M, FORM.block_d)).store(((whole + 128) >> 8).to(gl.int8))
+        q_tiles.index(1).reshape((M, FORM.block_d)).store(whole.to(gl.int8))
         return step
 
     @gluon.jit
-    def _visible(k_scale, mask_line, start, rows, window, FORM: gl.constexpr):
+    def _visible(words, mask_line, start, rows, window, FORM: gl.constexpr):
         """(M, block_n) bool: the keys that each row sees."""
         _, positions, i = rows
         SCORES: gl.constexpr = _scores(FORM)
-        seen = (k_scale.to(gl.int32, bitcast=True) != _HIDDEN << 16)[None, :]
+        seen = (words != _HIDDEN)[None, :]
         n = (start + gl.arange(0, FORM.block_n, layout=gl.SliceLayout(0, SCORES)))[None, :]
         if FORM.causal:
             seen = seen & (n <= positions[:, None])
@@ -196,23 +195,22 @@ if HAS_GLUON:
         factor, _, _ = rows
         window, end = limits
         RESULT: gl.constexpr = _result(FORM)
-        k_line, v_line, peaks, mask_line, flags = lines
-        COLUMNS: gl.constexpr = gl.SliceLayout(0, _scores(FORM))
-        k_scale = k_line.load(COLUMNS)
-        x = s.to(gl.float32) * k_scale[None, :]
+        line, mask_line, flags = lines
+        words = line.load(gl.SliceLayout(0, _scores(FORM)))
+        x = s.to(gl.float32) * (words << 16).to(gl.float32, bitcast=True)[None, :]
         if PARTIAL == "maybe":
-            partial = (_largest(flags, FORM) != 0) | (start + FORM.block_n > end)
+            partial = _any(flags, FORM) | (start + FORM.block_n > end)
             if partial:
-                x = gl.where(_visible(k_scale, mask_line, start, rows, window, FORM), x, float("-inf"))
+                x = gl.where(_visible(words, mask_line, start, rows, window, FORM), x, float("-inf"))
         if PARTIAL == "yes":
-            x = gl.where(_visible(k_scale, mask_line, start, rows, window, FORM), x, float("-inf"))
+            x = gl.where(_visible(words, mask_line, start, rows, window, FORM), x, float("-inf"))
         new_top = gl.maximum(top, gl.max(x, 1) * factor)
-        new_octaves = _load_octaves(peaks, octaves, FORM)
+        new_octaves = gl.maximum(octaves, (gl.max(words, 0) >> 23) - 127)  # of V's largest scale, rounded down
         base = gl.where(new_top == float("-inf"), 0.0, new_top + new_octaves.to(gl.float32))  # of rows without keys
         decay = gl.exp2(top + octaves.to(gl.float32) - base)
         p = gl.exp2(x * factor[:, None] - base[:, None])
         total = total * decay + gl.sum(p, 1)
-        weights = p * v_line.load(COLUMNS)[None, :]
+        weights = p * (words & -65536).to(gl.float32, bitcast=True)[None, :]
         if PARTIAL != "no":
             weights = gl.where(p > 0.0, weights, 0.0)  # a hidden key may hold NaN
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, RESULT))[:, None]
@@ -221,12 +219,12 @@ if HAS_GLUON:
 
     @gluon.jit
     def _visit_blocks(
-        first, last, slot, phase, words, shared, ready, descs, place, tokens, rows, state,
+        first, last, slot, phase, words, following, shared, ready, descs, place, tokens, rows, state,
         PARTIAL: gl.constexpr, FORM: gl.constexpr,
     ):  # fmt: skip
         """Blocks from ``first`` up to ``last``; returns the changed of its arguments, ``state`` flat."""
         BLOCK_N: gl.constexpr = FORM.block_n
-        q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks, mask_line, flags = shared
+        q_tiles, k_ring, v_ring, v_tile, line, mask_line, flags = shared
         scales, mask, end, stride_mn, stride_mk, N, window, whole_end, blocks = tokens
         tile = words
         if FORM.masked == "rows":
@@ -239,7 +237,8 @@ if HAS_GLUON:
             store_as_float16(
                 v_tile, v_ring.index(slot).reshape((BLOCK_N, FORM.block_dv)).load(_places(FORM.block_dv, FORM))
             )
-            _store_scales(words, (k_line, v_line, peaks, mask_line, flags), FORM)
+            lines = (line, mask_line, flags)
+            _store_scales(words, lines, FORM)
             if FORM.masked == "rows":
                 _store_mask(tile, mask_line, flags, N, FORM)
             fence_async_shared()
@@ -247,11 +246,11 @@ if HAS_GLUON:
             barrier()  # all warps have read the block, and all values are converted
             _request(n + FORM.stages, slot, (k_ring, v_ring), ready, descs, place, blocks, FORM)
             start = place[2] + n * BLOCK_N
-            words = _load_scales(scales, mask, start + BLOCK_N, end, stride_mk, FORM)
+            words = following
+            following = _load_scales(scales, mask, start + 2 * BLOCK_N, end, stride_mk, FORM)
             tile = words
             if FORM.masked == "rows":
                 tile = _load_mask(mask, start + BLOCK_N, end, stride_mn, stride_mk, N, FORM)
-            lines = (k_line, v_line, peaks, mask_line, flags)
             operand, acc, total, top, octaves = _weighted(
                 high * 256 + low, lines, start, rows, (acc, total, top, octaves), (window, whole_end), PARTIAL, FORM
             )
@@ -259,7 +258,7 @@ if HAS_GLUON:
             acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
             barrier()  # all warps have multiplied the values
             slot, phase = next_stage(slot, phase, FORM.stages)
-        return slot, phase, words, acc, total, top, octaves
+        return slot, phase, words, following, acc, total, top, octaves
 
     _NOT_SPECIALIZED = ["HKV", "GROUP", "N", "capacity", "mask_keys", "splits", "window"]
     _NOT_SPECIALIZED += ["stride_length", "stride_mb", "stride_mn", "stride_mk"]
@@ -305,21 +304,19 @@ if HAS_GLUON:
         STAGES: gl.constexpr = FORM.stages
         SCORES: gl.constexpr = _scores(FORM)
         RESULT: gl.constexpr = _result(FORM)
-        PEAKS: gl.constexpr = BLOCK_N // 32
+        PARTS: gl.constexpr = BLOCK_N // 32
         LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         q_tiles = gl.allocate_shared_memory(gl.int8, [2, 1, 1, M, FORM.block_d], k_desc.layout)
         k_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_d], k_desc.layout)
         v_ring = gl.allocate_shared_memory(gl.int8, [STAGES, 1, 1, BLOCK_N, FORM.block_dv], v_desc.layout)
         v_tile = gl.allocate_shared_memory(gl.float16, [1, 1, BLOCK_N, FORM.block_dv], V_LAYOUT)
-        k_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
-        v_line = gl.allocate_shared_memory(gl.float32, [BLOCK_N], LINE)
-        peaks = gl.allocate_shared_memory(gl.int32, [PEAKS], LINE)
-        mask_line = peaks
-        flags = peaks
+        line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
+        mask_line = line
+        flags = line
         if FORM.masked == "rows":
             mask_line = gl.allocate_shared_memory(gl.int32, [BLOCK_N], LINE)
         if FORM.masked != "none":
-            flags = gl.allocate_shared_memory(gl.int32, [PEAKS], LINE)
+            flags = gl.allocate_shared_memory(gl.int32, [PARTS], LINE)
         ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STAGES):
             mbarrier.init(ready.index(i), count=1)
@@ -328,6 +325,12 @@ if HAS_GLUON:
 
         split, head = gl.program_id(1), gl.program_id(2)
         b, kv = head // HKV, head % HKV
+        ROWS_OF_HEAD = GROUP * FORM.queries
+        q_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, _places(FORM.block_d, FORM)))
+        q_at = (kv * GROUP + q_rows // FORM.queries, q_rows % FORM.queries)
+        inside = (q_rows < ROWS_OF_HEAD) & (q_at[1] < N)
+        queries = _load_queries(q_ptr + b.to(gl.int64) * stride_qb, q_at, inside, (stride_qh, stride_qn), FORM)
+        sign = gl.where(logit_scale < 0.0, -1.0, 1.0)
         length = capacity
         if FORM.lengths:
             length = gl.minimum(gl.load(lengths_ptr + b * stride_length), capacity)
@@ -353,15 +356,9 @@ if HAS_GLUON:
         if FORM.masked != "none":
             mask = mask_ptr + b.to(gl.int64) * stride_mb
         words = _load_scales(scales, mask, begin, end, stride_mk, FORM)
+        following = _load_scales(scales, mask, begin + BLOCK_N, end, stride_mk, FORM)
 
-        ROWS_OF_HEAD = GROUP * FORM.queries
-        PLACES: gl.constexpr = gl.SliceLayout(1, _places(FORM.block_d, FORM))
-        q_rows = gl.program_id(0) * M + gl.arange(0, M, layout=PLACES)
-        q_at = (kv * GROUP + q_rows // FORM.queries, q_rows % FORM.queries)
-        inside = (q_rows < ROWS_OF_HEAD) & (q_at[1] < N)
-        sign = gl.where(logit_scale < 0.0, -1.0, 1.0)
-        q_base = q_ptr + b.to(gl.int64) * stride_qb
-        step = _split_queries(q_base, q_at, inside, (stride_qh, stride_qn), sign, q_tiles, FORM)
+        step = _split_queries(queries, sign, q_tiles, FORM)
         fence_async_shared()
         barrier()
 
@@ -382,29 +379,46 @@ if HAS_GLUON:
         octaves = gl.to_tensor(_LEAST_OCTAVE)
         slot = gl.to_tensor(0)
         phase = gl.to_tensor(0)
-        shared = (q_tiles, k_ring, v_ring, v_tile, k_line, v_line, peaks, mask_line, flags)
+        shared = (q_tiles, k_ring, v_ring, v_tile, line, mask_line, flags)
         tokens = (scales, mask, end, stride_mn, stride_mk, N, window, whole_end, blocks)
         state = (acc, total, top, octaves)
         of_rows = (factor, positions, rows % FORM.queries)
         PARTIAL: gl.constexpr = "maybe" if FORM.masked != "none" and not FORM.window else "yes"
         if FORM.masked == "none" and not FORM.window:
-            slot, phase, words, acc, total, top, octaves = _visit_blocks(
-                0, whole, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, "no", FORM
+            slot, phase, words, following, acc, total, top, octaves = _visit_blocks(
+                0, whole, slot, phase, words, following, shared, ready, descs, place, tokens, of_rows, state, "no", FORM
             )
         state = (acc, total, top, octaves)
-        slot, phase, words, acc, total, top, octaves = _visit_blocks(
-            whole, blocks, slot, phase, words, shared, ready, descs, place, tokens, of_rows, state, PARTIAL, FORM
+        slot, phase, words, following, acc, total, top, octaves = _visit_blocks(
+            whole,
+            blocks,
+            slot,
+            phase,
+            words,
+            following,
+            shared,
+            ready,
+            descs,
+            place,
+            tokens,
+            of_rows,
+            state,
+            PARTIAL,
+            FORM,
         )
 
-        out_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, RESULT))
-        channels = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, RESULT))
-        i = out_rows % FORM.queries
-        out_mask = ((out_rows < ROWS_OF_HEAD) & (i < N))[:, None] & (channels < FORM.width)[None, :]
         unit = total
         if FORM.split:  # means of values in this unit are 254 at most
             unit = total * gl.exp2(octaves.to(gl.float32))
         inverse = gl.where(unit > 0.0, 1.0 / unit, gl.where(unit == 0.0, 0.0, unit))
         acc = acc * gl.convert_layout(inverse, gl.SliceLayout(1, RESULT))[:, None]
+        # 16 bytes a thread, of whole rows: stores of the products' layout would fill half of each sector.
+        OUT: gl.constexpr = _places(FORM.block_dv, FORM)
+        result = gl.convert_layout(acc.to(out_ptr.dtype.element_ty), OUT)
+        out_rows = gl.program_id(0) * M + gl.arange(0, M, layout=gl.SliceLayout(1, OUT))
+        channels = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, OUT))
+        i = out_rows % FORM.queries
+        out_mask = ((out_rows < ROWS_OF_HEAD) & (i < N))[:, None] & (channels < FORM.width)[None, :]
         if FORM.split:
             part = (head.to(gl.int64) * splits + split) * ROWS_OF_HEAD
             in_rows = (rows < ROWS_OF_HEAD) & (rows % FORM.queries < N)
@@ -415,6 +429,6 @@ if HAS_GLUON:
         else:
             h = kv * GROUP + out_rows // FORM.queries
             out_place = ((b * N + i).to(gl.int64) * (HKV * GROUP) + h) * FORM.width
-        gl.store(out_ptr + out_place[:, None] + channels[None, :], acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+        gl.store(out_ptr + out_place[:, None] + channels[None, :], result, mask=out_mask)
 
     kernel: Any = _decode_rows_kernel
