@@ -162,10 +162,8 @@ class Int8Store:
         elif self.window is not None and not self.keeps_past:
             capacity = max(-(-(self.window + _slack(self.window)) // 16) * 16, -(-needed // 16) * 16)
         leading = (*key.shape[:2], capacity)
-        buffers = (
-            *(torch.zeros((*leading, _padded(x.shape[3])), dtype=torch.int8, device=key.device) for x in (key, value)),
-            torch.zeros((*leading, 2), dtype=torch.bfloat16, device=key.device),
-        )
+        rows = [torch.zeros((*leading, _padded(x.shape[3])), dtype=torch.int8, device=x.device) for x in (key, value)]
+        buffers = rows[0], rows[1], torch.zeros((*leading, 2), dtype=torch.bfloat16, device=key.device)
         if self._cache is not None:
             for new, old in zip(buffers, self._cache, strict=True):
                 new[:, :, : self.stored] = old[:, :, : self.stored]
