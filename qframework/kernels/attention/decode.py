@@ -15,9 +15,9 @@ The time of a step is that of reading the cache once. The keys are therefore spl
 program. Numerics of the kernel: 16-bit queries as they are, float32 ones in fp16 relative to their row's maximum; their
 products with k8 are exact in fp32. P and v8 in bf16, where v8 is exact, summed in fp32.
 
-On Hopper, rows of a key head (queries times heads) from 17 on take another kernel, decode_hopper.py. Numerics there:
-queries in 16 bit relative to their row's maximum, exact products; P times V's scale in fp16 relative to the largest scale
-so far, summed in fp32, and the shares of programs in fp16.
+On Hopper, more than 32 rows of a key head (queries times heads), or 17 where there is much to read, take another
+kernel, decode_hopper.py. Numerics there: queries in 16 bit relative to their row's maximum, exact products; P times V's
+scale in fp16 relative to the largest scale so far, summed in fp32, and the shares of programs in fp16.
 """
 
 from __future__ import annotations
@@ -310,9 +310,9 @@ def decode_attention(
         ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
 
     Numerics: on a GPU a float32 query is rounded to fp16 relative to its largest value, and P to bf16; K and V are
-    exact in these formats, and sums are fp32. On Hopper, with 17 and more rows of a key head (its query heads times N
-    rounded up to a power of two), queries are integers up to 32,512 times a step of their row, and P is fp16. On a CPU
-    everything is fp32.
+    exact in these formats, and sums are fp32. On Hopper, with many rows of a key head (its query heads times N, 33
+    or more), queries are integers up to 32,512 times a step of their row, and P times V's scale is fp16: values whose
+    scale is less than 2^-14 of the largest lose bits. On a CPU everything is fp32.
 
     Raises:
         UnsupportedError: an unsupported dtype or head dimension; a GPU below sm_80.

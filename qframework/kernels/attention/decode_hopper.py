@@ -19,7 +19,10 @@ from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 
-LEAST_ROWS = 17  # the general kernel reads the keys once for every 16
+# The general kernel reads the keys once for every 16 rows. With 17 to 32 it is faster where a multiprocessor has few
+# bytes of them to read, or none of the measured widths.
+FEW_ROWS, MANY_ROWS = 16, 32
+LEAST_BYTES, MEASURED_CHANNELS = 200 * 1024, 128
 _SHARED = 228 * 1024  # bytes of a multiprocessor, of which the system takes some for each program
 _SYSTEM = 1024
 _LARGEST = 227 * 1024  # of a program
@@ -27,7 +30,7 @@ _BESIDES = 320  # of each warpgroup of a program, for barriers and reductions
 _REGISTERS = 255  # of a thread, with two warpgroups on a multiprocessor
 # Times of a block, and of a program's beginning and end with its share of the sum, with so many programs on a
 # multiprocessor; in times of a block with two.
-_BLOCK, _PROGRAM = {1: 0.7, 2: 1.0}, {1: 0.5, 2: 3.0}
+_BLOCK, _PROGRAM = {1: 0.7, 2: 1.0}, {1: 0.5, 2: 2.5}
 _MAX_STAGES = 4
 _MAX_SPLITS = 256
 _MASKED_QUERIES = 16  # of which each key has a bit
@@ -52,7 +55,11 @@ def fits(x: DecodeAttentionArguments) -> bool:
 
     It reads bool masks that are the same for all heads, and for all queries or one of up to 16 for each.
     """
-    if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or not worth(x.rows):
+    if not HAS_GLUON or capability_of(x.query.device) != (9, 0) or x.rows <= FEW_ROWS:
+        return False
+    (batch, kv, capacity, width), channels = x.value.shape, x.key.shape[3]
+    keys = capacity if x.window is None else min(capacity, x.window + x.query.shape[2])
+    if not worth(x.rows, batch * kv * keys, (channels, width), chip_of(x.query.device)[1]):
         return False
     mask = x.mask
     if mask is not None and (mask.dtype != torch.bool or _differs(mask, 1) or _mask_kind(x) is None):
@@ -62,9 +69,12 @@ def fits(x: DecodeAttentionArguments) -> bool:
     return words and aligned and all(hopper.addressable(cache) for cache in (x.key, x.value))
 
 
-def worth(rows: int) -> bool:
-    """Whether so many rows of a key head are more work than reading its keys."""
-    return rows >= LEAST_ROWS
+def worth(rows: int, tokens: int, channels: tuple[int, int], multiprocessors: int) -> bool:
+    """Whether the kernel is the faster one for so many rows of a key head, and ``tokens`` of all key heads together."""
+    if rows > MANY_ROWS:
+        return True
+    large = tokens * sum(channels) >= LEAST_BYTES * multiprocessors
+    return rows > FEW_ROWS and large and max(channels) <= MEASURED_CHANNELS
 
 
 def _mask_kind(x: DecodeAttentionArguments) -> str | None:

@@ -46,6 +46,16 @@ def test_few_keys_are_split_less() -> None:
     assert choose_rows_plan(64, 32, 16384, (128, 128), 132).splits == 8
 
 
+def test_few_rows_are_worth_it_where_there_is_much_to_read() -> None:
+    """(16, 16, 2, 3, 5000, 64) is not; (1, 32, 8, 8, 16384, 128) and (8, 32, 8, 5, 16384, 64) are."""
+    assert not decode_hopper.worth(32, 32 * 5000, (64, 64), 132)
+    assert decode_hopper.worth(32, 8 * 16384, (128, 128), 132)
+    assert decode_hopper.worth(32, 64 * 16384, (64, 64), 132)
+    assert not decode_hopper.worth(32, 64 * 16384, (256, 256), 132)
+    assert not decode_hopper.worth(16, 64 * 16384, (128, 128), 132)
+    assert decode_hopper.worth(33, 1, (128, 128), 132)
+
+
 def arguments(rows: int = 16, **change: Any) -> DecodeAttentionArguments:
     """Of a call on "meta" with 4 query heads a key head."""
 
@@ -64,6 +74,7 @@ def arguments(rows: int = 16, **change: Any) -> DecodeAttentionArguments:
 def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     monkeypatch.setattr(decode_hopper, "HAS_GLUON", True)
     monkeypatch.setattr(decode_hopper, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(decode_hopper, "chip_of", lambda device: ((9, 0), 132))
     monkeypatch.setattr(hopper, "addressable", lambda x: x.stride(2) % 16 == 0)
     fits, x = decode_hopper.fits, arguments()
     assert fits(x)
@@ -177,7 +188,7 @@ PROBLEMS = {
     "64": Problem(d=64, dv=64, kv=1, causal=True),
     "72": Problem(d=72, dv=40, dtype=torch.bfloat16),
     "256": Problem(d=256, dv=256, kv=1, causal=True, capacity=1300, lengths=(1290,)),
-    "256_few": Problem(d=256, dv=256, tokens=7),
+    "256_few": Problem(d=256, dv=256, tokens=10),
     "narrow_values": Problem(d=128, dv=32),
     "many_rows": Problem(heads=24, kv=2, tokens=16),
     "float32": Problem(dtype=torch.float32, scale=-0.07),
