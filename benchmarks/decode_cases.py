@@ -77,7 +77,9 @@ class Inputs:
     def quantized(self) -> tuple[Tensor, Tensor, Tensor]:
         """K, V and their scales as a cache holds them."""
         shape, device = self.shape, self.key.device
-        key, value = (torch.zeros(self.key.shape, dtype=torch.int8, device=device) for _ in range(2))
+        row = -(-shape.head_dim // 16) * 16  # as Int8Store pads them
+        padded = (torch.zeros((*self.key.shape[:3], row), dtype=torch.int8, device=device) for _ in range(2))
+        key, value = (x[..., : shape.head_dim] for x in padded)
         scales = torch.zeros((*self.key.shape[:3], 2), dtype=torch.bfloat16, device=device)
         length = torch.zeros(2, dtype=torch.int32, device=device)
         mean = self.key.mean(2, dtype=torch.float32)
@@ -125,7 +127,12 @@ class Case:
 
 def copies(count: int, *tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """``tensors`` and ``count - 1`` copies of them elsewhere."""
-    return [tensors, *(tuple(x.clone() for x in tensors) for _ in range(count - 1))]
+    return [tensors, *(tuple(_clone(x) for x in tensors) for _ in range(count - 1))]
+
+
+def _clone(x: Tensor) -> Tensor:
+    """A copy of ``x (B, Hkv, Nk, channels)`` with its padding of rows."""
+    return x.new_zeros((*x.shape[:3], x.stride(2)))[..., : x.shape[3]].copy_(x)
 
 
 def number_of_copies(size: int) -> int:

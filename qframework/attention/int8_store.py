@@ -37,7 +37,8 @@ class Int8Store:
         self.stored = 0
         self.dropped = 0
         self.keeps_past = False  # nothing is dropped before `crop`
-        self._cache: tuple[Tensor, Tensor, Tensor] | None = None  # key, value, scales
+        self._cache: tuple[Tensor, Tensor, Tensor] | None = None  # key and value with padded rows, scales
+        self._widths = (0, 0)  # channels of keys and values
         self._mean: Tensor | None = None  # (B, Hkv, D) fp32
         self._length: Tensor | None = None  # (2,) int32, see cache_append
         self.dtype = torch.float32  # of the model's keys and values
@@ -66,6 +67,7 @@ class Int8Store:
         tokens = key.shape[2]
         if self._cache is None:
             self.dtype = key.dtype
+            self._widths = (key.shape[3], value.shape[3])
             self._mean = key.float().mean(2) if tokens else key.new_zeros((*key.shape[:2], key.shape[3])).float()
             self._length = torch.zeros(2, dtype=torch.int32, device=key.device)
         elif key.shape[:2] != self._cache[0].shape[:2]:
@@ -79,7 +81,7 @@ class Int8Store:
         assert self._cache is not None
         assert self._mean is not None
         assert self._length is not None
-        cache_append(key, value, self._mean, *self._cache, self._length)
+        cache_append(key, value, self._mean, self._buffer("key"), self._buffer("value"), self._cache[2], self._length)
         self.stored += key.shape[2]
 
     def attend(
@@ -91,21 +93,26 @@ class Int8Store:
         """
         assert self._cache is not None
         assert self._length is not None
-        key, value, scales = self._cache
         window = self.window if mask is None else None
+        key, value, scales = self._buffer("key"), self._buffer("value"), self._cache[2]
         return decode_attention(query, key, value, scales, self._length[:1], mask, is_causal, window, scale)
+
+    def _buffer(self, which: Literal["key", "value"]) -> Tensor:
+        """``(B, Hkv, capacity, D)`` int8."""
+        assert self._cache is not None
+        place = 0 if which == "key" else 1
+        return self._cache[place][..., : self._widths[place]]
 
     def floats(self, which: Literal["key", "value"]) -> Tensor:
         """The stored keys or values, dequantized: ``(B, Hkv, stored, D)`` in the model's dtype."""
         assert self._cache is not None
         place = 0 if which == "key" else 1
-        values, scale = self._cache[place][:, :, : self.stored], self._cache[2][:, :, : self.stored, place]
+        values, scale = self._buffer(which)[:, :, : self.stored], self._cache[2][:, :, : self.stored, place]
         return dequantized(values, scale, self._mean if which == "key" else None, self.dtype)
 
     def tensor(self, which: Literal["key", "value"]) -> StoredTensor:
         """The stored keys or values as a tensor that is dequantized where it is used."""
-        assert self._cache is not None
-        buffer = self._cache[0 if which == "key" else 1]
+        buffer = self._buffer(which)
         return StoredTensor(self, which, (*buffer.shape[:2], self.stored, buffer.shape[3]), buffer.device)
 
     def crop(self, tokens: int) -> None:
@@ -155,11 +162,8 @@ class Int8Store:
         elif self.window is not None and not self.keeps_past:
             capacity = max(-(-(self.window + _slack(self.window)) // 16) * 16, -(-needed // 16) * 16)
         leading = (*key.shape[:2], capacity)
-        buffers = (
-            torch.zeros((*leading, key.shape[3]), dtype=torch.int8, device=key.device),
-            torch.zeros((*leading, value.shape[3]), dtype=torch.int8, device=key.device),
-            torch.zeros((*leading, 2), dtype=torch.bfloat16, device=key.device),
-        )
+        rows = [torch.zeros((*leading, _padded(x.shape[3])), dtype=torch.int8, device=x.device) for x in (key, value)]
+        buffers = rows[0], rows[1], torch.zeros((*leading, 2), dtype=torch.bfloat16, device=key.device)
         if self._cache is not None:
             for new, old in zip(buffers, self._cache, strict=True):
                 new[:, :, : self.stored] = old[:, :, : self.stored]
@@ -174,6 +178,11 @@ class Int8Store:
         self.stored -= tokens
         self.dropped += tokens
         self._length[0] = self.stored
+
+
+def _padded(channels: int) -> int:
+    """Bytes of a row, so that each starts where a GPU loads 16 bytes at a time."""
+    return -(-channels // 16) * 16
 
 
 def _slack(window: int) -> int:

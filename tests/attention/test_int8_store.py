@@ -74,6 +74,20 @@ def test_memory_is_half_of_16_bit():
         assert store.bytes <= most * 4 * x.numel()
 
 
+def test_rows_begin_at_multiples_of_16_bytes():
+    """Also after the store grew, and for sequences that a beam search selects."""
+    store = Int8Store()
+    for count in (STEP - 1, 5):
+        store.append(tokens(count, channels=72), tokens(count, channels=40))
+    store.select(torch.tensor([1, 0, 1]))
+    for which, row, channels in (("key", 80, 72), ("value", 48, 40)):
+        buffer = store._buffer(which)
+        assert buffer.shape[-1] == channels
+        assert buffer.stride()[2:] == (row, 1)
+        assert store.floats(which).shape == (3, 2, STEP + 4, channels)
+    assert store.bytes >= 3 * 2 * 2 * STEP * (80 + 48 + 4)
+
+
 def test_growth():
     store, _, value = filled(STEP - 1, 1)
     before = store.bytes

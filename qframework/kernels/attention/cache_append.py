@@ -70,8 +70,18 @@ class CacheAppendArguments(NamedTuple):
         check_shape(_NAME, "scales", self.scales, (batch, heads, capacity, 2))
         check_shape(_NAME, "length", self.length, (2,))
         for name in ("k_mean", "k_cache", "v_cache", "scales", "length"):
-            if not getattr(self, name).is_contiguous():
-                raise QFrameworkError(f"{_NAME}: {name} must be contiguous, got strides {getattr(self, name).stride()}")
+            x: Tensor = getattr(self, name)
+            if not (_has_dense_rows(x) if name in ("k_cache", "v_cache") else x.is_contiguous()):
+                rows = " but for padding of rows" if name in ("k_cache", "v_cache") else ""
+                raise QFrameworkError(f"{_NAME}: {name} must be contiguous{rows}, got strides {x.stride()}")
+
+
+def _has_dense_rows(x: Tensor) -> bool:
+    """Whether ``x (B, Hkv, capacity, D)`` is the first channels of a contiguous tensor."""
+    row = x.stride(2)
+    expected = (x.shape[1] * x.shape[2] * row, x.shape[2] * row, row, 1)
+    alike = all(n == 1 or s == t for n, s, t in zip(x.shape, x.stride(), expected, strict=True))
+    return x.numel() == 0 or (alike and row >= x.shape[3])
 
 
 def token_scale(x: Tensor) -> Tensor:
@@ -127,6 +137,8 @@ def _cache_append_kernel(
     stride_vb,
     stride_vh,
     stride_vn,
+    stride_kc,  # of a row of the caches
+    stride_vc,
     D: tl.constexpr,
     DV: tl.constexpr,
     TILE: tl.constexpr,
@@ -150,10 +162,10 @@ def _cache_append_kernel(
     k = tl.load(k_ptrs, mask=exists[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
     k = k - tl.load(k_mean_ptr + head * D + d, mask=d < D, other=0.0)[None, :]
     k = tl.where(exists[:, None], k, 0.0)
-    _quantize_tokens(k, k_cache_ptr + rows[:, None] * D + d[None, :], scales_ptr + 2 * rows, fits, d < D)
+    _quantize_tokens(k, k_cache_ptr + rows[:, None] * stride_kc + d[None, :], scales_ptr + 2 * rows, fits, d < D)
     v_ptrs = value_ptr + b * stride_vb + h * stride_vh + n[:, None] * stride_vn + dv[None, :]
     v = tl.load(v_ptrs, mask=exists[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
-    _quantize_tokens(v, v_cache_ptr + rows[:, None] * DV + dv[None, :], scales_ptr + 2 * rows + 1, fits, dv < DV)
+    _quantize_tokens(v, v_cache_ptr + rows[:, None] * stride_vc + dv[None, :], scales_ptr + 2 * rows + 1, fits, dv < DV)
     tl.debug_barrier()  # all threads have read the length
     done = tl.atomic_add(length_ptr + 1, 1)
     if done == tl.num_programs(0) - 1:
@@ -182,6 +194,8 @@ def cache_append_triton(x: CacheAppendArguments) -> None:
         x.k_cache.shape[2],
         *key.stride()[:3],
         *value.stride()[:3],
+        x.k_cache.stride(2),
+        x.v_cache.stride(2),
         D=channels,
         DV=value.shape[-1],
         TILE=tile,
@@ -210,7 +224,8 @@ def cache_append(
         key: ``(B, Hkv, N, D)`` fp16, bf16 or fp32, any strides.
         value: ``(B, Hkv, N, Dv)``, likewise.
         k_mean: ``(B, Hkv, D)`` fp32, subtracted from the keys; the same in all calls for a cache.
-        k_cache: ``(B, Hkv, capacity, D)`` int8, contiguous; tokens ``length[0]`` to ``length[0] + N`` are written.
+        k_cache: ``(B, Hkv, capacity, D)`` int8, contiguous or the first channels of a contiguous tensor, whose rows
+            are padded; tokens ``length[0]`` to ``length[0] + N`` are written.
         v_cache: ``(B, Hkv, capacity, Dv)`` int8, likewise.
         scales: ``(B, Hkv, capacity, 2)`` bf16, likewise: of the key and of the value.
         length: ``(2,)`` int32: the tokens in the cache, which grow by N, and a number that is 0 between calls, with

@@ -14,112 +14,31 @@ The time of a step is that of reading the cache once. The keys are therefore spl
 "Flash-Decoding for long-context inference"), whose sums a second kernel adds, and all query heads of a key head share a
 program. Numerics of the kernel: 16-bit queries as they are, float32 ones in fp16 relative to their row's maximum; their
 products with k8 are exact in fp32. P and v8 in bf16, where v8 is exact, summed in fp32.
+
+On Hopper, more than 32 rows of a key head (queries times heads), or 17 where there is much to read, take another
+kernel, decode_hopper.py. Numerics there: queries in 16 bit relative to their row's maximum, exact products; P times V's
+scale in fp16 relative to the largest scale so far, summed in fp32, and the shares of programs in fp16.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention import decode_hopper
+from qframework.kernels.attention.decode_arguments import NAME, DecodeAttentionArguments, Shares
+from qframework.kernels.attention.decode_hopper import RowsPlan
 from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
-from qframework.kernels.attention.operands import LOG2_E, check_offsets, query_memory_order
-from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare, refuse_gradients
-from qframework.numerics import FLOAT_DTYPES, exact_matmul
+from qframework.numerics import exact_matmul
 
-_NAME = "decode_attention"
 _INTERPRETED_MULTIPROCESSORS = 4  # where there is no GPU
 _MAX_SPLITS, _MAX_TILE = 256, 4096  # splits that one step of a combining program adds, and numbers of its tile
-
-
-class DecodeAttentionArguments(NamedTuple):
-    """The arguments of ``qframework::decode_attention``; see :func:`decode_attention`."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scales: Tensor
-    lengths: Tensor | None = None
-    attn_mask: Tensor | None = None
-    is_causal: bool = False
-    window: int | None = None
-    scale: float | None = None
-
-    @property
-    def logit_scale(self) -> float:
-        """The scale of the logits."""
-        return 1.0 / math.sqrt(self.query.shape[-1]) if self.scale is None else self.scale
-
-    @property
-    def group(self) -> int:
-        """Query heads of one key head."""
-        return self.query.shape[1] // max(self.key.shape[1], 1)
-
-    @property
-    def mask(self) -> Tensor | None:
-        """``attn_mask`` as a view of four dimensions, ``(B, H, N, keys)``."""
-        if self.attn_mask is None:
-            return None
-        batch, heads, tokens, _ = self.query.shape
-        return self.attn_mask.expand(batch, heads, tokens, self.attn_mask.shape[-1])
-
-    def empty_result(self) -> Tensor:
-        """An uninitialized result."""
-        batch, heads, tokens, _ = self.query.shape
-        return query_memory_order(batch, heads, tokens, self.value.shape[-1], self.query, self.query.dtype)
-
-    def check(self) -> None:
-        """Raise QFrameworkError for an invalid argument."""
-        check_dtype(_NAME, "query", self.query, FLOAT_DTYPES)
-        check_dtype(_NAME, "key", self.key, (torch.int8,))
-        check_dtype(_NAME, "value", self.value, (torch.int8,))
-        check_dtype(_NAME, "scales", self.scales, (torch.bfloat16,))
-        check_same_device(_NAME, self.query, **{name: getattr(self, name) for name in self._fields[1:6]})
-        for name in ("query", "key", "value"):
-            if getattr(self, name).ndim != 4:
-                shape = tuple(getattr(self, name).shape)
-                raise QFrameworkError(f"{_NAME}: {name} must have shape (B, heads, tokens, channels), got {shape}")
-        self._check_shapes()
-        self._check_options()
-
-    def _check_shapes(self) -> None:
-        batch, heads, _, channels = self.query.shape
-        kv, capacity = self.key.shape[1:3]
-        check_shape(_NAME, "key", self.key, (batch, kv, capacity, channels))
-        check_shape(_NAME, "value", self.value, (batch, kv, capacity, self.value.shape[-1]))
-        check_shape(_NAME, "scales", self.scales, (batch, kv, capacity, 2))
-        if kv == 0 or heads % kv:
-            raise QFrameworkError(f"{_NAME}: the heads of key must divide the {heads} of query, got {kv}")
-        for name, width in {"key": channels, "value": self.value.shape[-1]}.items():
-            if width % 2 or not 0 < width <= MAX_HEAD_DIM:
-                raise UnsupportedError(f"{_NAME}: {name} must have 2, 4, ... {MAX_HEAD_DIM} channels, got {width}")
-        check_offsets(_NAME, key=self.key, value=self.value)
-
-    def _check_options(self) -> None:
-        batch, heads, tokens, _ = self.query.shape
-        if self.lengths is not None:
-            check_dtype(_NAME, "lengths", self.lengths, (torch.int32,))
-            check_shape(_NAME, "lengths", self.lengths, (1,), (batch,))
-        if self.window is not None and self.window < 1:
-            raise QFrameworkError(f"{_NAME}: window must be positive or None, got {self.window}")
-        if self.attn_mask is None:
-            return
-        check_dtype(_NAME, "attn_mask", self.attn_mask, (torch.bool, *FLOAT_DTYPES))
-        mask, sizes = self.attn_mask, (batch, heads, tokens)
-        leading = (*(1,) * (4 - mask.ndim), *mask.shape)[:-1]
-        fits = 1 <= mask.ndim <= 4 and all(m in (1, size) for m, size in zip(leading, sizes, strict=True))
-        if not fits or mask.shape[-1] > self.key.shape[2]:
-            raise QFrameworkError(
-                f"{_NAME}: attn_mask must broadcast to {sizes} and have at most {self.key.shape[2]} keys, got "
-                f"{tuple(mask.shape)}"
-            )
 
 
 def decode_attention_ref(x: DecodeAttentionArguments) -> Tensor:
@@ -213,38 +132,46 @@ def choose_plan(
     return DecodePlan(max(1, min(splits, cdiv(keys, 2 * block_n))), block_m, block_n, warps)
 
 
-def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None = None) -> Tensor:
-    """``decode_attention`` on a GPU."""
+def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | RowsPlan | None = None) -> Tensor:
+    """``decode_attention`` on a GPU, by the kernel that the plan is of."""
     check_device(x.query.device)
     result = x.empty_result()
-    batch, _, tokens, channels = x.query.shape
-    kv, capacity, width = x.key.shape[1], x.key.shape[2], x.value.shape[-1]
-    if result.numel() == 0 or capacity == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
+    if result.numel() == 0 or x.value.shape[2] == 0 or (x.mask is not None and x.mask.shape[-1] == 0):
         return result.zero_()
-    queries = power_of_2(tokens)
-    rows = x.group * queries
+    if plan is None:
+        plan = decode_hopper.plan_of(x) if decode_hopper.fits(x) else _plan_of(x)
+    shares = Shares.empty(x, plan.splits, torch.float16 if isinstance(plan, RowsPlan) else torch.float32)
+    if isinstance(plan, RowsPlan):
+        decode_hopper.attend_rows(x, plan, shares or Shares(result, result, result, result))
+    else:
+        _attend(x, plan, shares or Shares(result, result, result, result))
+    if shares is not None:
+        _combine(shares, result, x.group)
+    return result
+
+
+def _plan_of(x: DecodeAttentionArguments) -> DecodePlan:
+    """The general kernel's plan for a call."""
+    (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
+    keys = capacity if x.window is None else min(capacity, x.window + tokens)
+    row_mask = x.mask is not None and _differs(x.mask, 1, 2)
+    return choose_plan(x.rows, batch * kv, keys, (channels, width), _multiprocessors(x.query), row_mask)
+
+
+def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> None:
+    """Write the shares, or with one split the result, by the general kernel."""
+    (batch, _, tokens, channels), (_, kv, capacity, width) = x.query.shape, x.value.shape
     query, key, value = _aligned(x.query), _aligned(x.key), _aligned(x.value)
     mask, kind = _kernel_mask(x)
-    row_mask = mask is not None and _differs(mask, 1, 2)
-    if plan is None:
-        keys = capacity if x.window is None else min(capacity, x.window + tokens)
-        plan = choose_plan(rows, batch * kv, keys, (channels, width), _multiprocessors(query), row_mask)
     scales = x.scales if x.scales.stride()[2:] == (2, 1) else x.scales.contiguous()
-    split = plan.splits > 1
-    out = top = total = result
-    if split:
-        out = result.new_empty((batch * kv, plan.splits, rows, width), dtype=torch.float32)
-        top, total = (out.new_empty(out.shape[:-1]) for _ in range(2))
-    launch(_decode_attention_kernel, (cdiv(rows, plan.block_m), plan.splits, batch * kv))(
+    launch(_decode_attention_kernel, (cdiv(x.rows, plan.block_m), plan.splits, batch * kv))(
         query,
         key,
         value,
         scales,
         scales if x.lengths is None else x.lengths,
         scales if mask is None else mask,
-        out,
-        top,
-        total,
+        *shares[:3],
         kv,
         x.group,
         tokens,
@@ -261,16 +188,18 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
         *((0,) * 4 if mask is None else mask.stride()),
         D=channels,
         DV=width,
+        READ_D=_readable(key),
+        READ_DV=_readable(value),
         STRIDE_KN=key.stride(2),
         STRIDE_VN=value.stride(2),
-        QUERIES=queries,
+        QUERIES=power_of_2(tokens),
         BF16=query.dtype == torch.bfloat16,
         LENGTHS=x.lengths is not None,
         MASK=kind,
-        MASK_PER_ROW=row_mask,
+        MASK_PER_ROW=mask is not None and _differs(mask, 1, 2),
         CAUSAL=x.is_causal and tokens > 1,
         WINDOW=x.window is not None,
-        SPLIT=split,
+        SPLIT=plan.splits > 1,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         BLOCK_D=max(32, power_of_2(channels)),
@@ -278,22 +207,17 @@ def decode_attention_triton(x: DecodeAttentionArguments, plan: DecodePlan | None
         STAGES=plan.stages,
         num_warps=plan.warps,
     )
-    if split:
-        _combine(out, top, total, result, x.group, plan.splits)
-    return result
 
 
-def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: int, splits: int) -> None:
-    """Add the shares ``part (B * Hkv, splits, rows, Dv)``, writing ``result``."""
+def _combine(shares: Shares, result: Tensor, group: int) -> None:
+    """Add the shares, writing ``result``."""
     _, heads, tokens, width = result.shape
-    rows, multiprocessors = result.shape[0] * heads * tokens, _multiprocessors(result)
+    rows, multiprocessors, splits = result.shape[0] * heads * tokens, _multiprocessors(result), shares.out.shape[1]
     block_s, block = min(_MAX_SPLITS, power_of_2(splits)), max(16, power_of_2(width))
     while block > 16 and (block_s * block > _MAX_TILE or rows * cdiv(width, block) < 2 * multiprocessors):
         block //= 2
-    launch(_combine_kernel, (group * tokens, cdiv(width, block), part.shape[0]))(
-        part,
-        top,
-        total,
+    launch(_combine_kernel, (group * tokens, cdiv(width, block), shares.out.shape[0]))(
+        *shares,
         result,
         heads // group,
         group,
@@ -303,6 +227,7 @@ def _combine(part: Tensor, top: Tensor, total: Tensor, result: Tensor, group: in
         QUERIES=power_of_2(tokens),
         BLOCK_S=block_s,
         BLOCK_DV=block,
+        HAS_UNITS=shares.unit is not shares.total,
         num_warps=max(1, min(4, block_s * block // 512)),
     )
 
@@ -315,6 +240,17 @@ def _aligned(x: Tensor) -> Tensor:
     """``x (..., tokens, channels)`` itself where pairs of channels are aligned, else a contiguous copy."""
     even = all(stride % 2 == 0 for stride in x.stride()[:3]) and x.storage_offset() % 2 == 0
     return x if even and x.stride(-1) == 1 else x.contiguous()
+
+
+def _readable(x: Tensor) -> int:
+    """How many channels of a row of ``x (B, Hkv, capacity, D)`` int8 to read: whole vectors where rows allow.
+
+    Channels past D are multiplied by zeros of the query, or not stored. An aligned vector that holds a byte of a tensor
+    lies inside of the tensor's allocation.
+    """
+    padded = cdiv(x.shape[3], 16) * 16
+    aligned = x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:3])
+    return padded if aligned and padded <= x.stride(2) else x.shape[3]
 
 
 def _differs(x: Tensor, *dimensions: int) -> bool:
@@ -374,13 +310,15 @@ def decode_attention(
         ``(B, H, N, Dv)`` in ``query``'s dtype, in memory ``(B, N, H, Dv)``. A row that sees no key is zero.
 
     Numerics: on a GPU a float32 query is rounded to fp16 relative to its largest value, and P to bf16; K and V are
-    exact in these formats, and sums are fp32. On a CPU everything is fp32.
+    exact in these formats, and sums are fp32. On Hopper, with many rows of a key head (its query heads times N, 33
+    or more), queries are integers up to 32,512 times a step of their row, and P times V's scale is fp16: values whose
+    scale is less than 2^-14 of the largest lose bits. On a CPU everything is fp32.
 
     Raises:
         UnsupportedError: an unsupported dtype or head dimension; a GPU below sm_80.
         QFrameworkError: shapes or devices that do not match; a query that requires a gradient.
     """
-    refuse_gradients(_NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask)
+    refuse_gradients(NAME, "F.scaled_dot_product_attention", query=query, attn_mask=attn_mask)
     return torch.ops.qframework.decode_attention(
         query, key, value, scales, lengths, attn_mask, is_causal, window, scale
     )

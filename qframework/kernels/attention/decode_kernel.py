@@ -143,6 +143,8 @@ def _decode_attention_kernel(
     stride_mk,
     D: tl.constexpr,
     DV: tl.constexpr,
+    READ_D: tl.constexpr,  # channels that are read, at least D: of a padded row more, in whole vectors
+    READ_DV: tl.constexpr,
     STRIDE_KN: tl.constexpr,
     STRIDE_VN: tl.constexpr,
     QUERIES: tl.constexpr,  # N rounded up to a power of two
@@ -207,7 +209,7 @@ def _decode_attention_kernel(
         k_scale = (scales << 16).to(tl.float32, bitcast=True)
         v_scale = (scales & -65536).to(tl.float32, bitcast=True)
         k_ptrs = k_base + at[:, None] * (STRIDE_KN // 2) + pairs[None, :]
-        k = tl.load(k_ptrs) if BLOCK_D == D else tl.load(k_ptrs, mask=(pairs < D // 2)[None, :], other=0)
+        k = tl.load(k_ptrs) if BLOCK_D == READ_D else tl.load(k_ptrs, mask=(pairs < READ_D // 2)[None, :], other=0)
         if BF16:
             k_even, k_odd = _bytes_to_bf16(k)
         else:
@@ -247,7 +249,7 @@ def _decode_attention_kernel(
         if _INTERPRETED:
             weights = weights.to(tl.float32)
         v_ptrs = v_base + at[:, None] * (STRIDE_VN // 2) + pairs_v[None, :]
-        v = tl.load(v_ptrs) if BLOCK_DV == DV else tl.load(v_ptrs, mask=(pairs_v < DV // 2)[None, :], other=0)
+        v = tl.load(v_ptrs) if BLOCK_DV == READ_DV else tl.load(v_ptrs, mask=(pairs_v < READ_DV // 2)[None, :], other=0)
         v_even, v_odd = _bytes_to_bf16(v)
         acc_even = tl.dot(weights, v_even, acc_even * decay[:, None])
         acc_odd = tl.dot(weights, v_odd, acc_odd * decay[:, None])
@@ -270,9 +272,10 @@ def _decode_attention_kernel(
 
 @triton.jit(do_not_specialize=["HKV", "GROUP", "N", "splits"])
 def _combine_kernel(
-    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32
+    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32, or with HAS_UNITS fp16
     top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
     sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
+    unit_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32: times this a row of a share is what the others hold
     out_ptr,  # (B, N, H, DV) float
     HKV,
     GROUP,
@@ -282,6 +285,7 @@ def _combine_kernel(
     QUERIES: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
     """Grid (GROUP * N, DV / BLOCK_DV, B * Hkv); a program weighs the shares of one row by their sums of weights."""
@@ -308,7 +312,9 @@ def _combine_kernel(
         weights = tl.math.exp2(tops - base)
         decay = tl.math.exp2(top - base)
         total = total * decay + tl.sum(sums * weights, 0)
-        acc = acc * decay + tl.sum(parts * weights[:, None], 0)
+        if HAS_UNITS:
+            weights = weights * tl.load(unit_ptr + place, mask=s < splits, other=0.0)
+        acc = acc * decay + tl.sum(parts.to(tl.float32) * weights[:, None], 0)
         top = new
     inverse = tl.where(total > 0.0, 1.0 / total, tl.where(total == 0.0, 0.0, total))
     place = (b * N + i).to(tl.int64) * (HKV * GROUP) + h

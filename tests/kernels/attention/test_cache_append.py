@@ -13,9 +13,12 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.cache_append import CACHE_APPEND, cache_append, dequantized
 
 
-def empty_cache(batch: int, heads: int, capacity: int, d: int, dv: int, place: Any = "cpu") -> list[Tensor]:
+def empty_cache(
+    batch: int, heads: int, capacity: int, d: int, dv: int, place: Any = "cpu", padding: int = 0
+) -> list[Tensor]:
     def full(width: int) -> Tensor:
-        return torch.full((batch, heads, capacity, width), 99, dtype=torch.int8, device=place)
+        whole = torch.full((batch, heads, capacity, width + padding), 99, dtype=torch.int8, device=place)
+        return whole[..., :width]
 
     scales = torch.full((batch, heads, capacity, 2), 7.0, dtype=torch.bfloat16, device=place)
     return [full(d), full(dv), scales, torch.zeros(2, dtype=torch.int32, device=place)]
@@ -42,11 +45,12 @@ def check(x: Tensor, mean: Tensor | None, q: Tensor, scale: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 64, 64), (2, 3, 5, 80, 32), (1, 2, 70, 72, 128)])
-def test_appends(implementation, place, sizes, dtype):
+@pytest.mark.parametrize("padding", [0, 8])
+def test_appends(implementation, place, sizes, dtype, padding):
     batch, heads, count, d, dv = sizes
     key, value = (tokens((batch, heads, count, width), dtype, place) for width in (d, dv))
     mean = key.float().mean(2) if count > 1 else torch.zeros(batch, heads, d, device=place)
-    cache = empty_cache(batch, heads, 100, d, dv, place)
+    cache = empty_cache(batch, heads, 100, d, dv, place, padding)
     cache[3][0] = 9
     run = CACHE_APPEND.cpu if implementation == "cpu" else CACHE_APPEND.cuda
     assert run(key, value, mean, *cache) is None
@@ -57,6 +61,8 @@ def test_appends(implementation, place, sizes, dtype):
     for x, untouched in zip(cache, (99, 99, 7.0), strict=False):
         assert (x[:, :, :9] == untouched).all()
         assert (x[:, :, 9 + count :] == untouched).all()
+    for x in cache[:2]:
+        assert padding == 0 or (x._base[..., x.shape[3] :] == 99).all()
 
 
 def test_one_by_one_is_the_same(implementation, place):

@@ -39,6 +39,7 @@ def test_decode_attention(chip, channels, dtype, rows, kind, tmp_path):
     block = power_of_2(channels)
     plan = choose_plan(rows, 8, 16384, (channels, channels), 132, flags["MASK_PER_ROW"])
     constants = {"D": channels, "DV": channels, "STRIDE_KN": channels, "STRIDE_VN": channels, "LENGTHS": True}
+    constants |= {"READ_D": channels, "READ_DV": channels}
     constants |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": block, "BLOCK_DV": block}
     constants |= {"STAGES": plan.stages, "QUERIES": rows // 4, "BF16": dtype == "bf16", **flags}
     types = dict.fromkeys(_decode_attention_kernel.arg_names, "i32")
@@ -54,12 +55,31 @@ def test_decode_attention(chip, channels, dtype, rows, kind, tmp_path):
 
 
 @pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("chip", CHIPS)
+def test_padded_rows_are_copied_whole(chip, tmp_path):
+    """16 bytes at a time, as rows of 80 channels."""
+    types = dict.fromkeys(_decode_attention_kernel.arg_names, "i32")
+    types |= {"q_ptr": "*fp16", "k_ptr": "*i8", "v_ptr": "*i8", "scales_ptr": "*bf16", "lengths_ptr": "*i32"}
+    types |= {"mask_ptr": "*i8", "out_ptr": "*fp32", "top_ptr": "*fp32", "sum_ptr": "*fp32", "logit_scale": "fp32"}
+    plan = choose_plan(4, 8, 16384, (72, 72), 132)
+    constants = {"D": 72, "DV": 72, "READ_D": 80, "READ_DV": 80, "STRIDE_KN": 80, "STRIDE_VN": 80, "LENGTHS": True}
+    constants |= {"BLOCK_M": plan.block_m, "BLOCK_N": plan.block_n, "BLOCK_D": 128, "BLOCK_DV": 128}
+    constants |= {"STAGES": plan.stages, "QUERIES": 1, "BF16": False, **PLAIN}
+    compiled = compile_for(chip, _decode_attention_kernel, types, constants, num_warps=plan.warps)
+    copies = set(re.findall(r"cp\.async\.\w+\.shared\.global \[[^]]*\], \[[^]]*\], (\w+)", compiled.asm["ptx"]))
+    assert "0x10" in copies
+    assert "0x8" not in copies
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize(("splits", "block"), [(2, 128), (64, 32), (256, 16)])
 @pytest.mark.parametrize("chip", CHIPS)
-def test_combine(chip, splits, block, tmp_path):
-    types = dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+def test_combine(chip, splits, block, units, tmp_path):
+    types = dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr", "unit_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    types |= {"part_ptr": "*fp16"} if units else {}
     types |= dict.fromkeys(("HKV", "GROUP", "N", "splits"), "i32")
-    constants = {"DV": 128, "QUERIES": 1, "BLOCK_S": splits, "BLOCK_DV": block}
+    constants = {"DV": 128, "QUERIES": 1, "BLOCK_S": splits, "BLOCK_DV": block, "HAS_UNITS": units}
     compiled = compile_for(chip, _combine_kernel, types, constants, num_warps=max(1, min(4, splits * block // 512)))
     assert stack_bytes(compiled, tmp_path) == 0
 
