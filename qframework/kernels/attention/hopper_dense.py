@@ -56,7 +56,7 @@ class DensePlan(NamedTuple):
     stream: bool
     warpgroups: int  # of a program
     registers: int  # of a thread
-    parts: int  # programs of a head
+    parts: int  # programs of a head, or of the whole grid where keys stream
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
@@ -94,12 +94,16 @@ def split(keys: int) -> Pieces:
 
 
 @functools.cache
-def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int) -> DensePlan:
+def plan(
+    heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int, causal: bool = False
+) -> DensePlan:
     """The kernel and its shape for ``heads`` heads of all sequences of a batch.
 
     The resident kernel needs three or four programs on a multiprocessor to hide their latency. A program takes several
     tiles of queries of a head where there are enough heads, since each program loads the head's keys and values.
     """
+    if causal:
+        return DensePlan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS) * heads)
     pieces = split(keys)
     element = 1 if int8 else 2
     held = pieces.first + pieces.second + pieces.blocks * BLOCK_N
@@ -112,7 +116,7 @@ def plan(heads: int, queries: int, keys: int, channels: int, int8: bool, process
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
         return DensePlan(False, 1, _REGISTERS[max(at_once, 2)], parts)
-    return DensePlan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS))
+    return DensePlan(True, 2, _REGISTERS[4], min(cdiv(queries, 2 * ROWS) * heads, 2 * processors))
 
 
 def attention_dense(
@@ -123,6 +127,7 @@ def attention_dense(
     logit_scale: float,
     dtype: torch.dtype,
     how: DensePlan | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """``softmax(q k^T logit_scale) v`` with the scales, for operands that :func:`fits` accepts.
 
@@ -134,18 +139,31 @@ def attention_dense(
         logit_scale: from ``q k``, dequantized, to logits in base 2.
         dtype: of the result.
         how: by default chosen by :func:`plan`.
+        causal: query ``i`` attends to keys ``0..i``.
 
     Returns:
         ``(B, H, N, Dv)``, in memory (B, N, H, Dv).
     """
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    int8 = q.dtype == torch.int8
     widest = max(channels, values)
-    how = how or plan(batch * heads, queries, keys, widest, int8, chip_of(q.device)[1])
+    processors = chip_of(q.device)[1]
+    how = how or plan(batch * heads, queries, keys, widest, q.dtype == torch.int8, processors, causal)
+    out = query_memory_order(batch, heads, queries, values, q, dtype)
+    if how.stream:
+        _launch_streaming(q, k, v, scales, logit_scale, out, how, causal)
+    else:
+        _launch_resident(q, k, v, scales, logit_scale, out, how)
+    return out
+
+
+def _launch_resident(
+    q: Tensor, k: Tensor, v: Tensor, scales: DenseScales, logit_scale: float, out: Tensor, how: DensePlan
+) -> None:
+    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
+    int8 = q.dtype == torch.int8
     pieces = split(keys)
     block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
     rows = ROWS * how.warpgroups
-    out = query_memory_order(batch, heads, queries, values, q, dtype)
     form = PieceForm(
         block_d,
         block_dv,
@@ -156,11 +174,10 @@ def attention_dense(
         masked=pieces.masked,
         int8_values=int8,
         whole_values=values == block_dv,
-        reuses_query=dtype == q.dtype and block_d == block_dv,
+        reuses_query=out.dtype == q.dtype and block_d == block_dv,
     )
     sizes = (pieces.first, pieces.second or pieces.first, BLOCK_N)
-    blocks = {} if how.stream else {"BLOCKS": pieces.blocks}
-    launch(streaming if how.stream else resident, (how.parts * heads * batch,))(
+    launch(resident, (how.parts * heads * batch,))(
         _describe(q, rows, block_d),
         *(_describe(k, n, block_d) for n in sizes),
         *(_describe(v, n, block_dv) for n in sizes),
@@ -176,13 +193,77 @@ def attention_dense(
         values,
         how.parts,
         V_LAYOUT=hopper.layout(pieces.first, block_dv, torch.float16 if int8 else v.dtype),
-        PER_HEAD=tuple(scale is not None and scale.numel() > 1 for scale in scales),
+        PER_HEAD=_per_head(scales),
         FORM=form,
-        **blocks,
+        BLOCKS=pieces.blocks,
         num_warps=4 * how.warpgroups,
         maxnreg=how.registers,
     )
-    return out
+
+
+def streaming_form(
+    channels: int, values: int, queries: int, keys: int, int8: bool, same: bool, causal: bool, halves: bool | None = None
+) -> PieceForm:
+    """The form of the streaming kernel; ``same``: the result has the dtype of the queries."""
+    block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
+    wide = max(block_d, block_dv) > 64
+    pieces = split(keys)
+    first, second = (HALF, 0) if wide else (HALF, HALF) if causal else (pieces.first, pieces.second)
+    return PieceForm(
+        block_d,
+        block_dv,
+        warpgroups=1,
+        first=first,
+        second=second,
+        halves=not wide if halves is None else halves,
+        masked=keys % HALF != 0 if wide else pieces.masked,
+        int8_values=int8,
+        whole_values=values == block_dv,
+        reuses_query=wide and same and block_d == block_dv,
+        causal=causal,
+        clipped=causal and queries > keys,
+        block_n=HALF if wide else BLOCK_N,
+    )
+
+
+def _launch_streaming(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: DenseScales,
+    logit_scale: float,
+    out: Tensor,
+    how: DensePlan,
+    causal: bool,
+) -> None:
+    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
+    int8 = q.dtype == torch.int8
+    form = streaming_form(channels, values, queries, keys, int8, out.dtype == q.dtype, causal)
+    tiles = cdiv(queries, 2 * ROWS)
+    launch(streaming, (how.parts,))(
+        _describe(q, ROWS, form.block_d),
+        _describe(k, form.block_n, form.block_d),
+        _describe(v, form.block_n, form.block_dv),
+        _describe(out, ROWS, form.block_dv),
+        *scales,
+        logit_scale,
+        heads,
+        heads // k.shape[1],
+        queries,
+        keys,
+        tiles,
+        hopper.heads_at_once(q, k, v) if causal else 1,
+        tiles * heads * batch,
+        V_LAYOUT=hopper.layout(form.block_n, form.block_dv, torch.float16 if int8 else v.dtype),
+        PER_HEAD=_per_head(scales),
+        FORM=form,
+        num_warps=4,
+        maxnreg=how.registers,
+    )
+
+
+def _per_head(scales: DenseScales) -> tuple[bool, ...]:
+    return tuple(scale is not None and scale.numel() > 1 for scale in scales)
 
 
 def _describe(x: Tensor, rows: int, channels: int) -> Any:
