@@ -24,6 +24,8 @@ MAX_CHANNELS = 64
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
 _REGISTERS = {2: 168, 3: 168, 4: 128}  # per thread, with so many warpgroups at work on a multiprocessor
+_FEW_TILES = 16  # INT8: up to so many of a head, programs that stay are faster
+_FEW_CAUSAL_TILES = 8  # the same for programs of two tiles under causality
 _LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
 
 if HAS_GLUON:
@@ -102,8 +104,9 @@ def plan(
     The resident kernel needs three or four programs on a multiprocessor to hide their latency. A program takes several
     tiles of queries of a head where there are enough heads, since each program loads the head's keys and values.
     """
+    items = cdiv(queries, 2 * ROWS) * heads
     if causal:
-        return DensePlan(True, 2, _REGISTERS[4], cdiv(queries, 2 * ROWS) * heads)
+        return DensePlan(True, 2, _REGISTERS[4], _causal_programs(items, cdiv(queries, 2 * ROWS), processors))
     pieces = split(keys)
     element = 1 if int8 else 2
     held = pieces.first + pieces.second + pieces.blocks * BLOCK_N
@@ -116,7 +119,17 @@ def plan(
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
         return DensePlan(False, 1, _REGISTERS[max(at_once, 2)], parts)
-    return DensePlan(True, 2, _REGISTERS[4], min(cdiv(queries, 2 * ROWS) * heads, 2 * processors))
+    several = int8 and items // heads <= _FEW_TILES
+    return DensePlan(True, 2, _REGISTERS[4], min(items, 2 * processors) if several else items)
+
+
+def _causal_programs(items: int, tiles: int, processors: int) -> int:
+    """Programs for ``items`` tiles, ``tiles`` of each head. Where tiles are short, a program's start counts."""
+    if tiles <= 2:
+        return min(items, 2 * processors)
+    if items > processors and (tiles <= _FEW_CAUSAL_TILES or items <= 2 * processors):
+        return cdiv(items, 2)
+    return items
 
 
 def attention_dense(
@@ -202,9 +215,9 @@ def _launch_resident(
 
 
 def streaming_form(
-    channels: int, values: int, queries: int, keys: int, int8: bool, same: bool, causal: bool, halves: bool | None = None
+    channels: int, values: int, queries: int, keys: int, int8: bool, same: bool, causal: bool, several: bool
 ) -> PieceForm:
-    """The form of the streaming kernel; ``same``: the result has the dtype of the queries."""
+    """The streaming kernel's form; ``same``: the result's dtype is that of queries; ``several`` tiles a program."""
     block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
     wide = max(block_d, block_dv) > 64
     pieces = split(keys)
@@ -215,7 +228,7 @@ def streaming_form(
         warpgroups=1,
         first=first,
         second=second,
-        halves=not wide if halves is None else halves,
+        halves=not wide,
         masked=keys % HALF != 0 if wide else pieces.masked,
         int8_values=int8,
         whole_values=values == block_dv,
@@ -223,6 +236,7 @@ def streaming_form(
         causal=causal,
         clipped=causal and queries > keys,
         block_n=HALF if wide else BLOCK_N,
+        several=several,
     )
 
 
@@ -238,8 +252,9 @@ def _launch_streaming(
 ) -> None:
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
     int8 = q.dtype == torch.int8
-    form = streaming_form(channels, values, queries, keys, int8, out.dtype == q.dtype, causal)
     tiles = cdiv(queries, 2 * ROWS)
+    items = tiles * heads * batch
+    form = streaming_form(channels, values, queries, keys, int8, out.dtype == q.dtype, causal, how.parts < items)
     launch(streaming, (how.parts,))(
         _describe(q, ROWS, form.block_d),
         _describe(k, form.block_n, form.block_d),
@@ -253,7 +268,7 @@ def _launch_streaming(
         keys,
         tiles,
         hopper.heads_at_once(q, k, v) if causal else 1,
-        tiles * heads * batch,
+        items,
         V_LAYOUT=hopper.layout(form.block_n, form.block_dv, torch.float16 if int8 else v.dtype),
         PER_HEAD=_per_head(scales),
         FORM=form,

@@ -32,6 +32,7 @@ class PieceForm(NamedTuple):
     causal: bool = False  # the pieces are the keys of the queries' own places
     clipped: bool = False  # causal queries may come after the last key
     block_n: int = BLOCK_N  # keys of a whole block
+    several: bool = False  # tiles a program (streaming)
 
 
 if HAS_GLUON:

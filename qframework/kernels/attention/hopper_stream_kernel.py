@@ -69,6 +69,16 @@ if HAS_GLUON:
         return tile, h, head // H, h // GROUP, blocks
 
     @gluon.jit
+    def _ahead(work, tile, h, b, kv, blocks, sizes, FORM: gl.constexpr):
+        """(whether this program has an item after ``work``, its place)."""
+        more = False
+        if FORM.several:
+            after = work + gl.num_programs(0)
+            more = after < sizes[5]
+            tile, h, b, kv, blocks = _place(after, sizes, FORM)
+        return more, tile, h, b, kv, blocks
+
+    @gluon.jit
     def _load(i, b, kv, blocks, key_slot, value_slot, descs, shared, barriers, FORM: gl.constexpr):
         """Keys and values of the ``i``-th visit of a tile."""
         k_desc, v_desc = descs[1], descs[2]
@@ -105,7 +115,7 @@ if HAS_GLUON:
         mbarrier.arrive(k_free.index(key_slot), count=1)
         last = i == blocks
         if WHO == 0:
-            if more | (i < blocks):
+            if (i < blocks) | more:
                 key_slot, key_phase = next_stage(key_slot, key_phase, _KEY_STAGES)
                 value_slot, value_phase = next_stage(value_slot, value_phase, _VALUE_STAGES)
                 mbarrier.wait(k_free.index(key_slot), key_phase ^ 1)
@@ -172,10 +182,8 @@ if HAS_GLUON:
             _convert(WHO, at, shared, barriers, FORM)
         for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
             tile, h, b, kv, blocks = _place(work, sizes, FORM)
-            after = work + gl.num_programs(0)
-            more = after < ITEMS
-            next_tile, next_h, next_b, next_kv, next_blocks = _place(after, sizes, FORM)
-            ahead = (more, next_tile, next_h, next_b, next_kv, next_blocks)
+            ahead = _ahead(work, tile, h, b, kv, blocks, sizes, FORM)
+            more = ahead[0]
             scale, factor = scales_of(scales, h, kv, logit_scale, PER_HEAD)
             row = (tile * 2 + WHO) * _ROWS
             mbarrier.wait(q_ready.index(WHO), q_phase)
@@ -212,7 +220,7 @@ if HAS_GLUON:
                     at = _keep_pace(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
             if FORM.reuses_query:
                 if more:
-                    _load_queries(WHO, next_tile, next_h, next_b, descs, shared, barriers)
+                    _load_queries(WHO, ahead[1], ahead[2], ahead[3], descs, shared, barriers)
         tma.store_wait(0)
 
     @gluon.jit(do_not_specialize=["H", "GROUP", "N", "NK", "TILES", "HEADS_AT_ONCE", "ITEMS"])
