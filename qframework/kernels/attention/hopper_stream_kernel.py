@@ -105,9 +105,7 @@ if HAS_GLUON:
         tma_load(descs[0], [b, h, (tile * 2 + WHO) * _ROWS, 0], ready, shared[0].index(WHO))
 
     @gluon.jit
-    def _after_products(
-        WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr
-    ):
+    def _after_products(WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr):
         """Q K^T of the ``i``-th visit is done: load what the next one needs, this tile's or the next tile's."""
         key_slot, key_phase, value_slot, value_phase = at
         more, next_tile, next_h, next_b, next_kv, next_blocks = ahead
