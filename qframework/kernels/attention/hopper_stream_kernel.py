@@ -1,7 +1,7 @@
 """Attention for Hopper with keys that pass through shared memory, in Gluon; for sequences of any length.
 
-A program computes tiles of 128 queries, each of its two warpgroups 64 of them, in partitions of their own: neither waits
-for the other unless it is more than a block of keys ahead. Each multiprocessor runs two programs, so that four
+A program computes tiles of 128 queries, each of its two warpgroups 64 of them, in partitions of their own: neither
+waits for the other unless it is more than a block of keys ahead. Each multiprocessor runs two programs, so that four
 warpgroups in different phases share its tensor cores and special functions. The first warpgroup loads, a block ahead,
 and across tiles. Of INT8 values each warpgroup converts half of a block to float16, a block ahead.
 
@@ -79,6 +79,14 @@ if HAS_GLUON:
         return more, tile, h, b, kv, blocks
 
     @gluon.jit
+    def _begin(WHO: gl.constexpr, tile, blocks, FORM: gl.constexpr):
+        """The first visit to keys that this warpgroup attends to: the last 64 of a causal tile's are the other's."""
+        begin = 0
+        if FORM.causal and FORM.block_n == _ROWS and WHO == 0:
+            begin = gl.where(blocks == 2 * tile + 1, 1, 0)
+        return begin
+
+    @gluon.jit
     def _load(i, b, kv, blocks, key_slot, value_slot, descs, shared, barriers, FORM: gl.constexpr):
         """Keys and values of the ``i``-th visit of a tile."""
         k_desc, v_desc = descs[1], descs[2]
@@ -112,7 +120,7 @@ if HAS_GLUON:
         k_free, v_free = barriers[2], barriers[4]
         mbarrier.arrive(k_free.index(key_slot), count=1)
         last = i == blocks
-        if WHO == 0:
+        if WHO == 0:  # noqa: SIM102  (at compile time)
             if (i < blocks) | more:
                 key_slot, key_phase = next_stage(key_slot, key_phase, _KEY_STAGES)
                 value_slot, value_phase = next_stage(value_slot, value_phase, _VALUE_STAGES)
@@ -123,7 +131,7 @@ if HAS_GLUON:
                     gl.where(last, next_blocks, blocks), key_slot, value_slot, descs, shared, barriers, FORM,
                 )  # fmt: skip
         REUSES: gl.constexpr = FORM.reuses_query
-        if not REUSES:
+        if not REUSES:  # noqa: SIM102  (at compile time)
             if more & last:
                 _load_queries(WHO, next_tile, next_h, next_b, descs, shared, barriers)
 
@@ -136,7 +144,7 @@ if HAS_GLUON:
         key_slot, key_phase = next_stage(key_slot, key_phase, _KEY_STAGES)
         value_slot, value_phase = next_stage(value_slot, value_phase, _VALUE_STAGES)
         at = (key_slot, key_phase, value_slot, value_phase)
-        if INT8:
+        if INT8:  # noqa: SIM102  (at compile time)
             if more | (i < blocks):
                 _convert(WHO, at, shared, barriers, FORM)
         return at
@@ -186,11 +194,9 @@ if HAS_GLUON:
             row = (tile * 2 + WHO) * _ROWS
             mbarrier.wait(q_ready.index(WHO), q_phase)
             q_phase = q_phase ^ 1
-            begin = 0
-            if FORM.causal and FORM.block_n == _ROWS and WHO == 0:  # the first block is the other's alone
-                begin = gl.where(blocks == 2 * tile + 1, 1, 0)
-                if begin == 1:
-                    at = _keep_pace(WHO, 0, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+            begin = _begin(WHO, tile, blocks, FORM)
+            if begin == 1:
+                at = _keep_pace(WHO, 0, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
             if row < N:
                 mbarrier.wait(k_ready.index(at[0]), at[1])
                 first, second = first_products(WHO, q, k_ring.index(at[0]), FORM)
@@ -216,7 +222,7 @@ if HAS_GLUON:
             else:  # no queries: keep pace
                 for i in range(blocks + 1):
                     at = _keep_pace(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
-            if FORM.reuses_query:
+            if FORM.reuses_query:  # noqa: SIM102  (at compile time)
                 if more:
                     _load_queries(WHO, ahead[1], ahead[2], ahead[3], descs, shared, barriers)
         tma.store_wait(0)
