@@ -1,10 +1,9 @@
 """Attention for Hopper without masks, by many small programs: which calls, which of two kernels, and its launch.
 
 hopper_resident_kernel.py keeps all keys of a head in shared memory, hopper_stream_kernel.py lets them pass through, and
-may be causal. Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency.
-The streaming kernel computes up to 128 in 16 bit, which no operator takes: cuDNN is as fast (docs/experiments.md).
-Scales are one per tensor or head, and their product with the softmax scale must be positive: maxima are taken before
-scaling.
+may be causal. Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency,
+but for short causal ones. Scales are one per tensor or head, and their product with the softmax scale must be positive:
+maxima are taken before scaling.
 """
 
 from __future__ import annotations
@@ -23,6 +22,8 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 
 MAX_CHANNELS = 64
+_WIDE = range(113, 129)  # channels of causal heads in 16 bit that stream as well, in blocks of 64 keys,
+_WIDE_QUERIES = 0  # up to so many queries: none, until the version without spills is timed (docs/experiments.md)
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
 _REGISTERS = {2: 168, 3: 168, 4: 128}  # per thread, with so many warpgroups at work on a multiprocessor
@@ -63,18 +64,22 @@ class DensePlan(NamedTuple):
     parts: int  # programs of a head, or of the whole grid where keys stream
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the kernels take a dense call without mask or log-sum-exp, on a Hopper GPU; it may be causal.
+def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, causal: bool = False) -> bool:
+    """Whether the kernels compute a dense call without mask or log-sum-exp, on a Hopper GPU, and are the faster ones.
 
     Args:
         q: ``(B, H, N, D)`` int8, or in 16 bit, as the others.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, Dv)``.
         dtype: of the result: 16 bit, or int8 for int8 operands.
+        causal: whether query ``i`` attends to keys ``0..i`` only.
     """
-    if not HAS_GLUON or capability_of(q.device) != (9, 0) or max(q.shape[3], v.shape[3]) > MAX_CHANNELS:
+    if not HAS_GLUON or capability_of(q.device) != (9, 0):
         return False
     int8 = q.dtype == torch.int8
+    wide = causal and not int8 and q.shape[3] == v.shape[3] and q.shape[3] in _WIDE and q.shape[2] <= _WIDE_QUERIES
+    if max(q.shape[3], v.shape[3]) > MAX_CHANNELS and not wide:
+        return False
     if not q.dtype == k.dtype == v.dtype or (dtype != q.dtype if not int8 else dtype == torch.float32):
         return False
     if not int8 and q.dtype.itemsize != 2:

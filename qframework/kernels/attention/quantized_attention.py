@@ -99,7 +99,7 @@ def quantized_attention_triton(
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
     dense = bias.adds_nothing and lengths is None and not lse and logit_scale > 0
-    if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype):
+    if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal):
         scales = hopper_dense.DenseScales()
         out = hopper_dense.attention_dense(qk.q, qk.k, values.v, scales, logit_scale, dtype, causal=bias.causal)
         return out, None

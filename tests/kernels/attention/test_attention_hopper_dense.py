@@ -85,6 +85,13 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     wide, odd = operand(1, 4, 300, 80), operand(1, 4, 300, 40, dtype=torch.int8)
     assert not fits(wide, wide, wide, torch.float16)
     assert not fits(odd, odd, odd, torch.float16)
+    wider = operand(1, 4, 300, 128)
+    assert not fits(wider, wider, wider, torch.float16, causal=True)  # not timed in this version
+    assert not fits(wider, wider, wider, torch.float16)
+    assert not fits(wide, wide, wide, torch.float16, causal=True)
+    longer = operand(1, 4, 1025, 128)
+    assert not fits(longer, longer, longer, torch.float16, causal=True)
+    assert not fits(wider.to(torch.int8), wider.to(torch.int8), wider.to(torch.int8), torch.float16, causal=True)
     monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (10, 0))
     assert not fits(q, q, q, torch.float16)
 
@@ -264,7 +271,7 @@ def test_agrees_with_float64(problem: Problem) -> None:
     if not ON_HOPPER:
         assert not fits(q, k, v, problem.out)
         return
-    assert fits(q, k, v, problem.out) or problem.head_dim > 64
+    assert fits(q, k, v, problem.out, problem.causal) or problem.head_dim > 64
     int8 = problem.dtype == torch.int8
     *given, _ = problem.scales() if int8 else [None] * 4
     real = [
