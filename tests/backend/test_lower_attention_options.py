@@ -171,7 +171,7 @@ class TestWherePyTorchIsFaster:
     @pytest.mark.parametrize(
         ("shape", "taken"),
         [
-            *[((2, 16, 4096, 64), True), ((4, 16, 4095, 64), False), ((1, 31, 4096, 64), False)],
+            *[((2, 16, 4096, 128), True), ((4, 16, 4095, 128), False), ((1, 31, 4096, 128), False)],
             *[((2, 16, 4096, 72), False), ((2, 16, 8192, 256), True), ((2, 16, 8191, 256), False)],
             *[((4, 16, 4096, 160), True), ((8, 16, 4095, 160), False), ((2, 16, 8192, 192), False)],
         ],
@@ -193,11 +193,21 @@ class TestWherePyTorchIsFaster:
             (F.scaled_dot_product_attention, (1, 12, 197, 64), False),
             (F.scaled_dot_product_attention, (64, 12, 256, 64), False),
             (F.scaled_dot_product_attention, (256, 12, 197, 80), False),
+            (F.scaled_dot_product_attention, (8, 32, 1024, 64), True),
+            (F.scaled_dot_product_attention, (1, 12, 2048, 64), False),
             (causal, (256, 12, 197, 64), False),
+            (causal, (16, 32, 512, 64), True),
+            (causal, (16, 32, 511, 64), False),
+            (causal, (1, 2, 2048, 64), False),
+            (causal, (8, 32, 1024, 128), False),
         ],
-        ids=["part of a block", "odd heads", "less than the host", "whole blocks", "wide heads", "causal"],
+        ids=[
+            *["part of a block", "odd heads", "less than the host", "whole blocks", "wide heads"],
+            *["many whole blocks", "few whole blocks", "causal", "causal, long", "causal, shorter"],
+            *["causal, less than the host", "causal, wide heads"],
+        ],
     )
-    def test_auto_takes_calls_that_end_within_a_block_of_keys(self, fn, shape, taken):
+    def test_auto_takes_calls_for_small_programs(self, fn, shape, taken):
         """Traced only, as above."""
         graph = torch.fx.symbolic_trace(lambda q, k, v: fn(q, k, v))
         FakeTensorProp(graph).propagate(*(torch.empty(shape, dtype=torch.half, device="meta") for _ in range(3)))

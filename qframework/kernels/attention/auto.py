@@ -52,6 +52,8 @@ def choose_variant(q: Tensor, k: Tensor, v: Tensor, keys: int, plain: bool, mask
         integer = VARIANTS["integer_exp"]
         shortest = min(q.shape[2], keys)
         long = plain and shortest >= (LONG_MASKED if masked else 0) and _integer_is_faster(shortest, q.shape[3])
+        if long and not masked and hopper_dense.fits(q, k, v, q.dtype):  # which needs fewer blocks to be at its best
+            long = q.shape[0] * q.shape[1] * shortest // QUERY_BLOCK >= _MANY_BLOCKS
         fast = long and hopper.fits(q, k, v, integer, q.dtype, capability, masked)
         return (integer if fast else VARIANTS["unquantized"]).spec
     if keys < LONG:
@@ -73,6 +75,8 @@ _LONG_WIDE = 8192  # the same for heads of more than 192 channels
 _SLICED = 1024  # tokens from which heads of 136 to 160 channels are faster unquantized; causal ones were timed at 4,096
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
+_CAUSAL = 512  # tokens from which hopper_dense.py is faster than cuDNN under causality
+_WHOLE = 1024  # tokens from which it is faster at whole blocks of 128 keys, with many blocks of queries
 _FLASH = 1024  # tokens up to which flash attention is faster, where cuDNN is switched off
 _PADDED = 512  # tokens from which PyTorch is faster though it pads the channels to a multiple of 8
 
@@ -130,7 +134,7 @@ def pytorch_is_faster(
         sliced = 128 < channels <= 160 and shortest >= (_SLICED if masking == "none" else _LONG_FASTER)
         if sliced and hopper.takes(*sizes, unquantized, False, chip.processors):
             return False
-        if masking == "none" and _dense_is_faster(batch * heads * queries * keys, keys, channels):
+        if _dense_is_faster(batch * heads, queries, keys, channels, masking == "causal"):
             return False
         return chip.cudnn or longest <= _FLASH or channels > 128
     if longest <= _WINDOW:
@@ -147,12 +151,24 @@ def _integer_is_faster(shortest: int, channels: int) -> bool:
     return shortest >= _LONG_FASTER if channels <= 128 else shortest >= _LONG_WIDE and channels > 192
 
 
-def _dense_is_faster(logits: int, keys: int, channels: int) -> bool:
+def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal: bool) -> bool:
     """Whether hopper_dense.py computes a call without a mask that takes longer than its launch, and is ahead of cuDNN.
 
     cuDNN computes whole blocks of 128 keys. Where a quarter of the last one or more is empty, hopper_dense.py was 1.03
-    to 2.3 times as fast in float16, and elsewhere about as fast.
+    to 2.3 times as fast in float16, and elsewhere about as fast with few tokens.
+
+    Args:
+        heads: of Q, in all sequences of a batch.
+        queries: of a head.
+        keys: of a head.
+        channels: of a head.
+        causal: which halves the logits.
     """
-    fits = channels <= hopper_dense.MAX_CHANNELS and channels % 8 == 0
+    logits, shortest = heads * queries * keys, min(queries, keys)
+    if channels > hopper_dense.MAX_CHANNELS or channels % 8 or logits < _MANY_LOGITS * (2 if causal else 1):
+        return False
+    if causal:
+        return shortest >= _CAUSAL
     pieces = hopper_dense.split(keys)
-    return fits and logits >= _MANY_LOGITS and pieces.first + pieces.second < hopper_dense.BLOCK_N
+    many = heads * shortest // QUERY_BLOCK >= _MANY_BLOCKS and shortest >= _WHOLE
+    return many or pieces.first + pieces.second < hopper_dense.BLOCK_N

@@ -350,6 +350,11 @@ def _heads_in_cache(k: Tensor, v: Tensor) -> int:
     return max(_CACHE // (k.shape[2] * (k.shape[3] * k.element_size() + v.shape[3] * v.element_size())), 1)
 
 
+def heads_at_once(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """How many heads of Q ``(B, H, N, D)`` to compute together, so that the L2 cache holds their K and V."""
+    return _divisor(q.shape[0] * q.shape[1], _heads_in_cache(k, v) * (q.shape[1] // k.shape[1]))
+
+
 def _divisor(count: int, most: int) -> int:
     """The largest power of two up to ``most`` that divides ``count``."""
     return min(count & -count, 1 << (most.bit_length() - 1))

@@ -29,6 +29,10 @@ class PieceForm(NamedTuple):
     int8_values: bool
     whole_values: bool  # block_dv is the number of V's channels
     reuses_query: bool  # the result takes the place of its queries in shared memory
+    causal: bool = False  # the pieces are the keys of the queries' own places
+    clipped: bool = False  # causal queries may come after the last key
+    block_n: int = BLOCK_N  # keys of a whole block
+    several: bool = False  # tiles a program (streaming)
 
 
 if HAS_GLUON:
@@ -84,13 +88,17 @@ if HAS_GLUON:
     @gluon.jit
     def _exponentials(s, scale, top, KEYS: gl.constexpr, DTYPE: gl.constexpr, start, NK, MASKED: gl.constexpr):
         """2^(s scale - top) rounded to DTYPE: (M, KEYS // 2) words."""
-        M: gl.constexpr = s.shape[0]
         top = gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))
         p = gl.exp2(s.to(gl.float32) * scale - top[:, None])
         if MASKED:
             column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))
             p = gl.where((start + column < NK)[None, :], p, 0.0)
-        low, high = gl.split(gl.reshape(p, (M, KEYS // 2, 2)))
+        return _rounded_pairs(p, DTYPE)
+
+    @gluon.jit
+    def _rounded_pairs(p, DTYPE: gl.constexpr):
+        """(M, KEYS) weights rounded to DTYPE: (M, KEYS // 2) words."""
+        low, high = gl.split(gl.reshape(p, (p.shape[0], p.shape[1] // 2, 2)))
         ROUND: gl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;" if gl.float16 == DTYPE else "cvt.rn.bf16x2.f32 $0, $2, $1;"
         return gl.inline_asm_elementwise(ROUND, "=r,f,f", [low, high], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -154,15 +162,90 @@ if HAS_GLUON:
         return acc, total, top
 
     @gluon.jit
+    def first_products(WHO: gl.constexpr, q, k_tile, FORM: gl.constexpr):
+        """Q K^T of the pieces, within one block in shared memory, for warpgroup ``WHO`` of a tile of queries.
+
+        Of the keys of a tile's own places, under causality, warpgroup 0 attends to the first half.
+        """
+        FIRST: gl.constexpr = FORM.first
+        SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
+        k = k_tile.reshape((FORM.block_n, FORM.block_d))
+        first = products(q, k.slice(0, FIRST), FIRST, FORM)
+        if SECOND > 0:
+            second = products(q, k.slice(FIRST, SECOND), SECOND, FORM)
+            s, s2 = warpgroup_mma_wait(0, deps=(first, second))
+        else:
+            s = warpgroup_mma_wait(0, deps=(first,))
+            s2 = s
+        return s, s2
+
+    @gluon.jit
+    def first_visit(
+        WHO: gl.constexpr, s, s2, v_tile, scale, start, NK, row, VALUES: gl.constexpr, FORM: gl.constexpr
+    ):  # fmt: skip
+        """As ``visit_pieces`` with ``first_products``, for queries from ``row`` on and keys from ``start`` on."""
+        FIRST: gl.constexpr = FORM.first
+        SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
+        CAUSAL: gl.constexpr = FORM.causal
+        DV: gl.constexpr = FORM.block_dv
+        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, DV, 16])
+        LAST: gl.constexpr = FORM.masked or FORM.causal  # the last piece has a mask
+        MASK_FIRST: gl.constexpr = (LAST and SECOND == 0) or FORM.clipped
+        kept = _attended(s, start, NK, row, CAUSAL) if MASK_FIRST else None
+        kept2 = _attended(s2, start + FIRST, NK, row, CAUSAL) if LAST and SECOND > 0 else None
+        s = _only(s, kept)
+        s2 = _only(s2, kept2)
+        top = _maxima(s, s2 if SECOND > 0 else None, scale)
+        words = _weights(s, scale, top, kept, VALUES)
+        total = _thread_sums(words, FIRST, VALUES)
+        weights = _left_operand(words, s, FIRST, VALUES, RESULT)
+        v = v_tile.reshape((FORM.block_n, DV))
+        acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
+        values = warpgroup_mma(weights, v.slice(0, FIRST), acc, use_acc=False, is_async=True)
+        weights2 = weights
+        if SECOND > 0:
+            words2 = _weights(s2, scale, top, kept2, VALUES)
+            total += gl.convert_layout(_thread_sums(words2, SECOND, VALUES), total.type.layout, assert_trivial=True)
+            weights2 = _left_operand(words2, s2, SECOND, VALUES, RESULT)
+            values = warpgroup_mma(weights2, v.slice(FIRST, SECOND), values, is_async=True)
+        acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
+        return acc, total, top
+
+    @gluon.jit
+    def _attended(s, start, NK, row, CAUSAL: gl.constexpr):
+        """Which keys from ``start`` on the queries from ``row`` on attend to."""
+        column = start + gl.arange(0, s.shape[1], layout=gl.SliceLayout(0, s.type.layout))
+        end = NK
+        if CAUSAL:
+            own = row + gl.arange(0, s.shape[0], layout=gl.SliceLayout(1, s.type.layout))
+            end = gl.minimum(own + 1, NK)[:, None]
+        return column[None, :] < end
+
+    @gluon.jit
+    def _only(s, kept):
+        """Products of keys that are attended to; the others below all products."""
+        if kept is not None:
+            s = gl.where(kept, s, _LEAST if s.dtype == gl.int32 else float("-inf"))
+        return s
+
+    @gluon.jit
+    def _weights(s, scale, top, kept, DTYPE: gl.constexpr):
+        """As ``_exponentials`` for products from ``_only``: 0 for keys that are not attended to."""
+        p = gl.exp2(s.to(gl.float32) * scale - gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))[:, None])
+        if kept is not None and s.dtype == gl.int32:  # however small the scale is
+            p = gl.where(kept, p, 0.0)
+        return _rounded_pairs(p, DTYPE)
+
+    @gluon.jit
     def block_products(q, k_tile, FORM: gl.constexpr):
         """Q K^T of a whole block: of its two halves, or of all keys twice."""
-        k = k_tile.reshape((_BLOCK_N, FORM.block_d))
+        k = k_tile.reshape((FORM.block_n, FORM.block_d))
         if FORM.halves:
             first = products(q, k.slice(0, _HALF), _HALF, FORM)
             second = products(q, k.slice(_HALF, _HALF), _HALF, FORM)
             s, s2 = warpgroup_mma_wait(0, deps=(first, second))
         else:
-            s = warpgroup_mma_wait(0, deps=(products(q, k, _BLOCK_N, FORM),))
+            s = warpgroup_mma_wait(0, deps=(products(q, k, FORM.block_n, FORM),))
             s2 = s
         return s, s2
 
@@ -172,7 +255,7 @@ if HAS_GLUON:
         acc, total, top = state
         RESULT: gl.constexpr = acc.type.layout
         KEYS: gl.constexpr = s.shape[1]
-        v = v_tile.reshape((_BLOCK_N, FORM.block_dv))
+        v = v_tile.reshape((FORM.block_n, FORM.block_dv))
         new_top = gl.maximum(
             top, gl.convert_layout(_maxima(s, s2 if FORM.halves else None, scale), top.type.layout, assert_trivial=True)
         )
@@ -225,8 +308,13 @@ if HAS_GLUON:
 
     @gluon.jit
     def store_as_float16(tile, values):
-        """INT8 values as float16 in shared memory, exactly: a float16 of 1024 and more has integers in its bits."""
-        halves = gl.inline_asm_elementwise(
+        """INT8 values as float16 in shared memory."""
+        tile.reshape((values.shape[0], values.shape[1])).store(as_float16(values))
+
+    @gluon.jit
+    def as_float16(values):
+        """INT8 values as float16, exactly: a float16 of 1024 and more has integers in its bits."""
+        return gl.inline_asm_elementwise(
             """{
             .reg .b32 bytes, low, high, offset;
             xor.b32 bytes, $2, 0x80808080;
@@ -242,7 +330,6 @@ if HAS_GLUON:
             is_pure=True,
             pack=4,
         )
-        tile.reshape((values.shape[0], values.shape[1])).store(halves)
 
     @gluon.jit
     def scales_of(scales, h, kv, logit_scale, PER_HEAD: gl.constexpr):

@@ -1,10 +1,12 @@
 """Attention for Hopper with keys that pass through shared memory, in Gluon; for sequences of any length.
 
-A program computes one tile of queries. Each multiprocessor runs two programs of two warpgroups, which take no turns.
-Q K^T of a block of 128 keys and P V of the block before are in flight together; blocks alternate between two buffers.
-INT8 values arrive two blocks ahead and are converted to float16 one block ahead.
+A program computes tiles of 128 queries, each of its two warpgroups 64 of them, in partitions of their own: neither
+waits for the other unless it is more than a block of keys ahead. Each multiprocessor runs two programs, so that four
+warpgroups in different phases share its tensor cores and special functions. The first warpgroup loads, a block ahead,
+and across tiles. Of INT8 values each warpgroup converts half of a block to float16, a block ahead.
 
-The last keys, which alone may need a mask, are visited first, in pieces as in hopper_resident_kernel.py.
+The last keys that a tile attends to, which alone may need a mask, are visited first, in pieces as in
+hopper_resident_kernel.py: under causality those of the tile's own places.
 """
 
 from __future__ import annotations
@@ -15,19 +17,22 @@ from qframework.kernels.attention.hopper_pieces import BLOCK_N, ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
+KEY_STAGES = 2
+VALUE_STAGES = 3
+REGISTERS = 128  # of a thread
+
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_pieces import (
+        as_float16,
         block_products,
-        load_int8_values,
+        first_products,
+        first_visit,
         places_of_values,
         scales_of,
-        store_as_float16,
         store_result,
         visit,
-        visit_pieces,
     )
     from qframework.kernels.runtime.gluon import (
-        barrier,
         fence_async_shared,
         gl,
         gluon,
@@ -38,159 +43,259 @@ if HAS_GLUON:
         tma_store,
     )
 
-    _ROWS, _BLOCK_N = gl.constexpr(ROWS), gl.constexpr(BLOCK_N)
+    _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(BLOCK_N // 2)
+    _KEY_STAGES, _VALUE_STAGES = gl.constexpr(KEY_STAGES), gl.constexpr(VALUE_STAGES)
+    _REGISTERS = gl.constexpr(REGISTERS)
 
     @gluon.jit
-    def _refill(n, slot, phase, shared, ready, descs, b, kv, blocks, FORM: gl.constexpr):
-        """After block ``n``'s products: its keys' buffer gets block n + 2, the other values' buffer block n + 1.
+    def _place(work, sizes, FORM: gl.constexpr):
+        """Item ``work``: (tile of queries, head, batch, head of keys, whole blocks of keys before the pieces).
 
-        INT8 values pass through ``staged``, which is a block ahead.
+        Under causality the last tiles take longest: they come first, of as many heads as share the L2 cache.
         """
-        k_ring, v_ring, staged = shared
-        k_desc, v_desc = descs
-        barrier()  # all warps have read the buffers
-        later = n + 2 < blocks
-        following = n + 1 < blocks
-        k_place = [b, kv, (n + 2) * _BLOCK_N, 0]
-        if FORM.int8_values:
-            mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes + v_desc.block_type.nbytes, pred=later)
-            tma_load(k_desc, k_place, ready.index(slot), k_ring.index(slot), pred=later)
-            tma_load(v_desc, k_place, ready.index(slot), staged.index(slot), pred=later)
-            if following:
-                mbarrier.wait(ready.index(slot ^ 1), phase ^ slot)
-                values = staged.index(slot ^ 1).reshape((_BLOCK_N, FORM.block_dv)).load(places_of_values(FORM))
-                store_as_float16(v_ring.index(slot ^ 1), values)
-                fence_async_shared()
+        H, GROUP, NK, TILES, HEADS_AT_ONCE, _ITEMS = sizes
+        CAUSAL: gl.constexpr = FORM.causal
+        IN_TILE: gl.constexpr = 2 * _ROWS // FORM.block_n  # blocks of keys of a tile's own places
+        blocks = (NK - 1) // FORM.block_n
+        if CAUSAL:
+            within = work % (TILES * HEADS_AT_ONCE)
+            tile = TILES - 1 - within // HEADS_AT_ONCE
+            head = work // (TILES * HEADS_AT_ONCE) * HEADS_AT_ONCE + within % HEADS_AT_ONCE
+            blocks = gl.minimum(blocks, (tile + 1) * IN_TILE - 1)
         else:
-            mbarrier.expect(ready.index(slot), k_desc.block_type.nbytes, pred=later)
-            mbarrier.expect(ready.index(3 - slot), v_desc.block_type.nbytes, pred=following)
-            v_place = [b, kv, (n + 1) * _BLOCK_N, 0]
-            tma_load(k_desc, k_place, ready.index(slot), k_ring.index(slot), pred=later)
-            tma_load(v_desc, v_place, ready.index(3 - slot), v_ring.index(slot ^ 1), pred=following)
+            tile = work % TILES
+            head = work // TILES
+        h = head % H
+        return tile, h, head // H, h // GROUP, blocks
 
-    @gluon.jit(do_not_specialize=["H", "GROUP", "N", "NK", "PARTS"])
+    @gluon.jit
+    def _ahead(work, tile, h, b, kv, blocks, sizes, FORM: gl.constexpr):
+        """(whether this program has an item after ``work``, its place)."""
+        more = False
+        if FORM.several:
+            after = work + gl.num_programs(0)
+            more = after < sizes[5]
+            tile, h, b, kv, blocks = _place(after, sizes, FORM)
+        return more, tile, h, b, kv, blocks
+
+    @gluon.jit
+    def _begin(WHO: gl.constexpr, tile, blocks, FORM: gl.constexpr):
+        """The first visit to keys that this warpgroup attends to: the last 64 of a causal tile's are the other's."""
+        begin = 0
+        if FORM.causal and FORM.block_n == _ROWS and WHO == 0:
+            begin = gl.where(blocks == 2 * tile + 1, 1, 0)
+        return begin
+
+    @gluon.jit
+    def _load(i, b, kv, blocks, key_slot, value_slot, descs, shared, barriers, FORM: gl.constexpr):
+        """Keys and values of the ``i``-th visit of a tile."""
+        k_desc, v_desc = descs[1], descs[2]
+        k_ring, staged, v_ring = shared[1], shared[2], shared[3]
+        k_ready, v_ready = barriers[1], barriers[3]
+        INT8: gl.constexpr = FORM.int8_values
+        place = [b, kv, (blocks - i) * FORM.block_n, 0]
+        ready = k_ready.index(key_slot)
+        if INT8:
+            mbarrier.expect(ready, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
+            tma_load(k_desc, place, ready, k_ring.index(key_slot))
+            tma_load(v_desc, place, ready, staged.index(key_slot))
+        else:
+            mbarrier.expect(ready, k_desc.block_type.nbytes)
+            mbarrier.expect(v_ready.index(value_slot), v_desc.block_type.nbytes)
+            tma_load(k_desc, place, ready, k_ring.index(key_slot))
+            tma_load(v_desc, place, v_ready.index(value_slot), v_ring.index(value_slot))
+
+    @gluon.jit
+    def _load_queries(WHO: gl.constexpr, tile, h, b, descs, shared, barriers):
+        """This warpgroup's queries of a tile."""
+        ready = barriers[0].index(WHO)
+        mbarrier.expect(ready, descs[0].block_type.nbytes)
+        tma_load(descs[0], [b, h, (tile * 2 + WHO) * _ROWS, 0], ready, shared[0].index(WHO))
+
+    @gluon.jit
+    def _after_products(WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr):
+        """Q K^T of the ``i``-th visit is done: load what the next one needs, this tile's or the next tile's."""
+        key_slot, key_phase, value_slot, value_phase = at
+        more, next_tile, next_h, next_b, next_kv, next_blocks = ahead
+        k_free, v_free = barriers[2], barriers[4]
+        mbarrier.arrive(k_free.index(key_slot), count=1)
+        last = i == blocks
+        if WHO == 0:  # noqa: SIM102  (at compile time)
+            if (i < blocks) | more:
+                key_slot, key_phase = next_stage(key_slot, key_phase, _KEY_STAGES)
+                value_slot, value_phase = next_stage(value_slot, value_phase, _VALUE_STAGES)
+                mbarrier.wait(k_free.index(key_slot), key_phase ^ 1)
+                mbarrier.wait(v_free.index(value_slot), value_phase ^ 1)
+                _load(
+                    gl.where(last, 0, i + 1), gl.where(last, next_b, b), gl.where(last, next_kv, kv),
+                    gl.where(last, next_blocks, blocks), key_slot, value_slot, descs, shared, barriers, FORM,
+                )  # fmt: skip
+        REUSES: gl.constexpr = FORM.reuses_query
+        if not REUSES:  # noqa: SIM102  (at compile time)
+            if more & last:
+                _load_queries(WHO, next_tile, next_h, next_b, descs, shared, barriers)
+
+    @gluon.jit
+    def _after_values(WHO: gl.constexpr, i, blocks, more, at, shared, barriers, FORM: gl.constexpr):
+        """P V of the ``i``-th visit is done: the next stages, for which INT8 values are converted."""
+        key_slot, key_phase, value_slot, value_phase = at
+        INT8: gl.constexpr = FORM.int8_values
+        mbarrier.arrive(barriers[4].index(value_slot), count=1)
+        key_slot, key_phase = next_stage(key_slot, key_phase, _KEY_STAGES)
+        value_slot, value_phase = next_stage(value_slot, value_phase, _VALUE_STAGES)
+        at = (key_slot, key_phase, value_slot, value_phase)
+        if INT8:  # noqa: SIM102  (at compile time)
+            if more | (i < blocks):
+                _convert(WHO, at, shared, barriers, FORM)
+        return at
+
+    @gluon.jit
+    def _keep_pace(WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr):
+        """The ``i``-th visit of a warpgroup without queries that attend to its keys."""
+        mbarrier.wait(barriers[1].index(at[0]), at[1])
+        _after_products(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+        mbarrier.wait(barriers[3].index(at[2]), at[3])
+        return _after_values(WHO, i, blocks, ahead[0], at, shared, barriers, FORM)
+
+    @gluon.jit
+    def _convert(WHO: gl.constexpr, at, shared, barriers, FORM: gl.constexpr):
+        """This warpgroup's half of the values of a block to float16."""
+        key_slot, key_phase, value_slot, value_phase = at
+        mbarrier.wait(barriers[1].index(key_slot), key_phase)
+        mbarrier.wait(barriers[4].index(value_slot), value_phase ^ 1)
+        staged = shared[2].index(key_slot).reshape((_BLOCK_N, FORM.block_dv)).slice(WHO * _HALF, _HALF)
+        place = shared[3].index(value_slot).reshape((_BLOCK_N, FORM.block_dv)).slice(WHO * _HALF, _HALF)
+        place.store(as_float16(staged.load(places_of_values(FORM))))
+        fence_async_shared()
+        mbarrier.arrive(barriers[3].index(value_slot), count=1)
+
+    @gluon.jit
+    def _compute(
+        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD: gl.constexpr,
+        FORM: gl.constexpr,
+    ):  # fmt: skip
+        """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
+        q_tiles, k_ring, _staged, v_ring, out_tiles = shared
+        q_ready, k_ready, _k_free, v_ready, _v_free = barriers
+        INT8: gl.constexpr = FORM.int8_values
+        VALUES: gl.constexpr = v_ring.dtype
+        NK, ITEMS = sizes[2], sizes[5]
+        q = q_tiles.index(WHO).reshape((_ROWS, FORM.block_d))
+        out_tile = out_tiles.index(WHO)
+        at = (0, 0, 0, 0)
+        q_phase = 0
+        if INT8:
+            _convert(WHO, at, shared, barriers, FORM)
+        for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
+            tile, h, b, kv, blocks = _place(work, sizes, FORM)
+            ahead = _ahead(work, tile, h, b, kv, blocks, sizes, FORM)
+            more = ahead[0]
+            scale, factor = scales_of(scales, h, kv, logit_scale, PER_HEAD)
+            row = (tile * 2 + WHO) * _ROWS
+            mbarrier.wait(q_ready.index(WHO), q_phase)
+            q_phase = q_phase ^ 1
+            begin = _begin(WHO, tile, blocks, FORM)
+            if begin == 1:
+                at = _keep_pace(WHO, 0, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+            if row < N:
+                mbarrier.wait(k_ready.index(at[0]), at[1])
+                first, second = first_products(WHO, q, k_ring.index(at[0]), FORM)
+                _after_products(WHO, begin, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                mbarrier.wait(v_ready.index(at[2]), at[3])
+                start = (blocks - begin) * FORM.block_n
+                state = first_visit(WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, FORM)
+                at = _after_values(WHO, begin, blocks, more, at, shared, barriers, FORM)
+                for i in range(begin + 1, blocks + 1):
+                    mbarrier.wait(k_ready.index(at[0]), at[1])
+                    s, s2 = block_products(q, k_ring.index(at[0]), FORM)
+                    _after_products(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                    mbarrier.wait(v_ready.index(at[2]), at[3])
+                    state = visit(s, s2, v_ring.index(at[2]), state, scale, VALUES, FORM)
+                    at = _after_values(WHO, i, blocks, more, at, shared, barriers, FORM)
+                if not FORM.reuses_query:
+                    tma.store_wait(0)  # the result before has left
+                store_result(out_tile, state[0], state[1], factor, FORM)
+                fence_async_shared()
+                tma_store(descs[3], [b, h, row, 0], out_tile)
+                if FORM.reuses_query:
+                    tma.store_wait(0)
+            else:  # no queries: keep pace
+                for i in range(blocks + 1):
+                    at = _keep_pace(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+            if FORM.reuses_query:  # noqa: SIM102  (at compile time)
+                if more:
+                    _load_queries(WHO, ahead[1], ahead[2], ahead[3], descs, shared, barriers)
+        tma.store_wait(0)
+
+    @gluon.jit(do_not_specialize=["H", "GROUP", "N", "NK", "TILES", "HEADS_AT_ONCE", "ITEMS"])
     def _streaming_attention_kernel(
-        q_desc,  # arguments as in hopper_resident_kernel.py
-        k_first_desc,
-        k_second_desc,
-        k_desc,
-        v_first_desc,
-        v_second_desc,
-        v_desc,
-        out_desc,
-        v_ptr,
-        stride_vb,
-        stride_vh,
-        stride_vn,
-        q_scale_ptr,
+        q_desc,  # (B, H, N, D) int8 or 16 bit; blocks of (1, 1, 64, block_d)
+        k_desc,  # (B, Hkv, Nk, D) as Q; blocks of 128 keys
+        v_desc,  # (B, Hkv, Nk, Dv) as K
+        out_desc,  # (B, H, N, Dv) int8 or 16 bit; blocks of (1, 1, 64, block_dv)
+        q_scale_ptr,  # (1,) or one per head fp32, or None; as the next three
         k_scale_ptr,
         v_scale_ptr,
         out_scale_ptr,
         logit_scale,
         H,
-        GROUP,
+        GROUP,  # query heads of a key head
         N,
         NK,
-        DV,
-        PARTS,  # tiles of queries of a head
-        V_LAYOUT: gl.constexpr,
-        PER_HEAD: gl.constexpr,
+        TILES,  # of 128 queries of a head
+        HEADS_AT_ONCE,  # under causality; divides B H
+        ITEMS,  # tiles of all heads
+        V_LAYOUT: gl.constexpr,  # of values in shared memory
+        PER_HEAD: gl.constexpr,  # whether each of the scales is one per head
         FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
-        """Grid (PARTS H B,): each program computes one tile of a head's queries; there is at least one whole block."""
-        M: gl.constexpr = FORM.warpgroups * _ROWS
+        """Grid of any size up to ITEMS: each program computes every ``num_programs``-th tile."""
+        INT8: gl.constexpr = FORM.int8_values
         D: gl.constexpr = FORM.block_d
-        DV_BLOCK: gl.constexpr = FORM.block_dv
-        FIRST: gl.constexpr = FORM.first
-        SECOND: gl.constexpr = FORM.second
-        INT8_VALUES: gl.constexpr = FORM.int8_values
-        VALUES: gl.constexpr = gl.float16 if INT8_VALUES else out_desc.dtype
-        q_tile = gl.allocate_shared_memory(q_desc.dtype, [1, 1, M, D], q_desc.layout)
-        k_first = gl.allocate_shared_memory(k_desc.dtype, [1, 1, FIRST, D], k_first_desc.layout)
-        v_first = gl.allocate_shared_memory(VALUES, [1, 1, FIRST, DV_BLOCK], V_LAYOUT)
-        k_second = k_first
-        v_second = v_first
-        if SECOND > 0:
-            k_second = gl.allocate_shared_memory(k_desc.dtype, [1, 1, SECOND, D], k_second_desc.layout)
-            v_second = gl.allocate_shared_memory(VALUES, [1, 1, SECOND, DV_BLOCK], V_LAYOUT)
-        k_ring = gl.allocate_shared_memory(k_desc.dtype, [2, 1, 1, _BLOCK_N, D], k_desc.layout)
-        v_ring = gl.allocate_shared_memory(VALUES, [2, 1, 1, _BLOCK_N, DV_BLOCK], V_LAYOUT)
+        DV: gl.constexpr = FORM.block_dv
+        BLOCK: gl.constexpr = FORM.block_n
+        VALUES: gl.constexpr = gl.float16 if INT8 else v_desc.dtype
+        q_tiles = gl.allocate_shared_memory(q_desc.dtype, [2, 1, 1, _ROWS, D], q_desc.layout)
+        k_ring = gl.allocate_shared_memory(k_desc.dtype, [_KEY_STAGES, 1, 1, BLOCK, D], k_desc.layout)
+        v_ring = gl.allocate_shared_memory(VALUES, [_VALUE_STAGES, 1, 1, BLOCK, DV], V_LAYOUT)
         staged = v_ring
-        if INT8_VALUES:
-            staged = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _BLOCK_N, DV_BLOCK], v_desc.layout)
-        out_tile = q_tile
+        if INT8:
+            staged = gl.allocate_shared_memory(gl.int8, [_KEY_STAGES, 1, 1, BLOCK, DV], v_desc.layout)
+        out_tiles = q_tiles
         if not FORM.reuses_query:
-            out_tile = gl.allocate_shared_memory(out_desc.dtype, [1, 1, M, DV_BLOCK], out_desc.layout)
-        first_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())  # of keys, of values
-        ready = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())  # even and odd keys, and values
+            out_tiles = gl.allocate_shared_memory(out_desc.dtype, [2, 1, 1, _ROWS, DV], out_desc.layout)
+        q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        k_ready = gl.allocate_shared_memory(gl.int64, [_KEY_STAGES, 1], mbarrier.MBarrierLayout())
+        k_free = gl.allocate_shared_memory(gl.int64, [_KEY_STAGES, 1], mbarrier.MBarrierLayout())
+        v_ready = gl.allocate_shared_memory(gl.int64, [_VALUE_STAGES, 1], mbarrier.MBarrierLayout())
+        v_free = gl.allocate_shared_memory(gl.int64, [_VALUE_STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
-            mbarrier.init(first_ready.index(i), count=1)
-        for i in gl.static_range(4):
-            mbarrier.init(ready.index(i), count=1)
+            mbarrier.init(q_ready.index(i), count=1)
+        for i in gl.static_range(_KEY_STAGES):
+            mbarrier.init(k_ready.index(i), count=1)
+            mbarrier.init(k_free.index(i), count=2)
+        for i in gl.static_range(_VALUE_STAGES):
+            mbarrier.init(v_ready.index(i), count=2 if INT8 else 1)
+            mbarrier.init(v_free.index(i), count=2)
         fence_async_shared()
-
-        pid = gl.program_id(0)
-        tile = pid % PARTS
-        h = pid // PARTS % H
-        b = pid // PARTS // H
-        kv = h // GROUP
-        blocks = (NK - 1) // _BLOCK_N
-        start = blocks * _BLOCK_N
-        wait_for_previous_kernel(OVERLAP)
-        K_BYTES: gl.constexpr = (FIRST + SECOND) * D * (1 if q_desc.dtype == gl.int8 else 2)
-        mbarrier.expect(first_ready.index(0), q_desc.block_type.nbytes + K_BYTES)
-        tma_load(q_desc, [b, h, tile * M, 0], first_ready.index(0), q_tile)
-        tma_load(k_first_desc, [b, kv, start, 0], first_ready.index(0), k_first)
-        if SECOND > 0:
-            tma_load(k_second_desc, [b, kv, start + FIRST, 0], first_ready.index(0), k_second)
-        V_BYTES: gl.constexpr = v_desc.block_type.nbytes if INT8_VALUES else 0
-        mbarrier.expect(ready.index(0), k_desc.block_type.nbytes)
-        mbarrier.expect(ready.index(1), k_desc.block_type.nbytes + V_BYTES, pred=blocks > 1)
-        tma_load(k_desc, [b, kv, 0, 0], ready.index(0), k_ring.index(0))
-        tma_load(k_desc, [b, kv, _BLOCK_N, 0], ready.index(1), k_ring.index(1), pred=blocks > 1)
-        if INT8_VALUES:
-            tma_load(v_desc, [b, kv, _BLOCK_N, 0], ready.index(1), staged.index(1), pred=blocks > 1)
-            v_base = v_ptr + b.to(gl.int64) * stride_vb + kv * stride_vh
-            # All loads before the first conversion, which waits for them.
-            first = load_int8_values(v_base, start, FIRST, stride_vn, NK, DV, FORM)
-            second = first
-            if SECOND > 0:
-                second = load_int8_values(v_base, start + FIRST, SECOND, stride_vn, NK, DV, FORM)
-            block_values = load_int8_values(v_base, 0, _BLOCK_N, stride_vn, NK, DV, FORM)
-            store_as_float16(v_first, first)
-            if SECOND > 0:
-                store_as_float16(v_second, second)
-            store_as_float16(v_ring.index(0), block_values)
-            fence_async_shared()
-        else:
-            mbarrier.expect(first_ready.index(1), (FIRST + SECOND) * DV_BLOCK * 2)
-            tma_load(v_first_desc, [b, kv, start, 0], first_ready.index(1), v_first)
-            if SECOND > 0:
-                tma_load(v_second_desc, [b, kv, start + FIRST, 0], first_ready.index(1), v_second)
-            mbarrier.expect(ready.index(2), v_desc.block_type.nbytes)
-            tma_load(v_desc, [b, kv, 0, 0], ready.index(2), v_ring.index(0))
-
+        sizes = (H, GROUP, NK, TILES, HEADS_AT_ONCE, ITEMS)
+        descs = (q_desc, k_desc, v_desc, out_desc)
+        shared = (q_tiles, k_ring, staged, v_ring, out_tiles)
+        barriers = (q_ready, k_ready, k_free, v_ready, v_free)
         scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr, out_scale_ptr)
-        scale, factor = scales_of(scales, h, kv, logit_scale, PER_HEAD)
-        q = q_tile.reshape((M, D))
-        mbarrier.wait(first_ready.index(0), 0)
-        pieces = (k_first, k_second, v_first, v_second)
-        state = visit_pieces(q, pieces, first_ready.index(1), scale, start, NK, VALUES, FORM)
-        slot = 0
-        phase = 0
-        for n in range(blocks):
-            if not INT8_VALUES or n == 0:  # else they came with the values
-                mbarrier.wait(ready.index(slot), phase)
-            s, s2 = block_products(q, k_ring.index(slot), FORM)
-            _refill(n, slot, phase, (k_ring, v_ring, staged), ready, (k_desc, v_desc), b, kv, blocks, FORM)
-            if not INT8_VALUES:
-                mbarrier.wait(ready.index(2 + slot), phase)
-            state = visit(s, s2, v_ring.index(slot), state, scale, VALUES, FORM)
-            slot, phase = next_stage(slot, phase, 2)
-        store_result(out_tile, state[0], state[1], factor, FORM)
-        fence_async_shared()
-        tma_store(out_desc, [b, h, tile * M, 0], out_tile)
-        tma.store_wait(0)
+        tile, h, b, kv, blocks = _place(gl.program_id(0), sizes, FORM)
+        wait_for_previous_kernel(OVERLAP)
+        for i in gl.static_range(2):
+            _load_queries(i, tile, h, b, descs, shared, barriers)
+        _load(0, b, kv, blocks, 0, 0, descs, shared, barriers, FORM)
+        gl.warp_specialize(
+            [
+                (_compute, (gl.constexpr(0), descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD, FORM)),
+                (_compute, (gl.constexpr(1), descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD, FORM)),
+            ],
+            [4],  # warps of the second
+            [_REGISTERS],
+        )
 
     kernel: Any = _streaming_attention_kernel

@@ -133,12 +133,12 @@ def _on_hopper(x: MixedAttentionArguments, logit_scale: float) -> Tensor | None:
     call = canonical(x)
     q, k, v = (last_contiguous(t) for t in call[:3])
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
-    if not bias.is_empty or logit_scale <= 0 or not hopper_dense.fits(q, k, v, x.result_dtype):
+    if not bias.adds_nothing or logit_scale <= 0 or not hopper_dense.fits(q, k, v, x.result_dtype):
         return None
     check_offsets(_NAME, query=q, key=k, value=v)
     given = (x.query_scale, x.key_scale, x.value_scale, x.out_scale)
     scales = hopper_dense.DenseScales(*(None if scale is None else scale.reshape(-1) for scale in given))
-    out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype)
+    out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype, causal=x.is_causal)
     return out.view(*x.query.shape[:-1], x.value.shape[-1])
 
 

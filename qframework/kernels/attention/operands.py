@@ -128,9 +128,9 @@ class Bias(NamedTuple):
         return self.rel_h is None and (self.mask is None or self.mask.dtype == torch.bool)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether every query attends to every key, and nothing is added to the logits."""
-        return self.mask is None and self.rel_h is None and not self.causal
+    def adds_nothing(self) -> bool:
+        """Whether there is neither a mask nor relative positions; there may be causality."""
+        return self.mask is None and self.rel_h is None
 
     def masks_of(self, batch: int) -> Tensor | None:
         """The mask with a batch of 1 or ``batch``."""

@@ -544,6 +544,10 @@ def test_auto_on_hopper(monkeypatch) -> None:
     assert {chosen(8192, 160), chosen(8192, 192)} == {as_is}
     assert {chosen(197, 64), chosen(1024, 64, heads=64), chosen(4096, 64, heads=1)} == {as_is}
     assert chosen(197, 64, dtype=torch.float32) == SPEC
+    monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
+    assert chosen(8192, 64) == as_is  # few blocks of queries: small programs are faster
+    assert chosen(8192, 64, heads=16) == chosen(8192, 128) == integer
     monkeypatch.setattr(auto, "capability_of", lambda device: (10, 0))
     assert chosen(8192, 64) not in (integer, as_is)
 

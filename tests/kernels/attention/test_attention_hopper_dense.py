@@ -19,6 +19,7 @@ from qframework.kernels.attention.hopper_dense import (
     fits,
     plan,
     split,
+    streaming_form,
 )
 from qframework.kernels.attention.hopper_pieces import PieceForm
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -45,12 +46,23 @@ def test_plans() -> None:
     assert plan(6144, 197, 197, 64, True, 132) == DensePlan(False, 1, 128, 1)
     assert plan(6144, 197, 197, 64, False, 132) == DensePlan(False, 1, 168, 1)
     assert plan(12, 197, 197, 64, True, 132).parts == 4
-    assert plan(2048, 577, 577, 64, True, 132) == DensePlan(True, 2, 128, 5)
-    assert plan(128, 4096, 4096, 64, False, 132) == DensePlan(True, 2, 128, 32)
+    assert plan(2048, 577, 577, 64, True, 132) == DensePlan(True, 2, 128, 264)
+    assert plan(2048, 577, 577, 64, False, 132) == DensePlan(True, 2, 128, 2048 * 5)
+    assert plan(128, 4096, 4096, 64, False, 132) == DensePlan(True, 2, 128, 128 * 32)
     assert not plan(32768, 49, 49, 32, True, 132).stream
     for keys in range(1, 3000, 13):
         how = plan(100, 300, keys, 64, False, 132)
         assert not how.stream or keys > BLOCK_N
+
+
+def test_plans_under_causality() -> None:
+    """Short tiles share a program; all keys stream, however few."""
+    assert plan(1024, 256, 256, 64, False, 132, True) == DensePlan(True, 2, 128, 264)
+    assert plan(512, 512, 512, 64, False, 132, True) == DensePlan(True, 2, 128, 1024)
+    assert plan(128, 2048, 2048, 64, False, 132, True) == DensePlan(True, 2, 128, 2048)
+    assert plan(12, 1024, 1024, 64, False, 132, True) == DensePlan(True, 2, 128, 96)
+    assert plan(1, 1, 1, 64, True, 132, True) == DensePlan(True, 2, 128, 1)
+    assert plan(512, 512, 512, 128, False, 132, True) == DensePlan(True, 2, 128, 2048)
 
 
 def operand(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -73,6 +85,13 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     wide, odd = operand(1, 4, 300, 80), operand(1, 4, 300, 40, dtype=torch.int8)
     assert not fits(wide, wide, wide, torch.float16)
     assert not fits(odd, odd, odd, torch.float16)
+    wider = operand(1, 4, 300, 128)
+    assert not fits(wider, wider, wider, torch.float16, causal=True)  # not timed in this version
+    assert not fits(wider, wider, wider, torch.float16)
+    assert not fits(wide, wide, wide, torch.float16, causal=True)
+    longer = operand(1, 4, 1025, 128)
+    assert not fits(longer, longer, longer, torch.float16, causal=True)
+    assert not fits(wider.to(torch.int8), wider.to(torch.int8), wider.to(torch.int8), torch.float16, causal=True)
     monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (10, 0))
     assert not fits(q, q, q, torch.float16)
 
@@ -80,43 +99,95 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
 KINDS = {"i8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
-@pytest.mark.parametrize(("kind", "out"), [("i8", "i8"), ("i8", "fp16"), ("fp16", "fp16"), ("bf16", "bf16")])
-@pytest.mark.parametrize("keys", [49, 197, 577])
-@pytest.mark.parametrize("width", [32, 64])
-def test_compiles_for_sm_90(kind: str, out: str, keys: int, width: int, tmp_path) -> None:
-    """A few registers may be spilled outside of loops, for a fourth program on a multiprocessor."""
-    int8 = kind == "i8"
-    how, pieces = plan(6144, keys, keys, width, int8, 132), split(keys)
+def described(kind: str, rows: int, width: int) -> str:
+    """The type of a descriptor of heads of ``width`` channels, ``rows`` tokens a block."""
+    return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, KINDS[kind])!r}>"
 
-    def described(kind: str, rows: int) -> str:
-        return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, KINDS[kind])!r}>"
 
-    sizes = {"first": pieces.first, "second": pieces.second or pieces.first, "": BLOCK_N}
-    kernel = hopper_dense.streaming if how.stream else hopper_dense.resident
-    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
-    for role in ("k", "v"):
-        types |= {f"{role}{'_' * bool(name)}{name}_desc": described(kind, rows) for name, rows in sizes.items()}
-    rows = 64 * how.warpgroups
-    types |= {"q_desc": described(kind, rows), "out_desc": described(out, rows)}
-    types |= {"v_ptr": "*i8" if int8 else f"*{kind}", "logit_scale": "fp32"}
-    form = PieceForm(
-        width, width, how.warpgroups, pieces.first, pieces.second, int8, pieces.masked, int8, True, out == kind
-    )
-    layout = hopper.layout(pieces.first, width, torch.float16 if int8 else KINDS[kind])
-    constants = {"V_LAYOUT": layout, "PER_HEAD": (False, True, False, True), "FORM": form}
-    if not how.stream:
-        constants["BLOCKS"] = pieces.blocks
-    if not int8:
+def common(kernel, kind: str, out: str) -> tuple[dict, dict]:
+    """Types and constants that both kernels have."""
+    types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | {"logit_scale": "fp32"}
+    constants = {"PER_HEAD": (False, True, False, True)}
+    if kind != "i8":
         constants |= {f"{name}_scale_ptr": None for name in ("q", "k", "v", "out")}
     elif out != "i8":
         constants["out_scale_ptr"] = None
-    options = {"num_warps": 4 * how.warpgroups, "maxnreg": how.registers}
-    compiled = compile_for("sm_90", kernel, types, constants, **options)
+    return types, constants
+
+
+def compile_resident(kind: str, out: str, keys: int, width: int, registers: int):
+    int8, pieces = kind == "i8", split(keys)
+    sizes = {"first": pieces.first, "second": pieces.second or pieces.first, "": BLOCK_N}
+    types, constants = common(hopper_dense.resident, kind, out)
+    for role in ("k", "v"):
+        types |= {f"{role}{'_' * bool(n)}{n}_desc": described(kind, rows, width) for n, rows in sizes.items()}
+    types |= {"q_desc": described(kind, 64, width), "out_desc": described(out, 64, width)}
+    types |= {"v_ptr": "*i8" if int8 else f"*{kind}"}
+    form = PieceForm(width, width, 1, pieces.first, pieces.second, int8, pieces.masked, int8, True, out == kind)
+    layout = hopper.layout(pieces.first, width, torch.float16 if int8 else KINDS[kind])
+    constants |= {"V_LAYOUT": layout, "FORM": form, "BLOCKS": pieces.blocks}
+    return compile_for("sm_90", hopper_dense.resident, types, constants, num_warps=4, maxnreg=registers)
+
+
+def compile_streaming(kind: str, out: str, keys: int, width: int, causal: bool, several: bool, queries: int = 1):
+    int8 = kind == "i8"
+    form = streaming_form(width, width, queries, keys, int8, out == kind, causal, several)
+    types, constants = common(hopper_dense.streaming, kind, out)
+    types |= {f"{role}_desc": described(kind, form.block_n, width) for role in ("k", "v")}
+    types |= {"q_desc": described(kind, 64, width), "out_desc": described(out, 64, width)}
+    layout = hopper.layout(form.block_n, width, torch.float16 if int8 else KINDS[kind])
+    constants |= {"V_LAYOUT": layout, "FORM": form}
+    return compile_for("sm_90", hopper_dense.streaming, types, constants, num_warps=4, maxnreg=128)
+
+
+def check_compiled(compiled, int8: bool, spilled: int, tmp_path) -> None:
     assert "wgmma.mma_async" in compiled.asm["ptx"]
     assert ("s32.s8.s8" in compiled.asm["ptx"]) == int8
-    assert stack_bytes(compiled, tmp_path) <= 64
+    assert stack_bytes(compiled, tmp_path) <= spilled
     assert not serializes_wgmma(compiled, tmp_path)
+
+
+WIDTHS_AND_KINDS = [("i8", "i8"), ("i8", "fp16"), ("fp16", "fp16"), ("bf16", "bf16")]
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(("kind", "out"), WIDTHS_AND_KINDS)
+@pytest.mark.parametrize("keys", [49, 197])
+@pytest.mark.parametrize("width", [32, 64])
+def test_resident_kernel_compiles_for_sm_90(kind: str, out: str, keys: int, width: int, tmp_path) -> None:
+    """A few registers may be spilled outside of loops, for a fourth program on a multiprocessor."""
+    how = plan(6144, keys, keys, width, kind == "i8", 132)
+    assert not how.stream
+    check_compiled(compile_resident(kind, out, keys, width, how.registers), kind == "i8", 64, tmp_path)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(("kind", "out"), WIDTHS_AND_KINDS)
+@pytest.mark.parametrize(
+    ("causal", "several", "width"),
+    [(False, False, 64), (False, True, 64), (True, False, 64), (True, True, 64), (True, True, 32)],
+)
+def test_streaming_kernel_compiles_for_sm_90(
+    kind: str, out: str, causal: bool, several: bool, width: int, tmp_path
+) -> None:
+    """Two programs fit a multiprocessor: 128 registers for each of 256 threads, and half of its shared memory."""
+    compiled = compile_streaming(kind, out, 577, width, causal, several)
+    check_compiled(compiled, kind == "i8", 16, tmp_path)
+    assert compiled.metadata.shared <= 233472 // 2 - 1024
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+def test_streaming_kernel_compiles_for_more_queries_than_keys(tmp_path) -> None:
+    """Then both warpgroups mask both pieces of the last keys."""
+    check_compiled(compile_streaming("fp16", "fp16", 577, 64, True, True, queries=1000), False, 16, tmp_path)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_streaming_kernel_compiles_for_128_channels(kind: str, tmp_path) -> None:
+    compiled = compile_streaming(kind, kind, 577, 128, causal=True, several=False)
+    check_compiled(compiled, False, 16, tmp_path)
+    assert compiled.metadata.shared <= 233472 // 2 - 1024
 
 
 class Problem(NamedTuple):
@@ -130,6 +201,7 @@ class Problem(NamedTuple):
     dtype: torch.dtype = torch.int8
     out: torch.dtype = torch.float16
     per_head: bool = False
+    causal: bool = False
 
     @property
     def name(self) -> str:
@@ -178,6 +250,16 @@ PROBLEMS = [
     Problem(**HALF, queries=577, keys=577, head_dim=40, value_dim=56),
     Problem(**HALF, queries=1000, keys=1300),
     Problem(**BFLOAT, queries=65, keys=129),
+    Problem(**HALF, causal=True, heads=8, key_heads=2, queries=300, keys=300),
+    Problem(**HALF, causal=True, queries=1, keys=1),
+    Problem(**HALF, causal=True, queries=333, keys=1000),
+    Problem(**BFLOAT, causal=True, queries=1000, keys=333),
+    Problem(**HALF, causal=True, queries=129, keys=129, head_dim=40, value_dim=40),
+    Problem(**BFLOAT, causal=True, queries=2000, keys=2000, head_dim=32, value_dim=64),
+    Problem(**HALF, causal=True, queries=400, keys=700, head_dim=128, value_dim=128),
+    Problem(**BFLOAT, causal=True, queries=1024, keys=333, head_dim=120, value_dim=120),
+    Problem(causal=True, queries=401, keys=402, per_head=True),
+    Problem(causal=True, queries=900, keys=130, head_dim=32, value_dim=32, out=torch.bfloat16),
 ]
 
 
@@ -189,7 +271,7 @@ def test_agrees_with_float64(problem: Problem) -> None:
     if not ON_HOPPER:
         assert not fits(q, k, v, problem.out)
         return
-    assert fits(q, k, v, problem.out)
+    assert fits(q, k, v, problem.out, problem.causal) or problem.head_dim > 64
     int8 = problem.dtype == torch.int8
     *given, _ = problem.scales() if int8 else [None] * 4
     real = [
@@ -197,15 +279,15 @@ def test_agrees_with_float64(problem: Problem) -> None:
     ]
     if not int8:
         q[0, 1, problem.queries // 2, 0] = torch.nan
-    exact = exact_attention(*real)
+    exact = exact_attention(*real, is_causal=problem.causal)
     scale = problem.head_dim**-0.5 * 1.4426950408889634
-    plans = [plan(problem.batch * problem.heads, problem.queries, problem.keys, 64, int8, 132)]
-    if problem.keys > BLOCK_N:
-        plans.append(DensePlan(True, 2, 168, -(-problem.queries // 128)))
-    if problem.keys < 300:
+    heads, tiles = problem.batch * problem.heads, -(-problem.queries // 128)
+    plans = [plan(heads, problem.queries, problem.keys, problem.head_dim, int8, 132, problem.causal)]
+    plans += [DensePlan(True, 2, 128, n) for n in {heads * tiles, -(-heads * tiles // 2), 3} if n <= heads * tiles]
+    if problem.keys < 300 and not problem.causal:
         plans += [DensePlan(False, 1, 168, parts) for parts in (1, 2, 3) if parts <= -(-problem.queries // 64)]
     for how in plans:
-        out = attention_dense(q, k, v, DenseScales(*given), scale, problem.out, how)
+        out = attention_dense(q, k, v, DenseScales(*given), scale, problem.out, how, problem.causal)
         if not int8:
             assert out[0, 1, problem.queries // 2].isnan().all()
             assert out.isnan().sum() == problem.value_dim
@@ -225,28 +307,37 @@ def test_quantizes_the_result(problem: Problem) -> None:
     *given, out_scale = problem.scales()
     out_scale = out_scale / 20  # so that some results saturate
     scale = problem.head_dim**-0.5 * 1.4426950408889634
-    out = attention_dense(q, k, v, DenseScales(*given, out_scale), scale, torch.int8)
+    out = attention_dense(q, k, v, DenseScales(*given, out_scale), scale, torch.int8, causal=problem.causal)
     real = dequantized((q, k, v), given)
-    expected = exact_attention(*real).out / out_scale.double().view(1, -1, 1, 1)
+    expected = exact_attention(*real, is_causal=problem.causal).out / out_scale.double().view(1, -1, 1, 1)
     apart = (out.double() - expected.clamp(-127, 127)).abs()
     assert apart.max() <= 0.5 + 127 * 2.0**-8
     assert (apart > 0.502 + 127 * 2.0**-10).float().mean() < 0.02
 
 
+REPEATED = [
+    Problem(heads=64, key_heads=64),
+    Problem(queries=577, keys=577),
+    Problem(**HALF),
+    Problem(**HALF, batch=16, queries=200, keys=200, causal=True),
+    Problem(**HALF, batch=16, queries=1500, keys=1500, causal=True),
+]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("problem", [Problem(heads=64, key_heads=64), Problem(queries=577, keys=577), Problem(**HALF)])
+@pytest.mark.parametrize("problem", REPEATED, ids=lambda problem: problem.name or "default")
 def test_repeats_beside_another_stream(problem: Problem) -> None:
     q, k, v = problem.operands()
     if not ON_HOPPER:
         assert not fits(q, k, v, problem.out)
         return
     scales = DenseScales(*problem.scales()[:3]) if problem.dtype == torch.int8 else DenseScales()
-    first = attention_dense(q, k, v, scales, 0.2, torch.float16)
+    first = attention_dense(q, k, v, scales, 0.2, torch.float16, causal=problem.causal)
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     for _ in range(200):
         with torch.cuda.stream(other):
             x = (x @ x).clamp(-1, 1)
-        again = attention_dense(q, k, v, scales, 0.2, torch.float16)
+        again = attention_dense(q, k, v, scales, 0.2, torch.float16, causal=problem.causal)
         assert torch.equal(first, again)
 
 
