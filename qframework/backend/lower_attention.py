@@ -9,7 +9,8 @@ To::
     q, k, v, [mask, rel_h, rel_w] -> qframework::sage_attention -> getitem 0 -> ...
 
 Both forms are found by attention_patterns.py. A mask that is the sum of decomposed relative positions
-(relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph.
+(relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph; one that repeats
+the masks of windows for every image (window_masks.py) by those of one image.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_cal
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
+from qframework.graph.window_masks import with_window_masks
 from qframework.kernels.attention.auto import Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import resolve, values_dtype
 from qframework.kernels.runtime.chip import capability_of, why_unsupported
@@ -112,6 +114,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
         if reason := _reason_to_leave(call, option):
             return LayerReport(name, False, kind, reason, kind="attention")
         variant = "auto" if option in _BY_DEVICE else option
+        call = with_window_masks(call)
         replace_attention(gm, call, lambda writer: writer.write(variant))
     except (Refused, QFrameworkError) as refusal:
         return LayerReport(name, False, kind, str(refusal), fallback=_is_wanted(node, option), kind="attention")

@@ -12,7 +12,7 @@ from qframework.backend import compile, lower_attention
 from qframework.backend.options import parse_options
 from qframework.errors import UnsupportedError
 from qframework.graph.attention_patterns import sdpa_call
-from qframework.kernels.attention import auto, hopper
+from qframework.kernels.attention import auto, hopper, hopper_dense
 from qframework.kernels.attention.auto import Hopper
 from qframework.kernels.attention.variants import VARIANTS
 
@@ -95,6 +95,7 @@ class TestWherePyTorchIsFaster:
     @pytest.fixture(autouse=True)
     def on_hopper(self, monkeypatch):
         monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
+        monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
         as_on_hopper(monkeypatch, cudnn=True)
 
     def run(self, fn, option, dtype=torch.half, shape=(1, 2, 5, 64), width=None):
@@ -137,9 +138,16 @@ class TestWherePyTorchIsFaster:
     def test_auto_quantizes_where_pytorch_has_no_fused_kernel(self, fn, given):
         assert self.run(fn, "auto", **given).calls
 
-    @pytest.mark.parametrize("shape", [(3, 2, 49, 40), (1, 2, 65, 64), (1, 2, 300, 128), (1, 2, 5, 160)])
+    @pytest.mark.parametrize("shape", [(3, 2, 49, 96), (1, 2, 321, 32), (1, 2, 300, 128), (1, 2, 5, 160)])
     def test_auto_leaves_biases_to_cudnn(self, shape):
         assert not self.run(masked, "auto", shape=shape).calls
+
+    @pytest.mark.parametrize("shape", [(3, 2, 49, 40), (1, 2, 65, 64), (1, 2, 196, 80), (2, 2, 256, 32)])
+    @pytest.mark.parametrize("mask", [masked, without_some])
+    def test_auto_takes_masks_that_small_programs_compute(self, shape, mask, monkeypatch):
+        assert self.run(mask, "auto", shape=shape).calls
+        monkeypatch.setattr(hopper_dense, "HAS_GLUON", False)
+        assert not self.run(mask, "auto", shape=shape).calls
 
     @pytest.mark.parametrize(
         ("shape", "taken"),
@@ -149,6 +157,9 @@ class TestWherePyTorchIsFaster:
     def test_auto_takes_biases_over_many_tokens(self, shape, taken, monkeypatch):
         monkeypatch.setattr(hopper, "HAS_GLUON", True)
         assert bool(self.run(masked, "auto", shape=shape).calls) == taken
+
+    def test_auto_leaves_relative_positions_that_only_the_general_kernel_computes(self):
+        assert not self.run(with_relative_positions, "auto", shape=(2, 2, 12, 128)).calls
 
     @pytest.mark.parametrize("shape", [(3, 2, 49, 32), (1, 2, 64, 64)])
     def test_auto_takes_windows_with_a_bias(self, shape):
@@ -164,9 +175,9 @@ class TestWherePyTorchIsFaster:
         assert bool(self.run(without_some, "auto", shape=shape).calls) == taken
 
     @pytest.mark.parametrize(("tokens", "taken"), [(49, False), (65, True)])
-    def test_without_cudnn_auto_leaves_windows_with_a_mask(self, monkeypatch, tokens, taken):
+    def test_without_cudnn_auto_leaves_windows_of_wide_heads_with_a_mask(self, monkeypatch, tokens, taken):
         as_on_hopper(monkeypatch, cudnn=False)
-        assert bool(self.run(masked, "auto", shape=(3, 2, tokens, 32)).calls) == taken
+        assert bool(self.run(masked, "auto", shape=(3, 2, tokens, 128)).calls) == taken
 
     @pytest.mark.parametrize(
         ("shape", "taken"),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from qframework.kernels.attention.variants import (
     fits_hopper,
 )
 from qframework.kernels.runtime.chip import capability_of, chip_of
+from qframework.kernels.runtime.launch import power_of_2
 
 LONG = 2048  # keys from which formats with fewer bits are faster
 LONG_MASKED = 8192  # with a mask, which may leave few of them
@@ -67,7 +69,9 @@ Masking = Literal["none", "causal", "bool", "float", "factors"]
 """What is added to the logits; ``"factors"`` are relative positions, which PyTorch adds as one mask."""
 
 _MAX_FUSED = 256  # channels of PyTorch's fused kernels
-_WINDOW = 64  # tokens up to which a mask or bias costs cuDNN most
+_SMALL = 320  # keys up to which small programs with a mask or relative positions were timed
+_SMALL_CHANNELS = 80  # the same for channels
+_WINDOW = 64  # tokens up to which the general kernel, too, is faster than cuDNN with a mask or bias
 _MASKED = 384  # tokens from which Hopper's kernel with a bool mask is ahead; in between it depends on the mask
 _BIASED = 1024  # tokens from which the kernel is ahead with a float mask; below it depends on heads and on the mask
 _LONG_FASTER = 4096  # tokens from which the integer exponential is faster than cuDNN, with or without causality
@@ -103,6 +107,9 @@ def pytorch_is_faster(
     On a CPU that is so for all but relative positions in factors: variants run as their reference there. On Hopper it
     was measured in float16 on an H100 (docs/attention.md). False on other chips. Reads metadata alone.
 
+    Relative positions are PyTorch's where only the general kernel computes them, which takes longer than PyTorch with
+    their sum as a mask.
+
     Args:
         query: ``(B, H, N, D)``; on a GPU False for other numbers of dimensions.
         keys: the number of keys.
@@ -112,7 +119,9 @@ def pytorch_is_faster(
         gradients: whether gradients are needed, which the variants compute with PyTorch's kernels in any case. Those
             with a float mask are left to the variants, whose gradients are right for rows of the lowest float.
     """
-    if masking == "factors" or (gradients and masking == "float"):
+    if gradients and masking in ("float", "factors"):
+        return False
+    if chip is None and masking == "factors":
         return False
     if chip is None:
         return query.device.type == "cpu"
@@ -137,6 +146,10 @@ def pytorch_is_faster(
         if _dense_is_faster(batch * heads, queries, keys, channels, masking == "causal"):
             return False
         return chip.cudnn or longest <= _FLASH or channels > 128
+    if masking == "factors":
+        return not _takes_factors(batch, heads, queries, keys, channels, values, chip)
+    if _small(keys, channels) and hopper_dense.takes(queries, keys, channels, values, 2):
+        return False
     if longest <= _WINDOW:
         return not chip.cudnn or channels not in (32, 64)  # other heads do not fill a tile of the general kernel
     if shortest >= (_MASKED if masking == "bool" else _BIASED):
@@ -144,6 +157,24 @@ def pytorch_is_faster(
         if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
             return False
     return chip.cudnn
+
+
+def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
+    """Whether one of Hopper's kernels computes relative positions, of a square where that fits the number of keys."""
+    side = math.isqrt(keys)
+    if side * side == keys:
+        sizes = (batch, heads, queries, keys, channels, values)
+        added = hopper.Added("factors", 2, side)
+        known = side in (16, 32, 64, 128)
+        if known and hopper.takes(*sizes, VARIANTS["unquantized"], False, chip.processors, added):
+            return True
+    columns = max(power_of_2(2 * side), 32)
+    return _small(keys, channels) and hopper_dense.takes(queries, keys, channels, values, 0, columns)
+
+
+def _small(keys: int, channels: int) -> bool:
+    """Whether hopper_dense.py was timed with so many keys and channels and a mask: 1.17 to 3.4 times as fast."""
+    return keys <= _SMALL and channels <= _SMALL_CHANNELS
 
 
 def _integer_is_faster(shortest: int, channels: int) -> bool:

@@ -1,32 +1,37 @@
-"""Attention for Hopper without masks, by many small programs: which calls, which of two kernels, and its launch.
+"""Attention for Hopper by many small programs: which calls, which of three kernels, and its launch.
 
-hopper_resident_kernel.py keeps all keys of a head in shared memory, hopper_stream_kernel.py lets them pass through, and
-may be causal. Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency,
-but for short causal ones. Scales are one per tensor or head, and their product with the softmax scale must be positive:
-maxima are taken before scaling.
+hopper_window_kernel.py computes many windows one after the other, hopper_resident_kernel.py keeps all keys of a head in
+shared memory, hopper_stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias.
+Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency, but for short
+causal ones, and with a mask or bias. Scales are one per tensor or head, and their product with the softmax scale must
+be positive: maxima are taken before scaling.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from qframework.kernels.attention import hopper
+from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias
 from qframework.kernels.attention.hopper_pieces import BLOCK_N, HALF, ROWS, PieceForm
-from qframework.kernels.attention.operands import query_memory_order
+from qframework.kernels.attention.operands import LOG2_E, query_memory_order
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 
 MAX_CHANNELS = 64
+MAX_SLICED = 96  # channels with a mask or relative positions in 16 bit, as slices of 64 and 16 or 32
+MAX_COLUMNS = 128  # heights and widths of relative positions
 _WIDE = range(113, 129)  # channels of causal heads in 16 bit that stream as well, in blocks of 64 keys,
 _WIDE_QUERIES = 0  # up to so many queries: none, until the version without spills is timed (docs/experiments.md)
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
-_REGISTERS = {2: 168, 3: 168, 4: 128}  # per thread, with so many warpgroups at work on a multiprocessor
+_REGISTERS = {1: 168, 2: 248, 3: 168, 4: 128, 5: 96}  # per thread, with so many warpgroups at work on a multiprocessor
 _FEW_TILES = 16  # INT8: up to so many of a head, programs that stay are faster
 _FEW_CAUSAL_TILES = 8  # the same for programs of two tiles under causality
 _LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
@@ -34,6 +39,7 @@ _LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_resident_kernel import kernel as resident
     from qframework.kernels.attention.hopper_stream_kernel import kernel as streaming
+    from qframework.kernels.attention.hopper_window_kernel import kernel as windowed
     from qframework.kernels.runtime.gluon import TensorDescriptor
 
 
@@ -61,31 +67,51 @@ class DensePlan(NamedTuple):
     stream: bool
     warpgroups: int  # of a program
     registers: int  # of a thread
-    parts: int  # programs of a head, or of the whole grid where keys stream
+    parts: int  # programs of a head, or of the whole grid for windows and where keys stream
+    windows: bool = False
 
 
-def fits(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, causal: bool = False) -> bool:
-    """Whether the kernels compute a dense call without mask or log-sum-exp, on a Hopper GPU, and are the faster ones.
+def fits(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: torch.dtype,
+    causal: bool = False,
+    bias: DenseBias | None = NO_BIAS,
+) -> bool:
+    """Whether the kernels compute a dense call without log-sum-exp, on a Hopper GPU, and are the faster ones.
 
     Args:
         q: ``(B, H, N, D)`` int8, or in 16 bit, as the others.
         k: ``(B, Hkv, Nk, D)``.
         v: ``(B, Hkv, Nk, Dv)``.
         dtype: of the result: 16 bit, or int8 for int8 operands.
-        causal: whether query ``i`` attends to keys ``0..i`` only.
+        causal: whether query ``i`` attends to keys ``0..i`` only, without a bias.
+        bias: of :func:`~qframework.kernels.attention.hopper_bias.dense_bias`.
     """
-    if not HAS_GLUON or capability_of(q.device) != (9, 0):
-        return False
     int8 = q.dtype == torch.int8
+    if bias is None or not HAS_GLUON or capability_of(q.device) != (9, 0):
+        return False
     wide = causal and not int8 and q.shape[3] == v.shape[3] and q.shape[3] in _WIDE and q.shape[2] <= _WIDE_QUERIES
-    if max(q.shape[3], v.shape[3]) > MAX_CHANNELS and not wide:
+    if max(q.shape[3], v.shape[3]) > (MAX_CHANNELS if int8 or bias.is_empty else MAX_SLICED) and not wide:
         return False
     if not q.dtype == k.dtype == v.dtype or (dtype != q.dtype if not int8 else dtype == torch.float32):
         return False
     if not int8 and q.dtype.itemsize != 2:
         return False
+    widest = max(q.shape[3], v.shape[3])
+    if bias.heights is not None and bias.heights.dtype != q.dtype:
+        return False
+    if not bias.is_empty and not takes_bias(q.shape[2], k.shape[2], widest, int8, bias.itemsize, bias.columns):
+        return False
     whole = v.shape[3] * dtype.itemsize % 16 == 0  # of the result's rows
     return whole and all(hopper.addressable(x) for x in (q, k, v))
+
+
+@functools.cache
+def slices_of(channels: int) -> tuple[int, int]:
+    """Slices of a head, powers of two; the second may be 0."""
+    return hopper.slices(channels) if channels > MAX_CHANNELS else (max(power_of_2(channels), 32), 0)
 
 
 @functools.cache
@@ -102,11 +128,56 @@ def split(keys: int) -> Pieces:
     return Pieces(first, second, blocks, first + second > rest)
 
 
+def takes_bias(queries: int, keys: int, channels: int, int8: bool, itemsize: int, columns: int = 0) -> bool:
+    """Whether a call has a kernel here with a mask of ``itemsize`` bytes for each number, or relative positions."""
+    return columns <= MAX_COLUMNS and not plan(1, queries, keys, channels, int8, 1, False, itemsize, columns).stream
+
+
+def takes(queries: int, keys: int, channels: int, values: int, itemsize: int, columns: int = 0) -> bool:
+    """Whether a call in 16 bit with a mask or relative positions has a kernel here, if its strides can be addressed."""
+    widest = max(channels, values)
+    whole = channels % 8 == values % 8 == 0 and widest <= MAX_SLICED
+    return HAS_GLUON and whole and takes_bias(queries, keys, widest, False, itemsize, columns)
+
+
+@functools.cache
+def plan_windows(
+    heads: int, queries: int, keys: int, channels: int, processors: int, itemsize: int, period: int
+) -> DensePlan:
+    """The launch of hopper_window_kernel.py for windows of up to 64 tokens.
+
+    Args:
+        heads: of all windows.
+        queries: up to 64.
+        keys: up to 64.
+        channels: the most of a head.
+        processors: of the GPU.
+        itemsize: bytes of a number of the bias, 0 for none.
+        period: after so many heads in memory, biases repeat.
+    """
+    pieces = split(keys)
+    held, width = pieces.first + pieces.second, power_of_2(max(channels, 32))
+    size = 2 * (2 * (ROWS + 2 * held) * width + ROWS * width) + ROWS * held * itemsize + _PROGRAM_BYTES
+    at_once = min(_SHARED_BYTES // size, 4)
+    slots = processors * at_once
+    if period <= slots:
+        slots -= slots % period
+    return DensePlan(False, 1, _REGISTERS[at_once], min(slots, heads), True)
+
+
 @functools.cache
 def plan(
-    heads: int, queries: int, keys: int, channels: int, int8: bool, processors: int, causal: bool = False
+    heads: int,
+    queries: int,
+    keys: int,
+    channels: int,
+    int8: bool,
+    processors: int,
+    causal: bool = False,
+    itemsize: int = 0,
+    columns: int = 0,
 ) -> DensePlan:
-    """The kernel and its shape for ``heads`` heads of all sequences of a batch.
+    """The kernel without windows and its shape for ``heads`` heads of all sequences of a batch.
 
     The resident kernel needs three or four programs on a multiprocessor to hide their latency. A program takes several
     tiles of queries of a head where there are enough heads, since each program loads the head's keys and values.
@@ -118,15 +189,20 @@ def plan(
     pieces = split(keys)
     element = 1 if int8 else 2
     held = pieces.first + pieces.second + pieces.blocks * BLOCK_N
-    width = power_of_2(max(channels, 32))
-    at_once = min(_SHARED_BYTES // (held * width * (element + 2) + 2 * ROWS * width * element + _PROGRAM_BYTES), 4)
-    if at_once >= 3 or pieces.blocks == 0:
-        slots = processors * max(at_once, 1)
+    width = sum(slices_of(channels))
+    size = held * width * (element + 2) + 2 * ROWS * width * element + (held + 2 * ROWS) * columns * 2 + _PROGRAM_BYTES
+    at_once = min(_SHARED_BYTES // size, 4)
+    at_once = max(at_once, 1)
+    added = itemsize > 0 or columns > 0
+    if added:
+        at_once = min(at_once, 4 if keys <= HALF else 3)  # a fourth would spill with more keys
+    if at_once >= 3 or pieces.blocks == 0 or (added and at_once >= 2):
+        slots = processors * at_once
         parts = min(
             range(1, cdiv(queries, ROWS) + 1),
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
-        return DensePlan(False, 1, _REGISTERS[max(at_once, 2)], parts)
+        return DensePlan(False, 1, _REGISTERS[at_once], parts)
     several = int8 and items // heads <= _FEW_TILES
     return DensePlan(True, 2, _REGISTERS[4], min(items, 2 * processors) if several else items)
 
@@ -149,8 +225,9 @@ def attention_dense(
     dtype: torch.dtype,
     how: DensePlan | None = None,
     causal: bool = False,
+    bias: DenseBias = NO_BIAS,
 ) -> Tensor:
-    """``softmax(q k^T logit_scale) v`` with the scales, for operands that :func:`fits` accepts.
+    """``softmax(q k^T logit_scale + bias) v`` with the scales, for operands that :func:`fits` accepts.
 
     Args:
         q: ``(B, H, N, D)``, see :func:`fits`; with no key there is nothing to compute.
@@ -159,33 +236,29 @@ def attention_dense(
         scales: dequantize Q, K and V, and quantize an int8 result.
         logit_scale: from ``q k``, dequantized, to logits in base 2.
         dtype: of the result.
-        how: by default chosen by :func:`plan`.
-        causal: query ``i`` attends to keys ``0..i``.
+        how: by default chosen by :func:`plan_of`.
+        causal: query ``i`` attends to keys ``0..i``, without a bias.
+        bias: a mask or bias that :func:`fits` accepts with the operands, in natural logits.
 
     Returns:
-        ``(B, H, N, Dv)``, in memory (B, N, H, Dv).
+        ``(B, H, N, Dv)``, in memory (B, N, H, Dv). A row whose keys are all masked is zero.
     """
-    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    widest = max(channels, values)
-    processors = chip_of(q.device)[1]
-    how = how or plan(batch * heads, queries, keys, widest, q.dtype == torch.int8, processors, causal)
-    out = query_memory_order(batch, heads, queries, values, q, dtype)
+    how = how or plan_of(q, k, v, bias, causal)
+    out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], v.shape[3], q, dtype)
     if how.stream:
         _launch_streaming(q, k, v, scales, logit_scale, out, how, causal)
+    elif how.windows:
+        _launch_windows(q, k, v, logit_scale, out, how, bias)
     else:
-        _launch_resident(q, k, v, scales, logit_scale, out, how)
+        _launch_resident(q, k, v, scales, logit_scale, out, how, bias)
     return out
 
 
-def _launch_resident(
-    q: Tensor, k: Tensor, v: Tensor, scales: DenseScales, logit_scale: float, out: Tensor, how: DensePlan
-) -> None:
-    (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    int8 = q.dtype == torch.int8
-    pieces = split(keys)
-    block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
-    rows = ROWS * how.warpgroups
-    form = PieceForm(
+def _form(q: Tensor, k: Tensor, v: Tensor, out: Tensor, how: DensePlan, bias: DenseBias) -> PieceForm:
+    """The form of the two kernels that keep all keys of a head."""
+    (block_d, rest_d), (block_dv, rest_dv) = slices_of(q.shape[3]), slices_of(v.shape[3])
+    int8, pieces = q.dtype == torch.int8, split(k.shape[2])
+    return PieceForm(
         block_d,
         block_dv,
         how.warpgroups,
@@ -194,15 +267,60 @@ def _launch_resident(
         halves=int8,
         masked=pieces.masked,
         int8_values=int8,
-        whole_values=values == block_dv,
-        reuses_query=out.dtype == q.dtype and block_d == block_dv,
+        whole_values=v.shape[3] == block_dv,
+        reuses_query=out.dtype == q.dtype and (block_d, rest_d) == (block_dv, rest_dv),
+        added=bias.added,
+        step=bias.step,
+        columns=bias.columns,
+        rest_d=rest_d,
+        rest_dv=rest_dv,
     )
-    sizes = (pieces.first, pieces.second or pieces.first, BLOCK_N)
+
+
+def _launch_windows(
+    q: Tensor, k: Tensor, v: Tensor, logit_scale: float, out: Tensor, how: DensePlan, bias: DenseBias
+) -> None:
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    form = _form(q, k, v, out, how, bias)
+    sizes = (form.first, form.second or form.first)
+    launch(windowed, (how.parts,))(
+        _describe(q, ROWS, form.block_d),
+        *(_describe(k, n, form.block_d) for n in sizes),
+        *(_describe(v, n, form.block_dv) for n in sizes),
+        _describe(out, ROWS, form.block_dv),
+        *bias.arguments,
+        logit_scale,
+        heads,
+        heads // k.shape[1],
+        queries,
+        keys,
+        *bias.sizes,
+        batch * heads,
+        FORM=form,
+        num_warps=4,
+        maxnreg=how.registers,
+    )
+
+
+def _launch_resident(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: DenseScales,
+    logit_scale: float,
+    out: Tensor,
+    how: DensePlan,
+    bias: DenseBias,
+) -> None:
+    (batch, heads, queries, _), keys = q.shape, k.shape[2]
+    form = _form(q, k, v, out, how, bias)
+    rows, sizes = ROWS * how.warpgroups, (form.first, form.second or form.first, BLOCK_N)
+    descs = []
+    for d, dv in ((form.block_d, form.block_dv), (form.rest_d or form.block_d, form.rest_dv or form.block_dv)):
+        descs += [_describe(q, rows, d), *(_describe(k, n, d) for n in sizes)]
+        descs += [*(_describe(v, n, dv) for n in sizes), _describe(out, rows, dv)]
     launch(resident, (how.parts * heads * batch,))(
-        _describe(q, rows, block_d),
-        *(_describe(k, n, block_d) for n in sizes),
-        *(_describe(v, n, block_dv) for n in sizes),
-        _describe(out, rows, block_dv),
+        *descs,
         v,
         *v.stride()[:3],
         *scales,
@@ -211,12 +329,16 @@ def _launch_resident(
         heads // k.shape[1],
         queries,
         keys,
-        values,
+        v.shape[3],
         how.parts,
-        V_LAYOUT=hopper.layout(pieces.first, block_dv, torch.float16 if int8 else v.dtype),
+        *bias.arguments,
+        *bias.sizes,
+        *bias.width_arguments,
+        _one(logit_scale),
+        V_LAYOUT=hopper.layout(form.first, form.block_dv, torch.float16 if form.int8_values else v.dtype),
         PER_HEAD=_per_head(scales),
         FORM=form,
-        BLOCKS=pieces.blocks,
+        BLOCKS=split(keys).blocks,
         num_warps=4 * how.warpgroups,
         maxnreg=how.registers,
     )
@@ -287,6 +409,22 @@ def _launch_streaming(
 
 def _per_head(scales: DenseScales) -> tuple[bool, ...]:
     return tuple(scale is not None and scale.numel() > 1 for scale in scales)
+
+
+def _one(logit_scale: float) -> float:
+    """A power of two about the inverse of the natural scale, in float16: factors times its inverse do not overflow."""
+    return 2.0 ** min(max(math.ceil(math.log2(LOG2_E / logit_scale)), -14), 15)
+
+
+def plan_of(q: Tensor, k: Tensor, v: Tensor, bias: DenseBias = NO_BIAS, causal: bool = False) -> DensePlan:
+    """The fastest plan for these operands."""
+    (batch, heads, queries, channels), keys = q.shape, k.shape[2]
+    int8, widest, processors = q.dtype == torch.int8, max(channels, v.shape[3]), chip_of(q.device)[1]
+    windows = not int8 and max(queries, keys) <= ROWS and widest <= MAX_CHANNELS
+    if windows and bias.mask is not None and bias.step < 2:  # pairs are loaded as fast as they are kept
+        period = 1 if bias.sizes == (1, 1) else heads * bias.masks
+        return plan_windows(batch * heads, queries, keys, widest, processors, bias.itemsize, period)
+    return plan(batch * heads, queries, keys, widest, int8, processors, causal, bias.itemsize, bias.columns)
 
 
 def _describe(x: Tensor, rows: int, channels: int) -> Any:

@@ -7,13 +7,17 @@ share a word of 32 bits, as P V reads them, so that one instruction rounds, adds
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 BLOCK_N = 128  # keys of a whole block
 HALF = BLOCK_N // 2
 ROWS = 64  # queries of a warpgroup
+
+Added = Literal["none", "float", "bool"]
+"""What is added to logits: nothing, a float mask or bias, or 0 and -inf by a bool mask."""
 
 
 class PieceForm(NamedTuple):
@@ -29,6 +33,11 @@ class PieceForm(NamedTuple):
     int8_values: bool
     whole_values: bool  # block_dv is the number of V's channels
     reuses_query: bool  # the result takes the place of its queries in shared memory
+    added: Added = "none"
+    step: int = 1  # strides of the bias are multiples of it; 0: the stride of keys is not 1
+    columns: int = 0  # of factors of relative positions, a power of two; 0 for none
+    rest_d: int = 0  # channels of a second slice of Q and K, a power of two, 0 for none
+    rest_dv: int = 0
     causal: bool = False  # the pieces are the keys of the queries' own places
     clipped: bool = False  # causal queries may come after the last key
     block_n: int = BLOCK_N  # keys of a whole block
@@ -36,19 +45,81 @@ class PieceForm(NamedTuple):
 
 
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_softmax import LOWEST, in_octaves, natural_rescale
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
     _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(HALF)
     _LEAST = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
+    _LOG2_E = gl.constexpr(LOG2_E)
+
+    @gluon.constexpr_function
+    def scores_layout(keys, int8, form):
+        """Of Q K^T of so many keys."""
+        return gl.NVMMADistributedLayout([3, 0], [form.warpgroups * 4, 1], [16, keys, 32 if int8 else 16])
+
+    @gluon.constexpr_function
+    def result_layout(channels, form):
+        """Of P V of so many channels."""
+        return gl.NVMMADistributedLayout([3, 0], [form.warpgroups * 4, 1], [16, channels, 16])
 
     @gluon.jit
-    def products(q, k, KEYS: gl.constexpr, FORM: gl.constexpr):
-        """Q K^T of (M, D) queries and a piece of keys (KEYS, D), in flight."""
+    def products(q, k, before, KEYS: gl.constexpr, FORM: gl.constexpr):
+        """Q K^T of (M, D) queries and a piece of keys (KEYS, D), in flight; added to ``before`` if it is not None."""
         INT8: gl.constexpr = q.dtype == gl.int8
-        WARPS: gl.constexpr = FORM.warpgroups * 4
-        SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, KEYS, 32 if INT8 else 16])
-        zeros = gl.zeros((FORM.warpgroups * _ROWS, KEYS), gl.int32 if INT8 else gl.float32, SCORES)
-        return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        SCORES: gl.constexpr = scores_layout(KEYS, INT8, FORM)
+        if before is None:
+            before = gl.zeros((FORM.warpgroups * _ROWS, KEYS), gl.int32 if INT8 else gl.float32, SCORES)
+            started = warpgroup_mma(q, k.permute((1, 0)), before, use_acc=False, is_async=True)
+        else:
+            started = warpgroup_mma(q, k.permute((1, 0)), before, is_async=True)
+        return started
+
+    @gluon.jit
+    def load_factors(positions, first, N, NK, FORM: gl.constexpr):
+        """Relative positions of queries from ``first``: heights, then widths, then zeros (M, columns), in registers.
+
+        ``positions`` are pointers to both, their strides of queries, and the number of widths.
+        """
+        height_ptr, stride_hn, width_ptr, stride_wn, KW = positions
+        M: gl.constexpr = FORM.warpgroups * _ROWS
+        LANES: gl.constexpr = FORM.columns // 8 if FORM.columns < 256 else 32
+        PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [FORM.warpgroups * 4, 1], [1, 0])
+        KH = NK // KW
+        row = gl.minimum(first + gl.arange(0, M, layout=gl.SliceLayout(1, PLACES)), N - 1)
+        column = gl.arange(0, FORM.columns, layout=gl.SliceLayout(0, PLACES))
+        inside = (column < KH + KW)[None, :] & (row[:, None] >= 0)
+        heights = (row * stride_hn)[:, None] + column[None, :]
+        widths = (row * stride_wn)[:, None] + (column - KH)[None, :]
+        is_height = (column < KH)[None, :] & (row[:, None] >= 0)
+        return gl.load(gl.where(is_height, height_ptr + heights, width_ptr + widths), mask=inside, other=0.0)
+
+    @gluon.jit
+    def store_places(tile, one, start, KEYS: gl.constexpr, NK, KW, FORM: gl.constexpr):
+        """``one`` where a key has the height or width of a column of :func:`load_factors`, else 0: (KEYS, columns)."""
+        LANES: gl.constexpr = FORM.columns // 8 if FORM.columns < 256 else 32
+        PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [FORM.warpgroups * 4, 1], [1, 0])
+        KH = NK // KW
+        key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, PLACES))
+        column = gl.arange(0, FORM.columns, layout=gl.SliceLayout(0, PLACES))
+        here = ((key // KW)[:, None] == column[None, :]) | ((key % KW + KH)[:, None] == column[None, :])
+        tile.store(gl.where(here & (key < NK)[:, None], one, 0.0).to(tile.dtype))
+
+    @gluon.jit
+    def store_factors(tiles, factors, inverse):
+        """What :func:`load_factors` loaded times ``inverse``, as sums of two numbers in 16 bit, which keep 22 or 16."""
+        x = factors.to(gl.float32) * inverse
+        high = x.to(tiles[0].dtype)
+        tiles[0].store(high)
+        tiles[1].store((x - high.to(gl.float32)).to(tiles[0].dtype))
+
+    @gluon.jit
+    def _begun(factors, places, KEYS: gl.constexpr, FORM: gl.constexpr):
+        """Relative positions of queries and KEYS keys in flight, for Q K^T to be added; None where there are none."""
+        begun = None
+        if FORM.columns > 0:
+            begun = products(factors[1], places, None, KEYS, FORM)
+            begun = products(factors[0], places, begun, KEYS, FORM)
+        return begun
 
     @gluon.jit
     def _thread_maxima(s):
@@ -87,8 +158,10 @@ if HAS_GLUON:
 
     @gluon.jit
     def _exponentials(s, scale, top, KEYS: gl.constexpr, DTYPE: gl.constexpr, start, NK, MASKED: gl.constexpr):
-        """2^(s scale - top) rounded to DTYPE: (M, KEYS // 2) words."""
+        """2^(s scale - top) rounded to DTYPE: (M, KEYS // 2) words. ``scale`` is a number or one for each row."""
         top = gl.convert_layout(top, gl.SliceLayout(1, s.type.layout))
+        if scale.type.is_block():
+            scale = gl.convert_layout(scale, top.type.layout)[:, None]
         p = gl.exp2(s.to(gl.float32) * scale - top[:, None])
         if MASKED:
             column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, s.type.layout))
@@ -117,49 +190,163 @@ if HAS_GLUON:
         return gl.where((start + column < NK)[None, :], s, _LEAST if s.dtype == gl.int32 else float("-inf"))
 
     @gluon.jit
-    def _maxima(s, s2, scale):
-        """The largest logits of rows, of one or two pieces' products."""
+    def _maxima(s, s2, scale, FORM: gl.constexpr):
+        """The largest logits of rows, of one or two pieces' products; natural with a bias, and never -inf."""
         highest = _thread_maxima(s)
         if s2 is not None:
             highest = gl.maximum(
                 highest, gl.convert_layout(_thread_maxima(s2), highest.type.layout, assert_trivial=True)
             )
-        return gl.max(highest, 1).to(gl.float32) * scale
+        highest = gl.max(highest, 1).to(gl.float32)
+        return gl.maximum(highest, LOWEST) if FORM.added != "none" else highest * scale
 
     @gluon.jit
-    def visit_pieces(q, pieces, v_ready, scale, start, NK, VALUES: gl.constexpr, FORM: gl.constexpr):
-        """The first visit, of the last keys: (P V, sums of P, maxima in octaves)."""
-        k_first, k_second, v_first, v_second = pieces
+    def _octaves(top, scale, FORM: gl.constexpr):
+        """(factor, shift) so that weights are 2^(s factor - shift) for maxima ``top``."""
+        if FORM.added != "none":
+            factor, shift = in_octaves(top)
+        else:
+            factor = scale
+            shift = top
+        return factor, shift
+
+    @gluon.jit
+    def load_bias(
+        bias, first, start, N, NK, KEYS: gl.constexpr, INT8: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr
+    ):
+        """The bias of queries from ``first`` and KEYS keys from ``start``, in the layout of their products.
+
+        ``bias`` is a pointer and the strides of queries and keys, in multiples of FORM.step. Queries after the last get
+        the bias of the last; with MASKED keys after the last get -inf.
+        """
+        ptr, stride_n, stride_k = bias
+        SCORES: gl.constexpr = scores_layout(KEYS, INT8, FORM)
+        row = first + gl.arange(0, FORM.warpgroups * _ROWS, layout=gl.SliceLayout(1, SCORES))
+        key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
+        token = gl.minimum(row, N - 1) * stride_n
+        if FORM.step == 0:
+            places = ptr + token[:, None] + (key * stride_k)[None, :]
+        else:
+            places = ptr + (token * FORM.step)[:, None] + key[None, :]
+        if MASKED:
+            inside = (key < NK)[None, :] & (row[:, None] >= 0)
+            x = gl.load(places, mask=inside, other=0 if FORM.added == "bool" else float("-inf"))
+        else:
+            x = gl.load(places)
+        if FORM.added == "bool":
+            x = gl.where(x != 0, 0.0, float("-inf")).to(gl.float16)
+        return x
+
+    @gluon.jit
+    def load_biases(
+        bias, first, start, N, NK, FIRST: gl.constexpr, SECOND: gl.constexpr, INT8: gl.constexpr, MASKED: gl.constexpr,
+        FORM: gl.constexpr,
+    ):  # fmt: skip
+        """:func:`load_bias` of FIRST and then SECOND keys, which may be 0: of the first twice."""
+        x = load_bias(bias, first, start, N, NK, FIRST, INT8, MASKED and SECOND == 0, FORM)
+        x2 = x
+        if SECOND > 0:
+            x2 = load_bias(bias, first, start + FIRST, N, NK, SECOND, INT8, MASKED, FORM)
+        return x, x2
+
+    @gluon.jit
+    def with_bias(s, s2, x, x2, scale, BOTH: gl.constexpr):
+        """Natural logits of products and biases, of the first twice without BOTH; ``scale`` leads to octaves."""
+        natural = scale * (1.0 / _LOG2_E)
+        logits = s.to(gl.float32) * natural + x.to(gl.float32)
+        logits2 = logits
+        if BOTH:
+            logits2 = s2.to(gl.float32) * natural + x2.to(gl.float32)
+        return logits, logits2
+
+    @gluon.jit
+    def _of_slices(q, k, begun, start: gl.constexpr, KEYS: gl.constexpr, OF: gl.constexpr, FORM: gl.constexpr):
+        """Q K^T in flight, of both slices of channels and KEYS of the OF keys in shared memory, from ``start``."""
+        keys = k[0].reshape((OF, FORM.block_d)).slice(start, KEYS)
+        started = products(q[0], keys, begun, KEYS, FORM)
+        if FORM.rest_d > 0:
+            keys = k[1].reshape((OF, FORM.rest_d)).slice(start, KEYS)
+            started = products(q[1], keys, started, KEYS, FORM)
+        return started
+
+    @gluon.jit
+    def piece_products(q, k_first, k_second, FORM: gl.constexpr, factors=None, first_places=None, second_places=None):
+        """Q K^T of both pieces of the last keys, of the first twice where there is no second.
+
+        Queries and keys are pairs of slices of channels, of which the second may be unused. ``factors`` are queries'
+        relative positions in shared memory, if any, and ``places`` those of the keys.
+        """
+        FIRST: gl.constexpr = FORM.first
+        SECOND: gl.constexpr = FORM.second
+        first = _of_slices(q, k_first, _begun(factors, first_places, FIRST, FORM), 0, FIRST, FIRST, FORM)
+        if SECOND > 0:
+            second = _of_slices(q, k_second, _begun(factors, second_places, SECOND, FORM), 0, SECOND, SECOND, FORM)
+            s, s2 = warpgroup_mma_wait(0, deps=(first, second))
+        else:
+            s = warpgroup_mma_wait(0, deps=(first,))
+            s2 = s
+        return s, s2
+
+    @gluon.jit
+    def _start_values(
+        weights, v, acc, rest, ADD: gl.constexpr, start: gl.constexpr, KEYS: gl.constexpr, OF: gl.constexpr,
+        FORM: gl.constexpr,
+    ):  # fmt: skip
+        """P V in flight of KEYS of OF keys for both slices of channels, added to ``acc`` and ``rest`` if ADD."""
+        tile = v[0].reshape((OF, FORM.block_dv)).slice(start, KEYS)
+        values = warpgroup_mma(weights, tile, acc, use_acc=ADD, is_async=True)
+        if FORM.rest_dv > 0:
+            PLACES: gl.constexpr = gl.DotOperandLayout(0, result_layout(FORM.rest_dv, FORM), 2)
+            tile = v[1].reshape((OF, FORM.rest_dv)).slice(start, KEYS)
+            rest = warpgroup_mma(gl.convert_layout(weights, PLACES), tile, rest, use_acc=ADD, is_async=True)
+        return values, rest
+
+    @gluon.jit
+    def _finish_values(values, rest, weights, weights2, FORM: gl.constexpr):
+        """Both slices of P V.
+
+        The operands in registers are read until the wait, which takes them so that nothing else gets their place.
+        """
+        if FORM.rest_dv > 0:
+            acc, rest, weights, weights2 = warpgroup_mma_wait(0, deps=(values, rest, weights, weights2))
+        else:
+            acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
+        return acc, rest
+
+    @gluon.jit
+    def visit_pieces(s, s2, values_of, v_ready, v_phase, scale, start, NK, VALUES: gl.constexpr, FORM: gl.constexpr):
+        """The first visit, of the last keys with products ``s`` and ``s2``: (P V of both slices, sums of P, maxima)."""
+        v_first, v_second = values_of
         FIRST: gl.constexpr = FORM.first
         SECOND: gl.constexpr = FORM.second
         DV: gl.constexpr = FORM.block_dv
-        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, DV, 16])
-        MASK_FIRST: gl.constexpr = FORM.masked and SECOND == 0
+        RESULT: gl.constexpr = result_layout(DV, FORM)
+        MASKED: gl.constexpr = FORM.masked and FORM.added == "none"  # a bias is -inf there
+        MASK_FIRST: gl.constexpr = MASKED and SECOND == 0
         if SECOND > 0:
-            first = products(q, k_first.reshape((FIRST, FORM.block_d)), FIRST, FORM)
-            second = products(q, k_second.reshape((SECOND, FORM.block_d)), SECOND, FORM)
-            s, s2 = warpgroup_mma_wait(0, deps=(first, second))
-            top = _maxima(s, _kept(s2, start + FIRST, NK) if FORM.masked else s2, scale)
+            top = _maxima(s, _kept(s2, start + FIRST, NK) if MASKED else s2, scale, FORM)
         else:
-            first = products(q, k_first.reshape((FIRST, FORM.block_d)), FIRST, FORM)
-            s = warpgroup_mma_wait(0, deps=(first,))
-            top = _maxima(_kept(s, start, NK) if MASK_FIRST else s, None, scale)
-        words = _exponentials(s, scale, top, FIRST, VALUES, start, NK, MASK_FIRST)
+            top = _maxima(_kept(s, start, NK) if MASK_FIRST else s, None, scale, FORM)
+        factor, shift = _octaves(top, scale, FORM)
+        words = _exponentials(s, factor, shift, FIRST, VALUES, start, NK, MASK_FIRST)
         total = _thread_sums(words, FIRST, VALUES)
         weights = _left_operand(words, s, FIRST, VALUES, RESULT)
         if not FORM.int8_values:
-            mbarrier.wait(v_ready, 0)
+            mbarrier.wait(v_ready, v_phase)
         acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
-        values = warpgroup_mma(weights, v_first.reshape((FIRST, DV)), acc, use_acc=False, is_async=True)
+        rest = acc
+        if FORM.rest_dv > 0:
+            REST_DV: gl.constexpr = FORM.rest_dv
+            rest = gl.zeros((FORM.warpgroups * _ROWS, REST_DV), gl.float32, result_layout(REST_DV, FORM))
+        values, rest = _start_values(weights, v_first, acc, rest, False, 0, FIRST, FIRST, FORM)
         weights2 = weights
         if SECOND > 0:
-            words2 = _exponentials(s2, scale, top, SECOND, VALUES, start + FIRST, NK, FORM.masked)
+            words2 = _exponentials(s2, factor, shift, SECOND, VALUES, start + FIRST, NK, MASKED)
             total += gl.convert_layout(_thread_sums(words2, SECOND, VALUES), total.type.layout, assert_trivial=True)
             weights2 = _left_operand(words2, s2, SECOND, VALUES, RESULT)
-            values = warpgroup_mma(weights2, v_second.reshape((SECOND, DV)), values, is_async=True)
-        # The operands in registers are read until the wait, which takes them so that nothing else gets their place.
-        acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
-        return acc, total, top
+            values, rest = _start_values(weights2, v_second, values, rest, True, 0, SECOND, SECOND, FORM)
+        acc, rest = _finish_values(values, rest, weights, weights2, FORM)
+        return acc, rest, total, top
 
     @gluon.jit
     def first_products(WHO: gl.constexpr, q, k_tile, FORM: gl.constexpr):
@@ -170,9 +357,9 @@ if HAS_GLUON:
         FIRST: gl.constexpr = FORM.first
         SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
         k = k_tile.reshape((FORM.block_n, FORM.block_d))
-        first = products(q, k.slice(0, FIRST), FIRST, FORM)
+        first = products(q, k.slice(0, FIRST), None, FIRST, FORM)
         if SECOND > 0:
-            second = products(q, k.slice(FIRST, SECOND), SECOND, FORM)
+            second = products(q, k.slice(FIRST, SECOND), None, SECOND, FORM)
             s, s2 = warpgroup_mma_wait(0, deps=(first, second))
         else:
             s = warpgroup_mma_wait(0, deps=(first,))
@@ -188,19 +375,20 @@ if HAS_GLUON:
         SECOND: gl.constexpr = 0 if FORM.causal and WHO == 0 and not FORM.clipped else FORM.second
         CAUSAL: gl.constexpr = FORM.causal
         DV: gl.constexpr = FORM.block_dv
-        RESULT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [FORM.warpgroups * 4, 1], [16, DV, 16])
+        RESULT: gl.constexpr = result_layout(DV, FORM)
         LAST: gl.constexpr = FORM.masked or FORM.causal  # the last piece has a mask
         MASK_FIRST: gl.constexpr = (LAST and SECOND == 0) or FORM.clipped
         kept = _attended(s, start, NK, row, CAUSAL) if MASK_FIRST else None
         kept2 = _attended(s2, start + FIRST, NK, row, CAUSAL) if LAST and SECOND > 0 else None
         s = _only(s, kept)
         s2 = _only(s2, kept2)
-        top = _maxima(s, s2 if SECOND > 0 else None, scale)
+        top = _maxima(s, s2 if SECOND > 0 else None, scale, FORM)
         words = _weights(s, scale, top, kept, VALUES)
         total = _thread_sums(words, FIRST, VALUES)
         weights = _left_operand(words, s, FIRST, VALUES, RESULT)
         v = v_tile.reshape((FORM.block_n, DV))
         acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
+        rest = acc  # one slice of channels
         values = warpgroup_mma(weights, v.slice(0, FIRST), acc, use_acc=False, is_async=True)
         weights2 = weights
         if SECOND > 0:
@@ -209,7 +397,7 @@ if HAS_GLUON:
             weights2 = _left_operand(words2, s2, SECOND, VALUES, RESULT)
             values = warpgroup_mma(weights2, v.slice(FIRST, SECOND), values, is_async=True)
         acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
-        return acc, total, top
+        return acc, rest, total, top
 
     @gluon.jit
     def _attended(s, start, NK, row, CAUSAL: gl.constexpr):
@@ -237,50 +425,69 @@ if HAS_GLUON:
         return _rounded_pairs(p, DTYPE)
 
     @gluon.jit
-    def block_products(q, k_tile, FORM: gl.constexpr):
+    def block_products(q, k_tile, FORM: gl.constexpr, factors=None, places=None):
         """Q K^T of a whole block: of its two halves, or of all keys twice."""
-        k = k_tile.reshape((FORM.block_n, FORM.block_d))
         if FORM.halves:
-            first = products(q, k.slice(0, _HALF), _HALF, FORM)
-            second = products(q, k.slice(_HALF, _HALF), _HALF, FORM)
+            halves = (places, places)
+            if FORM.columns > 0:
+                halves = (places.slice(0, _HALF), places.slice(_HALF, _HALF))
+            before = _begun(factors, halves[0], _HALF, FORM)
+            before2 = _begun(factors, halves[1], _HALF, FORM)
+            first = _of_slices(q, k_tile, before, 0, _HALF, FORM.block_n, FORM)
+            second = _of_slices(q, k_tile, before2, _HALF, _HALF, FORM.block_n, FORM)
             s, s2 = warpgroup_mma_wait(0, deps=(first, second))
         else:
-            s = warpgroup_mma_wait(0, deps=(products(q, k, FORM.block_n, FORM),))
+            before = _begun(factors, places, FORM.block_n, FORM)
+            s = warpgroup_mma_wait(0, deps=(_of_slices(q, k_tile, before, 0, FORM.block_n, FORM.block_n, FORM),))
             s2 = s
         return s, s2
 
     @gluon.jit
     def visit(s, s2, v_tile, state, scale, VALUES: gl.constexpr, FORM: gl.constexpr):
         """The state of ``visit_pieces`` with a whole block more, of products ``s`` and ``s2``."""
-        acc, total, top = state
+        acc, rest, total, top = state
         RESULT: gl.constexpr = acc.type.layout
         KEYS: gl.constexpr = s.shape[1]
-        v = v_tile.reshape((FORM.block_n, FORM.block_dv))
         new_top = gl.maximum(
-            top, gl.convert_layout(_maxima(s, s2 if FORM.halves else None, scale), top.type.layout, assert_trivial=True)
+            top,
+            gl.convert_layout(
+                _maxima(s, s2 if FORM.halves else None, scale, FORM), top.type.layout, assert_trivial=True
+            ),
         )
-        rescale = gl.exp2(top - new_top)
+        rescale = natural_rescale(top, new_top) if FORM.added != "none" else gl.exp2(top - new_top)
+        factor, shift = _octaves(new_top, scale, FORM)
         total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
-        words = _exponentials(s, scale, new_top, KEYS, VALUES, 0, 0, False)
+        words = _exponentials(s, factor, shift, KEYS, VALUES, 0, 0, False)
         sums = _thread_sums(words, KEYS, VALUES)
         acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, RESULT))[:, None]
+        if FORM.rest_dv > 0:
+            rest = rest * gl.convert_layout(rescale, gl.SliceLayout(1, rest.type.layout))[:, None]
         weights = _left_operand(words, s, KEYS, VALUES, RESULT)
-        values = warpgroup_mma(weights, v.slice(0, KEYS), acc, is_async=True)
+        values, rest = _start_values(weights, v_tile, acc, rest, True, 0, KEYS, FORM.block_n, FORM)
         weights2 = weights
         if FORM.halves:
-            words2 = _exponentials(s2, scale, new_top, _HALF, VALUES, 0, 0, False)
+            words2 = _exponentials(s2, factor, shift, _HALF, VALUES, 0, 0, False)
             sums += _thread_sums(words2, _HALF, VALUES)
             weights2 = _left_operand(words2, s2, _HALF, VALUES, RESULT)
-            values = warpgroup_mma(weights2, v.slice(_HALF, _HALF), values, is_async=True)
+            values, rest = _start_values(weights2, v_tile, values, rest, True, _HALF, _HALF, FORM.block_n, FORM)
         total += gl.convert_layout(sums, total.type.layout, assert_trivial=True)
-        acc, weights, weights2 = warpgroup_mma_wait(0, deps=(values, weights, weights2))
-        return acc, total, new_top
+        acc, rest = _finish_values(values, rest, weights, weights2, FORM)
+        return acc, rest, total, new_top
 
     @gluon.jit
-    def store_result(tile, acc, total, factor, FORM: gl.constexpr):
-        """P V / sum(P) * ``factor`` in the dtype of ``tile``, in shared memory."""
-        DV: gl.constexpr = FORM.block_dv
+    def store_result(tiles, state, factor, FORM: gl.constexpr):
+        """P V / sum(P) * ``factor`` in the dtype of ``tiles``, in shared memory, for both slices of channels."""
+        acc, rest, total, _ = state
+        _store(tiles[0], acc, total, factor, FORM.block_dv, FORM)
+        if FORM.rest_dv > 0:
+            _store(tiles[1], rest, total, factor, FORM.rest_dv, FORM)
+
+    @gluon.jit
+    def _store(tile, acc, total, factor, DV: gl.constexpr, FORM: gl.constexpr):
+        """One slice of channels for ``store_result``."""
         sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
+        if FORM.added != "none":
+            sums = gl.where(sums == 0.0, 1.0, sums)  # all keys are masked: zeros
         result = acc * (factor / sums)[:, None]
         place = tile.reshape((FORM.warpgroups * _ROWS, DV))
         if tile.dtype == gl.int8:  # the sum with 1.5 * 2**23 has the integer in its lowest byte

@@ -207,14 +207,16 @@ if HAS_GLUON:
                 at = _after_values(WHO, begin, blocks, more, at, shared, barriers, FORM)
                 for i in range(begin + 1, blocks + 1):
                     mbarrier.wait(k_ready.index(at[0]), at[1])
-                    s, s2 = block_products(q, k_ring.index(at[0]), FORM)
+                    keys = k_ring.index(at[0])
+                    s, s2 = block_products((q, q), (keys, keys), FORM)
                     _after_products(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
                     mbarrier.wait(v_ready.index(at[2]), at[3])
-                    state = visit(s, s2, v_ring.index(at[2]), state, scale, VALUES, FORM)
+                    values = v_ring.index(at[2])
+                    state = visit(s, s2, (values, values), state, scale, VALUES, FORM)
                     at = _after_values(WHO, i, blocks, more, at, shared, barriers, FORM)
                 if not FORM.reuses_query:
                     tma.store_wait(0)  # the result before has left
-                store_result(out_tile, state[0], state[1], factor, FORM)
+                store_result((out_tile, out_tile), state, factor, FORM)
                 fence_async_shared()
                 tma_store(descs[3], [b, h, row, 0], out_tile)
                 if FORM.reuses_query:

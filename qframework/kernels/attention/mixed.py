@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from qframework import numerics
 from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import canonical, check_dense, default_scale, empty_result
+from qframework.kernels.attention.hopper_bias import dense_bias
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, Values, check_offsets, last_contiguous
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.reference import quantized_attention_ref
@@ -132,13 +133,13 @@ def _on_hopper(x: MixedAttentionArguments, logit_scale: float) -> Tensor | None:
     """``mixed_attention`` by Hopper's kernels for dense calls; None for calls that they do not compute."""
     call = canonical(x)
     q, k, v = (last_contiguous(t) for t in call[:3])
-    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
-    if not bias.adds_nothing or logit_scale <= 0 or not hopper_dense.fits(q, k, v, x.result_dtype):
+    bias = dense_bias(Bias(call.mask, call.rel_h, call.rel_w, x.is_causal))
+    if bias is None or logit_scale <= 0 or not hopper_dense.fits(q, k, v, x.result_dtype, x.is_causal, bias):
         return None
     check_offsets(_NAME, query=q, key=k, value=v)
     given = (x.query_scale, x.key_scale, x.value_scale, x.out_scale)
     scales = hopper_dense.DenseScales(*(None if scale is None else scale.reshape(-1) for scale in given))
-    out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype, causal=x.is_causal)
+    out = hopper_dense.attention_dense(q, k, v, scales, logit_scale, x.result_dtype, causal=x.is_causal, bias=bias)
     return out.view(*x.query.shape[:-1], x.value.shape[-1])
 
 

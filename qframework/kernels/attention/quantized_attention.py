@@ -27,6 +27,7 @@ from torch import Tensor
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention.hopper_bias import dense_bias
 from qframework.kernels.attention.operands import (
     AttentionShape,
     Bias,
@@ -98,11 +99,11 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
-    dense = bias.adds_nothing and lengths is None and not lse and logit_scale > 0
-    if dense and variant == VARIANTS["unquantized"] and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal):
-        scales = hopper_dense.DenseScales()
-        out = hopper_dense.attention_dense(qk.q, qk.k, values.v, scales, logit_scale, dtype, causal=bias.causal)
-        return out, None
+    added = dense_bias(bias) if lengths is None and not lse and logit_scale > 0 else None
+    exact = variant == VARIANTS["unquantized"]
+    if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
+        operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
+        return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
     plain = lengths is None and not lse and out_scale is None and (values.scale is None or values.paired)
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None

@@ -119,13 +119,14 @@ def compile_resident(kind: str, out: str, keys: int, width: int, registers: int)
     int8, pieces = kind == "i8", split(keys)
     sizes = {"first": pieces.first, "second": pieces.second or pieces.first, "": BLOCK_N}
     types, constants = common(hopper_dense.resident, kind, out)
-    for role in ("k", "v"):
-        types |= {f"{role}{'_' * bool(n)}{n}_desc": described(kind, rows, width) for n, rows in sizes.items()}
-    types |= {"q_desc": described(kind, 64, width), "out_desc": described(out, 64, width)}
-    types |= {"v_ptr": "*i8" if int8 else f"*{kind}"}
+    for rest in ("", "_rest"):
+        for role in ("k", "v"):
+            types |= {f"{role}{'_' * bool(n)}{n}{rest}_desc": described(kind, rows, width) for n, rows in sizes.items()}
+        types |= {f"q{rest}_desc": described(kind, 64, width), f"out{rest}_desc": described(out, 64, width)}
+    types |= {"v_ptr": "*i8" if int8 else f"*{kind}", "ONE": "fp32"}
     form = PieceForm(width, width, 1, pieces.first, pieces.second, int8, pieces.masked, int8, True, out == kind)
     layout = hopper.layout(pieces.first, width, torch.float16 if int8 else KINDS[kind])
-    constants |= {"V_LAYOUT": layout, "FORM": form, "BLOCKS": pieces.blocks}
+    constants |= {"V_LAYOUT": layout, "FORM": form, "BLOCKS": pieces.blocks, "bias_ptr": None, "width_ptr": None}
     return compile_for("sm_90", hopper_dense.resident, types, constants, num_warps=4, maxnreg=registers)
 
 
