@@ -1,6 +1,7 @@
 """qframework: quantized transformers for PyTorch, in PyTorch's own workflow.
 
-Importing registers the operators ``torch.ops.qframework.*`` and does nothing else; the rest loads at first use.
+Importing registers the operators ``torch.ops.qframework.*``, and with the transformers library once that is imported;
+the rest loads at first use.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from qframework import kernels
+from qframework.integrations import registration
 
 if TYPE_CHECKING:
     from qframework import (
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
         conversion,
         errors,
         evaluation,
+        integrations,
         numerics,
         quantizer,
         serialization,
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explanation import explain
     from qframework.conversion import quantize, quantize_
+    from qframework.integrations.transformers import QFrameworkConfig
     from qframework.quantizer.calibration import calibrate
     from qframework.serialization import load, save
     from qframework.tuning import Plan, sensitivity, tune
@@ -41,6 +45,7 @@ __all__ = [
     "errors",
     "evaluation",
     "explain",
+    "integrations",
     "kernels",
     "load",
     "numerics",
@@ -60,6 +65,7 @@ __all__ = [
 
 _HOME_OF = {
     "Plan": "qframework.tuning",
+    "QFrameworkConfig": "qframework.integrations.transformers",  # not in __all__: it needs transformers
     "calibrate": "qframework.quantizer",
     "calibrate_attention": "qframework.attention",
     "explain": "qframework.backend",
@@ -81,3 +87,6 @@ def __getattr__(name: str) -> Any:
     if name in __all__:
         return importlib.import_module(f"qframework.{name}")
     raise AttributeError(f"module 'qframework' has no attribute {name!r}; it offers {', '.join(__all__)}")
+
+
+registration.install()

@@ -5,14 +5,12 @@
 - :func:`calibrate_attention`: chooses the fastest variant that is accurate enough for each layer of a model, as an
   :class:`AttentionChoice`.
 - :data:`fallbacks`: why and how often the scope fell back to PyTorch.
-- :mod:`qframework.attention.transformers`: ``attn_implementation="qframework"``. This package registers it where
-  transformers was imported before; otherwise call its ``register()``.
+- :mod:`qframework.attention.transformers`: ``attn_implementation="qframework"``, which ``import qframework`` registers,
+  before or after transformers; its ``register()`` registers other variants.
 
 diffusers keeps its attention backends in a private registry that cannot be extended without patching it. Its default
 backend calls ``F.scaled_dot_product_attention``, so :class:`use_sage_attention` works with it.
 """
-
-import sys
 
 from qframework.attention.adaptive import calibrate_attention
 from qframework.attention.api import sage_attention, sage_attention_varlen
@@ -27,8 +25,3 @@ __all__ = [
     "sage_attention_varlen",
     "use_sage_attention",
 ]
-
-if "transformers.modeling_utils" in sys.modules:
-    from qframework.attention import transformers
-
-    transformers.register()

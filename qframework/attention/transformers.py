@@ -1,9 +1,8 @@
 """``attn_implementation="qframework"`` for models of the transformers library, through its own registries::
 
+    import qframework  # before or after transformers: its import registers the name
     import transformers
-    from qframework.attention.transformers import register
 
-    register()  # optional if transformers was imported before qframework.attention
     model = transformers.AutoModel.from_pretrained(name, attn_implementation="qframework")
 
 The operator supports grouped heads and boolean masks. Unsupported calls (dropout in training, float64) fall back to
@@ -23,6 +22,7 @@ from torch import Tensor
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
 from qframework.errors import UnsupportedError
+from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
 
 # Arguments that change the result and that no variant supports: Gemma 2's soft cap on logits, attention sinks.
@@ -44,12 +44,23 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    from qframework.attention.transformers_sam import register_sam
-
     variant = checked_spec(variant)
     AttentionInterface.register(name, attention_function(variant, smooth_k))
     AttentionMaskInterface.register(name, sdpa_mask)
+    when_imported("transformers.models.sam.modeling_sam", partial(_register_sam, name, variant, smooth_k))
+    when_imported("transformers.models.sam_hq.modeling_sam_hq", partial(_register_sam_hq, name, variant, smooth_k))
+
+
+def _register_sam(name: str, variant: str, smooth_k: bool) -> None:
+    from qframework.attention.transformers_sam import register_sam
+
     register_sam(name, variant, smooth_k)
+
+
+def _register_sam_hq(name: str, variant: str, smooth_k: bool) -> None:
+    from qframework.attention.transformers_sam_hq import register_sam_hq
+
+    register_sam_hq(name, variant, smooth_k)
 
 
 def attention_function(variant: str, smooth_k: bool) -> Callable[..., tuple[Tensor, None]]:

@@ -48,6 +48,7 @@ _INT8_OPERATORS = "operators of INT8 training cannot be compiled by Inductor of 
 _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
 _CACHE = "models of transformers cannot keep keys and values in INT8 (Int8Cache)"
+_QUANTIZER = "models of transformers cannot be quantized while they are loaded (QFrameworkConfig)"
 _COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
 _EXPLAIN = "explain cannot find a compiled model's options"
@@ -305,7 +306,7 @@ _ROWS = (
         "a prepared model without quantized layers counts as an exported one",
         source="torchao.quantization.pt2e.convert",
     ),
-    # transformers.py
+    # transformers_sam.py and transformers_sam_hq.py
     Name("transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES", _SAM),
     Name("transformers.models.sam.modeling_sam.SamVisionSdpaAttention", _SAM),
     Name("transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES", _SAM),
@@ -313,5 +314,11 @@ _ROWS = (
     # transformers_cache.py
     Name("transformers.cache_utils.Cache", _CACHE),
     Name("transformers.cache_utils.CacheLayerMixin", _CACHE),
+    # transformers_quantizers.py
+    Name("transformers.core_model_loading.ConversionOps", _QUANTIZER),
+    Name("transformers.quantizers.HfQuantizer", _QUANTIZER),
+    Name("transformers.quantizers.register_quantization_config", _QUANTIZER),
+    Name("transformers.quantizers.register_quantizer", _QUANTIZER),
+    Name("transformers.utils.quantization_config.QuantizationConfigMixin", _QUANTIZER),
 )
 NAMES = {name.path: name for name in _ROWS}

@@ -109,6 +109,28 @@ def _check(model: nn.Module, config: LinearConfig, calibration_data: object, fil
         raise UnsupportedError("quantize_: model must be in eval mode for static scales. Call model.eval()")
 
 
+# Layer by layer, for loaders that quantize each weight when they have read it ---------------------------------------------
+
+
+def find_layers(model: nn.Module, filter_fn: Filter) -> list[_Layer]:
+    """The layers that ``quantize_`` would replace, each with its name and module, and ``replace_layer`` for each.
+
+    ``model`` may be on "meta". Layers that must stay in float are noted as ``quantize_`` notes them.
+    """
+    return _layers(model, filter_fn)
+
+
+def replace_layer(layer: _Layer, config: LinearConfig) -> QuantizedLinear:
+    """Replace a layer that ``find_layers`` found in its model, with dynamic scales.
+
+    Raises:
+        CalibrationError: the weight holds NaN or infinity; the message names the layer.
+    """
+    quantized = _quantized(layer, _weight(layer, config, {}), config, None)
+    layer.replace(quantized)
+    return quantized
+
+
 # Finding the layers ---------------------------------------------------------------------------------------------------
 
 

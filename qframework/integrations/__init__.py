@@ -1,0 +1,1 @@
+"""Support for other libraries through their own registries, registered when such a library is imported."""
