@@ -175,7 +175,7 @@ class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
             float_names = config.modules_to_not_convert or []
             new = [name for name in _left_out_by_default(model) if not _names_one_of(model, name, in_file)]
             quantize_(
-                model,
+                model.eval(),
                 config.linear,
                 filter_fn=lambda module, name: not _names_one_of(model, name, [*float_names, *new]),
             )

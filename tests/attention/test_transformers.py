@@ -371,26 +371,26 @@ def test_nothing_else_is_registered() -> None:
 REGISTERED = """
 import {first}
 import {second}
-from transformers import AttentionInterface
-assert ("qframework" in AttentionInterface()) == {expected}
-import qframework.attention.transformers
-qframework.attention.transformers.register()
-assert "qframework" in AttentionInterface()
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.models.sam.modeling_sam import SAM_VISION_ATTENTION_CLASSES
+from transformers.models.sam_hq.modeling_sam_hq import SAM_HQ_VISION_ATTENTION_CLASSES
+for table in (AttentionInterface(), AttentionMaskInterface(), SAM_VISION_ATTENTION_CLASSES, SAM_HQ_VISION_ATTENTION_CLASSES):
+    assert "qframework" in table
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "second", "expected"),
+    ("first", "second"),
     [
-        ("transformers.modeling_utils", "qframework.attention", True),
-        ("qframework.attention", "transformers.modeling_utils", False),
-        ("transformers.modeling_utils", "qframework", False),
+        ("transformers.modeling_utils", "qframework"),
+        ("qframework", "transformers.modeling_utils"),
+        ("qframework", "transformers.models.sam.modeling_sam"),
+        ("transformers.models.sam_hq.modeling_sam_hq", "qframework"),
     ],
 )
-def test_registration_depends_on_the_order_of_imports(first: str, second: str, expected: bool, tmp_path: Path) -> None:
-    """Automatically if transformers was imported before; ``import qframework`` alone registers nothing."""
-    source = REGISTERED.format(first=first, second=second, expected=expected)
+def test_registration_does_not_depend_on_the_order_of_imports(first: str, second: str, tmp_path: Path) -> None:
+    source = REGISTERED.format(first=first, second=second)
     result = subprocess.run([sys.executable, "-c", source], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
