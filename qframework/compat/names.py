@@ -13,7 +13,7 @@ KNOWN = {
     "torch": ("2.11", "2.15"),
     "triton": ("3.6", "3.9"),
     "torchao": ("0.17", "0.18"),
-    "transformers": ("5", "5.23"),
+    "transformers": ("5", "5.24"),
 }
 
 
