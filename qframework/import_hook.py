@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+
 def when_imported(module: str, function: Callable[[], None]) -> None:
     """Call ``function`` once ``module`` is imported: now if it is, else right after its import."""
     if module in sys.modules:
@@ -18,41 +19,52 @@ def when_imported(module: str, function: Callable[[], None]) -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the other finders do, and removes itself then."""
+    """Finds one module as the other finders do, until that module is imported."""
 
     def __init__(self, module: str, function: Callable[[], None]) -> None:
         self._module, self._function = module, function
+        self._searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._module or self not in sys.meta_path:
+        """The module's spec with a loader that calls ``imported`` after it; None for other modules."""
+        if fullname != self._module or self._searching:
             return None
-        sys.meta_path.remove(self)
-        for finder in sys.meta_path:
-            spec = finder.find_spec(fullname, path, target)
-            if spec is not None:
-                if spec.loader is not None:
-                    spec.loader = _Loader(spec.loader, self._function)
-                return spec
-        return None
+        self._searching = True  # two hooks on one module ask each other
+        try:
+            specs = (finder.find_spec(fullname, path, target) for finder in tuple(sys.meta_path) if finder is not self)
+            spec = next((spec for spec in specs if spec is not None), None)
+        finally:
+            self._searching = False
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader, self)
+        return spec
+
+    def imported(self) -> None:
+        """Call the function, once."""
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+            self._function()
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module with its own loader, which it gives back to the module, and then calls a function."""
+    """Loads a module with its own loader, which it gives back to the module."""
 
-    def __init__(self, loader: Any, function: Callable[[], None]) -> None:
-        self._loader, self._function = loader, function
+    def __init__(self, loader: Any, finder: _Finder) -> None:
+        self._loader, self._finder = loader, finder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        """As the module's own loader does."""
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: ModuleType) -> None:
+        """As the module's own loader does; then tells the finder. A module that fails can be imported again."""
         module.__loader__ = self._loader
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        self._function()
+        self._finder.imported()

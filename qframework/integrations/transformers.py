@@ -79,6 +79,10 @@ class QFrameworkConfig(QuantizationConfigMixin):  # type: ignore[misc]
             "modules_to_not_convert": copy.copy(self.modules_to_not_convert),
         }
 
+    def to_diff_dict(self) -> dict[str, Any]:
+        """The same: transformers writes this one."""
+        return self.to_dict()
+
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         yield from self.to_dict().items()
 
@@ -171,13 +175,9 @@ class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
 
         config = self.quantization_config
         if self.pre_quantized:
-            in_file = _quantized_in(checkpoint_files)
-            float_names = config.modules_to_not_convert or []
-            new = [name for name in _left_out_by_default(model) if not _names_one_of(model, name, in_file)]
+            in_float = [*(config.modules_to_not_convert or ()), *_new_layers(model, checkpoint_files)]
             quantize_(
-                model.eval(),
-                config.linear,
-                filter_fn=lambda module, name: not _names_one_of(model, name, [*float_names, *new]),
+                model.eval(), config.linear, filter_fn=lambda module, name: not _names_one_of(model, name, in_float)
             )
             return
         left_out = _left_out(model, config)
@@ -312,6 +312,14 @@ def _float_linears(model: nn.Module) -> list[str]:
     from qframework.training.roles import linear_role
 
     return [name for name, module in model.named_modules() if linear_role(module) is not None]
+
+
+def _new_layers(model: Any, files: Any) -> list[str]:
+    """Names of layers, such as heads, that a checkpoint of another class lacks and that stay in float by default."""
+    if type(model).__name__ in (model.config.architectures or ()):
+        return []
+    in_files = _quantized_in(files)
+    return [name for name in _left_out_by_default(model) if not _names_one_of(model, name, in_files)]
 
 
 def _quantized_in(files: Any) -> list[str]:

@@ -191,7 +191,9 @@ def test_each_float_weight_is_freed_before_the_next_is_read(tmp_path: Path, monk
     assert all(reference() is None for reference in seen)
 
 
-def test_a_quantized_checkpoint_is_loaded_without_float_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_checkpoint_is_loaded_without_float_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded = LlamaForCausalLM.from_pretrained(saved(llama(), tmp_path / "f"), quantization_config=QFrameworkConfig())
     folder = saved(loaded, tmp_path / "q")
     monkeypatch.setattr(QFrameworkHfQuantizer, "replace", lambda *arguments: pytest.fail("a weight was quantized"))
@@ -343,7 +345,6 @@ def test_generate_with_a_static_cache(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_generate_with_a_static_cache_compiled(tmp_path: Path) -> None:
-    """By our backend, which fuses the INT8 layers: the operators of a layer that is not compiled are gone."""
     model, prompt = quantized_llama(tmp_path), torch.randint(3, 99, (2, 5))
     expected = generate(model, prompt)
     model.forward = torch.compile(model.forward, backend="qframework", fullgraph=True)
