@@ -26,20 +26,9 @@ ROOMS = (
         "fallbacks",
         "kernels",
         "devices",
-        "attention",
     ),
-    *(
-        "graph",
-        "quantizer",
-        "backend",
-        "training",
-        "serialization",
-        "conversion",
-        "integrations",
-        "evaluation",
-        "tuning",
-    ),
-    *("diagnosis", "cli"),
+    *("attention", "graph", "quantizer", "backend", "training", "serialization", "conversion", "integrations"),
+    *("evaluation", "tuning", "diagnosis", "cli"),
 )
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {"kernels": ("runtime", "quantize", "linear", "attention", "blocks")}

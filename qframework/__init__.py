@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explanation import explain
     from qframework.conversion import quantize, quantize_
-    from qframework.integrations.transformers import QFrameworkConfig
+    from qframework.integrations.transformers import QFrameworkConfig as QFrameworkConfig
     from qframework.quantizer.calibration import calibrate
     from qframework.serialization import load, save
     from qframework.tuning import Plan, sensitivity, tune

@@ -1,4 +1,4 @@
-"""What transformers' loading offers to quantization: base classes, registries and the operations on tensors it reads."""
+"""What transformers offers to quantization while it loads: base classes, registries, operations on tensors"""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def _check(model: nn.Module, config: LinearConfig, calibration_data: object, fil
         raise UnsupportedError("quantize_: model must be in eval mode for static scales. Call model.eval()")
 
 
-# Layer by layer, for loaders that quantize each weight when they have read it ---------------------------------------------
+# Layer by layer, for loaders that quantize each weight when they have read it -----------------------------------------
 
 
 def find_layers(model: nn.Module, filter_fn: Filter) -> list[_Layer]:

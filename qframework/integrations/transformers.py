@@ -39,15 +39,15 @@ METHOD = "qframework"
 # The configuration ----------------------------------------------------------------------------------------------------
 
 
-class QFrameworkConfig(QuantizationConfigMixin):  # type: ignore[misc]
+class QFrameworkConfig(QuantizationConfigMixin):
     """How ``from_pretrained`` quantizes a model: its linear layers to INT8.
 
     Attributes:
         linear: ``dynamic_int8()`` or another LinearConfig, or what its ``to_dict`` returns.
         modules_to_not_convert: names of modules that stay in float with all that they contain: ``"lm_head"``,
-            ``"model.layers.0"``, or a part between dots such as ``"vision_model"``. None: what transformers leaves out by
-            default, which is the output embeddings, tied weights, and the last module. A quantized model's configuration
-            holds the full name of every linear layer that stayed in float.
+            ``"model.layers.0"``, or a part between dots such as ``"vision_model"``. None: what transformers leaves out
+            by default, which is the output embeddings, tied weights, and the last module. The configuration of a
+            quantized model holds the full name of every linear layer that stayed in float.
 
     Raises:
         UnsupportedError: a wrong field or value.
@@ -62,8 +62,8 @@ class QFrameworkConfig(QuantizationConfigMixin):  # type: ignore[misc]
     ) -> None:
         for name in unknown:
             raise UnsupportedError(
-                f"QFrameworkConfig: fields must be {either(_FIELDS)}, got {name!r}. A file with other fields was saved by "
-                "a newer qframework"
+                f"QFrameworkConfig: fields must be {either(_FIELDS)}, got {name!r}. A file with other fields was saved "
+                "by a newer qframework"
             )
         if quant_method != METHOD:
             raise UnsupportedError(f"QFrameworkConfig: quant_method must be {METHOD!r}, got {quant_method!r}")
@@ -122,7 +122,8 @@ def _checked_names(names: Iterable[str] | None) -> list[str] | None:
         return None
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise UnsupportedError(
-            f"QFrameworkConfig: modules_to_not_convert must be None or a list of names of modules, got {described(names)}"
+            f"QFrameworkConfig: modules_to_not_convert must be None or a list of names of modules, got "
+            f"{described(names)}"
         )
     listed = list(names)
     for name in listed:
@@ -136,7 +137,7 @@ def _checked_names(names: Iterable[str] | None) -> list[str] | None:
 # Loading --------------------------------------------------------------------------------------------------------------
 
 
-class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
+class QFrameworkHfQuantizer(HfQuantizer):
     """transformers calls this while it loads a model: before its weights are read, for each weight, and after."""
 
     quantization_config: QFrameworkConfig
@@ -150,9 +151,9 @@ class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
         activation = self.quantization_config.linear.activation
         if not self.pre_quantized and not activation.dynamic:
             raise UnsupportedError(
-                "from_pretrained: quantization_config must have a dynamic activation, such as dynamic_int8(), got a static "
-                "one. Static scales are calibrated: load the float model, call quantize_(model, static_int8(), data) and "
-                "as_pretrained(model, QFrameworkConfig(static_int8())), and save it"
+                "from_pretrained: quantization_config must have a dynamic activation, such as dynamic_int8(), got a "
+                "static one. Static scales are calibrated: load the float model, call quantize_(model, static_int8(), "
+                "data) and as_pretrained(model, QFrameworkConfig(static_int8())), and save it"
             )
         places = device_map.values() if isinstance(device_map, Mapping) else [device_map]
         if "disk" in places:
@@ -201,7 +202,7 @@ class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         quantized = replace_layer(layer, self.quantization_config.linear)
         for buffer in quantized.buffers():
-            buffer._is_hf_initialized = True
+            buffer._is_hf_initialized = True  # type: ignore[attr-defined]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Quantize layers that the checkpoint lacks, which transformers has initialized; record what stays in float."""
@@ -229,7 +230,7 @@ class QFrameworkHfQuantizer(HfQuantizer):  # type: ignore[misc]
         return True
 
 
-class _QuantizeWeight(ConversionOps):  # type: ignore[misc]
+class _QuantizeWeight(ConversionOps):
     """Consumes the float weights of linear layers, and passes other tensors on."""
 
     def __init__(self, quantizer: QFrameworkHfQuantizer) -> None:
@@ -383,7 +384,7 @@ _registered: list[str] = []
 
 
 def register() -> None:
-    """Register attention and quantization with transformers. ``import qframework`` does this; later calls do nothing."""
+    """Register attention and quantization with transformers, once. ``import qframework`` does this."""
     if _registered:
         return
     from qframework.attention.transformers import register as register_attention

@@ -1,4 +1,4 @@
-"""``from_pretrained(quantization_config=QFrameworkConfig())`` on models that are saved to a folder, without a network."""
+"""``from_pretrained(quantization_config=QFrameworkConfig())`` on models from a folder, without a network."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def in_files(folder: Path) -> dict[str, str]:
     found = {}
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
-            found |= {key: opened.get_slice(key).get_dtype() for key in opened.keys()}
+            found |= {key: opened.get_slice(key).get_dtype() for key in opened.keys()}  # noqa: SIM118
     return found
 
 
