@@ -9,8 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from qframework import kernels
-from qframework.integrations import registration
+from qframework import import_hook, kernels
+from qframework.compat import transformers_modules
 
 if TYPE_CHECKING:
     from qframework import (
@@ -87,4 +87,9 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'qframework' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
-registration.install()
+def _register_with_transformers() -> None:
+    importlib.import_module("qframework.integrations.registration").register_with_transformers()
+
+
+import_hook.watch(transformers_modules.SAM, transformers_modules.SAM_HQ)
+import_hook.when_imported(transformers_modules.MODELS, _register_with_transformers)

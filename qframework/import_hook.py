@@ -12,40 +12,48 @@ from typing import Any
 
 def when_imported(module: str, function: Callable[[], None]) -> None:
     """Call ``function`` once ``module`` is imported: now if it is, else right after its import."""
-    if module in sys.modules:
+    finder = next((each for each in sys.meta_path if isinstance(each, _Finder) and each.module == module), None)
+    if finder is None and module in sys.modules:
         function()
-    else:
-        sys.meta_path.insert(0, _Finder(module, function))
+        return
+    if finder is None:
+        finder = _Finder(module)
+        sys.meta_path.insert(0, finder)
+    finder.functions.append(function)
+
+
+def watch(*modules: str) -> None:
+    """Let ``when_imported`` know when these modules are imported, even if it is called in the middle of that."""
+    for module in modules:
+        if module not in sys.modules:
+            sys.meta_path.insert(0, _Finder(module))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds one module as the other finders do, until that module is imported."""
 
-    def __init__(self, module: str, function: Callable[[], None]) -> None:
-        self._module, self._function = module, function
-        self._searching = False
+    def __init__(self, module: str) -> None:
+        self.module = module
+        self.functions: list[Callable[[], None]] = []
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """The module's spec with a loader that calls ``imported`` after it; None for other modules."""
-        if fullname != self._module or self._searching:
+        if fullname != self.module:
             return None
-        self._searching = True  # two hooks on one module ask each other
-        try:
-            specs = (finder.find_spec(fullname, path, target) for finder in tuple(sys.meta_path) if finder is not self)
-            spec = next((spec for spec in specs if spec is not None), None)
-        finally:
-            self._searching = False
+        specs = (finder.find_spec(fullname, path, target) for finder in tuple(sys.meta_path) if finder is not self)
+        spec = next((spec for spec in specs if spec is not None), None)
         if spec is not None and spec.loader is not None:
             spec.loader = _Loader(spec.loader, self)
         return spec
 
     def imported(self) -> None:
-        """Call the function, once."""
+        """Call the functions, once."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-            self._function()
+            for function in self.functions:
+                function()
 
 
 class _Loader(importlib.abc.Loader):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qframework.import_hook import when_imported
+from qframework.import_hook import watch, when_imported
 
 NAME = "a_module_of_another_library"
 
@@ -41,6 +41,19 @@ def test_before_and_after_the_import(folder: Path) -> None:
     assert inspect.getsource(module) == "value = 3\n"
     importlib.reload(module)
     assert len(seen) == 3
+
+
+def test_a_module_that_is_being_imported(folder: Path) -> None:
+    """A module that it imports asks for it, before it is complete."""
+    (folder / f"{NAME}.py").write_text("import sys\nsys.ask()\nvalue = 3\n")
+    seen: list[int] = []
+    watch(NAME)
+    sys.ask = lambda: when_imported(NAME, lambda: seen.append(sys.modules[NAME].value))  # type: ignore[attr-defined]
+    try:
+        importlib.import_module(NAME)
+    finally:
+        del sys.ask  # type: ignore[attr-defined]
+    assert seen == [3]
 
 
 def test_asking_for_the_module_is_no_import(folder: Path) -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from qframework.attention.drop_in import attention_or_fallback, checked_spec
 from qframework.attention.int8_store import MAX_QUERIES, store_of
+from qframework.compat.transformers_modules import SAM, SAM_HQ, sam_attention_classes, sam_hq_attention_classes
 from qframework.errors import UnsupportedError
 from qframework.import_hook import when_imported
 from qframework.kernels.attention.variants import AttentionVariant
@@ -47,20 +48,28 @@ def register(name: str = "qframework", *, variant: str | AttentionVariant = "aut
     variant = checked_spec(variant)
     AttentionInterface.register(name, attention_function(variant, smooth_k))
     AttentionMaskInterface.register(name, sdpa_mask)
-    when_imported("transformers.models.sam.modeling_sam", partial(_register_sam, name, variant, smooth_k))
-    when_imported("transformers.models.sam_hq.modeling_sam_hq", partial(_register_sam_hq, name, variant, smooth_k))
+    when_imported(SAM, partial(_register_sam, name, variant, smooth_k))
+    when_imported(SAM_HQ, partial(_register_sam_hq, name, variant, smooth_k))
 
 
 def _register_sam(name: str, variant: str, smooth_k: bool) -> None:
-    from qframework.attention.transformers_sam import register_sam
-
-    register_sam(name, variant, smooth_k)
+    sam_attention_classes()[name] = partial(_sam_attention, variant=variant, smooth_k=smooth_k)
 
 
 def _register_sam_hq(name: str, variant: str, smooth_k: bool) -> None:
-    from qframework.attention.transformers_sam_hq import register_sam_hq
+    sam_hq_attention_classes()[name] = partial(_sam_hq_attention, variant=variant, smooth_k=smooth_k)
 
-    register_sam_hq(name, variant, smooth_k)
+
+def _sam_attention(*args: Any, **settings: Any) -> torch.nn.Module:
+    from qframework.attention.transformers_sam import SamVisionSageAttention
+
+    return SamVisionSageAttention(*args, **settings)
+
+
+def _sam_hq_attention(*args: Any, **settings: Any) -> torch.nn.Module:
+    from qframework.attention.transformers_sam_hq import SamHQVisionSageAttention
+
+    return SamHQVisionSageAttention(*args, **settings)
 
 
 def attention_function(variant: str, smooth_k: bool) -> Callable[..., tuple[Tensor, None]]:

@@ -320,5 +320,7 @@ _ROWS = (
     Name("transformers.quantizers.register_quantization_config", _QUANTIZER),
     Name("transformers.quantizers.register_quantizer", _QUANTIZER),
     Name("transformers.utils.quantization_config.QuantizationConfigMixin", _QUANTIZER),
+    Name("_is_hf_initialized", _QUANTIZER, source="transformers.modeling_utils"),
+    Name("transformers.modeling_utils.PreTrainedModel._init_weights", _QUANTIZER),
 )
 NAMES = {name.path: name for name in _ROWS}

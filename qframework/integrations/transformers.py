@@ -23,6 +23,9 @@ from qframework.compat.transformers_quantizers import (
     ConversionOps,
     HfQuantizer,
     QuantizationConfigMixin,
+    initialize,
+    is_initialized,
+    mark_initialized,
     register_quantization_config,
     register_quantizer,
 )
@@ -202,7 +205,7 @@ class QFrameworkHfQuantizer(HfQuantizer):
         layer.module.weight = nn.Parameter(weight, requires_grad=False)
         quantized = replace_layer(layer, self.quantization_config.linear)
         for buffer in quantized.buffers():
-            buffer._is_hf_initialized = True  # type: ignore[attr-defined]
+            mark_initialized(buffer)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         """Quantize layers that the checkpoint lacks, which transformers has initialized; record what stays in float."""
@@ -210,7 +213,7 @@ class QFrameworkHfQuantizer(HfQuantizer):
             self.replace(name, self._layers[name].module.weight.detach())
         if self.pre_quantized:
             for layer in _quantized_layers(model).values():
-                if not all(getattr(buffer, "_is_hf_initialized", False) for buffer in layer.buffers()):
+                if not all(map(is_initialized, layer.buffers())):
                     _initialize(model, layer)
         self.quantization_config.modules_to_not_convert = _float_linears(model)
         return model
@@ -262,7 +265,7 @@ def _initialize(model: Any, layer: QuantizedLinear) -> None:
     """Give a layer that the quantized checkpoint lacks the weights that transformers gives to a new one, in INT8."""
     device = layer.weight_int8.device
     fresh = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device, layer.dtype)
-    model._init_weights(fresh)
+    initialize(model, fresh)
     state = fresh.state_dict()
     layer.load_state_dict({**state, "weight": state["weight"].t() if layer.conv1d else state["weight"]})
 

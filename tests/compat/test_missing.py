@@ -52,6 +52,8 @@ LATE_NAMES = (
     "torch._inductor.compile_fx.compile_fx",
     "torch._inductor.cpp_builder.get_cpp_compiler",
     "torch._inductor.exc.InvalidCxxCompiler",
+    "transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES",
+    "transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES",
     "triton.AsyncCompileMode",
 )
 

@@ -1,0 +1,24 @@
+"""Modules of transformers that something is registered with once they are imported, and SAM's tables of attention."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from qframework.compat.missing import explained
+
+MODELS = "transformers.modeling_utils"
+SAM = "transformers.models.sam.modeling_sam"
+SAM_HQ = "transformers.models.sam_hq.modeling_sam_hq"
+
+
+@explained()
+def sam_attention_classes() -> dict[str, Any]:
+    """The table from which a SAM model's configuration selects its attention; SAM is imported."""
+    return sys.modules[SAM].SAM_VISION_ATTENTION_CLASSES  # type: ignore[no-any-return]
+
+
+@explained()
+def sam_hq_attention_classes() -> dict[str, Any]:
+    """The same for SAM-HQ."""
+    return sys.modules[SAM_HQ].SAM_HQ_VISION_ATTENTION_CLASSES  # type: ignore[no-any-return]
