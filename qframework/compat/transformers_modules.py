@@ -15,10 +15,10 @@ SAM_HQ = "transformers.models.sam_hq.modeling_sam_hq"
 @explained()
 def sam_attention_classes() -> dict[str, Any]:
     """The table from which a SAM model's configuration selects its attention; SAM is imported."""
-    return sys.modules[SAM].SAM_VISION_ATTENTION_CLASSES  # type: ignore[no-any-return]
+    return sys.modules[SAM].SAM_VISION_ATTENTION_CLASSES
 
 
 @explained()
 def sam_hq_attention_classes() -> dict[str, Any]:
     """The same for SAM-HQ."""
-    return sys.modules[SAM_HQ].SAM_HQ_VISION_ATTENTION_CLASSES  # type: ignore[no-any-return]
+    return sys.modules[SAM_HQ].SAM_HQ_VISION_ATTENTION_CLASSES
