@@ -29,6 +29,7 @@ from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import resolve
+from qframework.outputs import output_file
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 FLUSH_BYTES = 128 * 2**20
@@ -368,7 +369,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="parts in their order, separated by commas, e.g. dense,packed")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--limit", type=float, default=150.0, help="seconds after which no case is begun")
-    parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")) / "attention-parts.json")
+    parser.add_argument("--output", type=output_file, default=Path(os.environ.get("OUT", ".")) / "attention-parts.json")
     arguments = parser.parse_args()
     began = time.monotonic()
     rows: list[dict[str, Any]] = []

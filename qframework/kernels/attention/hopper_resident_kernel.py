@@ -300,9 +300,7 @@ if HAS_GLUON:
             state = visit_pieces(s, s2, values_of, v_ready, 0, scale, start, NK, VALUES, FORM)
             if BLOCKS > 0:
                 for block in range(BLOCKS):
-                    places = None
-                    if FACTORS:
-                        places = block_places.index(block)
+                    places = _places_of(block_places, block, FACTORS)
                     if BIASED:
                         key = block * _BLOCK_N
                         y, y2 = load_biases(bias, tile * M, key, N, NK, AT_ONCE, LATER, INT8, False, FORM)
@@ -329,5 +327,12 @@ if HAS_GLUON:
                 _load_queries(q_descs, later, q_ready.index(slot), q_tile, q_rest, FORM)
             slot, phase = next_stage(slot, phase, 2)
         tma.store_wait(0)
+
+    @gluon.jit
+    def _places_of(block_places, block, FACTORS: gl.constexpr):
+        """Where the keys of a block are in the image; not used without relative positions."""
+        if FACTORS:
+            block_places = block_places.index(block)
+        return block_places
 
     kernel: Any = _resident_attention_kernel
