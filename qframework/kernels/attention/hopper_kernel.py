@@ -722,7 +722,7 @@ if HAS_GLUON:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
             if not SHARES_OUT:
                 tma.store_wait(0)  # the result before has left
-            v_scales = _value_scales(v_scale_ptr, b * (H // GROUP) + h // GROUP, descs[6].shape[3], FP8)
+            v_scales = v_scale_ptr + (b * (H // GROUP) + h // GROUP) * descs[6].shape[3] if FP8 else None
             _store(acc, sums, v_scales, shared[6].index(WHO), descs[6], _at(b, h, q_start, N, first, 0, FORM))
             if REST_DV > 0:
                 place = _at(b, h, q_start, N, first, DV, FORM)
@@ -731,13 +731,6 @@ if HAS_GLUON:
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(WHO), count=1)
         tma.store_wait(0)
-
-    @gluon.jit
-    def _value_scales(v_scale_ptr, head, channels, FP8: gl.constexpr):
-        """Where the scales of a head's values start; without FP8 there are none."""
-        if FP8:
-            v_scale_ptr += head * channels
-        return v_scale_ptr
 
     @gluon.jit
     def _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM: gl.constexpr):
