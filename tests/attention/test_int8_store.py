@@ -63,7 +63,7 @@ def test_attention():
         (store.attend(query, is_causal=False), None),
     ):
         expected = F.scaled_dot_product_attention(query, key, value, wanted, enable_gqa=True)
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_is_half_of_16_bit():
@@ -185,7 +185,7 @@ def test_tensors_are_dequantized_where_they_are_used():
     assert torch.equal(torch.cat([stored, key], 2)[:, :, :20], store.floats("key"))
     query = torch.randn(2, 2, 1, 32)
     got = F.scaled_dot_product_attention(query, stored, store.tensor("value"))
-    torch.testing.assert_close(got, store.attend(query), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(got, store.attend(query), rtol=1e-5, atol=1e-6)
     assert "StoredTensor(key" in repr(stored)
 
 

@@ -28,7 +28,7 @@ def run(function):
     with torch.no_grad():
         wanted = function(*(x.clone() for x in arguments))
         got = torch.compile(function, backend=backend, fullgraph=True)(*(x.clone() for x in arguments))
-    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1 if got.dtype == torch.int8 else 1e-5)
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0 if got.dtype == torch.int8 else 1e-5)
     ((gm, reports),) = kept
     return [node.target for node in gm.graph.nodes if node.op.startswith("call")], [each.operator for each in reports]
 
