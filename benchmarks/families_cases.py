@@ -47,10 +47,15 @@ def _build_timm(name: str, arguments: Mapping[str, Any], smoke: bool) -> nn.Modu
 
 
 def _enlarge_tiny(model: nn.Module) -> nn.Module:
-    """``model`` without parameters of around 1e-6, class tokens and layer scales at birth, which FP16 cannot hold."""
-    for parameter in model.parameters():
-        if 0 < (largest := float(parameter.detach().abs().max())) < 1e-3:
-            parameter.data.mul_(0.1 / largest)
+    """Scale parameters below 1e-3 up to 0.1, in place.
+
+    timm initialises some class tokens and layer scales to about 1e-6, where FP16 keeps four bits.
+    """
+    with torch.no_grad():
+        for parameter in model.parameters():
+            largest = float(parameter.abs().max())
+            if 0 < largest < 1e-3:
+                parameter.mul_(0.1 / largest)
     return model
 
 

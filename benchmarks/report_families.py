@@ -23,14 +23,15 @@ HEAD = """# Architectures
 `python -m benchmarks.report` generates this page from the files in `benchmarks/results/families/`, which
 `python -m benchmarks.families` writes. Do not edit it.
 
-Whole models of timm and transformers with random weights, at the sizes of the originals. Every provider is compiled in
-its own process and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled
-by Inductor, at the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention only;
-**dynamic** adds the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by
-`static_int8`. FP8 is torchao's, with scales per tensor, on bfloat16. At batch 1 the fastest of each, with and without
-CUDA graphs, counts. SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are
-seconds of `torch.compile` and the first call while other models compile on the same processor, relative to FP16's.
-Encoders take sequences of mixed lengths, padded.
+Whole models of timm and transformers with random weights, at the sizes of the originals; parameters that timm
+initialises below 1e-3 are scaled up to 0.1, since FP16 cannot hold them. Every provider is compiled in its own process
+and compared with FP32 eager before it is timed. Speeds are multiples of the same model in FP16 compiled by Inductor, at
+the same batch. **Float** is `backend="qframework"` with its defaults, which changes attention only; **dynamic** adds
+the option `linear="int8_dynamic"` with frozen weights; **static** is quantized with PT2E by `static_int8`. FP8 is
+torchao's, with scales per tensor, on bfloat16. At batch 1 the fastest of each, with and without CUDA graphs, counts.
+SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
+`torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
+sequences of mixed lengths, padded.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {

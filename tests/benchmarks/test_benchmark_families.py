@@ -6,9 +6,10 @@ import json
 
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import families, report, report_families
-from benchmarks.families_cases import FAMILIES, SMOKE
+from benchmarks.families_cases import FAMILIES, SMOKE, _enlarge_tiny
 from benchmarks.harness import Record, Results
 
 TRANSFORMERS = [name for name, family in FAMILIES.items() if family.kind.startswith(("text", "speech", "decoder"))]
@@ -92,3 +93,15 @@ def test_page_shows_ratios_means_losses_and_failures(tmp_path):
     page.write()
     assert page.stale() == []
     assert b"gpt2, batch 8" in (tmp_path / "docs" / "assets" / "families-run.svg").read_bytes()
+
+
+def test_tiny_parameters_are_enlarged():
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.weight.copy_(torch.tensor([[1e-6, -2e-6], [0.0, 5e-7]]))
+        model.bias.zero_()
+    _enlarge_tiny(model)
+    torch.testing.assert_close(model.weight, torch.tensor([[0.05, -0.1], [0.0, 0.025]]))
+    assert not model.bias.any()
+    before = model.weight.clone()
+    assert torch.equal(_enlarge_tiny(model).weight, before)

@@ -112,9 +112,8 @@ def launches(monkeypatch):
         if hasattr(quantized_attention, "has_fp8"):
             monkeypatch.setattr(quantized_attention, "has_fp8", lambda device: chip in HAS_FP8)
         monkeypatch.setattr(pipeline, "capability_of", lambda device: capability)
-        monkeypatch.setattr(
-            hopper, "fits", lambda *call, **options: False
-        )  # the general kernel, which other calls take
+        # the general kernel, which other calls take
+        monkeypatch.setattr(hopper, "fits", lambda *call, **options: False)
         fn()
         monkeypatch.undo()
         by_name: dict[str, list[Launch]] = {}
