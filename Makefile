@@ -20,7 +20,7 @@ NIGHTLY_PIP := $(NIGHTLY_VENV)/bin/python -m pip install --disable-pip-version-c
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-nightly check format test-gpu bench-smoke docs wheel clean
+.PHONY: help demo test test-all test-nightly check format test-gpu bench-smoke docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -82,9 +82,9 @@ bench-smoke: $(DEV_STAMP)  ## every benchmark once, on tiny shapes
 docs: $(DEV_STAMP)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-wheel: $(DEV_STAMP)  ## build the wheel into dist/
+dist: $(DEV_STAMP)  ## build the sdist, and the wheel from it, into dist/
 	rm -rf build/lib build/bdist.* dist  # not build/: the demo keeps its checkpoint there
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build
 
 clean:  ## remove .venv and everything that was built
 	rm -rf $(VENV) $(NIGHTLY_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
