@@ -30,6 +30,12 @@ def checked_device(name: torch.device | str, argument: str) -> torch.device:
     return device
 
 
+def default_device() -> torch.device:
+    """The first GPU that the kernels run on, else the CPU."""
+    gpus = (torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+    return next((gpu for gpu in gpus if chip.why_unsupported(gpu) is None), torch.device("cpu"))
+
+
 def device_name(text: str) -> str:
     """An argparse type: the name of a device that ``checked_device`` accepts."""
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -150,3 +151,22 @@ def test_a_missing_name_of_gluon_disables_only_its_kernels(tmp_path: Path) -> No
     assert not report["gluon"]
     (message,) = report["messages"]
     assert "warpgroup_mma" in message
+
+
+_COST = """
+import time
+start = time.process_time()
+import torch
+middle = time.process_time()
+import qframework
+print(middle - start, time.process_time() - start)
+"""
+
+
+def test_importing_takes_less_than_one_and_a_half_times_torch() -> None:
+    """In processor time, the least of three processes each, with compiled bytecode, since the machine may be busy."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    command = [sys.executable, "-c", _COST]
+    outputs = [subprocess.run(command, env=environment, capture_output=True, text=True, check=True) for _ in range(3)]
+    torch_alone, both = (min(float(run.stdout.split()[index]) for run in outputs) for index in range(2))
+    assert both < 1.5 * torch_alone

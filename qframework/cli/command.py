@@ -36,32 +36,76 @@ app = typer.Typer(
     name="qframework",
     help="Quantized transformers for PyTorch.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
 
-Model = Annotated[str, typer.Argument(help="A timm model, or [bold]digits[/]: the ViT of handwritten digits.")]
-Target = Annotated[str, typer.Argument(help="A file of [bold]qframework quantize[/], a timm model, or digits.")]
+
+def _devices() -> list[str]:
+    """What the shell completes ``--device`` to."""
+    import torch
+
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    return ["auto", "cpu", *(["cuda", *gpus] if gpus else [])]
+
+
+def _models(incomplete: str) -> list[str]:
+    """What the shell completes a model to. ``digits`` needs no import of timm, which takes seconds."""
+    if "digits".startswith(incomplete):
+        return ["digits"]
+    import timm
+
+    return timm.list_models(f"{incomplete}*")
+
+
+def _targets(incomplete: str) -> list[str]:
+    """The same, and saved models in the folder that is being typed."""
+    folder = Path(incomplete).parent if not incomplete.endswith("/") else Path(incomplete)
+    files = [str(path) for path in folder.glob("*.pt2")] if folder.is_dir() else []
+    return [name for name in files if name.startswith(incomplete)] + _models(incomplete)
+
+
+Model = Annotated[
+    str,
+    typer.Argument(help="A timm model, or [bold]digits[/]: the ViT of handwritten digits.", autocompletion=_models),
+]
+Target = Annotated[
+    str,
+    typer.Argument(help="A file of [bold]qframework quantize[/], a timm model, or digits.", autocompletion=_targets),
+]
 Checkpoint = Annotated[
     Path | None,
     typer.Option(help="Weights of the timm model; for digits, where the trained model is saved."),
 ]
 Pretrained = Annotated[bool, typer.Option("--pretrained", help="Download timm's weights.")]
 Data = Annotated[str, typer.Option(help="A folder with one folder of images per class, or digits.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Device = Annotated[
+    str, typer.Option(help="auto (cuda if there is one, else cpu), cpu, cuda, cuda:1, ...", autocompletion=_devices)
+]
 BatchSize = Annotated[int, typer.Option(min=2, help="Images in a batch.")]
 CalibrationData = Annotated[str | None, typer.Option(help="Data to calibrate with; default: --data.")]
 Batches = Annotated[int, typer.Option(min=1, help="Batches to calibrate with.")]
 Limit = Annotated[
     int | None, typer.Option("--limit", min=1, help="Measure top-1 on at most this many images, spread evenly.")
 ]
-Observer = Annotated[str, typer.Option(help="Static only: minmax, moving_average, percentile, mse or entropy.")]
+Observer = Annotated[
+    str,
+    typer.Option(
+        help="Static only: minmax, moving_average, percentile, mse or entropy.",
+        autocompletion=lambda: ["minmax", "moving_average", "percentile", "mse", "entropy"],
+    ),
+]
 RecipeName = Annotated[
     Literal["none", "best"], typer.Option("--recipe", help="Steps around the calibration that preserve accuracy.")
 ]
-Plot = Annotated[bool, typer.Option("--plot/--no-plot", help="Plot the result beside OUTPUT; needs matplotlib.")]
-DType = Annotated[Literal["float32", "float16", "bfloat16"], typer.Option(help="Of everything that is not INT8.")]
+Plot = Annotated[
+    bool | None,
+    typer.Option("--plot/--no-plot", help="Plot the result beside OUTPUT; default: if matplotlib is installed."),
+]
+DType = Annotated[
+    Literal["auto", "float32", "float16", "bfloat16"],
+    typer.Option(help="Of everything that is not INT8; auto: float16 on a GPU, float32 on a CPU."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

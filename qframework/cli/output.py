@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import typer
 from rich.console import Console
@@ -37,6 +37,8 @@ def print_result(title: str, result: Mapping[str, Any], as_json: bool) -> None:
 def print_table(title: str, values: Mapping[str, Any]) -> None:
     """Print names and values, one per line."""
     table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for name, value in values.items():
         table.add_row(name.replace("_", " "), _format(value))
     print_rich(table)
@@ -48,16 +50,22 @@ def print_rows(title: str, rows: list[dict[str, Any]], as_json: bool) -> None:
         typer.echo(json.dumps(rows, indent=2))
         return
     table = Table(title=title)
-    for name in rows[0]:
-        table.add_column(name.replace("_", " "))
+    for name, value in rows[0].items():
+        number = isinstance(value, int | float)
+        widest = max(len(_format(row[name])) for row in rows) if number else None
+        justify: Literal["left", "right"] = "right" if number else "left"
+        table.add_column(name.replace("_", " "), justify=justify, overflow="fold", min_width=widest)
     for row in rows:
         table.add_row(*map(_format, row.values()))
     print_rich(table)
 
 
 def print_rich(table: Table) -> None:
-    """Print a table without interpreting markup."""
-    Console(markup=False, highlight=False).print(table)
+    """Print a table without interpreting markup; a pipe or a narrow terminal cuts nothing off."""
+    console = Console(markup=False, highlight=False)
+    needed = console.measure(table).minimum
+    console.width = max(console.width, needed)
+    console.print(table)
 
 
 def _format(value: Any) -> str:

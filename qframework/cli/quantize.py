@@ -10,7 +10,7 @@ import typer
 
 from qframework.cli import command
 from qframework.cli.output import print_result
-from qframework.cli.targets import InDtype, check_model_and_data, device_named, first_images, recipe_named
+from qframework.cli.targets import InDtype, check_model_and_data, device_and_dtype, first_images, recipe_named
 from qframework.errors import QFrameworkError
 from qframework.outputs import check_output_file
 
@@ -60,28 +60,30 @@ def quantize(
     batches: command.Batches = 8,
     batch_size: command.BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_int8.pt2.")] = None,
-    device: command.Device = "cpu",
-    dtype: command.DType = "float32",
+    device: command.Device = "auto",
+    dtype: command.DType = "auto",
     as_json: command.Json = False,
 ) -> None:
     """Quantize the linear layers of a classifier, and with --attention its attention, and save it."""
     from qframework.backend import explain
     from qframework.conversion.exported import BATCH_IS_DYNAMIC, export_model, quantize_copy
     from qframework.evaluation import layer_sqnr, weight_bytes
+    from qframework.evaluation.checkpoint import state_digest
     from qframework.evaluation.models import images_for, load_classifier
     from qframework.serialization import save
     from qframework.tuning.plan import Plan
 
     output = output or Path(f"{model}_int8.pt2")
     check_output_file(output, "--output")
-    on = device_named(device)
+    on, dtype = device_and_dtype(device, dtype)
     if config is not None:
         _refuse_beside_config(context)
         chosen = Plan.load(config)
     else:
         chosen = _plan(static, observer, activation, weight, attention, recipe)
-    check_model_and_data(model, checkpoint, pretrained, data)
+    check_model_and_data(model, checkpoint, pretrained, data, calibration=True)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
+    digest = state_digest(classifier.model.state_dict())
     loader = InDtype(images_for(classifier.describe(), data, batch_size=batch_size, calibration=True), dtype)
     images = first_images(loader, on)
     float_model = classifier.model.to(images.device, images.dtype)
@@ -94,7 +96,7 @@ def quantize(
         show_progress=True,
     )
     loader.report_damaged()
-    kept = {**classifier.describe(), "dtype": dtype, **chosen.to_dict()}
+    kept = {**classifier.describe(), "dtype": dtype, "weights_sha256": digest, **chosen.to_dict()}
     save(quantized.converted, output, (images,), dynamic_shapes=BATCH_IS_DYNAMIC, config=kept)
     report = explain(quantized.converted, (images,))
     sqnr = layer_sqnr(*quantized, images)
@@ -102,6 +104,8 @@ def quantize(
     result = {
         "model": model,
         "output": str(output),
+        "device": str(on),
+        "dtype": dtype,
         "lowered_linears": report.lowered,
         "linears": report.total,
         "lowered_attentions": report.attention_lowered,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qframework.cli import command
-from qframework.cli.targets import Study, load_subject, names
+from qframework.cli.targets import Study, device_and_dtype, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -37,9 +37,9 @@ def sensitivity(
     batches: command.Batches = 8,
     batch_size: command.BatchSize = 32,
     output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_sensitivity.json.")] = None,
-    plot: command.Plot = True,
-    device: command.Device = "cpu",
-    dtype: command.DType = "float32",
+    plot: command.Plot = None,
+    device: command.Device = "auto",
+    dtype: command.DType = "auto",
     as_json: command.Json = False,
 ) -> None:
     """Quantize each linear and each attention alone, and measure its SQNR and the drop of top-1.
@@ -48,7 +48,8 @@ def sensitivity(
     """
     from qframework.tuning.layer_sensitivity import sensitivity as measure
 
+    on, dtype = device_and_dtype(device, dtype)
     study = Study("sensitivity", output or Path(f"{model}_sensitivity.json"), plot, observer, recipe, batches)
-    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
+    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
     result = measure(*subject.measured, linear=names(linear), attention=names(attention), **study.arguments(subject))
     study.finish(subject, result, as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import typer
 
@@ -17,17 +17,22 @@ if TYPE_CHECKING:
 
     from qframework.quantizer import Recipe
 
+DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
 
-def check_model_and_data(model: str, checkpoint: Path | None, pretrained: bool, *data: str | None) -> None:
+
+def check_model_and_data(
+    model: str, checkpoint: Path | None, pretrained: bool, data: str, *, calibration: bool = False
+) -> None:
     """Raise QFrameworkError for an unknown model, random weights or unsuitable data, before anything is loaded."""
-    from qframework.evaluation.models import check_data_fits, check_model_name
+    from qframework.evaluation.models import check_data_before_loading, check_data_fits, check_model_name
 
     check_model_name(model)
     if model != "digits" and checkpoint is None and not pretrained:
         raise QFrameworkError(f"model {model!r} would have random weights. Pass --checkpoint FILE or --pretrained")
-    for each in data:
-        if each is not None:
-            check_data_fits(model, each)
+    check_data_fits(model, data)
+    if checkpoint is not None and model != "digits" and not checkpoint.is_file():
+        raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
+    check_data_before_loading(model, data, calibration=calibration)
 
 
 def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tensor:
@@ -38,10 +43,18 @@ def first_images(batches: Iterable[tuple[Tensor, Tensor]], device: Any) -> Tenso
 
 
 def device_named(name: str) -> Any:
-    """The device ``name``, checked to be present and supported by the kernels."""
-    from qframework.devices import checked_device
+    """The device ``name``, checked to be present and supported by the kernels; for ``"auto"`` the fastest there is."""
+    from qframework.devices import checked_device, default_device
 
-    return checked_device(name, "--device")
+    return default_device() if name == "auto" else checked_device(name, "--device")
+
+
+def device_and_dtype(device: str, dtype: Literal["auto", DTypeName]) -> tuple[Any, DTypeName]:
+    """The device, and the dtype that ``"auto"`` means on it."""
+    on = device_named(device)
+    if dtype != "auto":
+        return on, dtype
+    return on, "float16" if on.type == "cuda" else "float32"
 
 
 def dtype_named(name: str) -> Any:
@@ -94,6 +107,38 @@ def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple
     return load(target), description
 
 
+def float_original(description: dict[str, Any], checkpoint: Path | None, pretrained: bool) -> nn.Module | None:
+    """The float model that a saved model was quantized from, on the CPU; None, with a sentence, if it is not at hand.
+
+    Args:
+        description: of the saved model.
+        checkpoint: the weights; for the digits, default where they are trained to.
+        pretrained: take timm's weights.
+
+    Raises:
+        QFrameworkError: the weights are not those that were quantized.
+    """
+    from qframework.evaluation.checkpoint import state_digest
+    from qframework.evaluation.models import DIGITS, DIGITS_WEIGHTS, load_classifier
+
+    name = description["model"]
+    if name == DIGITS and checkpoint is None:
+        checkpoint = DIGITS_WEIGHTS if DIGITS_WEIGHTS.is_file() else None
+    if checkpoint is None and not pretrained:
+        typer.echo("qframework: no float top-1: pass --checkpoint FILE or --pretrained to compare with it", err=True)
+        return None
+    if checkpoint is not None and not checkpoint.is_file():
+        raise FileNotFoundError(f"checkpoint {checkpoint} does not exist")
+    original = load_classifier(name, checkpoint, pretrained=pretrained).model
+    expected = description.get("weights_sha256")  # files of older versions have none
+    if expected is not None and state_digest(original.state_dict()) != expected:
+        raise QFrameworkError(
+            f"{checkpoint or 'timm'} holds other weights of {name!r} than those that were quantized. Pass their "
+            "--checkpoint, or --no-compare"
+        )
+    return original
+
+
 def compiled(module: Any, description: dict[str, Any], *, dynamic: bool | None = None) -> Any:
     """Compile ``module`` with the options that were saved with it."""
     import torch
@@ -116,15 +161,17 @@ class Study:
 
     Raises:
         QFrameworkError: a file cannot be written, or the observer is unknown.
-        ModuleNotFoundError: a plot is wanted and matplotlib is missing.
+        ModuleNotFoundError: ``plot`` is True and matplotlib is missing. None draws the plot if it is installed.
     """
 
-    def __init__(self, command: str, output: Path, plot: bool, observer: str, recipe: str, batches: int) -> None:
+    def __init__(self, command: str, output: Path, plot: bool | None, observer: str, recipe: str, batches: int) -> None:
         from qframework.quantizer import static_attention, static_int8
         from qframework.tuning.assignment import Meanings
-        from qframework.tuning.plots import require_matplotlib
 
+        plot = _can_plot() if plot is None else plot
         if plot:
+            from qframework.tuning.plots import require_matplotlib
+
             require_matplotlib()
         self.output = output
         self._journal, self._plot = journal_and_plot(output, plot)
@@ -151,6 +198,16 @@ class Study:
             print_rich(result.table())
 
 
+def _can_plot() -> bool:
+    """Whether matplotlib is installed; if not, says so on standard error."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is not None:
+        return True
+    typer.echo("qframework: no plot, since matplotlib is not installed: pip install matplotlib", err=True)
+    return False
+
+
 def load_subject(
     model: str,
     data: str,
@@ -159,7 +216,7 @@ def load_subject(
     pretrained: bool,
     batch_size: int,
     limit: int | None,
-    device: str,
+    on: Any,
     dtype: str,
 ) -> Subject:
     """A classifier, with top-1 on ``limit`` images of ``data`` as its metric."""
@@ -170,8 +227,8 @@ def load_subject(
     from qframework.evaluation.checkpoint import state_digest
     from qframework.evaluation.models import images_for, load_classifier
 
-    on = device_named(device)
-    check_model_and_data(model, checkpoint, pretrained, data, calibration_data)
+    check_model_and_data(model, checkpoint, pretrained, data)
+    check_model_and_data(model, checkpoint, pretrained, calibration_data or data, calibration=True)
     classifier = load_classifier(model, checkpoint, pretrained=pretrained)
     describe = classifier.describe()
     held_out = InDtype(images_for(describe, data, batch_size=batch_size, limit=limit), dtype)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from qframework.cli import command
-from qframework.cli.targets import Study, load_subject, names
+from qframework.cli.targets import Study, device_and_dtype, load_subject, names
 
 EXAMPLES = """\
 [bold]Examples[/]
@@ -38,9 +38,9 @@ def tune(
     batch_size: command.BatchSize = 32,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile; speeds are then estimates.")] = False,
     output: Annotated[Path | None, typer.Option(help="File to write; default: MODEL_tuned.json.")] = None,
-    plot: command.Plot = True,
-    device: command.Device = "cpu",
-    dtype: command.DType = "float32",
+    plot: command.Plot = None,
+    device: command.Device = "auto",
+    dtype: command.DType = "auto",
     as_json: command.Json = False,
 ) -> None:
     """Find the fastest choice for each layer (float, static, dynamic or a variant) that loses at most --max-drop.
@@ -51,8 +51,9 @@ def tune(
     """
     from qframework.tuning.mixed_precision import tune as search
 
+    on, dtype = device_and_dtype(device, dtype)
     study = Study("tune", output or Path(f"{model}_tuned.json"), plot, observer, recipe, batches)
-    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, device, dtype)
+    subject = load_subject(model, data, calibration_data, checkpoint, pretrained, batch_size, limit, on, dtype)
     result = search(
         *subject.measured,
         max_drop=max_drop,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,6 +150,25 @@ def folder_samples(root: Path, class_index: Mapping[str, int] | None = None) -> 
     names = {label: name for name, label in own_index.items()}
     labels = own_index if class_index is None else class_index
     return [(Path(path), labels[names[label]]) for path, label in found]
+
+
+def check_class_folders(root: Path) -> None:
+    """Raise QFrameworkError unless each class folder holds an image; stops at the first image of each.
+
+    Args:
+        root: a folder of class folders.
+    """
+    from torchvision.datasets.folder import IMG_EXTENSIONS
+
+    def holds_image(folder: Path) -> bool:
+        found = (name for _, _, names in os.walk(folder, followlinks=True) for name in names)
+        return any(name.lower().endswith(IMG_EXTENSIONS) for name in found)
+
+    folders = sorted(entry for entry in root.iterdir() if entry.is_dir())
+    empty = [folder.name for folder in folders if not holds_image(folder)]
+    if empty or not folders:
+        what = f"no image in {', '.join(empty[:5])}" if empty else "no class folder"
+        raise QFrameworkError(f"data must hold one folder of images per class, got {str(root)!r}: {what}")
 
 
 def class_index(root: Path, classes: int | None, class_names: Sequence[str] | None = None) -> dict[str, int] | None:

@@ -14,9 +14,17 @@ from torch.utils.data import TensorDataset
 
 from qframework.errors import QFrameworkError
 from qframework.evaluation import digits, digits_vit
-from qframework.evaluation.image_folder import FolderBatches, Sample, TensorBatches, class_index, folder_samples
+from qframework.evaluation.image_folder import (
+    FolderBatches,
+    Sample,
+    TensorBatches,
+    check_class_folders,
+    class_index,
+    folder_samples,
+)
 
 DIGITS = "digits"
+DIGITS_WEIGHTS = Path("build", "digits_vit.safetensors")
 LabelledBatches = FolderBatches | TensorBatches
 Item = TypeVar("Item")
 
@@ -56,7 +64,7 @@ def load_classifier(name: str, checkpoint: Path | None = None, *, pretrained: bo
         FileNotFoundError: the checkpoint of a timm model does not exist.
     """
     if name == DIGITS:
-        model = digits_vit.load_or_train(checkpoint or Path("build", "digits_vit.safetensors"))
+        model = digits_vit.load_or_train(checkpoint or DIGITS_WEIGHTS)
         return Classifier(DIGITS, model, {})
     from timm.data import resolve_model_data_config
 
@@ -94,7 +102,31 @@ def timm_model(what: str, name: str, checkpoint: Path | None, pretrained: bool, 
     try:
         return timm.create_model(name, pretrained=pretrained, checkpoint_path=str(checkpoint or ""), **settings).eval()
     except RuntimeError as error:  # from load_state_dict
-        raise QFrameworkError(f"checkpoint {checkpoint} does not fit {what} {name!r}: {error}") from error
+        if checkpoint is None:
+            raise
+        model = timm.create_model(name, **settings)
+        state = timm.models.load_state_dict(str(checkpoint))
+        found = differences(state, model.state_dict())
+        raise QFrameworkError(f"checkpoint {checkpoint} does not fit {what} {name!r}: {found or error}") from error
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any], most: int = 3) -> str:
+    """What keeps the state dict ``found`` from being loaded as ``wanted``, with ``most`` names of each kind."""
+    shapes = [
+        f"{name} {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
+        for name in wanted
+        if name in found and found[name].shape != wanted[name].shape
+    ]
+    kinds = {
+        "missing": [name for name in wanted if name not in found],
+        "unknown": [name for name in found if name not in wanted],
+        "of another shape": shapes,
+    }
+    return "; ".join(f"{len(names)} {kind}: {_first(names, most)}" for kind, names in kinds.items() if names)
+
+
+def _first(names: Sequence[str], most: int) -> str:
+    return ", ".join(names[:most]) + (", ..." if len(names) > most else "")
 
 
 def check_data_fits(model: str, data: str) -> None:
@@ -103,6 +135,28 @@ def check_data_fits(model: str, data: str) -> None:
         raise QFrameworkError(f"data {data!r} does not fit model {model!r}: the digits need the model 'digits'")
     if data != DIGITS and not (data and Path(data).is_dir()):
         raise QFrameworkError(f"data must be 'digits' or a folder of class folders, got {data!r}")
+
+
+def check_data_before_loading(model: str, data: str, *, calibration: bool = False) -> None:
+    """Check data for a model that is not built yet, so that nothing is trained or downloaded in vain.
+
+    Args:
+        model: ``"digits"`` or a name of ``timm.list_models()``.
+        data: ``"digits"`` or a folder with one folder of images per class.
+        calibration: whether any classes do.
+
+    Raises:
+        QFrameworkError: there is no such folder, a class folder holds no image, or the classes are not the model's.
+    """
+    check_data_fits(model, data)
+    if data == DIGITS:
+        return
+    import timm
+
+    check_class_folders(Path(data))
+    config = timm.get_pretrained_cfg(model)
+    if not calibration and config is not None:
+        class_index(Path(data), config.num_classes or None)
 
 
 def images_for(

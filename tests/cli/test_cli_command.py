@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from cli_runs import TIMM_MODEL, run
+from cli_runs import TIMM_MODEL, run, write_images
 from typer.testing import CliRunner
 
 from qframework import __version__, cli
+from qframework.cli import command
+from qframework.cli.output import print_rows, print_table
+from qframework.cli.targets import device_and_dtype
 
 BAD_INPUT = {
     "unknown model": (("quantize", "vit_bas_patch16_224"), "got 'vit_bas_patch16_224'. Did you mean vit_"),
@@ -101,6 +104,20 @@ def test_data_is_checked_before_a_model_is_loaded(command: str, data: str, monke
     expect_bad_input(f"data '{data}' does not fit model 'digits'", command, "digits", "--data", data)
 
 
+@pytest.mark.parametrize("command", WITH_DATA)
+def test_folders_are_looked_into_before_a_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_load(monkeypatch)
+    arguments = (command, TIMM_MODEL, "--pretrained", "--data")
+    Path("empty").mkdir()
+    expect_bad_input("one folder of images per class, got 'empty': no class folder", *arguments, "empty")
+    Path("textual/cats").mkdir(parents=True)
+    Path("textual/cats/readme.txt").touch()
+    expect_bad_input("got 'textual': no image in cats", *arguments, "textual")
+    if command != "quantize":  # which calibrates, with any classes
+        write_images(Path("pets"), "cat", "dog")
+        expect_bad_input("data 'pets' must hold 1000 class folders, one for each class, got 2", *arguments, "pets")
+
+
 @pytest.mark.parametrize("command", ["sensitivity", "tune"])
 def test_calibration_data_is_checked_before_a_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     never_load(monkeypatch)
@@ -119,6 +136,47 @@ def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "device", "dtype"),
+    [([], "cpu", "float32"), ([(9, 0)], "cuda:0", "float16"), ([(7, 5), (8, 9)], "cuda:1", "float16")],
+)
+def test_auto_takes_the_first_gpu_that_is_supported(
+    capabilities: list[tuple[int, int]], device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: capabilities[gpu.index])
+    monkeypatch.setattr(torch.cuda, "get_device_name", str)
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert device_and_dtype("auto", "auto") == (torch.device(device), dtype)
+    assert device_and_dtype("cpu", "auto") == (torch.device("cpu"), "float32")
+    assert device_and_dtype("auto", "bfloat16") == (torch.device(device), "bfloat16")
+
+
+def test_a_pipe_of_80_columns_keeps_every_digit(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"a_configuration_of_a_long_name" * 2: "x" * 50, "b": 123456789.12, "some_long_name": 987654321.0}] * 2
+    print_rows("title", rows, as_json=False)
+    print_table("title", {"output": "folder/" * 20, "a number": 1234567.891})
+    printed = capsys.readouterr().out
+    for number in ("123,456,789.12", "987,654,321.00", "1,234,567.89"):
+        assert number in printed
+    assert "…" not in printed
+    assert "".join(printed.replace("│", "").split()).count("folder/") >= 18
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("dig", ["digits"]), ("test_vi", ["test_vit"])])
+def test_models_are_completed(typed: str, offered: list[str]) -> None:
+    Path("dig.pt2").touch()
+    assert set(offered) <= set(command._models(typed))
+    assert command._targets("dig") == ["dig.pt2", "digits"]
+    assert command._targets("./d") == [] or command._targets("") == ["dig.pt2", "digits"]
+
+
+def test_completion_of_a_shell() -> None:
+    environment = {"_QFRAMEWORK_COMPLETE": "complete_bash", "COMP_WORDS": "qframework ev", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(cli.app, [], env=environment, prog_name="qframework")
+    assert "evaluate" in result.output
 
 
 def test_debug_keeps_the_traceback() -> None:

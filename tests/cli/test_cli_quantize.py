@@ -89,6 +89,23 @@ def test_a_checkpoint_of_another_model(tmp_path: Path, folder: Path) -> None:
     result = run("quantize", TIMM_MODEL, "--checkpoint", str(tmp_path / "other.pth"), "--data", str(folder))
     assert result.exit_code == 2
     assert f"does not fit model '{TIMM_MODEL}'" in result.stderr
+    assert "missing: " in result.stderr
+    assert "1 unknown: other" in result.stderr
+
+
+def test_a_checkpoint_with_another_head_names_its_shapes(tmp_path: Path, folder: Path) -> None:
+    import timm
+
+    state = timm.create_model(TIMM_MODEL, num_classes=10).state_dict()
+    state |= {f"extra.{index}": torch.zeros(1) for index in range(50)}
+    torch.save(state, tmp_path / "ten.pth")
+    result = run("quantize", TIMM_MODEL, "--checkpoint", str(tmp_path / "ten.pth"), "--data", str(folder))
+    assert result.exit_code == 2
+    assert (
+        "50 unknown: extra.0, extra.1, extra.2, ...; 2 of another shape: head.weight (10, 64) instead of (1000, 64)"
+        in (result.stderr)
+    )
+    assert len(result.stderr) < 500
 
 
 def written(name: str, text: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from cli_runs import FEW, run, run_json
 
+from qframework.cli.targets import Study
 from qframework.serialization import read_metadata
 from qframework.tuning import mixed_precision as tune
 from qframework.tuning import plots as tuning_plots
@@ -103,10 +105,19 @@ def test_missing_matplotlib_is_reported_before_anything_runs(command: str, monke
         raise ModuleNotFoundError("plots need matplotlib")
 
     monkeypatch.setattr(tuning_plots, "require_matplotlib", missing)
-    result = run(command, "digits")
+    result = run(command, "digits", "--plot")
     assert result.exit_code == 2
     assert "plots need matplotlib" in result.stderr
     assert not list(Path().glob("*.jsonl"))
+
+
+@pytest.mark.parametrize("command", ["sensitivity", "tune"])
+def test_without_matplotlib_there_is_no_plot(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    study = Study(command, Path("a.json"), None, "minmax", "none", 1)
+    assert study._plot is None
+    monkeypatch.undo()
+    assert Study(command, Path("a.json"), None, "minmax", "none", 1)._plot == Path("a.png")
 
 
 def test_a_negative_budget_is_bad_usage() -> None:
