@@ -11,17 +11,36 @@ from typing import Any
 import torch
 
 from qframework.compat.cpp_compiler import cpp_compiler
+from qframework.errors import QFrameworkError
 from qframework.kernels.linear.cpu import cpu_choice
 from qframework.kernels.runtime.chip import MIN_CAPABILITY
+from qframework.tuning.layer_times import FLOAT, STATIC, milliseconds
+from qframework.tuning.layers import LinearOperands, TensorShape
 
+_ROUNDS = 3
 _PACKAGES = ("qframework", "torch", "triton", "torchao", "torchvision", "timm", "scikit-learn")
 
 
 def diagnose() -> dict[str, Any]:
-    """JSON-able: ``software``, ``cpu``, one section per GPU (``cuda:0``, ...) and ``problems``, a list of sentences."""
+    """What this machine has. Measures a linear on each device, which takes about a second.
+
+    Returns:
+        JSON-able: ``software``, ``cpu``, one section per GPU (``cuda:0``, ...), ``notes`` on what is slow, and
+        ``problems`` that prevent the backend from working, both lists of sentences.
+    """
     report: dict[str, Any] = {"software": _software(), "cpu": _cpu()}
     report |= {f"cuda:{index}": _gpu(index) for index in range(torch.cuda.device_count())}
-    report["problems"] = _problems(report)
+    problems = _problems(report)
+    notes = []
+    for device in [name for name, section in report.items() if name != "software" and section.get("supported", True)]:
+        try:
+            speed = _speed(device)
+        except (QFrameworkError, RuntimeError) as error:
+            problems.append(f"int8_linear does not run on {device}: {str(error).strip().splitlines()[0]}")
+        else:
+            report[device] |= speed
+            notes += _slower_than_float(device, speed)
+    report["notes"], report["problems"] = notes, problems
     return report
 
 
@@ -59,6 +78,35 @@ def _gpu(index: int) -> dict[str, Any]:
         "supported": supported,
         "int8_linear": "triton" if supported else "none: NVIDIA sm_80 or newer is needed",
     }
+
+
+def _speed(device: str) -> dict[str, Any]:
+    """The time of a linear of ViT-B's size, in INT8 and in the float dtype that people use on the device.
+
+    The two take turns and the fastest of each counts, since the machine may be busy.
+    """
+    rows, dtype = (8 * 1576, torch.float16) if device.startswith("cuda") else (197, torch.float32)
+    shapes = ((rows, 768), (3072, 768), (3072,))
+    operands = LinearOperands(*(TensorShape(shape, dtype) for shape in shapes))
+    times: dict[str, list[float]] = {FLOAT: [], STATIC: []}
+    for _ in range(_ROUNDS):
+        for choice, found in times.items():
+            found.append(milliseconds(operands, choice, device, repeats=5))
+    return {
+        "linear": f"{rows} x 768 x 3072",
+        "float_dtype": str(dtype).removeprefix("torch."),
+        "float_ms": min(times[FLOAT]),
+        "int8_ms": min(times[STATIC]),
+    }
+
+
+def _slower_than_float(device: str, speed: dict[str, Any]) -> list[str]:
+    if speed["int8_ms"] <= speed["float_ms"]:
+        return []
+    return [
+        f"INT8 is slower than {speed['float_dtype']} on {device}: a linear of {speed['linear']} takes "
+        f"{speed['int8_ms']:.3g} ms in INT8 and {speed['float_ms']:.3g} ms in {speed['float_dtype']}"
+    ]
 
 
 def _problems(report: dict[str, Any]) -> list[str]:

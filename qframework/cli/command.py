@@ -27,7 +27,7 @@ class _Commands(TyperGroup):
             if _state["debug"]:
                 raise
             # No markup, since the message may hold brackets, and no wrapping, so that grep finds one line.
-            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"qframework: {_one_line(error)}")
+            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"qframework: {one_line(error)}")
             raise typer.Exit(BAD_INPUT) from error
 
 
@@ -132,5 +132,6 @@ def failed_check(message: str) -> typer.Exit:
     return typer.Exit(CHECK_FAILED)
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """The message of an error without line breaks."""
     return " ".join(str(error).split())

@@ -30,5 +30,7 @@ def doctor(as_json: Json = False) -> None:
         for section, values in report.items():
             if isinstance(values, Mapping):
                 print_table(section, values)
+        for note in report["notes"]:
+            typer.echo(note)
     if report["problems"]:
         raise failed_check("; ".join(report["problems"]))

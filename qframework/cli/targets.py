@@ -15,6 +15,7 @@ from qframework.errors import QFrameworkError
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from qframework.evaluation.models import Classifier
     from qframework.quantizer import Recipe
 
 DTypeName: TypeAlias = Literal["float32", "float16", "bfloat16"]
@@ -105,6 +106,16 @@ def open_target(target: str, checkpoint: Path | None, pretrained: bool) -> tuple
             f"{target} must be a file of 'qframework quantize', got one without the preparation of its images"
         )
     return load(target), description
+
+
+def random_classifier(target: str, checkpoint: Path | None) -> Classifier:
+    """A model with the weights of ``checkpoint``, else random ones: the digits are not trained."""
+    from qframework.evaluation.digits_vit import build_model
+    from qframework.evaluation.models import DIGITS, Classifier, load_classifier
+
+    if target == DIGITS and checkpoint is None:
+        return Classifier(DIGITS, build_model().eval(), {})
+    return load_classifier(target, checkpoint)
 
 
 def float_original(description: dict[str, Any], checkpoint: Path | None, pretrained: bool) -> nn.Module | None:

@@ -62,6 +62,8 @@ def tune(
         **study.arguments(subject, eager=eager),
     )
     study.finish(subject, result, as_json)
+    if sentence := result.slower_than_float():
+        typer.echo(f"qframework: {sentence}", err=True)
     if not result.met:
         raise command.failed_check(
             f"no quantized assignment keeps the drop within {max_drop:g}; {study.output} holds the nearest, which "

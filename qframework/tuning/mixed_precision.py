@@ -68,6 +68,20 @@ class Tuning:
         points = [(trial.estimated_images_per_second, trial.drop) for trial in self.trials]
         return [self.trials[index] for index in pareto(points)]
 
+    def slower_than_float(self) -> str | None:
+        """A sentence if nothing that was measured runs faster in INT8 than the float model, else None."""
+        quantized = [each for each in self.measured if not each.assignment.is_float]
+        if not quantized:
+            return None
+        fastest = max(quantized, key=lambda each: each.images_per_second)
+        ratio = fastest.images_per_second / self.float_model.images_per_second
+        if ratio > 1:
+            return None
+        return (
+            f"INT8 is slower than float here: the fastest of {len(quantized)} quantized assignments reaches "
+            f"{ratio:.2f} times the float model's speed"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-able; ``Plan`` reads it. Timings, which differ between runs, are under ``"timings"``."""
         found = self.chosen.assignment

@@ -33,6 +33,29 @@ def test_doctor_explains_why_the_cpu_multiplies_floats(monkeypatch: pytest.Monke
     assert report["problems"] == [], "slow, and right"
 
 
+@pytest.mark.parametrize(("int8_ms", "slower"), [(1.5, True), (0.5, False)])
+def test_doctor_says_where_int8_is_slower_than_float(
+    int8_ms: float, slower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diagnosis, "milliseconds", lambda _, choice, *__, **___: 1.0 if choice == "float" else int8_ms)
+    report = run_json("doctor")
+    assert (report["cpu"]["float_ms"], report["cpu"]["int8_ms"]) == (1.0, int8_ms)
+    sentence = "INT8 is slower than float32 on cpu: a linear of 197 x 768 x 3072 takes 1.5 ms in INT8 and 1 ms in "
+    sentence += "float32"
+    assert report["notes"] == ([sentence] if slower else [])
+    assert (sentence in run("doctor").stdout) is slower
+
+
+def test_doctor_fails_where_int8_linear_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> float:
+        raise RuntimeError("no kernel image\nand more")
+
+    monkeypatch.setattr(diagnosis, "milliseconds", broken)
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "int8_linear does not run on cpu: no kernel image" in result.stderr
+
+
 def test_doctor_prints_tables() -> None:
     result = run("doctor")
     assert result.exit_code == 0, result.output
@@ -60,6 +83,7 @@ def test_doctor_says_which_gpus_are_supported(
     monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(diagnosis, "milliseconds", lambda *_, **__: 1.0)
     gpu = diagnosis.diagnose()["cuda:0"]
     assert gpu["capability"] == f"sm_{capability[0]}{capability[1]}"
     assert gpu["supported"] is supported

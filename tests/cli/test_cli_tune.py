@@ -13,7 +13,9 @@ from qframework.cli.targets import Study
 from qframework.serialization import read_metadata
 from qframework.tuning import mixed_precision as tune
 from qframework.tuning import plots as tuning_plots
+from qframework.tuning.assignment import Assignment, Meanings
 from qframework.tuning.layer_times import FLOAT
+from qframework.tuning.results import Measured
 
 LAYERS = 6  # queries, keys and values; attention; projection; two of the MLP; head
 
@@ -74,6 +76,17 @@ def test_an_impossible_budget_is_a_failed_check(monkeypatch: pytest.MonkeyPatch)
     assert result.exit_code == 1, result.output
     assert "check failed: no quantized assignment keeps the drop within 0.5; digits_tuned.json holds" in result.stderr
     assert not json.loads(Path("digits_tuned.json").read_text())["met"]
+
+
+@pytest.mark.parametrize(("speeds", "said"), [((90.0, 80.0), "reaches 0.90 times"), ((90.0, 101.0), ""), ((), "")])
+def test_tune_says_where_int8_is_slower_than_float(speeds: tuple[float, ...], said: str) -> None:
+    layer = ("linear", "head")
+    in_float, static = (Assignment({layer: choice}) for choice in ("float", "static"))
+    measured = [Measured(static, 50.0, 0.0, speed) for speed in speeds]
+    whole = Measured(in_float, 50.0, 0.0, 100.0)
+    result = tune.Tuning(50.0, 0.5, True, whole, whole, [], measured, Meanings())
+    assert said in (result.slower_than_float() or "")
+    assert bool(result.slower_than_float()) is bool(said)
 
 
 def test_a_journal_of_other_settings_is_refused() -> None:
