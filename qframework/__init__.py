@@ -1,16 +1,17 @@
 """qframework: quantized transformers for PyTorch, in PyTorch's own workflow.
 
-Importing registers the operators ``torch.ops.qframework.*``, and with the transformers library once that is imported;
-the rest loads at first use.
+Importing registers the operators ``torch.ops.qframework.*``, and with the libraries transformers and diffusers once
+they are imported; the rest loads at first use.
 """
 
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from qframework import import_hook, kernels
-from qframework.compat import transformers_modules
+from qframework.compat import diffusers_modules, transformers_modules
 
 if TYPE_CHECKING:
     from qframework import (
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from qframework.attention import calibrate_attention, sage_attention, sage_attention_varlen, use_sage_attention
     from qframework.backend.explanation import explain
     from qframework.conversion import quantize, quantize_
-    from qframework.integrations.transformers import QFrameworkConfig as QFrameworkConfig
+    from qframework.integrations.configuration import QFrameworkConfig as QFrameworkConfig
     from qframework.quantizer.calibration import calibrate
     from qframework.serialization import load, save
     from qframework.tuning import Plan, sensitivity, tune
@@ -63,7 +64,7 @@ __all__ = [
 
 _HOME_OF = {
     "Plan": "qframework.tuning",
-    "QFrameworkConfig": "qframework.integrations.transformers",  # not in __all__: it needs transformers
+    "QFrameworkConfig": "qframework.integrations.configuration",  # not in __all__: it needs transformers or diffusers
     "calibrate": "qframework.quantizer",
     "calibrate_attention": "qframework.attention",
     "explain": "qframework.backend",
@@ -87,9 +88,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'qframework' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
-def _register_with_transformers() -> None:
-    importlib.import_module("qframework.integrations.registration").register_with_transformers()
+def _register_with(library: str) -> None:
+    importlib.import_module("qframework.integrations.registration").register_with(library)
 
 
 import_hook.watch(transformers_modules.SAM, transformers_modules.SAM_HQ)
-import_hook.when_imported(transformers_modules.MODELS, _register_with_transformers)
+import_hook.when_imported(transformers_modules.MODELS, partial(_register_with, "transformers"))
+import_hook.when_imported(diffusers_modules.QUANTIZERS, partial(_register_with, "diffusers"))

@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 
 OPERATORS = {"quantize", "dynamic_quantize", "dequantize", "int8_linear"}
-HEAVY = ("torchao", "timm", "torchvision", "sklearn", "torch._inductor", "typer", "rich", "transformers", "matplotlib")
+HEAVY = (
+    "torchao",
+    "timm",
+    "torchvision",
+    "sklearn",
+    "torch._inductor",
+    "typer",
+    "rich",
+    "transformers",
+    "diffusers",
+    "matplotlib",
+)
 
 NEW_MODULES = """
 import json, sys

@@ -14,6 +14,7 @@ KNOWN = {
     "triton": ("3.6", "3.9"),
     "torchao": ("0.17", "0.18"),
     "transformers": ("5", "5.24"),
+    "diffusers": ("0.37", "0.42"),
 }
 
 
@@ -49,6 +50,7 @@ _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
 _CACHE = "models of transformers cannot keep keys and values in INT8 (Int8Cache)"
 _QUANTIZER = "models of transformers cannot be quantized while they are loaded (QFrameworkConfig)"
+_DIFFUSERS = "models of diffusers cannot be quantized while they are loaded (QFrameworkConfig)"
 _COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
 _EXPLAIN = "explain cannot find a compiled model's options"
@@ -314,12 +316,20 @@ _ROWS = (
     # transformers_cache.py
     Name("transformers.cache_utils.Cache", _CACHE),
     Name("transformers.cache_utils.CacheLayerMixin", _CACHE),
+    # quantization_configurations.py
+    Name("transformers.utils.quantization_config.QuantizationConfigMixin", _QUANTIZER),
+    Name("diffusers.quantizers.quantization_config.QuantizationConfigMixin", _DIFFUSERS),
+    # diffusers_quantizers.py
+    Name("diffusers.quantizers.auto.AUTO_QUANTIZATION_CONFIG_MAPPING", _DIFFUSERS),
+    Name("diffusers.quantizers.auto.AUTO_QUANTIZER_MAPPING", _DIFFUSERS),
+    Name("diffusers.quantizers.base.DiffusersQuantizer", _DIFFUSERS),
+    Name("diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN", _DIFFUSERS),
+    Name("diffusers.models.modeling_utils.ModelMixin._skip_layerwise_casting_patterns", _DIFFUSERS),
     # transformers_quantizers.py
     Name("transformers.core_model_loading.ConversionOps", _QUANTIZER),
     Name("transformers.quantizers.HfQuantizer", _QUANTIZER),
     Name("transformers.quantizers.register_quantization_config", _QUANTIZER),
     Name("transformers.quantizers.register_quantizer", _QUANTIZER),
-    Name("transformers.utils.quantization_config.QuantizationConfigMixin", _QUANTIZER),
     Name("_is_hf_initialized", _QUANTIZER, source="transformers.modeling_utils"),
     Name("transformers.modeling_utils.PreTrainedModel._init_weights", _QUANTIZER),
 )

@@ -1,21 +1,26 @@
-"""Registers with other libraries; ``import qframework`` arranges that this is called once they are imported."""
+"""Registers with other libraries; ``import qframework`` arranges that this is called once they are imported.
+
+The module of a library registers at its end, so that it also does if it is what imports the library.
+"""
 
 from __future__ import annotations
 
+import importlib
 import logging
 
 logger = logging.getLogger("qframework")
 
+_OFFERED = {
+    "transformers": "attn_implementation='qframework' and quantization_config=QFrameworkConfig() do not",
+    "diffusers": "quantization_config=QFrameworkConfig() does not",
+}
 
-def register_with_transformers() -> None:
-    """Register attention and quantization with transformers; a failure is logged, and does not end its import."""
+
+def register_with(library: str) -> None:
+    """Register what qframework offers to a library; a failure is logged, and does not end the library's import."""
     try:
-        from qframework.integrations.transformers import register
-
-        register()
+        importlib.import_module(f"qframework.integrations.{library}")
     except (ImportError, AttributeError, ValueError) as error:
         logger.warning(
-            "qframework: cannot register with transformers: %s. attn_implementation='qframework' and "
-            "quantization_config=QFrameworkConfig() do not work in this process",
-            error,
+            "qframework: cannot register with %s: %s. %s work in this process", library, error, _OFFERED[library]
         )

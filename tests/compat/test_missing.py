@@ -47,6 +47,8 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 # Imported inside functions: their modules are heavy, or other versions do not need them.
 LATE = ("torch._dynamo.", "torch._inductor.lowering", "torch._library.utils")
 LATE_NAMES = (
+    "diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN",
+    "diffusers.quantizers.quantization_config.QuantizationConfigMixin",  # if transformers is not installed
     "torch._C._dispatch_get_all_op_names",
     "torch._C._dispatch_has_kernel",
     "torch._inductor.compile_fx.compile_fx",

@@ -15,9 +15,11 @@ from qframework.compat.names import NAMES
 PACKAGE = Path(qframework.__file__).parent
 ROOM = PACKAGE / "compat"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py") if ROOM not in path.parents)
-LIBRARIES = ("torch", "triton", "torchao", "transformers")
+LIBRARIES = ("torch", "triton", "torchao", "transformers", "diffusers")
 # Spelled like public names, but not promised to be stable. All of torchao, which makes no such promise.
 UNSTABLE = (
+    "diffusers.hooks.layerwise_casting",
+    "diffusers.quantizers",
     "torch.ao",
     "torch.fx.experimental",
     "torchao",
