@@ -14,7 +14,8 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError
 from qframework.kernels.attention import mask_blocks
-from qframework.kernels.attention.hopper_kernel import BLOCK_M, ROWS, BiasKind, Form
+from qframework.kernels.attention.hopper_loads import BLOCK_M, BiasKind, Form
+from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.operands import (
     Bias,

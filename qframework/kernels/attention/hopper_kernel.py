@@ -23,9 +23,10 @@ from integers. A float bias arrives with the keys of its block; logits are natur
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from qframework.kernels.attention import mask_blocks
+from qframework.kernels.attention.hopper_loads import BLOCK_M
 from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.packed import EDGE, RECORD
@@ -33,52 +34,35 @@ from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
-BLOCK_M = 2 * ROWS
-assert BLOCK_M == mask_blocks.BLOCK
-
-BiasKind = Literal["none", "tile", "row", "factors"]
-"""What is added to logits: nothing, a bias of each query, one of all queries, or relative positions in factors."""
-
-
-class Form(NamedTuple):
-    """Compile-time sizes: slices of channels, each a power of two or 0, and tokens that share a scale."""
-
-    block_d: int
-    rest_d: int  # the second slice of channels of Q and K
-    block_dv: int
-    rest_dv: int
-    block_n: int  # keys of a block, 64 or 128
-    stages: int  # blocks of keys and values in shared memory
-    shares_out: bool  # the result leaves through Q's shared memory
-    q_span: int  # 0: Q and K are in 16 bit, without scales
-    k_span: int
-    integer: bool  # integer exponential
-    masked: bool  # a bool mask's blocks are given
-    bias: BiasKind = "none"  # others with Q and K in 16 bit only
-    columns: int = 0  # of the image that relative positions describe, a power of two that divides block_n
-    of_threads: bool = False  # 8 queries' scales in q_span and 4 keys' in k_span, as variants.py has them per thread
-    fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
-    p_shift: float = 0.0  # log2 of the quantized 1 in P
-    turns: bool = False  # one warpgroup at a time computes its weights
-    packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
-
-
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_loads import (
+        block_at,
+        blocks_of,
+        buffers,
+        item_of,
+        load_all,
+        number_of_items,
+        place_of,
+    )
+    from qframework.kernels.attention.hopper_logits import (
+        bias_of,
+        fp8_weights_of,
+        head_bias_of,
+        kept_by_place,
+        scale_of_queries,
+        scales_of_block,
+        weights_of,
+    )
     from qframework.kernels.attention.hopper_softmax import (
         LOWEST,
         bounded_weights,
-        exact_weights,
         fp8_operand,
-        fp8_weights,
         halves,
-        in_octaves,
         integer_weights,
         is_bounded,
         kept_keys,
         left_operand,
-        natural_rescale,
         new_maxima,
-        of_threads,
         partial_sums,
         settled,
         sum_of_squares,
@@ -91,7 +75,6 @@ if HAS_GLUON:
         mbarrier,
         next_stage,
         tma,
-        tma_load,
         tma_store,
         warpgroup_mma,
         warpgroup_mma_wait,
@@ -101,179 +84,6 @@ if HAS_GLUON:
     _RECORD, _EDGE = gl.constexpr(RECORD), gl.constexpr(EDGE)
     _MASK_WORDS = gl.constexpr(BLOCK_M * mask_blocks.WORDS)  # of a block of the mask
     _NATURAL = gl.constexpr(1 / LOG2_E)
-
-    @gluon.jit
-    def _buffers(COUNT: gl.constexpr, desc):
-        """Shared memory for so many blocks of ``desc``."""
-        shape: gl.constexpr = [COUNT] + desc.block_type.shape  # noqa: RUF005 - Gluon knows no starred expression
-        return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
-
-    @gluon.jit
-    def _place(work, tiles, H, HEADS_AT_ONCE, BATCHES_AT_ONCE):
-        """(tile of queries, head, batch) of item ``work``: all tiles of some heads, which share the L2 cache.
-
-        Under causal attention the last tiles take longest: they come first, and last in every second group of heads, so
-        that each program's items take about as long. With a bias that broadcasts over batches, a group is of several
-        batches of a head.
-        """
-        items = tiles * HEADS_AT_ONCE
-        within = work % items
-        group = work // items
-        rank = within // HEADS_AT_ONCE
-        tile = gl.where(group % 2 == 0, tiles - 1 - rank, rank)
-        head = group * HEADS_AT_ONCE + within % HEADS_AT_ONCE
-        batch = head % BATCHES_AT_ONCE + head // (BATCHES_AT_ONCE * H) * BATCHES_AT_ONCE
-        return tile, head // BATCHES_AT_ONCE % H, batch
-
-    @gluon.jit
-    def _item(work, plan_ptr, sizes, FORM: gl.constexpr):
-        """(tile, head, batch, first query in memory, queries, first key in memory, keys) of item ``work``.
-
-        Of a dense batch, whose memory has a dimension for it, all sequences start at 0.
-        """
-        H, _, N, NK, _, HEADS_AT_ONCE, BATCHES_AT_ONCE = sizes
-        PACKED: gl.constexpr = FORM.packed
-        if PACKED:
-            item = plan_ptr + (work + 1) * _RECORD
-            tile, h, b = gl.load(item), gl.load(item + 1), gl.load(item + 2)
-            q_start, queries = gl.load(item + 3), gl.load(item + 4)
-            k_start, keys = gl.load(item + 5), gl.load(item + 6)
-        else:
-            tile, h, b = _place(work, gl.cdiv(N, _BLOCK_M), H, HEADS_AT_ONCE, BATCHES_AT_ONCE)
-            q_start = 0
-            queries = N
-            k_start = 0
-            keys = NK
-        return tile, h, b, q_start, queries, k_start, keys
-
-    @gluon.jit
-    def _items(plan_ptr, ITEMS, FORM: gl.constexpr):
-        PACKED: gl.constexpr = FORM.packed
-        return gl.load(plan_ptr) if PACKED else ITEMS
-
-    @gluon.jit
-    def _at(b, h, start, tokens, token, channel, FORM: gl.constexpr):
-        """Where TMA finds a block that starts at ``token`` of a sequence; what is beyond its ``tokens`` is outside.
-
-        Packed: see :func:`~qframework.kernels.attention.packed.ragged`.
-        """
-        PACKED: gl.constexpr = FORM.packed
-        if PACKED:
-            place = (gl.to_tensor(_EDGE), start + tokens, h, _EDGE - tokens + token, channel)
-        else:
-            place = (b, h, token, channel)  # type: ignore[assignment]
-        return place
-
-    @gluon.jit
-    def _blocks_of(tile, h, b, NK, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
-        """(blocks of keys that a tile of queries attends to, how many of them in part, its entry in ``mask``)."""
-        MASKED_FORM: gl.constexpr = FORM.masked
-        BLOCK_N: gl.constexpr = FORM.block_n
-        IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N  # blocks in a block of the mask
-        if MASKED_FORM:
-            counts_ptr, MASKS, MASK_HEADS, MASK_TILES = mask[2:6]
-            entry = ((b % MASKS * MASK_HEADS + h % MASK_HEADS) * MASK_TILES + tile % MASK_TILES).to(gl.int64)
-            partial = gl.load(counts_ptr + entry * 2) * IN_ONE
-            blocks = gl.load(counts_ptr + entry * 2 + 1) * IN_ONE
-        else:
-            end = NK
-            if CAUSAL:
-                end = gl.minimum(NK, (tile + 1) * _BLOCK_M)
-            blocks = gl.maximum(gl.cdiv(end, BLOCK_N), 1)  # packed sequences may have no key
-            partial = gl.minimum(IN_ONE if CAUSAL else 1, blocks)
-            entry = tile
-        return blocks, partial, entry
-
-    @gluon.jit
-    def _block_at(i, blocks, entry, NK, mask, FORM: gl.constexpr):
-        """The block of keys that a tile visits as its ``i``-th."""
-        MASKED_FORM: gl.constexpr = FORM.masked
-        BLOCK_N: gl.constexpr = FORM.block_n
-        IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N
-        if MASKED_FORM:
-            i = gl.minimum(i, blocks - 1)
-            return gl.load(mask[1] + entry * gl.cdiv(NK, _BLOCK_M) + i // IN_ONE) * IN_ONE + i % IN_ONE
-        return blocks - 1 - i
-
-    @gluon.jit
-    def _load_queries(item, descs, shared, barriers, q_phase, mask, FORM: gl.constexpr):
-        """Both warpgroups' queries, and their factors of relative positions within a row of the image."""
-        tile, h, b, q_start, queries, _, _ = item
-        q_desc, q_rest_desc, bias_desc = descs[0], descs[1], descs[8]
-        q_tiles, q_rest, bias_tiles = shared[0], shared[1], shared[8]
-        q_ready, q_free = barriers[0], barriers[1]
-        D: gl.constexpr = FORM.block_d
-        REST: gl.constexpr = FORM.rest_d
-        FACTORS: gl.constexpr = FORM.bias == "factors"
-        REST_BYTES: gl.constexpr = q_rest_desc.block_type.nbytes if REST > 0 else 0
-        BIAS_BYTES: gl.constexpr = bias_desc.block_type.nbytes if FACTORS else 0
-        for who in gl.static_range(2):
-            first = tile * _BLOCK_M + who * _ROWS
-            ready = q_ready.index(who)
-            mbarrier.wait(q_free.index(who), q_phase)
-            mbarrier.expect(ready, q_desc.block_type.nbytes + REST_BYTES + BIAS_BYTES)
-            tma_load(q_desc, _at(b, h, q_start, queries, first, 0, FORM), ready, q_tiles.index(who))
-            if REST > 0:
-                tma_load(q_rest_desc, _at(b, h, q_start, queries, first, D, FORM), ready, q_rest.index(who))
-            if FACTORS:
-                tma_load(bias_desc, [b % mask[3], h % mask[4], first, 0], ready, bias_tiles.index(who))
-
-    @gluon.jit
-    def _produce(descs, shared, barriers, sizes, plan_ptr, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
-        """The loading warp."""
-        _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
-        _, _, k_stages, k_rest, v_stages, v_rest, _, _, bias_stages = shared
-        _, _, k_ready, k_free, v_ready, v_free, _ = barriers
-        GROUP, ITEMS = sizes[1], sizes[4]
-        D: gl.constexpr = FORM.block_d
-        DV: gl.constexpr = FORM.block_dv
-        REST: gl.constexpr = FORM.rest_d
-        REST_DV: gl.constexpr = FORM.rest_dv
-        BLOCK_N: gl.constexpr = FORM.block_n
-        STAGES: gl.constexpr = FORM.stages
-        SHARES_OUT: gl.constexpr = FORM.shares_out
-        FP8: gl.constexpr = FORM.fp8
-        TILE: gl.constexpr = FORM.bias == "tile"
-        K_REST_BYTES: gl.constexpr = k_rest_desc.block_type.nbytes if REST > 0 else 0
-        V_REST_BYTES: gl.constexpr = v_rest_desc.block_type.nbytes if REST_DV > 0 else 0
-        BIAS_BYTES: gl.constexpr = 2 * bias_desc.block_type.nbytes if TILE else 0
-        slot = 0
-        phase = 1  # waiting for phase 1 of a fresh barrier returns at once: everything is free
-        q_phase = 1
-        for work in range(gl.program_id(0), _items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
-            item = _item(work, plan_ptr, sizes, FORM)
-            tile, h, b, _q_start, _queries, k_start, NK = item
-            if not SHARES_OUT:
-                _load_queries(item, descs, shared, barriers, q_phase, mask, FORM)
-            blocks, _partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
-            block = _block_at(0, blocks, entry, NK, mask, FORM)
-            for i in range(blocks):
-                start = block * BLOCK_N
-                kv = h // GROUP
-                block = _block_at(i + 1, blocks, entry, NK, mask, FORM)  # early: it may be a load
-                ready = k_ready.index(slot)
-                mbarrier.wait(k_free.index(slot), phase)
-                mbarrier.expect(ready, k_desc.block_type.nbytes + K_REST_BYTES + BIAS_BYTES)
-                tma_load(k_desc, _at(b, kv, k_start, NK, start, 0, FORM), ready, k_stages.index(slot))
-                if REST > 0:
-                    tma_load(k_rest_desc, _at(b, kv, k_start, NK, start, D, FORM), ready, k_rest.index(slot))
-                if TILE:
-                    for who in gl.static_range(2):
-                        place = [b % mask[3], h % mask[4], tile * _BLOCK_M + who * _ROWS, start]
-                        tma_load(bias_desc, place, ready, bias_stages.index(slot * 2 + who))
-                ready = v_ready.index(slot)
-                mbarrier.wait(v_free.index(slot), phase)
-                mbarrier.expect(ready, v_desc.block_type.nbytes + V_REST_BYTES)
-                if FP8:
-                    tma_load(v_desc, [b, kv, 0, start], ready, v_stages.index(slot))
-                else:
-                    tma_load(v_desc, _at(b, kv, k_start, NK, start, 0, FORM), ready, v_stages.index(slot))
-                if REST_DV > 0:
-                    tma_load(v_rest_desc, _at(b, kv, k_start, NK, start, DV, FORM), ready, v_rest.index(slot))
-                if SHARES_OUT and i == gl.minimum(STAGES, blocks) - 1:  # the results before leave meanwhile
-                    _load_queries(item, descs, shared, barriers, q_phase, mask, FORM)
-                slot, phase = next_stage(slot, phase, STAGES)
-            q_phase = q_phase ^ 1
 
     @gluon.jit
     def _products(q, shared, slot, no_scores, FORM: gl.constexpr):
@@ -342,109 +152,6 @@ if HAS_GLUON:
         return acc, acc_rest
 
     @gluon.jit
-    def _bias_of(WHO: gl.constexpr, block, slot, bias, shared, NK, no_scores, FIRST: gl.constexpr, FORM: gl.constexpr):
-        """The natural bias of a block of keys, float32 (ROWS, BLOCK_N) or (1, BLOCK_N)."""
-        KIND: gl.constexpr = FORM.bias
-        BLOCK_N: gl.constexpr = FORM.block_n
-        SCORES: gl.constexpr = no_scores.type.layout
-        bias_ptr, bias_token, queries = bias
-        if KIND == "tile":
-            added = shared[8].index(slot * 2 + WHO).reshape((_ROWS, BLOCK_N)).load(SCORES).to(gl.float32)
-        elif KIND == "row":
-            key = block * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, SCORES))
-            if FIRST:  # the last block
-                added = gl.load(bias_ptr + key, mask=key < NK, other=0.0).to(gl.float32)[None, :]
-            else:
-                added = gl.load(bias_ptr + key).to(gl.float32)[None, :]
-        else:
-            COLUMNS: gl.constexpr = FORM.columns
-            by_row = gl.reshape(no_scores, (_ROWS, BLOCK_N // COLUMNS, COLUMNS))
-            width = shared[8].index(WHO).reshape((_ROWS, COLUMNS)).load(gl.SliceLayout(1, by_row.type.layout))
-            QUERY: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, by_row.type.layout))
-            LINE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_row.type.layout))
-            line = block * (BLOCK_N // COLUMNS) + gl.arange(0, BLOCK_N // COLUMNS, layout=LINE)
-            line = gl.minimum(line, NK // COLUMNS - 1)
-            query = gl.minimum(gl.arange(0, _ROWS, layout=QUERY), queries - 1)
-            height = gl.load(bias_ptr + query[:, None] * bias_token + line[None, :])
-            both = height.to(gl.float32)[:, :, None] + width.to(gl.float32)[:, None, :]
-            added = gl.convert_layout(gl.reshape(both, (_ROWS, BLOCK_N)), SCORES, assert_trivial=True)
-        return added
-
-    @gluon.jit
-    def _kept_by_place(block, first, NK, scores, CAUSAL: gl.constexpr):
-        """Which keys of ``block`` the queries from ``first`` attend to, as :func:`kept_keys`."""
-        SCORES: gl.constexpr = scores.type.layout
-        key = block * scores.shape[1] + gl.arange(0, scores.shape[1], layout=gl.SliceLayout(0, SCORES))
-        row = first + gl.arange(0, _ROWS, layout=gl.SliceLayout(1, SCORES))
-        keep = (key < NK)[None, :] & (row[:, None] >= 0)
-        if CAUSAL:
-            keep = keep & (key[None, :] <= row[:, None])
-        return halves(keep)
-
-    @gluon.jit
-    def _by_row(x, like):
-        """(ROWS,) for every row and half of ``halves`` like ``like``."""
-        HALVES: gl.constexpr = like.type.layout
-        half = gl.arange(0, like.shape[1], layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
-        x = gl.convert_layout(x, gl.SliceLayout(1, gl.SliceLayout(2, HALVES)))
-        return x[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
-
-    @gluon.jit
-    def _weights_of(scores, top, scale, keep, PARTIAL: gl.constexpr, DTYPE: gl.constexpr, FORM: gl.constexpr):
-        """(maxima of rows, what sums before are multiplied by, weights in words)."""
-        INTEGER: gl.constexpr = FORM.integer
-        NATURAL: gl.constexpr = FORM.bias != "none"
-        if NATURAL:
-            ones = gl.full(scale.shape, 1.0, gl.float32, scale.type.layout)
-            new_top = new_maxima(scores, top, ones, keep, PARTIAL)
-            rescale = natural_rescale(top, new_top)
-            factor, shift = in_octaves(new_top)
-            p = exact_weights(scores, shift, _by_row(factor, scores), keep, PARTIAL, DTYPE)
-        else:
-            new_top = new_maxima(scores, top, scale, keep, PARTIAL)
-            if INTEGER:
-                new_top = whole(new_top)
-            rescale = gl.exp2(top - new_top)
-            if INTEGER:
-                p = integer_weights(scores, new_top, scale, keep, PARTIAL)
-            else:
-                p = exact_weights(scores, new_top, scale, keep, PARTIAL, DTYPE)
-        return new_top, rescale, p
-
-    @gluon.jit
-    def _fp8_weights_of(scores, top, scale, keep, PARTIAL: gl.constexpr, FORM: gl.constexpr):
-        """As :func:`_weights_of`, with the sums of unrounded weights before the words."""
-        SHIFT: gl.constexpr = FORM.p_shift
-        new_top = new_maxima(scores, top, scale, keep, PARTIAL)
-        sums, words = fp8_weights(scores, new_top, scale, keep, PARTIAL, SHIFT)
-        return new_top, gl.exp2(top - new_top), sums, words
-
-    @gluon.jit
-    def _scales_of(q_scale, k_scales, k_groups, block, CLAMP: gl.constexpr, no_scores, FORM: gl.constexpr):
-        """From products of a block to logits: (ROWS, halves), or per thread (ROWS, halves, 4)."""
-        BLOCK_N: gl.constexpr = FORM.block_n
-        K_SPAN: gl.constexpr = FORM.k_span
-        OF_THREADS: gl.constexpr = FORM.of_threads
-        if OF_THREADS:
-            LAYOUT: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(4, of_threads(no_scores).type.layout))
-            HALF: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT))
-            THREAD: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT))
-            groups = block * (BLOCK_N // _KEY_BLOCK) + gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=HALF)
-            groups = gl.expand_dims(groups, 1) * 4 + gl.expand_dims(gl.arange(0, 4, layout=THREAD), 0)
-            if CLAMP:
-                groups = gl.minimum(groups, k_groups - 1)
-            rows = gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-            scale = gl.expand_dims(gl.expand_dims(rows, 1), 2) * gl.expand_dims(gl.load(k_scales + groups), 0)
-        else:
-            HALVES: gl.constexpr = halves(no_scores).type.layout
-            half = gl.arange(0, BLOCK_N // _KEY_BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, HALVES)))
-            groups = (block * BLOCK_N + half * _KEY_BLOCK) // K_SPAN
-            if CLAMP:
-                groups = gl.minimum(groups, k_groups - 1)
-            scale = q_scale[:, None] * gl.load(k_scales + groups)[None, :]
-        return scale
-
-    @gluon.jit
     def _visit(
         WHO: gl.constexpr, BOUNDED: gl.constexpr, PARTIAL: gl.constexpr, begin, end, state, at, q, q_scale, shared,
         barriers, keys, FORM: gl.constexpr,
@@ -476,9 +183,9 @@ if HAS_GLUON:
         if not INT8:
             scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
         for i in range(begin, end):
-            block = _block_at(i, blocks, entry, NK, mask, FORM)
+            block = block_at(i, blocks, entry, NK, mask, FORM)
             if INT8:  # with a mask it may be the last
-                scale = _scales_of(q_scale, k_scales, k_groups, block, MASKED_FORM, no_scores, FORM)
+                scale = scales_of_block(q_scale, k_scales, k_groups, block, MASKED_FORM, no_scores, FORM)
             before = slot
             before_phase = phase
             slot = next_slot
@@ -487,10 +194,10 @@ if HAS_GLUON:
             mbarrier.wait(v_ready.index(before), before_phase)
             values, values_rest = _start_values(weights, shared, before, acc, acc_rest, FORM)
             if NATURAL and not LATE:
-                added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+                added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
             products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
             if LATE:
-                added = _bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
+                added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
             if NATURAL:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
@@ -503,14 +210,14 @@ if HAS_GLUON:
                 if MASKED_FORM:
                     keep = kept_keys(bits_ptr, block, no_scores)
                 else:
-                    keep = _kept_by_place(block, first, NK, no_scores, True)
+                    keep = kept_by_place(block, first, NK, no_scores, True)
             if BOUNDED:
                 p = bounded_weights(scores, scale, keep, PARTIAL)
             elif FP8:
-                top, rescale, sums, p = _fp8_weights_of(scores, top, scale, keep, PARTIAL, FORM)
+                top, rescale, sums, p = fp8_weights_of(scores, top, scale, keep, PARTIAL, FORM)
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
             else:
-                top, rescale, p = _weights_of(scores, top, scale, keep, PARTIAL, DTYPE, FORM)
+                top, rescale, p = weights_of(scores, top, scale, keep, PARTIAL, DTYPE, FORM)
                 total = total * gl.convert_layout(rescale, gl.SliceLayout(1, total.type.layout))[:, None]
             if FP8:
                 total += gl.convert_layout(sums, total.type.layout, assert_trivial=True)
@@ -545,23 +252,6 @@ if HAS_GLUON:
             state, at = _visit(WHO, BOUNDED, True, 1, partial, state, at, q, q_scale, shared, barriers, keys, FORM)
             begin = gl.maximum(partial, 1)
         return _visit(WHO, BOUNDED, False, begin, blocks, state, at, q, q_scale, shared, barriers, keys, FORM)
-
-    @gluon.jit
-    def _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, like, FORM: gl.constexpr):
-        """From products to logits in base 2 before the scales of keys, (ROWS,); NaN for a query that is not finite."""
-        Q_SPAN: gl.constexpr = FORM.q_span
-        OF_THREADS: gl.constexpr = FORM.of_threads
-        ROW: gl.constexpr = row.type.layout
-        if Q_SPAN > 0:
-            row = gl.minimum(row, N - 1)
-            group = row // Q_SPAN * 8 + row % 8 if OF_THREADS else row // Q_SPAN
-            q_scale = gl.load(q_scale_ptr + (b * H + h) * q_groups + group) * logit_scale
-            marks = q[0].slice(0, 32, dim=1).load(gl.BlockedLayout([1, 32], [32, 1], [4, 1], [1, 0]))
-            marked = gl.convert_layout(gl.min(marks.to(gl.int32), 1), ROW) == -128  # it held NaN or infinity
-            q_scale = gl.where(marked, float("nan"), q_scale)
-        else:
-            q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
-        return gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout)))
 
     @gluon.jit
     def _store(result, sums, v_scale_ptr, tile, desc, place):
@@ -616,17 +306,17 @@ if HAS_GLUON:
         phase = 0
         q_phase = 0
         turn = 1 - WHO  # the first has the first turn
-        for work in range(gl.program_id(0), _items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
-            tile, h, b, q_start, N, _k_start, NK = _item(work, plan_ptr, sizes, FORM)
+        for work in range(gl.program_id(0), number_of_items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
+            tile, h, b, q_start, N, _k_start, NK = item_of(work, plan_ptr, sizes, FORM)
             first = tile * _BLOCK_M + WHO * _ROWS
             row = first + gl.arange(0, _ROWS, layout=ROW)
             k_scales = k_scale_ptr + (b * (H // GROUP) + h // GROUP) * k_groups
-            blocks, partial, entry = _blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
-            block = _block_at(0, blocks, entry, NK, mask, FORM)
+            blocks, partial, entry = blocks_of(tile, h, b, NK, mask, CAUSAL, FORM)
+            block = block_at(0, blocks, entry, NK, mask, FORM)
             bits_ptr = k_scale_ptr
             if MASKED_FORM:
                 bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_M) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
-            here = _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
+            here = head_bias_of(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
             head_bias = (here, bias_token, N - first)
             q_tile = shared[0].index(WHO).reshape((_ROWS, D))
             q_rest = q_tile
@@ -637,11 +327,11 @@ if HAS_GLUON:
             # The first visit, masked.
             mbarrier.wait(q_ready.index(WHO), q_phase)
             q_phase = q_phase ^ 1
-            q_scale = _scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
+            q_scale = scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
             mbarrier.wait(k_ready.index(slot), phase)
             products = warpgroup_mma_wait(0, deps=(_products(q, shared, slot, no_scores, FORM),))
             if NATURAL:
-                added = _bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
+                added = bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
@@ -651,9 +341,9 @@ if HAS_GLUON:
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
             else:
-                keep = _kept_by_place(block, first, NK, no_scores, CAUSAL)
+                keep = kept_by_place(block, first, NK, no_scores, CAUSAL)
             if INT8:
-                scale = _scales_of(q_scale, k_scales, k_groups, block, True, no_scores, FORM)
+                scale = scales_of_block(q_scale, k_scales, k_groups, block, True, no_scores, FORM)
             else:
                 scale = q_scale[:, None] + gl.zeros_like(half).to(gl.float32)[None, :]
             least = gl.full((_ROWS,), LEAST, gl.float32, ROW)
@@ -666,9 +356,9 @@ if HAS_GLUON:
                 top = gl.where(bounded, 0.0, top)
                 p = integer_weights(scores, top, scale, keep, True)
             elif FP8:
-                top, _, total, p = _fp8_weights_of(scores, least, scale, keep, True, FORM)
+                top, _, total, p = fp8_weights_of(scores, least, scale, keep, True, FORM)
             else:
-                top, _, p = _weights_of(scores, least, scale, keep, True, DTYPE, FORM)
+                top, _, p = weights_of(scores, least, scale, keep, True, DTYPE, FORM)
             if FP8:
                 weights = p
             else:
@@ -723,24 +413,14 @@ if HAS_GLUON:
             if not SHARES_OUT:
                 tma.store_wait(0)  # the result before has left
             v_scales = v_scale_ptr + (b * (H // GROUP) + h // GROUP) * descs[6].shape[3] if FP8 else None
-            _store(acc, sums, v_scales, shared[6].index(WHO), descs[6], _at(b, h, q_start, N, first, 0, FORM))
+            _store(acc, sums, v_scales, shared[6].index(WHO), descs[6], place_of(b, h, q_start, N, first, 0, FORM))
             if REST_DV > 0:
-                place = _at(b, h, q_start, N, first, DV, FORM)
+                place = place_of(b, h, q_start, N, first, DV, FORM)
                 _store(acc_rest, sums, None, shared[7].index(WHO), descs[7], place)
             if SHARES_OUT:
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(WHO), count=1)
         tma.store_wait(0)
-
-    @gluon.jit
-    def _head_bias(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM: gl.constexpr):
-        """Where the bias of a row starts, or the relative positions of the queries from ``first``."""
-        KIND: gl.constexpr = FORM.bias
-        if KIND == "row":  # in steps of 8, so that several are loaded at once
-            return bias_ptr + (b % mask[3] * bias_batch + h % mask[4] * bias_head) * 8
-        if KIND == "factors":
-            return bias_ptr + b % mask[3] * bias_batch + h % mask[4] * bias_head + first * bias_token
-        return bias_ptr
 
     _UNSPECIALIZED = ["q_groups", "k_groups", "H", "GROUP", "N", "NK", "ITEMS", "HEADS_AT_ONCE", "BATCHES_AT_ONCE"]
     _UNSPECIALIZED += ["MASKS", "MASK_HEADS", "MASK_TILES", "bias_batch", "bias_head", "bias_token"]
@@ -794,24 +474,24 @@ if HAS_GLUON:
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
         TURNS: gl.constexpr = FORM.turns
-        q_tiles = _buffers(2, q_desc)
-        k_stages = _buffers(STAGES, k_desc)
-        v_stages = _buffers(STAGES, v_desc)
+        q_tiles = buffers(2, q_desc)
+        k_stages = buffers(STAGES, k_desc)
+        v_stages = buffers(STAGES, v_desc)
         q_rest = q_tiles
         k_rest = k_stages
         v_rest = v_stages
         if REST > 0:
-            q_rest = _buffers(2, q_rest_desc)
-            k_rest = _buffers(STAGES, k_rest_desc)
+            q_rest = buffers(2, q_rest_desc)
+            k_rest = buffers(STAGES, k_rest_desc)
         if REST_DV > 0:
-            v_rest = _buffers(STAGES, v_rest_desc)
+            v_rest = buffers(STAGES, v_rest_desc)
         out_tiles = q_tiles
         out_rest = q_rest
         if not SHARES_OUT:
-            out_tiles = _buffers(2, out_desc)
+            out_tiles = buffers(2, out_desc)
             out_rest = out_tiles
             if REST_DV > 0:
-                out_rest = _buffers(2, out_rest_desc)
+                out_rest = buffers(2, out_rest_desc)
         bias_tiles = q_tiles
         if TILE:
             bias_tiles = gl.allocate_shared_memory(
@@ -855,7 +535,7 @@ if HAS_GLUON:
             [
                 (_consume, (gl.constexpr(0), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
                 (_consume, (gl.constexpr(1), descs, shared, barriers, scales, sizes, plan, mask, bias, CAUSAL, FORM)),
-                (_produce, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
+                (load_all, (descs, shared, barriers, sizes, plan, mask, CAUSAL, FORM)),
             ],
             [4, 1],  # warps of the second and third
             [240, 24],  # their registers; the first gets the rest

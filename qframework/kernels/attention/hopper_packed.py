@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qframework.kernels.attention.hopper import addressable, form_of, reads, slices_of, takes
-from qframework.kernels.attention.hopper_kernel import ROWS
+from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.operands import Lengths, QuantizedQK
 from qframework.kernels.attention.packed import EDGE, most_items, packed_items_triton
 from qframework.kernels.attention.variants import AttentionVariant
