@@ -174,7 +174,7 @@ class _Run:
         self.task, self.config, self.place = task, config, place
         self.settings = {"task": dict(task.settings), **config.settings}
         self.model = prepared_model(task, config, place)
-        self.optimizer = _optimizer(self.model, config)
+        self.optimizer = adamw(self.model, config)
         self.curves = Curves()
         self.pending: list[Tensor] = []  # losses of this process that have not been read
         self.step = self._restore()
@@ -214,9 +214,9 @@ class _Run:
         config, processes = self.config, self.place.processes
         for group in self.optimizer.param_groups:
             group["lr"] = config.learning_rate * warmup_cosine(self.step, config.steps, config.warmup)
-        torch.manual_seed(_mixed(config.seed, self.step))
+        torch.manual_seed(mixed_seed(config.seed, self.step))
         batch = self.task.batch(config.seed, self.step, config.batch_size)
-        torch.manual_seed(_mixed(config.seed, self.step, processes.rank + 1))
+        torch.manual_seed(mixed_seed(config.seed, self.step, processes.rank + 1))
         self.module.train()
         self.optimizer.zero_grad(set_to_none=True)
         self.pending.append(self._accumulate(*batch))
@@ -298,7 +298,7 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, enabled=precision != "fp32")
 
 
-def _optimizer(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
+def adamw(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
     """AdamW without weight decay for biases and norms."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
@@ -316,7 +316,7 @@ def _wrapped(model: nn.Module, place: Place) -> nn.Module:
     return module
 
 
-def _mixed(*numbers: int) -> int:
+def mixed_seed(*numbers: int) -> int:
     """A seed that depends on all ``numbers``."""
     seed = 0
     for number in numbers:
