@@ -28,7 +28,7 @@ from qframework import numerics
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import choose_variant
 from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
-from qframework.kernels.attention.pipeline import _TORCH, _TRITON, _quantize_qk, _quantize_values
+from qframework.kernels.attention.pipeline import TORCH_STEPS, TRITON_STEPS, quantized_qk, quantized_values
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.chip import capability_of
@@ -181,7 +181,7 @@ def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
     name = provider.removeprefix("qframework_")
     if name not in (*VARIANTS, PER_WARP):
         return {}
-    variant, steps = resolve(name), _TRITON if given.query.device.type == "cuda" else _TORCH
+    variant, steps = resolve(name), TRITON_STEPS if given.query.device.type == "cuda" else TORCH_STEPS
     bias, scale = Bias(causal=given.shape.causal), given.shape.head_dim**-0.5
     operands = (given.query, given.key, given.value)
     prepares = can_prepare(variant) and hopper.fits(
@@ -191,8 +191,8 @@ def parts_of(given: Inputs, provider: str) -> dict[str, Callable[[], object]]:
     def quantize() -> tuple[QuantizedQK, Values]:
         if prepares:
             return prepare_triton(*operands, variant, scale, True)
-        qk, _ = _quantize_qk(given.query, given.key, variant, scale, True, steps, None)
-        return qk, _quantize_values(given.value, variant, steps, None)
+        qk, _ = quantized_qk(given.query, given.key, variant, scale, True, steps, None)
+        return qk, quantized_values(given.value, variant, steps, None)
 
     qk, values = quantize()
     kernel = functools.partial(steps.attend, qk, values, bias, variant, torch.float16, False, None)

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
-from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask
+from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask, default_scale
 from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 
 TensorLayout = Literal["HND", "NHD"]
+Backward = Literal["exact", "int8", "mixed"]
 
 fallbacks = Fallbacks()
 """How often attention ran in PyTorch's kernels, by reason: calls that no variant supports, and those that ``"auto"``
@@ -38,6 +39,7 @@ def sage_attention(
     smooth_k: bool = True,
     return_lse: Literal[False] = False,
     sm_scale: float | None = None,
+    backward: Backward = "exact",
 ) -> Tensor: ...
 @overload
 def sage_attention(
@@ -55,6 +57,7 @@ def sage_attention(
     smooth_k: bool = True,
     return_lse: Literal[True],
     sm_scale: float | None = None,
+    backward: Backward = "exact",
 ) -> tuple[Tensor, Tensor]: ...
 def sage_attention(
     query: Tensor,
@@ -71,6 +74,7 @@ def sage_attention(
     smooth_k: bool = True,
     return_lse: bool = False,
     sm_scale: float | None = None,
+    backward: Backward = "exact",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """``softmax(query @ key.T * scale + attn_mask) @ value`` with quantized products.
 
@@ -95,27 +99,34 @@ def sage_attention(
         smooth_k: subtract the mean over tokens from ``key``, which cancels in the softmax and reduces INT8 errors.
         return_lse: also return the logarithm of the sum of exponentials.
         sm_scale: another name of ``scale``.
+        backward: what computes the gradient. ``"exact"``: exact attention, recomputed with PyTorch's. ``"int8"``: 8-bit
+            products (SageBwd), all but dO V^T, of which one operand is the output's gradient. ``"mixed"``: 8-bit logits
+            and 16-bit products otherwise. The last two take no ``attn_mask``, variants that quantize Q and K per block
+            (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only, and change nothing where no gradient is
+            needed.
 
     Returns:
         ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
         natural logarithm of the sum of exponentials of the logits before smoothing.
 
-    Numerics depend on the variant. Gradients are those of exact attention, recomputed with PyTorch's. Under
+    Numerics depend on the variant, those of gradients on ``backward``. Under
     ``torch.autocast`` query, key and value are cast as PyTorch casts them; a mask keeps its dtype.
 
     Raises:
-        UnsupportedError: dropout; an unsupported dtype, device, head dimension, layout or variant; transforms of
-            ``torch.func`` and forward-mode derivatives.
+        UnsupportedError: dropout; an unsupported dtype, device, head dimension, layout, variant or backward; a mask
+            with another backward than ``"exact"``; transforms of ``torch.func`` and forward-mode derivatives.
         QFrameworkError: shapes, dtypes or devices that do not match.
 
-    Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn.
+    Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
+    SageAttention3 and SageBwd.
     """
     _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
     _check_layout(tensor_layout)
     if tensor_layout == "NHD":
         query, key, value = _exchange("query", query), _exchange("key", key), _exchange("value", value)
-    out, lse = attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k, return_lse)
+    arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
+    out, lse = attend(*arguments, return_lse, backward)
     if tensor_layout == "NHD":
         out = out.transpose(-3, -2)
     return (out, lse) if return_lse else out
@@ -132,12 +143,22 @@ def attend(
     variant: str | AttentionVariant,
     smooth_k: bool,
     return_lse: bool = False,
+    backward: str = "exact",
 ) -> tuple[Tensor, Tensor]:
     """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
+    check_backward(backward)
+    if backward != "exact" and attn_mask is not None:
+        raise UnsupportedError(
+            f"sage_attention: attn_mask must be None with backward={backward!r}, got shape {tuple(attn_mask.shape)}. "
+            "Pass is_causal=True, or backward='exact'"
+        )
     _refuse_transforms("sage_attention", query, key, value, attn_mask)
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     call = SageAttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa, "auto", smooth_k)
+    if backward != "exact" and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward)
+        return (out.squeeze(0), lse.squeeze(0)) if added else (out, lse)
     if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
         call.check()
         _note_left_to_pytorch(query.device.type)
@@ -148,6 +169,21 @@ def attend(
     )
     if added:
         out, lse = out.squeeze(0), lse.squeeze(0) if return_lse else lse
+    return out, lse
+
+
+def _int8_gradient(
+    call: SageAttentionArguments, variant: str, return_lse: bool, backward: str
+) -> tuple[Tensor, Tensor]:
+    """Attention whose gradient is computed in 8 bit, and with ``return_lse`` its log-sum-exp."""
+    query, key = call.query, call.key
+    out, lse, k_mean = torch.ops.qframework.int8_gradient_attention(
+        query, key, call.value, call.is_causal, call.scale, call.enable_gqa, variant, backward, call.smooth_k
+    )
+    if return_lse:  # of the logits with the mean, which is a constant here: the logits do not depend on it
+        group = query.shape[-3] // key.shape[-3] if call.enable_gqa and query.ndim > 3 else 1
+        means = k_mean.repeat_interleave(group, dim=-3) if group > 1 else k_mean
+        lse = lse + (query.float() * means).sum(-1) * default_scale(query, call.scale)
     return out, lse
 
 
@@ -258,6 +294,12 @@ def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:
             f"{function}: the call must be a plain one or under reverse-mode autograd, got {transform}. Call "
             "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
         )
+
+
+def check_backward(backward: str) -> None:
+    """Raise UnsupportedError unless ``backward`` is one of Backward."""
+    if backward not in get_args(Backward):
+        raise UnsupportedError(f"sage_attention: backward must be {either(get_args(Backward))}, got {backward!r}")
 
 
 def _check_layout(tensor_layout: str) -> None:

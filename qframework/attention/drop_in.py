@@ -14,12 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from qframework.attention.api import attend, autocast, fallbacks, spec_of
+from qframework.attention.api import Backward, attend, autocast, check_backward, fallbacks, spec_of
 from qframework.attention.handover import to_run_inside
 from qframework.attention.layer_choice import OFF
 from qframework.compat.dispatch import FakeTensor
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
+from qframework.kernels.attention.int8_gradient import check_forward
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
 from qframework.numerics import FLOAT_DTYPES
@@ -53,15 +54,23 @@ class use_sage_attention(TorchFunctionMode):
         variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS``, an ``AttentionVariant``, or
             ``"off"``.
         smooth_k: subtract the mean over tokens from the keys.
+        backward: what computes gradients, as for :func:`~qframework.attention.sage_attention`. With ``"int8"`` and
+            ``"mixed"`` calls with a mask fall back, too.
 
     Raises:
-        UnsupportedError: an unknown variant.
+        UnsupportedError: an unknown variant or backward.
     """
 
-    def __init__(self, variant: str | AttentionVariant = "auto", *, smooth_k: bool = True) -> None:
+    def __init__(
+        self, variant: str | AttentionVariant = "auto", *, smooth_k: bool = True, backward: Backward = "exact"
+    ) -> None:
         super().__init__()
+        check_backward(backward)
         self.variant = checked_spec(variant)
+        if backward != "exact" and self.variant != OFF:
+            _check_forward(self.variant)
         self.smooth_k = smooth_k
+        self.backward = backward
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -86,7 +95,7 @@ class use_sage_attention(TorchFunctionMode):
             return func(*args, **kwargs)  # dispatches to the subclass
         if self.variant == OFF:
             return _pytorch(func, args, kwargs)
-        return attention_or_fallback(self.variant, self.smooth_k, func, *args, **kwargs)
+        return attention_or_fallback(self.variant, self.smooth_k, func, *args, backward=self.backward, **kwargs)
 
 
 def attention_or_fallback(
@@ -102,12 +111,16 @@ def attention_or_fallback(
     *,
     scale: float | None = None,
     enable_gqa: bool = False,
+    backward: str = "exact",
 ) -> Tensor:
     """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call."""
     reason = why_not(query, key, value, attn_mask, dropout_p, is_causal)
+    if reason is None and backward != "exact" and attn_mask is not None:
+        reason = f"attn_mask with backward={backward!r}"
     if reason is None:
+        arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
         try:
-            return attend(query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)[0]
+            return attend(*arguments, backward=backward)[0]
         except UnsupportedError as error:
             reason = str(error)
     note_fallback(reason)
@@ -123,6 +136,11 @@ def checked_spec(variant: str | AttentionVariant) -> str:
 @torch.compiler.assume_constant_result
 def _checked(spec: str) -> str:
     return spec if spec in ("auto", OFF) else resolve(spec).spec
+
+
+@torch.compiler.assume_constant_result
+def _check_forward(spec: str) -> None:
+    check_forward(spec)
 
 
 def why_not(

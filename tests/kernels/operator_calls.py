@@ -54,6 +54,11 @@ CALLS = {
             torch.tensor([5, 0], dtype=torch.int32),
         ),
     ),
+    "int8_gradient_attention": lambda: (heads(), heads(), heads(), True),
+    "int8_gradient_attention_backward": lambda: (
+        *(heads(), None, heads(), heads(), heads(), heads(), torch.randn(1, 2, 40), torch.randn(1, 2, 1, 32)),
+        *(True, None, "int8"),
+    ),
     "sage_attention": lambda: (heads(), heads(), heads()),
     "sage_attention_varlen": lambda: (
         *(heads(40, 2, 32), heads(40, 2, 32), heads(40, 2, 32)),

@@ -61,7 +61,7 @@ from qframework.kernels.runtime.chip import capability_of, check_device
 from qframework.kernels.runtime.operator import declare
 
 
-class _Steps(NamedTuple):
+class Steps(NamedTuple):
     """The pipeline's steps in one implementation."""
 
     block_sums: Callable[..., Tensor]
@@ -81,7 +81,7 @@ def _attend_triton(qk, values, bias, variant, dtype, lse, lengths):
     return quantized_attention_triton(qk, values, bias, variant, qk.factor, dtype, lse=lse, lengths=lengths)
 
 
-_TORCH = _Steps(
+TORCH_STEPS = Steps(
     lambda x, starts, longest: block_statistics_ref(x).sum,
     lambda q_mean, k, k_mean, starts, longest: row_bias_ref(q_mean, k, k_mean),
     lambda x, mean, factor, variant, role, starts, longest: quantize_tokens_ref(
@@ -91,7 +91,7 @@ _TORCH = _Steps(
     _attend_ref,
     fuses=False,
 )
-_TRITON = _Steps(
+TRITON_STEPS = Steps(
     lambda x, starts, longest: (
         _block_statistics_triton(last_contiguous(x), AttentionShape.of(x, starts, longest), extremes=False).sum
     ),
@@ -116,13 +116,13 @@ def _block_means(sums: Tensor, tokens: int, starts: Tensor | None) -> Tensor:
     return sums / (_token_counts(tokens, starts) - first.view(1, 1, -1, 1)).clamp(1, QUERY_BLOCK)
 
 
-def _quantize_qk(
+def quantized_qk(
     q: Tensor,
     k: Tensor,
     variant: AttentionVariant,
     scale: float,
     smooth_k: bool,
-    steps: _Steps,
+    steps: Steps,
     lengths: Lengths | None,
 ) -> tuple[QuantizedQK, Tensor | None]:
     """Q and K as the variant multiplies them, and K's mean ``(B, Hkv, 1, D)`` where it was subtracted."""
@@ -154,7 +154,7 @@ def _fused(
     smooth_within = smooth_k and longest <= _FEW_KEYS
     k_mean = None
     if smooth_k and not smooth_within:
-        k_mean = _TRITON.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
+        k_mean = TRITON_STEPS.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
     k8, k_scale = quantize_tokens_triton(
         k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
     )
@@ -170,7 +170,7 @@ def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
     return variant.qk_bits == 8 and spans and not variant.smooth_q and q.shape[-1] <= 128 and not return_lse
 
 
-def _quantize_values(v: Tensor, variant: AttentionVariant, steps: _Steps, lengths: Lengths | None) -> Values:
+def quantized_values(v: Tensor, variant: AttentionVariant, steps: Steps, lengths: Lengths | None) -> Values:
     of = (lengths.k_starts, lengths.longest_k) if lengths else (None, 0)
     if transposes_values(variant.pv):
         v_range = 127.0 if variant.pv == "int8" else fp8_ranges(variant.accumulator)[1]
@@ -207,7 +207,7 @@ def _attention(
     scale: float,
     smooth_k: bool,
     return_lse: bool,
-    steps: _Steps,
+    steps: Steps,
     lengths: Lengths | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Dense ``(B, H, N, D)``, or packed with ``lengths``."""
@@ -218,7 +218,7 @@ def _attention(
     if plain and steps.fuses and can_prepare(variant) and hopper.fits(q, k, v, variant, *at):
         return _prepared(q, k, v, bias, variant, scale, smooth_k)
     k, v = _without_hidden(k, v, bias.mask, variant, smooth_k)
-    values = _quantize_values(v, variant, steps, lengths)
+    values = quantized_values(v, variant, steps, lengths)
     plain = plain and values.scale is None
     on_hopper = plain and hopper.fits(q, k, values.v, variant, *at)
     if lengths is not None and values.scale is None and not return_lse:
@@ -226,7 +226,7 @@ def _attention(
     if steps.fuses and not on_hopper and variant.quantizes_qk and _can_fuse(q, variant, return_lse):
         qk = _fused(q, k, variant, scale, smooth_k, lengths)
         return _attend_triton(qk, values, bias, variant, q.dtype, False, lengths)
-    qk, k_mean = _quantize_qk(q, k, variant, scale, smooth_k, steps, lengths)
+    qk, k_mean = quantized_qk(q, k, variant, scale, smooth_k, steps, lengths)
     out, lse = steps.attend(qk, values, bias, variant, q.dtype, return_lse, lengths)
     if lse is not None and k_mean is not None:  # softmax is invariant to the mean, the sum of exponentials is not
         group = q.shape[1] // k.shape[1]
@@ -234,13 +234,13 @@ def _attention(
     return out, lse
 
 
-def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, Tensor]:
+def _sage_attention(x: SageAttentionArguments, steps: Steps) -> tuple[Tensor, Tensor]:
     shape = (*x.query.shape[:-1], x.value.shape[-1])
     call = canonical(x)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
-    call = _reached(call) if x.is_causal else call
+    call = reached(call) if x.is_causal else call
     bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
     plain = bias.only_bool and not x.return_lse
     auto = x.variant == "auto"
@@ -251,7 +251,7 @@ def _sage_attention(x: SageAttentionArguments, steps: _Steps) -> tuple[Tensor, T
     return result.view(shape), sums.view(shape[:-1]) if sums is not None else x.empty_lse()
 
 
-def _reached(call: Canonical) -> Canonical:
+def reached(call: Canonical) -> Canonical:
     """A causal ``call`` without the keys and values after the last query: they must not affect means and scales."""
     queries, keys = call.q.shape[2], call.k.shape[2]
     if keys <= queries or call.rel_h is not None:
@@ -274,13 +274,13 @@ def _without_hidden(
 
 def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
     """``sage_attention`` by the reference of every step."""
-    return _sage_attention(x, _TORCH)
+    return _sage_attention(x, TORCH_STEPS)
 
 
 def sage_attention_triton(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
     """``sage_attention`` on a GPU."""
     check_device(x.query.device)
-    return _sage_attention(x, _TRITON)
+    return _sage_attention(x, TRITON_STEPS)
 
 
 SAGE_ATTENTION = declare(
@@ -314,8 +314,8 @@ def sage_attention_varlen_cpu(x: VarlenArguments) -> Tensor:
         q, k, v = (t.transpose(0, 1)[None] for t in (x.query[q_rows], x.key[k_rows], x.value[k_rows]))
         if q.numel() and k.numel():
             if x.is_causal:
-                q, k, v, *_ = _reached(Canonical(q, k, v, None, None, None))
-            dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, _TORCH)
+                q, k, v, *_ = reached(Canonical(q, k, v, None, None, None))
+            dense, _ = _attention(q, k, v, Bias(causal=x.is_causal), chosen, scale, x.smooth_k, False, TORCH_STEPS)
             out[q_rows] = dense[0].transpose(0, 1)
     return out
 
@@ -331,7 +331,7 @@ def sage_attention_varlen_triton(x: VarlenArguments) -> Tensor:
     lengths = Lengths(x.cu_seqlens_q.contiguous(), x.cu_seqlens_k.contiguous(), x.max_seqlen_q, x.max_seqlen_k)
     query, key, value = last_contiguous(x.query), last_contiguous(x.key), last_contiguous(x.value)
     bias, scale = Bias(causal=x.is_causal), default_scale(x.query, x.scale)
-    out, _ = _attention(query, key, value, bias, chosen, scale, x.smooth_k, False, _TRITON, lengths)
+    out, _ = _attention(query, key, value, bias, chosen, scale, x.smooth_k, False, TRITON_STEPS, lengths)
     return out
 
 

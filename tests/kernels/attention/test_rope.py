@@ -10,7 +10,7 @@ from oracle import UNIT, assert_int8_close, numpy64
 import qframework.kernels as kernels
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK
-from qframework.kernels.attention.pipeline import _TRITON, SAGE_ATTENTION, _quantize_values
+from qframework.kernels.attention.pipeline import SAGE_ATTENTION, TRITON_STEPS, quantized_values
 from qframework.kernels.attention.quantize_qk import ATTENTION_QUANTIZE
 from qframework.kernels.attention.quantized_attention import quantized_attention_triton
 from qframework.kernels.attention.rope import ROPE_MEAN, ROPE_QUANTIZE
@@ -245,7 +245,7 @@ def test_results_are_operands_of_quantized_attention(implementation, place, inte
         expected, _ = torch.ops.qframework.sage_attention(*rotated, value, variant=name, smooth_k=smooth_k)
     else:
         qk = QuantizedQK(*fused, 64)
-        values = _quantize_values(value, variant, _TRITON, None)
+        values = quantized_values(value, variant, TRITON_STEPS, None)
         got, _ = quantized_attention_triton(qk, values, Bias(), variant, 1.0, torch.float32)
         expected, _ = SAGE_ATTENTION.cuda(*rotated, value, scale=scale, variant=name, smooth_k=smooth_k)
     exact = torch.nn.functional.scaled_dot_product_attention(*(x.double() for x in (*rotated, value)))

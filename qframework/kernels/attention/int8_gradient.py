@@ -1,0 +1,295 @@
+"""Attention whose gradient is computed in 8 bit, for training (SageBwd).
+
+Formula, with L the log-sum-exp of the logits and s the scale of the logits::
+
+    S = s Q (K - mean(K))^T                               INT8, one scale for 128 queries and for 64 keys
+    forward:  P = exp(S - L), O = P V                     by any variant with such queries and keys
+    backward: delta = rowsum(O * dO) - dL
+              P  = exp(S - L)                             S in INT8 again, from the same integers
+              dP = dO V^T                                 in 16 bit: its error would be multiplied by P and summed
+              dS = P * (dP - delta)
+              dV = P^T dO,  dK = s dS^T Q,  dQ = s dS (K - mean(K))
+
+The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``. As integers,
+dO has one scale for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block
+of queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale
+for a block, and costs less: the largest of a row needs no exchange between warps.
+
+dQ has no term ``rowsum(dS) mean(K)``: exact rows of dS sum to zero, and what is left of the sums after rounding, times
+a large mean, is all error. A gradient of L is one of the logits of K - mean(K), too, so rows then sum to dL rightly.
+
+INT8 tensor cores of Hopper read both operands along the axis that is summed over. S and dP have it contiguous as it is.
+The products for dV, dK and dQ sum over tokens: their right operands, integers of dO, Q and K, are copied with tokens
+contiguous; their left ones, P and dS, are computed in registers and change places there. 16-bit tensor cores read
+either order, which is why ``"mixed"`` needs no copies.
+
+Layout: as ``sage_attention``. Float32 is multiplied in BF16 on a GPU and in float32 on a CPU.
+Reference and CPU implementation: ``int8_gradient_reference.py``.
+Source: SageAttention3 (arXiv 2505.11594, section 4) and SageBwd (arXiv 2603.02170).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from qframework.errors import QFrameworkError, UnsupportedError, either
+from qframework.kernels.attention.arguments import (
+    Canonical,
+    SageAttentionArguments,
+    canonical,
+    check_dense,
+    default_scale,
+    empty_result,
+)
+from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
+from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
+from qframework.kernels.attention.operands import LOG2_E, Bias
+from qframework.kernels.attention.pipeline import (
+    TORCH_STEPS,
+    TRITON_STEPS,
+    Steps,
+    quantized_qk,
+    quantized_values,
+    reached,
+)
+from qframework.kernels.attention.variants import AttentionVariant, resolve
+from qframework.kernels.runtime.checks import check_shape
+from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.operator import LIBRARY, declare
+from qframework.numerics import FLOAT_DTYPES
+
+Gradient = Literal["int8", "mixed"]
+PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
+"""What ``"auto"`` means here: P V in 16 bit."""
+
+_NAME = "int8_gradient_attention"
+
+
+def check_forward(variant: str) -> AttentionVariant:
+    """The variant of the forward pass, with the exact exponential. Raises UnsupportedError for unsuitable ones."""
+    chosen = PER_BLOCK if variant == "auto" else resolve(variant)
+    if (chosen.qk_bits, chosen.granularity, chosen.smooth_q) != (8, "per_block", False):
+        raise UnsupportedError(
+            f"{_NAME}: variant must quantize Q and K to 8 bits per block, without smooth Q, as auto, sage_b and "
+            f"sage_vb do, since the backward pass uses the same integers, got {variant!r}"
+        )
+    return replace(chosen, exponential="exact")
+
+
+def check_gradient(gradient: str) -> None:
+    """Raise UnsupportedError unless ``gradient`` is one of Gradient."""
+    if gradient not in get_args(Gradient):
+        raise UnsupportedError(f"{_NAME}: gradient must be {either(get_args(Gradient))}, got {gradient!r}")
+
+
+class Int8GradientArguments(NamedTuple):
+    """The arguments of ``qframework::int8_gradient_attention``; see :func:`qframework.sage_attention`."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+    variant: str = "auto"
+    gradient: str = "int8"
+    smooth_k: bool = True
+
+    @property
+    def dense(self) -> SageAttentionArguments:
+        """The arguments that all dense attention operators share."""
+        return SageAttentionArguments(*self[:3], None, self.is_causal, self.scale, self.enable_gqa)
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        check_dense(self.dense, _NAME, FLOAT_DTYPES)
+        check_forward(self.variant)
+        check_gradient(self.gradient)
+        lead = self.query.shape[: -3 if self.query.ndim > 3 else 1]
+        for argument, x in (("key", self.key), ("value", self.value)):
+            if x.shape[: len(lead)] != lead:
+                raise QFrameworkError(
+                    f"{_NAME}: {argument} must have query's batch dimensions {tuple(lead)}, got {tuple(x.shape)}"
+                )
+
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialized result, log-sum-exp and mean of the keys."""
+        key = self.key
+        mean = key.new_empty((*key.shape[:-2], 1, key.shape[-1]), dtype=torch.float32)
+        return (
+            empty_result(self.query, self.value, self.query.dtype),
+            self.query.new_empty(self.query.shape[:-1], dtype=torch.float32),
+            mean,
+        )
+
+
+class GradientSteps(NamedTuple):
+    """The backward pass in one implementation."""
+
+    forward: Steps
+    delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
+    gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
+
+
+def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward pass: the result, the log-sum-exp for keys without their mean, and the mean."""
+    out, lse, mean = x.empty_result()
+    call = canonical(x.dense)
+    if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
+        return out.zero_(), lse.fill_(-torch.inf), mean.zero_()
+    call = reached(call) if x.is_causal else call
+    variant = check_forward(x.variant)
+    scale = default_scale(x.query, x.scale)
+    qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps, None)
+    values = quantized_values(call.v, variant, steps, None)
+    result, sums = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
+    assert sums is not None, "the log-sum-exp is asked for"
+    mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
+    return result.view(out.shape), sums.view(lse.shape), mean
+
+
+class Int8GradientBackwardArguments(NamedTuple):
+    """The arguments of ``qframework::int8_gradient_attention_backward``: the forward pass's and its results."""
+
+    grad_out: Tensor
+    grad_lse: Tensor | None
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    out: Tensor
+    lse: Tensor
+    k_mean: Tensor
+    is_causal: bool
+    scale: float | None
+    gradient: str
+
+    @property
+    def dense(self) -> SageAttentionArguments:
+        """The arguments that all dense attention operators share."""
+        return SageAttentionArguments(*self[2:5], None, self.is_causal, self.scale, True)
+
+    def check(self) -> None:
+        """Raise UnsupportedError or QFrameworkError, naming the argument."""
+        name = f"{_NAME}_backward"
+        check_dense(self.dense, name, FLOAT_DTYPES)
+        check_gradient(self.gradient)
+        result = (*self.query.shape[:-1], self.value.shape[-1])
+        for argument, x, shape in (
+            ("grad_out", self.grad_out, result),
+            ("out", self.out, result),
+            ("lse", self.lse, result[:-1]),
+            ("k_mean", self.k_mean, (*self.key.shape[:-2], 1, self.key.shape[-1])),
+        ):
+            check_shape(name, argument, x, shape)
+
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Uninitialized, contiguous gradients of query, key and value."""
+        query, key, value = (x.new_empty(x.shape) for x in (self.query, self.key, self.value))
+        return query, key, value
+
+
+def gradients(x: Int8GradientBackwardArguments, steps: GradientSteps) -> tuple[Tensor, Tensor, Tensor]:
+    """The backward pass."""
+    call = canonical(x.dense)
+    if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
+        query, key, value = x.empty_result()
+        return query.zero_(), key.zero_(), value.zero_()
+    keys = call.k.shape[2]
+    call = reached(call) if x.is_causal else call
+    dq, dk, dv = steps.gradients(gradient_operands(x, call, steps))
+    unreached = keys - call.k.shape[2]
+    dk, dv = (F.pad(t, (0, 0, 0, unreached)) if unreached else t for t in (dk, dv))
+    dq, dk, dv = (
+        t.to(like.dtype).reshape(like.shape).contiguous() for t, like in ((dq, x.query), (dk, x.key), (dv, x.value))
+    )
+    return dq, dk, dv
+
+
+def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps) -> GradientOperands:
+    """What the passes over keys and queries read."""
+    batch, heads, queries, _ = call.q.shape
+    scale = default_scale(x.query, x.scale)
+    grad, out = (t.reshape(batch, heads, queries, -1) for t in (x.grad_out, x.out))
+    lse = x.lse.reshape(batch, heads, queries)
+    grad_lse = None if x.grad_lse is None else x.grad_lse.reshape(lse.shape)
+    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+    quantize = steps.forward.quantize
+    q, q_scale = quantize(call.q, None, scale * LOG2_E, PER_BLOCK, "query", None, queries)
+    k, k_scale = quantize(call.k, k_mean, 1.0, PER_BLOCK, "key", None, call.k.shape[2])
+    operands = GradientOperands(
+        *(q, q_scale, k, k_scale, call.v, grad),
+        *(lse, steps.delta(out, grad, grad_lse), scale, x.is_causal),
+    )
+    if x.gradient == "mixed":  # any constant serves as the mean here, since rows of dS sum to zero
+        return operands._replace(q_float=call.q, k_float=call.k - k_mean.to(call.k.dtype))
+    # the same groups as keys: 64 tokens, and NaN where one is NaN
+    grad_int8, grad_scale = quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
+    return operands._replace(grad_int8=grad_int8, grad_scale=grad_scale)
+
+
+_TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref)
+_TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x = Int8GradientArguments(*inputs)
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[2])
+    ctx.save_for_backward(x.query, x.key, x.value, *output)
+    ctx.settings = (x.is_causal, x.scale, x.gradient)
+
+
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    if torch.is_grad_enabled():
+        raise UnsupportedError(
+            f"{_NAME}: create_graph must be False, since there are no second derivatives, got True. Use "
+            "backward='exact' of sage_attention"
+        )
+    passed = len(ctx.needs_input_grad)
+    if grad_out is None and grad_lse is None:
+        return (None,) * passed
+    if grad_out is None:
+        grad_out = torch.zeros_like(ctx.saved_tensors[3])
+    found = torch.ops.qframework.int8_gradient_attention_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings)
+    needed = (g if need else None for g, need in zip(found, ctx.needs_input_grad[:3], strict=True))
+    return (*needed, *[None] * (passed - 3))
+
+
+def attend_cpu(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    """The forward pass by the reference of every step."""
+    return attend(x, TORCH_STEPS)
+
+
+def gradient_operands_cpu(x: Int8GradientBackwardArguments) -> GradientOperands:
+    """The operands of the backward pass by the reference of every step; all keys must be reached."""
+    return gradient_operands(x, canonical(x.dense), _TORCH)
+
+
+def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+    check_device(x.query.device)
+    return attend(x, TRITON_STEPS)
+
+
+INT8_GRADIENT_ATTENTION = declare(
+    "int8_gradient_attention(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None, "
+    "bool enable_gqa=False, str variant='auto', str gradient='int8', bool smooth_k=True) -> (Tensor, Tensor, Tensor)",
+    Int8GradientArguments,
+    cpu=attend_cpu,
+    cuda=_attend_triton,
+    fake=Int8GradientArguments.empty_result,
+)
+INT8_GRADIENT_ATTENTION_BACKWARD = declare(
+    "int8_gradient_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
+    "Tensor out, Tensor lse, Tensor k_mean, bool is_causal, float? scale, str gradient) -> (Tensor, Tensor, Tensor)",
+    Int8GradientBackwardArguments,
+    cpu=lambda x: gradients(x, _TORCH),
+    cuda=lambda x: gradients(x, _TRITON),
+    fake=Int8GradientBackwardArguments.empty_result,
+)
+torch.library.register_autograd("qframework::int8_gradient_attention", _backward, setup_context=_save, lib=LIBRARY)
