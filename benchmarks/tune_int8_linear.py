@@ -109,7 +109,7 @@ def make_operands(problem: Problem) -> Int8LinearArguments:
 
 
 def expected(operands: Int8LinearArguments) -> Tensor:
-    a, a_scale, b, b_scale, bias, activation, residual, out_scale, _ = operands
+    a, a_scale, b, b_scale, bias, activation, residual, out_scale, *_ = operands
     y = torch._int_mm(a, b.t()).float() * a_scale * b_scale
     y = apply_activation(y if bias is None else y + bias.float(), activation)
     y = y if residual is None else y + residual.float()

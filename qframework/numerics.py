@@ -1,9 +1,16 @@
-"""Rounding, scales and granularities of symmetric INT8, defined once, in plain torch.
+"""Rounding, scales and granularities of INT8, defined once, in plain torch.
 
-Symmetric INT8 only. A real value is ``x = q * scale`` with ``q`` in ``[-127, 127]`` and a float32 ``scale``::
+Symmetric INT8, unless asked otherwise. A real value is ``x = q * scale`` with ``q`` in ``[-127, 127]`` and a float32
+``scale``::
 
     scale = max|x| / 127                              (a group of zeros gets MIN_SCALE)
     q     = clamp(round_half_even(x * (1 / scale)), -127, 127)
+
+A static activation per tensor may have a zero point ``z``, the integer that stands for 0, so that a range ``[low,
+high]`` which is not symmetric uses all integers::
+
+    scale = (high - low) / 254                        z = round(-127 - low / scale)
+    q     = clamp(round_half_even(x * (1 / scale)) + z, -127, 127)        x = (q - z) * scale
 
 Values are multiplied by the reciprocal rounded to float32, as in PyTorch's ``quantized_decomposed`` operators. Next to
 a tie the result may be one step away from that of an exact division. These functions give the same bits on every
@@ -61,6 +68,16 @@ def scale_from_amax(amax: Tensor) -> Tensor:
     return (amax / amax.new_full((), QMAX)).clamp(min=MIN_SCALE)
 
 
+def affine_parameters(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    """Float32 scale and int32 zero point of the range ``[low, high]``, extended to hold 0; ``()`` or ``(1,)`` each.
+
+    The zero point is an integer from -127 to 127, so that 0 is exact.
+    """
+    low, high = low.float().clamp(max=0), high.float().clamp(min=0)
+    scale = ((high - low) / high.new_full((), QMAX - QMIN)).clamp(min=MIN_SCALE)
+    return scale, torch.round(QMIN - low / scale).clamp(QMIN, QMAX).to(torch.int32)
+
+
 def dynamic_scale(x: Tensor, granularity: ActivationGranularity) -> Tensor:
     """Scale from the data: ``()`` per tensor, ``(*x.shape[:-1], 1)`` per token. Empty groups get MIN_SCALE."""
     if x.numel() == 0:
@@ -75,19 +92,27 @@ def rounded_steps(x: Tensor, scale: Tensor) -> Tensor:
     return torch.round(x.float() * (1.0 / scale))
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """``x`` (any float dtype) to int8 with ``scale`` broadcasting against it; saturates at +-127."""
-    return torch.clamp(rounded_steps(x, scale), QMIN, QMAX).to(torch.int8)
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """``x`` (any float dtype) to int8 with ``scale`` broadcasting against it; saturates at +-127.
+
+    ``zero_point`` is one int32 integer, ``()`` or ``(1,)``, which is added before saturation; None for 0.
+    """
+    steps = rounded_steps(x, scale)
+    return torch.clamp(steps if zero_point is None else steps + zero_point, QMIN, QMAX).to(torch.int8)
 
 
-def quantize_in_place(x: Tensor, scale: Tensor) -> Tensor:
+def quantize_in_place(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
     """``quantize`` that overwrites its float32 ``x``; takes a third of the time where ``x`` is large."""
-    return x.mul_(1.0 / scale).round_().clamp_(QMIN, QMAX).to(torch.int8)
+    steps = x.mul_(1.0 / scale).round_()
+    return (steps if zero_point is None else steps.add_(zero_point)).clamp_(QMIN, QMAX).to(torch.int8)
 
 
-def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``q * scale`` computed in float32 and rounded once to ``dtype``."""
-    return (q.float() * scale).to(dtype)
+def dequantize(
+    q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: Tensor | None = None
+) -> Tensor:
+    """``(q - zero_point) * scale`` computed in float32 and rounded once to ``dtype``."""
+    steps = q.float() if zero_point is None else q.float() - zero_point
+    return (steps * scale).to(dtype)
 
 
 def weight_scale(weight: Tensor, granularity: WeightGranularity = "per_channel") -> Tensor:

@@ -19,7 +19,7 @@ from qframework.backend.options import BackendOptions, parse_options
 from qframework.backend.release import release_prepared_models
 from qframework.backend.report import LayerReport, Report
 from qframework.backend.warm_up import warm_up
-from qframework.backend.zero_points import WatchedZeroPoints, left_out, zero_points_of
+from qframework.backend.zero_points import left_out, zero_points_of
 from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import check_hints
 from qframework.fallbacks import Fallbacks
@@ -126,6 +126,7 @@ def qframework_backend(
     run_passes(lowering)
     report = Report(lowering.reports)
     watched = left_out(zero_points, lowering.constants)
+    checks = [*([watched.check] if watched is not None else []), *lowering.checks]
     lowered = report.lowered
     logger.info("qframework: %s", report.summary)
     if lowered and torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in example_inputs):
@@ -137,7 +138,7 @@ def qframework_backend(
         patches = {**_WITHOUT_CHECKS, **settings.inductor} if lowered else settings.inductor
         compiled: Any = compile_graph(gm, list(example_inputs), patches, decompositions, cache_key(settings))
     compiled = _below_autograd(compiled) if lowered and on_cpu else compiled
-    return _checked(compiled, watched) if watched is not None else compiled
+    return _checked(compiled, checks) if checks else compiled
 
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
@@ -147,14 +148,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     """
     from qframework.compat.inductor import select_decomp_table
     from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
+    from qframework.kernels.linear.zero_point_bias import DECOMPOSITIONS as bias_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
-    return {**select_decomp_table(), **quantize_decompositions, **int8_linear_decompositions}
+    ours = {**quantize_decompositions, **int8_linear_decompositions, **bias_decompositions}
+    return {**select_decomp_table(), **ours}
 
 
-def _checked(compiled: Callable[..., Any], watched: WatchedZeroPoints) -> Callable[..., Any]:
+def _checked(compiled: Callable[..., Any], checks: Sequence[Callable[[Sequence[Any]], None]]) -> Callable[..., Any]:
     def run(*args: Any) -> Any:
-        watched.check(args)
+        for check in checks:
+            check(args)
         return compiled(*args)
 
     return run

@@ -23,7 +23,7 @@ from torch.fx import GraphModule, Node
 
 from qframework.backend.hoist_quantize import is_quantized_linear, mark_int8
 from qframework.backend.lowering import Lowering, ScaleConstants, erase_unused
-from qframework.backend.quantized_linear import find_epilogue, static_quantize_scale
+from qframework.backend.quantized_linear import find_epilogue, static_quantization
 from qframework.compat.dynamo import guard_identity
 from qframework.graph.nodes import Constants, argument, fake_value, linear_call, operation
 
@@ -64,17 +64,21 @@ def _fold(
     gm: GraphModule, product: Node, end: Node, factor: Node, frozen: Tensor | None, scales: ScaleConstants
 ) -> None:
     """Quantize ``end`` instead of ``product``, if all readers of the product quantize it with one scale."""
-    found = [static_quantize_scale(user, product) for user in product.users]
-    if not found or not isinstance(found[0], float) or any(scale != found[0] for scale in found):
+    found = {static_quantization(user, product) for user in product.users}
+    first = found.pop() if found else None
+    if first is None or found:
+        return
+    number, zero_point = first
+    if not isinstance(number, float):
         return
     with gm.graph.inserting_before(product):
         device = fake_value(product).device  # type: ignore[union-attr]
         if frozen is not None:
-            scale = scales.buffer(found[0] / frozen.detach().float())
+            scale = scales.buffer(number / frozen.detach().float())
         else:
             constant = gm.graph.call_function(torch.ops.aten.to.dtype, (factor, torch.float32))
-            scale = gm.graph.call_function(torch.ops.aten.div.Tensor, (scales.node(found[0], device), constant))
-        quantized = gm.graph.call_function(_ours.quantize.default, (end, scale))
+            scale = gm.graph.call_function(torch.ops.aten.div.Tensor, (scales.node(number, device), constant))
+        quantized = gm.graph.call_function(_ours.quantize.default, (end, scale, scales.zero_point(zero_point, device)))
     quantized.meta = dict(product.meta)
     mark_int8([quantized])
     for user in list(product.users):

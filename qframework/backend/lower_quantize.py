@@ -18,7 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import Lowering, ScaleConstants
-from qframework.backend.quantized_linear import static_quantize_scale
+from qframework.backend.quantized_linear import static_quantization
 from qframework.compat.operators import OpOverload
 from qframework.graph.nodes import fake_value
 from qframework.numerics import FLOAT_DTYPES, QMAX
@@ -28,7 +28,7 @@ _ours = torch.ops.qframework
 
 
 def lower_quantize(lowering: Lowering) -> None:
-    """Replace every static symmetric INT8 quantize and dequantize with a single scale."""
+    """Replace every static INT8 quantize and dequantize with a single scale, and perhaps a zero point."""
     gm, scales = lowering.gm, lowering.scales
     for node in list(gm.graph.nodes):
         if node.target is _decomposed.quantize_per_tensor.default:
@@ -39,18 +39,21 @@ def lower_quantize(lowering: Lowering) -> None:
 
 def _lower_one_quantize(gm: GraphModule, node: Node, scales: ScaleConstants) -> None:
     x = node.args[0]
-    scale = static_quantize_scale(node, x) if isinstance(x, Node) else None
+    found = static_quantization(node, x) if isinstance(x, Node) else None
     fake = fake_value(x) if isinstance(x, Node) else None
-    if scale is not None and fake is not None and fake.dtype in FLOAT_DTYPES and fake.ndim > 0:
-        _replace(gm, node, _ours.quantize.default, (x, scales.node(scale, fake.device)))
+    if found is not None and fake is not None and fake.dtype in FLOAT_DTYPES and fake.ndim > 0:
+        scale, zero_point = found
+        arguments = (x, scales.node(scale, fake.device), scales.zero_point(zero_point, fake.device))
+        _replace(gm, node, _ours.quantize.default, arguments)
 
 
 def _lower_one_dequantize(gm: GraphModule, node: Node, scales: ScaleConstants) -> None:
     q, scale, zero_point, quant_min, quant_max, dtype = node.args
     fake = fake_value(node)
-    symmetric = (zero_point, quant_min, quant_max, dtype) == (0, -QMAX, QMAX, torch.int8)
-    if symmetric and isinstance(scale, float) and fake is not None and fake.dtype in FLOAT_DTYPES:
-        _replace(gm, node, _ours.dequantize.default, (q, scales.node(scale, fake.device), fake.dtype))
+    ours = (quant_min, quant_max, dtype) == (-QMAX, QMAX, torch.int8) and isinstance(zero_point, int)
+    if ours and isinstance(scale, float) and fake is not None and fake.dtype in FLOAT_DTYPES:
+        zero = scales.zero_point(zero_point, fake.device)  # type: ignore[arg-type]
+        _replace(gm, node, _ours.dequantize.default, (q, scales.node(scale, fake.device), fake.dtype, zero))
 
 
 def _replace(gm: GraphModule, node: Node, target: OpOverload, args: tuple) -> None:

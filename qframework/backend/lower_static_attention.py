@@ -83,7 +83,10 @@ def _dequantized(node: Any, constants: Constants, name: str, role: str) -> Quant
         return None
     if node.target is _ours.dequantize.default:
         raise CannotLower(f"its {role} must have one static scale, got one per token or from the data")
-    return dequantized(node, constants, name, role=role, axis=_heads_axis(node))
+    found = dequantized(node, constants, name, role=role, axis=_heads_axis(node))
+    if found is not None and found.zero_point != 0:
+        raise CannotLower(f"its {role} must have zero point 0 (symmetric quantization), got {found.zero_point}")
+    return found
 
 
 def _heads_axis(node: Node) -> int | None:

@@ -17,21 +17,30 @@ from qframework.graph.nodes import Constants
 
 
 class ScaleConstants:
-    """Turns scales that are numbers in the graph into one-element buffers on the layer's device."""
+    """Turns scales and zero points that are numbers in the graph into one-element buffers on the layer's device."""
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
         self._first = next(iter(gm.graph.nodes))
-        self._nodes: dict[tuple[float, torch.device], Node] = {}
+        self._nodes: dict[tuple[float | int, torch.dtype, torch.device], Node] = {}
         self._numbers = itertools.count()
 
     def node(self, scale: float | Node, device: torch.device) -> Node:
         """The node that holds ``scale``."""
         if isinstance(scale, Node):
             return scale
-        key = (scale, device)
+        return self._number(scale, torch.float32, device)
+
+    def zero_point(self, zero_point: int | Node, device: torch.device) -> Node | None:
+        """The node that holds ``zero_point``, None for 0. An int32 buffer, so that repeated blocks stay alike."""
+        if isinstance(zero_point, Node):
+            return zero_point
+        return self._number(zero_point, torch.int32, device) if zero_point else None
+
+    def _number(self, number: float, dtype: torch.dtype, device: torch.device) -> Node:
+        key = (number, dtype, device)
         if key not in self._nodes:
-            self._nodes[key] = self.buffer(torch.tensor([scale], device=device))
+            self._nodes[key] = self.buffer(torch.tensor([number], dtype=dtype, device=device))
         return self._nodes[key]
 
     def buffer(self, value: torch.Tensor) -> Node:
@@ -67,6 +76,7 @@ class Lowering:
         scales: buffers for scales, shared by all passes.
         reports: on the layers that the passes so far have handled.
         order: the position of each layer's first node.
+        checks: called with the inputs of each call before the compiled graph runs.
     """
 
     gm: GraphModule
@@ -75,6 +85,7 @@ class Lowering:
     scales: ScaleConstants
     reports: list[LayerReport] = field(default_factory=list)
     order: dict[str, int] = field(default_factory=dict)
+    checks: list[Callable[[Sequence[Any]], None]] = field(default_factory=list)
 
     @classmethod
     def of(cls, gm: GraphModule, example_inputs: Sequence[Any] = (), options: BackendOptions | None = None) -> Lowering:

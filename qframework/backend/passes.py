@@ -20,6 +20,7 @@ from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.outline_blocks import outline_blocks
+from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
@@ -74,6 +75,7 @@ LOWERING: tuple[Pass, ...] = (
     lower_float_linear,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,
+    keep_zero_point_biases,
     group_weights,
     keep_dynamic_quantize,
 )

@@ -9,13 +9,14 @@ import torch
 from torch.fx import GraphModule, Node
 
 from qframework.backend.lowering import ScaleConstants, erase_unused
-from qframework.compat.dynamo import VALUE_KEYS
+from qframework.compat.dynamo import VALUE_KEYS, record_value
 from qframework.errors import QFrameworkError
 from qframework.graph.nodes import (
     Constants,
     LinearCall,
     activation_name,
     added_to,
+    argument,
     fake_value,
     is_inactive_dropout,
     layer_name,
@@ -30,10 +31,11 @@ _ours = torch.ops.qframework
 
 @dataclass(frozen=True)
 class Quantized:
-    """An int8 value in the graph: its node and its scale, a number (per tensor) or a node."""
+    """An int8 value in the graph: its node, its scale, a number (per tensor) or a node, and the integer for zero."""
 
     value: Node
     scale: float | Node
+    zero_point: int | Node = 0
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Epilogue:
     activation: str = "none"
     residual: Node | None = None
     out_scale: float | Node | None = None
+    out_zero_point: int | Node = 0
 
     def describe(self) -> str:
         """The operator's name with its epilogue."""
@@ -64,9 +67,19 @@ def quantized_operands(call: LinearCall, constants: Constants, layer: str) -> tu
     """
     a = dequantized(call.input, constants, layer, "input")
     b = dequantized(call.weight, constants, layer, "weight", axis=0)
+    if b is not None and b.zero_point != 0:
+        raise CannotLower(f"its weight must have zero point 0 (symmetric quantization), got {b.zero_point}")
+    if a is not None and a.zero_point != 0 and not _is_one(a.scale):
+        raise CannotLower("its input must have one scale with a zero point, got one per token")
     if a is not None and b is not None and (reason := reason_against_operands(call)):
         raise CannotLower(reason)
     return a, b
+
+
+def _is_one(scale: float | Node) -> bool:
+    """Whether a scale is a single number."""
+    fake = None if isinstance(scale, float) else fake_value(scale)
+    return isinstance(scale, float) or (fake is not None and fake.numel() == 1)
 
 
 def reason_against_operands(call: LinearCall) -> str | None:
@@ -87,21 +100,27 @@ def reason_against_operands(call: LinearCall) -> str | None:
 def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: int | None = None) -> Quantized | None:
     """The int8 value behind a dequantize node; None for any other node. Along ``axis``, scales may differ.
 
+    A single scale may come with a zero point, which not every reader supports.
+
     Raises CannotLower for a form that no kernel supports, and QFrameworkError for a scale that is zero, negative or
     not finite.
     """
     value: Any
     scale: Any
+    zero_point: Any
     if node.op != "call_function":
         return None
     if node.target is _ours.dequantize.default:
         value, scale = node.args[:2]
+        found = argument(node, 3, "zero_point")
+        zero_point = 0 if found is None else found
     elif node.target is _decomposed.dequantize_per_tensor.default:
         value, scale, zero_point, quant_min, quant_max, dtype = node.args[:6]
-        _require_symmetric(role, zero_point, quant_min, quant_max, dtype)
+        _require_int8(role, quant_min, quant_max, dtype)
     elif node.target is _decomposed.dequantize_per_channel.default:
         value, scale, zero_points, along, quant_min, quant_max, dtype = node.args[:7]
         _require_symmetric(role, _zero_points(zero_points, constants), quant_min, quant_max, dtype)
+        zero_point = 0
         if along != axis:
             wanted = "one scale" if axis is None else f"its scales along axis {axis}"
             raise CannotLower(f"its {role} must have {wanted}, got one for each channel of axis {along}")
@@ -110,7 +129,7 @@ def dequantized(node: Node, constants: Constants, layer: str, role: str, axis: i
     else:
         return None
     _require_positive(scale, constants, layer, role)
-    return Quantized(value, scale)
+    return Quantized(value, scale, zero_point)
 
 
 def _zero_points(node: Any, constants: Constants) -> int | None:
@@ -122,10 +141,14 @@ def _zero_points(node: Any, constants: Constants) -> int | None:
 
 
 def _require_symmetric(role: str, zero_point: Any, quant_min: Any, quant_max: Any, dtype: Any) -> None:
-    if dtype != torch.int8 or quant_max != QMAX:
-        raise CannotLower(f"its {role} must be int8 up to 127, got {dtype} in [{quant_min}, {quant_max}]")
+    _require_int8(role, quant_min, quant_max, dtype)
     if zero_point != 0 and not (zero_point is None and quant_min == -QMAX):
         raise CannotLower(f"its {role} must have zero point 0 (symmetric quantization), got {zero_point}")
+
+
+def _require_int8(role: str, quant_min: Any, quant_max: Any, dtype: Any) -> None:
+    if dtype != torch.int8 or quant_max != QMAX:
+        raise CannotLower(f"its {role} must be int8 up to 127, got {dtype} in [{quant_min}, {quant_max}]")
 
 
 def _require_positive(scale: Any, constants: Constants, layer: str, role: str) -> None:
@@ -158,8 +181,8 @@ def find_epilogue(linear: Node) -> Epilogue:
         elif epilogue.residual is None and (residual := added_to(user, epilogue.end)) is not None:
             epilogue.end, epilogue.residual = user, residual
             reads.append(residual)
-        elif (scale := static_quantize_scale(user, epilogue.end)) is not None:
-            epilogue.end, epilogue.out_scale = user, scale
+        elif (found := static_quantization(user, epilogue.end)) is not None:
+            epilogue.end, epilogue.out_scale, epilogue.out_zero_point = user, *found
             break
         else:
             break
@@ -174,12 +197,21 @@ def _reads(linear: Node) -> list[Node]:
 
 def static_quantize_scale(node: Node, value: Node) -> float | Node | None:
     """The scale of a static symmetric quantize node of ``value``; None for any other node."""
+    found = static_quantization(node, value)
+    return found[0] if found is not None and found[1] == 0 else None
+
+
+def static_quantization(node: Node, value: Node) -> tuple[float | Node, int | Node] | None:
+    """Scale and zero point of a static quantize node of ``value`` to -127..127; None for any other node."""
+    scale: Any
+    zero_point: Any
     if node.target is _ours.quantize.default and node.args[0] is value:
-        return node.args[1]  # type: ignore[return-value]
+        zero_point = argument(node, 2, "zero_point")
+        return node.args[1], 0 if zero_point is None else zero_point  # type: ignore[return-value]
     if node.target is _decomposed.quantize_per_tensor.default and node.args[0] is value:
         _, scale, zero_point, quant_min, quant_max, dtype = node.args
-        if (zero_point, quant_min, quant_max, dtype) == (0, -QMAX, QMAX, torch.int8):
-            return scale  # type: ignore[return-value]
+        if (quant_min, quant_max, dtype) == (-QMAX, QMAX, torch.int8):
+            return scale, zero_point
     return None
 
 
@@ -191,6 +223,7 @@ def insert_int8_linear(
     device = _device_of(call.weight, end)
     out_dtype = None if epilogue.out_scale is not None else _float_dtype(end)
     with gm.graph.inserting_before(end):
+        bias = call.bias if a.zero_point == 0 else _bias_of_zero_point(gm, call, a, b, device, scales)
         new = gm.graph.call_function(
             _ours.int8_linear.default,
             (
@@ -198,16 +231,31 @@ def insert_int8_linear(
                 scales.node(a.scale, device),
                 b.value,
                 scales.node(b.scale, device),
-                call.bias,
+                bias,
                 epilogue.activation,
                 epilogue.residual,
                 scales.node(epilogue.out_scale, device) if epilogue.out_scale is not None else None,
                 out_dtype,
+                scales.zero_point(epilogue.out_zero_point, device),
             ),
         )
     new.meta = {k: v for k, v in end.meta.items() if k in (*VALUE_KEYS, "nn_module_stack", "stack_trace")}
     end.replace_all_uses_with(new)
     erase_unused(gm, end)
+
+
+def _bias_of_zero_point(
+    gm: GraphModule, call: LinearCall, a: Quantized, b: Quantized, device: torch.device, scales: ScaleConstants
+) -> Node:
+    """The bias that also takes the input's zero point, which ``int8_linear`` does not know."""
+    zero_point, a_scale = scales.zero_point(a.zero_point, device), scales.node(a.scale, device)
+    arguments = (call.bias, a_scale, zero_point, b.value, scales.node(b.scale, device))
+    bias = gm.graph.call_function(_ours.zero_point_bias.default, arguments)
+    weight = fake_value(b.value)
+    if weight is not None:
+        value = bias.meta["val"] = weight.new_empty(weight.shape[0], dtype=torch.float32)
+        record_value(bias, value)
+    return bias
 
 
 def _float_dtype(node: Node) -> torch.dtype:

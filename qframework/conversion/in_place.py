@@ -99,6 +99,10 @@ def _check(model: nn.Module, config: LinearConfig, calibration_data: object, fil
         raise UnsupportedError(
             f"quantize_: config must have output='consumer', got {config.output!r}. qframework.quantize takes others"
         )
+    if not config.activation.symmetric:
+        raise UnsupportedError(
+            "quantize_: config must have a symmetric activation, got symmetric=False. qframework.quantize takes others"
+        )
     if filter_fn is not None and not callable(filter_fn):
         raise UnsupportedError(
             f"quantize_: filter_fn must be None or a function of a module and its name, got {described(filter_fn)}"

@@ -100,6 +100,8 @@ def _checked_linear(linear: LinearConfig | Mapping[str, Any] | None) -> LinearCo
             "QFrameworkConfig: linear must have a dynamic activation or a static one per tensor, got a static one "
             f"{linear.activation.granularity}, whose scales depend on the length of the inputs"
         )
+    if not linear.activation.symmetric:
+        raise UnsupportedError("QFrameworkConfig: linear must have a symmetric activation, got symmetric=False")
     return linear
 
 

@@ -28,6 +28,7 @@ from qframework.kernels.blocks.sum_rows import block_sum_rows
 from qframework.kernels.linear.cpu import cpu_implementation
 from qframework.kernels.linear.int8_linear import int8_linear
 from qframework.kernels.linear.quantize_weights import quantize_weights
+from qframework.kernels.linear.zero_point_bias import zero_point_bias
 
 __all__ = [
     "attention_quantize",
@@ -58,4 +59,5 @@ __all__ = [
     "rope_mean",
     "rope_quantize",
     "value_quantize",
+    "zero_point_bias",
 ]

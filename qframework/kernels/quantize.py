@@ -1,6 +1,6 @@
 """Quantize activations to symmetric INT8: with a given scale, or with one computed from the data.
 
-Formula (QAttn eq. 1-2, range [-127, 127])::
+Formula (QAttn eq. 1-2, range [-127, 127]; with a zero point, round(x / scale) + zero_point is clamped)::
 
     q = clamp(round_half_even(x * (1 / scale)), -127, 127)        scale = max|x| / 127 when dynamic
 
@@ -25,6 +25,7 @@ from qframework.kernels.runtime.checks import (
     check_float_input,
     check_positive_scale,
     check_same_device,
+    check_zero_point,
     row_scale,
     rows_of,
 )
@@ -32,7 +33,7 @@ from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2, warm_up
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.rounding import round_and_shift, round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE, ActivationGranularity
 
@@ -44,6 +45,7 @@ class QuantizeArguments(NamedTuple):
 
     x: Tensor
     scale: Tensor
+    zero_point: Tensor | None = None
 
     def empty_result(self) -> Tensor:
         """An uninitialized result, int8 and contiguous."""
@@ -52,7 +54,9 @@ class QuantizeArguments(NamedTuple):
     def check(self) -> None:
         """Raise QFrameworkError for dtype or device; the implementations check the scale."""
         check_float_input("quantize", self.x)
-        check_same_device("quantize", self.x, scale=self.scale)
+        check_same_device("quantize", self.x, scale=self.scale, zero_point=self.zero_point)
+        if self.zero_point is not None:
+            check_zero_point("quantize", "zero_point", self.zero_point)
 
 
 class DynamicQuantizeArguments(NamedTuple):
@@ -83,11 +87,14 @@ class DequantizeArguments(NamedTuple):
     q: Tensor
     scale: Tensor
     dtype: torch.dtype = torch.float32
+    zero_point: Tensor | None = None
 
     def check(self) -> None:
         """Raise QFrameworkError for dtype or device."""
         check_dtype("dequantize", "q", self.q, (torch.int8,))
-        check_same_device("dequantize", self.q, scale=self.scale)
+        check_same_device("dequantize", self.q, scale=self.scale, zero_point=self.zero_point)
+        if self.zero_point is not None:
+            check_zero_point("dequantize", "zero_point", self.zero_point)
 
 
 quantize_ref, dequantize_ref = numerics.quantize, numerics.dequantize
@@ -103,20 +110,24 @@ def dynamic_quantize_ref(x: Tensor, granularity: ActivationGranularity) -> tuple
 def _quantize_kernel(
     x_ptr,  # (M, C) float
     scale_ptr,  # (P,) fp32, row m uses m % P
+    zero_point_ptr,  # (1,) int32
     q_ptr,  # (M, C) int8
     C,
     P,
     stride_xm,
+    ZERO_POINT: tl.constexpr,
     BLOCK_C: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """q = round(x / scale). Grid (M, cdiv(C, BLOCK_C)); a program quantizes BLOCK_C values of one row."""
+    """q = round(x / scale) + zero_point. Grid (M, cdiv(C, BLOCK_C)); a program quantizes BLOCK_C values of one row."""
     wait_for_previous_kernel(OVERLAP)
     m = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     scale = tl.load(scale_ptr + m % P)
     x = tl.load(x_ptr + m * stride_xm + c, mask=c < C, other=0.0).to(tl.float32)
-    tl.store(q_ptr + m * C + c, round_to_int8(x * tl.math.div_rn(1.0, scale)), mask=c < C)
+    steps = x * tl.math.div_rn(1.0, scale)
+    q = round_and_shift(steps, tl.load(zero_point_ptr)) if ZERO_POINT else round_to_int8(steps)
+    tl.store(q_ptr + m * C + c, q, mask=c < C)
 
 
 @triton.jit
@@ -170,7 +181,10 @@ def quantize_triton(x: QuantizeArguments) -> Tensor:
         rows = rows_of(x.x)
         block = min(_block_c(rows.shape[1]), 2048)
         grid = (rows.shape[0], cdiv(rows.shape[1], block))
-        launch(_quantize_kernel, grid)(rows, period, q, rows.shape[1], period.numel(), rows.stride(0), BLOCK_C=block)
+        zero_point = period if x.zero_point is None else x.zero_point
+        sizes = (rows.shape[1], period.numel(), rows.stride(0))
+        constants = {"ZERO_POINT": x.zero_point is not None, "BLOCK_C": block}
+        launch(_quantize_kernel, grid)(rows, period, zero_point, q, *sizes, **constants)
     return q
 
 
@@ -221,7 +235,7 @@ def _dynamic_quantize_cpu(x: DynamicQuantizeArguments) -> tuple[Tensor, Tensor]:
 
 
 QUANTIZE = declare(
-    "quantize(Tensor x, Tensor scale) -> Tensor",
+    "quantize(Tensor x, Tensor scale, Tensor? zero_point=None) -> Tensor",
     QuantizeArguments,
     cpu=_quantize_cpu,
     cuda=quantize_triton,
@@ -240,20 +254,21 @@ DYNAMIC_QUANTIZE, DYNAMIC_QUANTIZE_ALONE = (
     for name in ("dynamic_quantize", "dynamic_quantize.alone")
 )
 DEQUANTIZE = declare(
-    "dequantize(Tensor q, Tensor scale, ScalarType dtype=float) -> Tensor",
+    "dequantize(Tensor q, Tensor scale, ScalarType dtype=float, Tensor? zero_point=None) -> Tensor",
     DequantizeArguments,
     everywhere=lambda x: dequantize_ref(*x),
     fake=lambda x: torch.empty_like(x.q, dtype=x.dtype),
 )
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """Quantize with a given scale: ``clamp(round_half_even(x / scale), -127, 127)``.
+def quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
+    """Quantize with a given scale: ``clamp(round_half_even(x / scale) + zero_point, -127, 127)``.
 
     Args:
         x: ``(..., C)`` fp32, fp16 or bf16, any strides.
         scale: fp32, ``()`` or ``(1,)`` per tensor, or ``(*positions, 1)``, a trailing part of ``x.shape`` with the last
             dimension 1, for static per-token scales (QAttn's per-channel inputs).
+        zero_point: ``()`` or ``(1,)`` int32, the integer that stands for 0; None for 0.
 
     Returns:
         int8, contiguous, of ``x``'s shape. Values beyond +-127 scale saturate.
@@ -262,7 +277,7 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
         UnsupportedError: an unsupported dtype, or a GPU below sm_80.
         QFrameworkError: a scale that does not broadcast row-wise; on the CPU also one that is not positive.
     """
-    return torch.ops.qframework.quantize(x, scale)
+    return torch.ops.qframework.quantize(x, scale, zero_point)
 
 
 def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token") -> tuple[Tensor, Tensor]:
@@ -282,9 +297,14 @@ def dynamic_quantize(x: Tensor, granularity: ActivationGranularity = "per_token"
     return torch.ops.qframework.dynamic_quantize(x, granularity)
 
 
-def dequantize(q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``q * scale`` in float32, rounded once to ``dtype``. ``scale`` broadcasts against the int8 tensor ``q``."""
-    return torch.ops.qframework.dequantize(q, scale, dtype)
+def dequantize(
+    q: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32, zero_point: Tensor | None = None
+) -> Tensor:
+    """``(q - zero_point) * scale`` in float32, rounded once to ``dtype``.
+
+    ``scale`` broadcasts against the int8 tensor ``q``; ``zero_point`` is one int32 integer, None for 0.
+    """
+    return torch.ops.qframework.dequantize(q, scale, dtype, zero_point)
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {

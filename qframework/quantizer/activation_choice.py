@@ -7,7 +7,8 @@ end from there, with the group's input quantized with each candidate, and the ou
 
     e(group, candidate) = |output - float output|^2 / |float output|^2
 
-The candidates are the configured observer, min-max, the 99.99th percentile and the least mean squared error. Errors
+The candidates are the configured observer, min-max, the 99.99th percentile, the least mean squared error and, where the
+range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
 found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
 the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
@@ -31,6 +32,7 @@ from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.histogram_observers import MSEObserver, PercentileObserver
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
+    Parameters,
     Run,
     fake_quantized,
     first_examples,
@@ -52,7 +54,12 @@ _OBSERVERS: dict[str, ActivationConfig] = {
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
     "mse": ActivationConfig(observer="mse"),
 }
+_ZERO_POINT = "zero_point"
+_ASYMMETRIC = ActivationConfig(symmetric=False)
+# With a zero point the scale must be at most this share of the symmetric one.
+_LOPSIDED = 0.8
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
+_CANDIDATES = {**_OBSERVERS, _ZERO_POINT: _ASYMMETRIC, "dynamic": _DYNAMIC}
 
 
 @dataclass
@@ -62,17 +69,17 @@ class _Group:
     input: Node
     linears: list[Node]
     config: ActivationConfig
-    scales: dict[str, Tensor]
+    parameters: dict[str, Parameters]
     errors: dict[str, float]
 
     @property
     def names(self) -> list[str]:
         return [layer_name(node) for node in self.linears]
 
-    @property
-    def best(self) -> str:
-        """The observer to use: the configured one, named ``""``, unless another is clearly better."""
-        best = min(self.errors, key=lambda name: self.errors[name] if name != "dynamic" else float("inf"))
+    def best(self, allowed: set[str]) -> str:
+        """The static candidate to use: the configured observer, named ``""``, unless another is clearly better."""
+        names = [name for name in self.errors if name in allowed]
+        best = min(names, key=self.errors.__getitem__, default="")
         return best if self.errors[best] < (1 - _GAIN) * self.errors[""] else ""
 
     @property
@@ -87,11 +94,12 @@ def choose_activations(
     data: Iterable[Batch],
     *,
     observers: bool = True,
+    zero_points: bool = False,
     dynamic_share: float = 0.0,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
 ) -> dict[str, str]:
-    """Choose an observer for each static input per tensor, and the few inputs with scales per token, in place.
+    """Choose an observer for each static input per tensor, and the inputs with zero points or dynamic scales, in place.
 
     The choice is recorded at the nodes of ``exported``, where ``quantizer`` and every other quantizer of this package
     find it; the rules of ``quantizer`` do not change.
@@ -101,6 +109,7 @@ def choose_activations(
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         observers: whether to choose observers; needs at least two batches, or one that can be divided.
+        zero_points: whether a lopsided input may have a zero point, which costs nothing at run time; needs the same.
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
         batches: use only this many batches.
@@ -108,7 +117,8 @@ def choose_activations(
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
-        ``"minmax"``, ``"percentile"``, ``"mse"`` or ``"dynamic"`` for each layer that does not keep its configuration.
+        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` or ``"dynamic"`` for each layer that does not keep
+        its configuration.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -117,15 +127,15 @@ def choose_activations(
     if not groups:
         return {}
     judged, fitted = held_out(exported, data, batches)
-    observers = observers and bool(judged)
-    _observe(exported, groups, fitted)
-    groups = [group for group in groups if group.scales]
+    allowed = {*_OBSERVERS} if observers and judged else set()
+    harmless = {_ZERO_POINT} if zero_points and judged else set()  # clips nothing that calibration saw
+    _observe(exported, groups, fitted, {"", *allowed, *harmless})
+    groups = [group for group in groups if group.parameters]
     _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES))
-    proposals = [_proposal(groups, dynamic_share, observers)]
+    proposals = [_proposal(groups, dynamic_share, allowed | harmless)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
-    if observers:
-        proposals.append(_proposal(groups, dynamic_share, False))
+    proposals += [_proposal(groups, dynamic_share, fewer) for fewer in (harmless, set()) if fewer < allowed | harmless]
     errors = {-1: judge()}
     for i, proposal in enumerate(proposals):
         if proposal:
@@ -136,11 +146,12 @@ def choose_activations(
     return _apply(groups, quantizer, proposals[best]) if best >= 0 else {}
 
 
-def _proposal(groups: list[_Group], dynamic_share: float, observers: bool) -> dict[int, str]:
-    """The choice for each group that does not keep its configuration, by its place."""
-    dynamic = _most_harmful(groups, dynamic_share, observers)
-    best = {i: group.best for i, group in enumerate(groups) if observers and group.best}
-    return best | {i: "dynamic" for i, group in enumerate(groups) if any(group is each for each in dynamic)}
+def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> dict[int, str]:
+    """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
+    best = [group.best(allowed) for group in groups]
+    dynamic = _most_harmful(groups, dynamic_share, best)
+    chosen = {i: name for i, name in enumerate(best) if name}
+    return chosen | dict.fromkeys(dynamic, "dynamic")
 
 
 def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[int, str]) -> dict[str, str]:
@@ -150,7 +161,7 @@ def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[
         for node in group.linears:
             override_config(node, None)
             if i in proposal:
-                activation = _DYNAMIC if proposal[i] == "dynamic" else _OBSERVERS[proposal[i]]
+                activation = _CANDIDATES[proposal[i]]
                 config = quantizer.config_for(node)
                 assert isinstance(config, LinearConfig)
                 override_config(node, replace(config, activation=activation))
@@ -172,15 +183,15 @@ def _groups(exported: GraphModule, quantizer: QFrameworkQuantizer) -> list[_Grou
     return list(found.values())
 
 
-def _most_harmful(groups: list[_Group], share: float, observers: bool) -> list[_Group]:
-    """The groups that a dynamic scale helps most for its cost, within the budget."""
-    static = [group.errors[group.best if observers else ""] for group in groups]
+def _most_harmful(groups: list[_Group], share: float, best: list[str]) -> list[int]:
+    """The places of the groups that a dynamic scale helps most for its cost, within the budget."""
+    static = [group.errors[name] for group, name in zip(groups, best, strict=True)]
     gains = {i: error - group.errors["dynamic"] for i, (group, error) in enumerate(zip(groups, static, strict=True))}
     total, budget = sum(static), share * sum(group.width for group in groups)
     chosen = []
     for i in sorted(gains, key=lambda i: gains[i] / max(groups[i].width, 1), reverse=True):
         if gains[i] > _DYNAMIC_GAIN * total and groups[i].width <= budget:
-            chosen.append(groups[i])
+            chosen.append(i)
             budget -= groups[i].width
     return chosen
 
@@ -189,47 +200,59 @@ def _most_harmful(groups: list[_Group], share: float, observers: bool) -> list[_
 # Measuring
 
 
-def _observe(exported: GraphModule, groups: list[_Group], data: list[Batch]) -> None:
-    """Sets the scales of each group from data; a group that saw nothing but zeros has none."""
+def _observe(exported: GraphModule, groups: list[_Group], data: list[Batch], wanted: set[str]) -> None:
+    """Sets the parameters of each ``wanted`` candidate from data; a group that saw nothing but zeros has none."""
     histograms = {group.input: MSEObserver(group.names[0]) for group in groups}
-    own = [activation_observer(group.config, group.names[0], ())() for group in groups]
-    watched: dict[Node, list[Any]] = {node: [histogram] for node, histogram in histograms.items()}
+    extremes = {group.input: _observer(_ASYMMETRIC, group) for group in groups}
+    own = [_observer(group.config, group) for group in groups]
+    watched: dict[Node, list[Any]] = {node: [histogram, extremes[node]] for node, histogram in histograms.items()}
     for group, observer in zip(groups, own, strict=True):
         watched[group.input].append(observer)
     observe(exported, watched, data)
     for group, observer in zip(groups, own, strict=True):
         if observer.has_scale():
-            scales = {"": observer.scale()} | _scales(histograms[group.input])
-            earlier: list[Tensor] = []
-            for name, scale in scales.items():  # equal scales are measured once
-                if not _is_among(scale, earlier):
-                    group.scales[name] = scale
-                    earlier.append(scale)
+            histogram = histograms[group.input]
+            found = {"": Parameters.of(observer), **_symmetric(histogram)}
+            both_ends = Parameters.of(extremes[group.input])
+            if float(both_ends.scale) <= _LOPSIDED * float(found["minmax"].scale):
+                found[_ZERO_POINT] = both_ends
+            for name, parameters in found.items():  # equal ones are measured once
+                if name in wanted and not _is_among(parameters, list(group.parameters.values())):
+                    group.parameters[name] = parameters
 
 
-def _is_among(scale: Tensor, others: list[Tensor]) -> bool:
-    """Whether a scale is within a percent of one of the others."""
-    return any(abs(float(scale) / float(other) - 1) < 0.01 for other in others)
+def _observer(config: ActivationConfig, group: _Group) -> Any:
+    scheme = torch.per_tensor_symmetric if config.symmetric else torch.per_tensor_affine
+    return activation_observer(config, group.names[0], ())(qscheme=scheme)
 
 
-def _scales(histogram: MSEObserver) -> dict[str, Tensor]:
+def _is_among(parameters: Parameters, others: list[Parameters]) -> bool:
+    """Whether a scale is within a percent of one of the others, with the same zero point."""
+    return any(
+        abs(float(parameters.scale) / float(other.scale) - 1) < 0.01
+        and (parameters.zero_point is None) == (other.zero_point is None)
+        for other in others
+    )
+
+
+def _symmetric(histogram: MSEObserver) -> dict[str, Parameters]:
     width = float(histogram.limit) / histogram.bins
     percentile = PercentileObserver("", _PERCENTILE, histogram.bins)
     above = histogram.amax.new_tensor(percentile.search(histogram.counts.cpu().double(), width))
     thresholds = {"minmax": histogram.amax, "percentile": above.minimum(histogram.amax), "mse": histogram.threshold()}
-    return {name: scale_from_amax(value) for name, value in thresholds.items() if value is not None}
+    return {name: Parameters(scale_from_amax(value)) for name, value in thresholds.items() if value is not None}
 
 
 @torch.no_grad()
 def _measure(exported: GraphModule, groups: list[_Group], example: list[Any]) -> None:
-    """Sets the errors at the output of each group with each of its scales, and with dynamic ones."""
+    """Sets the errors at the output of each group with each of its candidates, and with dynamic scales."""
     expected = floats(Run(exported).start(example).finish({}))
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
-        candidates = {name: fake_quantized(x, scale) for name, scale in group.scales.items()}
-        candidates["dynamic"] = fake_quantized(x, dynamic_scale(x, "per_token"))
+        candidates = {name: fake_quantized(x, each) for name, each in group.parameters.items()}
+        candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
         for name, value in candidates.items():
             outputs = {node: _linear(run, node, value) for node in group.linears}
             group.errors[name] = relative_error(floats(run.finish(outputs)), expected)

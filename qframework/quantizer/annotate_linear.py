@@ -165,7 +165,7 @@ def _positions(x: Node, layer: str) -> tuple[int, ...]:
 def quantization_spec(
     observer: Callable[..., Any], qscheme: torch.qscheme | None, axis: int | None = None
 ) -> QuantizationSpec:
-    """Symmetric INT8 as torchao describes it; ``axis`` is the dimension with one scale per index."""
+    """INT8 as torchao describes it; ``axis`` is the dimension with one scale per index."""
     return QuantizationSpec(
         dtype=torch.int8,
         observer_or_fake_quant_ctr=observer,
@@ -180,7 +180,8 @@ def _activation_spec(x: Node, layer: str, config: ActivationConfig) -> Quantizat
     per_position = config.granularity == "per_token" and not config.dynamic
     positions = _positions(x, layer) if per_position else ()
     # is_dynamic stays False, even for a dynamic activation: with True, torchao looks for its own choose_qparams nodes.
-    qscheme = torch.per_tensor_symmetric if not (per_position or config.dynamic) else None
+    scheme = torch.per_tensor_symmetric if config.symmetric else torch.per_tensor_affine
+    qscheme = scheme if not (per_position or config.dynamic) else None
     return quantization_spec(activation_observer(config, layer, positions), qscheme)
 
 

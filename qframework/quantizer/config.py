@@ -62,6 +62,7 @@ ACTIVATION_OBSERVERS: dict[str, _ObserverRule] = {
     "mse": _ObserverRule(("per_tensor",), {"bins": _BINS}),
     "entropy": _ObserverRule(("per_tensor",), {"bins": _BINS}),
 }
+ASYMMETRIC_OBSERVERS = ("minmax", "moving_average")
 WEIGHT_OBSERVERS = ("minmax", "mse")
 
 
@@ -130,7 +131,7 @@ def _jsonable(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class ActivationConfig(JsonConfig):
-    """How the input of a linear is quantized: symmetric INT8 with float32 scales.
+    """How the input of a linear is quantized: INT8 with float32 scales.
 
     Attributes:
         granularity: ``"per_tensor"`` or ``"per_token"``. A static per-token scale belongs to a position: the activation
@@ -139,6 +140,9 @@ class ActivationConfig(JsonConfig):
         observer: ``"minmax"``, ``"moving_average"``, ``"percentile"``, ``"mse"`` or ``"entropy"``; the last three work
             per tensor only. For static activations only.
         observer_args: arguments of the observer, a mapping; stored as sorted pairs so that the configuration hashes.
+        symmetric: False for a static scale per tensor with a zero point, found from the smallest and the largest value:
+            up to twice as fine where nearly all values have one sign, as behind GELU. For observers ``"minmax"`` and
+            ``"moving_average"``.
 
     Raises:
         UnsupportedError: for a combination that no kernel or observer implements.
@@ -148,12 +152,16 @@ class ActivationConfig(JsonConfig):
     dynamic: bool = False
     observer: str = "minmax"
     observer_args: ObserverArgs = ()
+    symmetric: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "observer_args", tuple(sorted(dict(self.observer_args).items())))
         check_choice("ActivationConfig", "granularity", self.granularity, get_args(ActivationGranularity))
         check_choice("ActivationConfig", "observer", self.observer, tuple(ACTIVATION_OBSERVERS))
         check_bool("ActivationConfig", "dynamic", self.dynamic)
+        check_bool("ActivationConfig", "symmetric", self.symmetric)
+        if not self.symmetric:
+            self._check_asymmetric()
         if self.dynamic:
             self._check_dynamic()
         else:
@@ -164,6 +172,16 @@ class ActivationConfig(JsonConfig):
             raise UnsupportedError(
                 "ActivationConfig: a dynamic activation, whose scale comes from the data, must not have an observer, "
                 f"got observer={self.observer!r} with arguments {dict(self.observer_args)}"
+            )
+
+    def _check_asymmetric(self) -> None:
+        """Zero points belong to one static scale, and to a range with two ends."""
+        if self.dynamic or self.granularity != "per_tensor" or self.observer not in ASYMMETRIC_OBSERVERS:
+            kind = "dynamic" if self.dynamic else "static"
+            raise UnsupportedError(
+                "ActivationConfig: symmetric must be True except for a static activation per tensor with observer "
+                f"{' or '.join(map(repr, ASYMMETRIC_OBSERVERS))}, got False for a {kind} one with granularity "
+                f"{self.granularity!r} and observer {self.observer!r}"
             )
 
     def _check_static(self) -> None:
@@ -235,6 +253,7 @@ def static_int8(
     activation: ActivationGranularity = "per_tensor",
     weight: WeightGranularity = "per_channel",
     observer: str = "minmax",
+    symmetric: bool = True,
     **observer_args: float,
 ) -> LinearConfig:
     """Static INT8: activation scales are calibrated, an output is quantized where a quantized layer reads it.
@@ -243,13 +262,14 @@ def static_int8(
         activation: ``"per_tensor"`` or ``"per_token"``.
         weight: ``"per_channel"`` or ``"per_tensor"``.
         observer: see ActivationConfig.
+        symmetric: False for activations with a zero point, see ActivationConfig.
         **observer_args: its arguments: ``averaging_constant`` of ``"moving_average"``, ``percentile`` of
             ``"percentile"``, ``bins`` of ``"percentile"``, ``"mse"`` and ``"entropy"``.
 
     Raises:
         UnsupportedError: for an unknown value or combination.
     """
-    return LinearConfig(ActivationConfig(activation, False, observer, observer_args), WeightConfig(weight))
+    return LinearConfig(ActivationConfig(activation, False, observer, observer_args, symmetric), WeightConfig(weight))
 
 
 def dynamic_int8(

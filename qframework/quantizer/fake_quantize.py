@@ -1,6 +1,8 @@
 """Fake quantization: the values of the converted model, with weights that can still be trained.
 
-    y = dequantize(quantize(x, scale), scale)          dy/dx = 1 where |round(x / scale)| <= 127, else 0
+    y = dequantize(quantize(x, scale), scale)          dy/dx = 1 where |round(x / scale) + z| <= 127, else 0
+
+with the zero point z, 0 for symmetric quantization.
 
 The gradient is the straight-through estimator (Bengio et al. 2013) with clipping, as in Jacob et al. 2018, section 3.
 The arithmetic is that of qframework.numerics, so the converted model computes the same values.
@@ -26,29 +28,32 @@ Observer = StaticObserver | DynamicObserver | WeightObserver
 
 class _FakeQuantizeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
         steps = rounded_steps(x, scale)
+        steps = steps if zero_point is None else steps + zero_point
         ctx.save_for_backward(steps.abs() <= QMAX)
-        y = steps.clamp(QMIN, QMAX) * scale
+        steps = steps.clamp(QMIN, QMAX)
+        y = (steps if zero_point is None else steps - zero_point) * scale
         # with a final cast that is a no-op, PyTorch 2.11 compiles this to a function without a gradient
         return y if y.dtype == x.dtype else y.to(x.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:
         (inside,) = ctx.saved_tensors
-        return grads[0] * inside, None
+        return grads[0] * inside, None, None
 
 
-def fake_quantize(x: Tensor, scale: Tensor) -> Tensor:
+def fake_quantize(x: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
     """``x`` (any float dtype) rounded to multiples of ``scale`` (float32, broadcasts) in -127..127; same dtype.
 
-    Its gradient is 1 where ``x`` is not clipped and 0 where it is; ``scale`` gets none.
+    With a ``zero_point`` (one int32 integer) the multiples go from ``-127 - zero_point`` to ``127 - zero_point``. The
+    gradient is 1 where ``x`` is not clipped and 0 where it is; ``scale`` gets none.
 
     Raises:
         UnsupportedError: in a transform of ``torch.func`` or a forward-mode derivative.
     """
     refuse_transforms("fake_quantize", x, scale)
-    return _FakeQuantizeFunction.apply(x, scale)
+    return _FakeQuantizeFunction.apply(x, scale, zero_point)
 
 
 class FakeQuantize(FakeQuantizeBase):
@@ -65,6 +70,7 @@ class FakeQuantize(FakeQuantizeBase):
     """
 
     scale: Tensor
+    zero_point: Tensor | None
     observing: bool = True
     quantizing: bool = True
     always_zero: bool = False
@@ -75,6 +81,7 @@ class FakeQuantize(FakeQuantizeBase):
         self.layer, self.dtype = observer.layer, torch.int8
         # of a static activation, cached while its observer is disabled, because searching a histogram is slow
         self.register_buffer("scale", torch.empty(0), persistent=False)
+        self.register_buffer("zero_point", None, persistent=False)
         self.register_load_state_dict_post_hook(_after_loading)
 
     def enable_observer(self, enabled: bool = True) -> None:
@@ -93,7 +100,7 @@ class FakeQuantize(FakeQuantizeBase):
         if not self.quantizing:
             return x
         scale = self._scale(x)
-        return x if scale is None else fake_quantize(x, scale)
+        return x if scale is None else fake_quantize(x, scale, self.zero_point)
 
     def _scale(self, x: Tensor) -> Tensor | None:
         """The scale, or None for a static activation that was always zero, which stays in float when converted."""
@@ -102,6 +109,7 @@ class FakeQuantize(FakeQuantizeBase):
         if self.observing or (self.scale.numel() == 0 and not self.always_zero):
             self.always_zero = self.observer.observed() and not self.observer.has_scale()
             self.scale = self.scale.new_empty(0) if self.always_zero else self.observer.broadcast_scale(x)
+            self.zero_point = None if self.always_zero else self.observer.zero_point()
         return None if self.always_zero else self.scale
 
     def calculate_qparams(self, **kwargs: Any) -> tuple[Tensor, Tensor]:

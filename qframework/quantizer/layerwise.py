@@ -84,7 +84,7 @@ class LayerwiseRun:
         self._values: list[dict[Node, Any]] = [dict(zip(placeholders, each, strict=True)) for each in inputs]
         self._dying = _last_reads(prepared)
         # of static activations, None for those that stay in float; cached because searching a histogram is slow
-        self._scales: dict[Node, Tensor | None] = {}
+        self._scales: dict[Node, tuple[Tensor, Tensor | None] | None] = {}  # with the zero point, if there is one
         check_calibrated(prepared)
 
     @torch.no_grad()
@@ -159,9 +159,10 @@ class LayerwiseRun:
         if not isinstance(observer, StaticObserver):
             return fake_quantize(x, observer.broadcast_scale(x))
         if node not in self._scales:
-            self._scales[node] = observer.broadcast_scale(x) if observer.has_scale() else None
-        scale = self._scales[node]
-        return x if scale is None else fake_quantize(x, scale)
+            known = observer.has_scale()
+            self._scales[node] = (observer.broadcast_scale(x), observer.zero_point()) if known else None
+        found = self._scales[node]
+        return x if found is None else fake_quantize(x, *found)
 
     def _module(self, node: Node) -> torch.nn.Module:
         return self.prepared.get_submodule(str(node.target))

@@ -1,6 +1,7 @@
 """Observers: what calibration records about a tensor, and the quantize and dequantize nodes that follow from it.
 
-All are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics); they differ in the threshold:
+They are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics) and differ in the threshold. ``minmax``
+and ``moving_average`` also have a form with a zero point, for ranges that are not symmetric:
 
 ===================  =================================================================================================
 ``minmax``           largest magnitude seen (torchao's MinMaxObserver and PerChannelMinMaxObserver)
@@ -49,6 +50,7 @@ from qframework.numerics import (
     QMIN,
     ActivationGranularity,
     WeightGranularity,
+    affine_parameters,
     dynamic_scale,
     scale_from_amax,
     weight_scale,
@@ -130,6 +132,26 @@ class PerTensorMovingAverage(_MovingAverageObserver, MovingAverageMinMaxObserver
 
     def _extremes(self, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.aminmax(x)
+
+
+class _AffineObserver(_ExtremesObserver):
+    """One scale and a zero point, from both ends of the range."""
+
+    def scale(self) -> Tensor:
+        super().scale()  # raises if there is none
+        return affine_parameters(self.min_val, self.max_val)[0]
+
+    def zero_point(self) -> Tensor | None:
+        self.scale()
+        return affine_parameters(self.min_val, self.max_val)[1]
+
+
+class PerTensorAffineMinMax(_AffineObserver, MinMaxObserver):
+    """Smallest and largest value seen."""
+
+
+class PerTensorAffineMovingAverage(_AffineObserver, PerTensorMovingAverage):
+    """Moving averages of the smallest and the largest value of each batch."""
 
 
 class _PositionObserver(_ExtremesObserver):
@@ -355,6 +377,7 @@ _PER_TENSOR: dict[str, Any] = {
     "mse": MSEObserver,
     "entropy": EntropyObserver,
 }
+_AFFINE: dict[str, Any] = {"minmax": PerTensorAffineMinMax, "moving_average": PerTensorAffineMovingAverage}
 _PER_TOKEN: dict[str, Any] = {"minmax": PerTokenMinMax, "moving_average": PerTokenMovingAverage}
 _PER_HEAD: dict[str, Any] = {"minmax": PerHeadMinMax, "moving_average": PerHeadMovingAverage}
 
@@ -369,7 +392,8 @@ def activation_observer(config: ActivationConfig, layer: str, positions: tuple[i
     arguments = dict(config.observer_args)
     if config.granularity == "per_token":
         return _PER_TOKEN[config.observer].with_args(layer=layer, positions=positions, **arguments)
-    return _PER_TENSOR[config.observer].with_args(layer=layer, **arguments)
+    per_tensor = _PER_TENSOR if config.symmetric else _AFFINE
+    return per_tensor[config.observer].with_args(layer=layer, **arguments)
 
 
 def per_head_observer(config: AttentionConfig, layer: str, heads_axis: int) -> Callable[..., Any]:

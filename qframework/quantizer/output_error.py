@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -20,12 +20,13 @@ from qframework.compat import pytree
 from qframework.errors import CalibrationError
 from qframework.graph.nodes import fake_value, linear_call
 from qframework.graph.writes import writes_in_place
-from qframework.numerics import dynamic_scale, quantize
+from qframework.numerics import dequantize, dynamic_scale, quantize
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch, flat_inputs
 from qframework.quantizer.config import LinearConfig
 from qframework.quantizer.observers import WeightObserver, activation_observer
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
+from qframework.quantizer.static_observer import StaticObserver
 
 _EXAMPLES = 8
 
@@ -60,10 +61,9 @@ class OutputError:
             weight = run.value(call.weight)
             steps = WeightObserver(layer_name(node), config.weight).broadcast_scale(weight)
             bias = None if call.bias is None else run.value(call.bias)
-            rows = fake_quantized(
-                x, scales[node] if node in scales else dynamic_scale(x, config.activation.granularity)
-            )
-            run.skip(node, nn.functional.linear(rows, fake_quantized(weight, steps), bias))
+            dynamic = Parameters(dynamic_scale(x, config.activation.granularity))
+            rows = fake_quantized(x, scales.get(node, dynamic))
+            run.skip(node, nn.functional.linear(rows, fake_quantized(weight, Parameters(steps)), bias))
         return relative_error(floats(run.finish({})), self._expected)
 
     def _linears(self) -> dict[Node, LinearConfig]:
@@ -74,7 +74,7 @@ class OutputError:
                 found[node] = config
         return found
 
-    def _observe(self, linears: dict[Node, LinearConfig]) -> dict[Node, Tensor]:
+    def _observe(self, linears: dict[Node, LinearConfig]) -> dict[Node, Parameters]:
         """The static scales from all data."""
         keys = {node: (node.args[0], config.activation) for node, config in linears.items()}
         observers: dict[Any, Any] = {}
@@ -88,7 +88,7 @@ class OutputError:
         if watched:
             observe(self._exported, watched, self._data)
         return {
-            node: observers[key].scale()
+            node: Parameters.of(observers[key])
             for node, key in keys.items()
             if key in observers and observers[key].has_scale()
         }
@@ -188,9 +188,22 @@ class _Observed(fx.Interpreter):
         return value
 
 
-def fake_quantized(x: Tensor, scale: Tensor) -> Tensor:
+class Parameters(NamedTuple):
+    """How values are quantized: a scale that broadcasts, and an int32 zero point, None for symmetric quantization."""
+
+    scale: Tensor
+    zero_point: Tensor | None = None
+
+    @classmethod
+    def of(cls, observer: StaticObserver) -> Parameters:
+        """Those that an observer found."""
+        return cls(observer.scale(), observer.zero_point())
+
+
+def fake_quantized(x: Tensor, by: Parameters) -> Tensor:
     """``x`` quantized and dequantized, in its dtype."""
-    return (quantize(x, scale.to(x.device)).float() * scale.to(x.device)).to(x.dtype)
+    scale, zero_point = by.scale.to(x.device), None if by.zero_point is None else by.zero_point.to(x.device)
+    return dequantize(quantize(x, scale, zero_point), scale, x.dtype, zero_point)
 
 
 def floats(output: Any) -> list[Tensor]:

@@ -88,6 +88,8 @@ class Recipe(JsonConfig):
             scale (PTQ4ViT, arXiv:2111.12293), at the cost of a second matrix product.
         choose_observers: give each static input the observer with the least error of the model's output
             (qframework/quantizer/activation_choice.py).
+        zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
+            error of the model's output. Costs nothing at run time; all else is symmetric.
         dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
             most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
@@ -105,6 +107,7 @@ class Recipe(JsonConfig):
     split_gelu: bool = False
     rotate: bool = False
     choose_observers: bool = False
+    zero_points: bool = False
     dynamic_share: float = 0.0
     guard: bool = False
     weight_rounding: WeightRounding = "nearest"
@@ -115,7 +118,8 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        for name in ("channel_scales", "split_gelu", "rotate", "choose_observers", "guard", "bias_correction"):
+        switches = ("channel_scales", "split_gelu", "rotate", "choose_observers", "zero_points", "guard")
+        for name in (*switches, "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -131,6 +135,7 @@ class Recipe(JsonConfig):
             smooth=Smooth(),
             channel_scales=True,
             choose_observers=True,
+            zero_points=True,
             dynamic_share=0.2,
             guard=True,
             weight_rounding="gptq",
@@ -152,7 +157,7 @@ class Recipe(JsonConfig):
         Returns:
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
-            "activations": {layer: observer or "dynamic"}}``.
+            "activations": {layer: observer, "zero_point" or "dynamic"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -190,6 +195,7 @@ class Recipe(JsonConfig):
                 quantizer,
                 data,
                 observers=self.choose_observers,
+                zero_points=self.zero_points,
                 dynamic_share=self.dynamic_share,
                 batches=self.batches,
                 judge=None if error is None else error.measure,
@@ -198,7 +204,7 @@ class Recipe(JsonConfig):
 
     @property
     def _chooses(self) -> bool:
-        return self.choose_observers or self.dynamic_share > 0
+        return self.choose_observers or self.zero_points or self.dynamic_share > 0
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.

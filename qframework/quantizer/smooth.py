@@ -22,7 +22,15 @@ from torch.fx import GraphModule, Node
 
 from qframework.graph.attributes import attribute
 from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
-from qframework.numerics import MIN_AMAX, dynamic_scale, exact_matmul, quantize, scale_from_amax
+from qframework.numerics import (
+    MIN_AMAX,
+    affine_parameters,
+    dequantize,
+    dynamic_scale,
+    exact_matmul,
+    quantize,
+    scale_from_amax,
+)
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import ActivationConfig, LinearConfig
@@ -138,8 +146,8 @@ class CalibratedLinear:
 
     def _quantized_rows(self, scales: Tensor) -> Tensor:
         rows = self.rows / scales
-        scale = _activation_scale(self.config.activation, self.name, rows, self.amax / scales)
-        return quantize(rows, scale).float() * scale
+        scale, zero_point = _activation_parameters(self.config.activation, self.name, rows, self.amax / scales)
+        return dequantize(quantize(rows, scale, zero_point), scale, zero_point=zero_point)
 
     def _quantized_weight(self, scales: Tensor) -> Tensor:
         weight = self.weight * scales
@@ -147,20 +155,26 @@ class CalibratedLinear:
         return quantize(weight, scale).float() * scale
 
 
-def _activation_scale(config: ActivationConfig, name: str, rows: Tensor, amax: Tensor) -> Tensor:
-    """The scale that ``config`` gives inputs like ``rows (n, K)``; ``amax (K,)`` holds the maxima over all data.
+def _activation_parameters(
+    config: ActivationConfig, name: str, rows: Tensor, amax: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Scale and zero point that ``config`` gives inputs like ``rows (n, K)``; ``amax (K,)``: maxima over all data.
 
     Static scales per position are approximated by scales per row, which fits if positions differ more than batches.
     """
     if config.granularity == "per_token":
-        return dynamic_scale(rows, "per_token")
+        return dynamic_scale(rows, "per_token"), None
     if config.dynamic:
-        return dynamic_scale(rows, "per_tensor")
+        return dynamic_scale(rows, "per_tensor"), None
+    if not config.symmetric:  # the ends of the sample, of which one is that of all data
+        low, high = rows.amin(), rows.amax()
+        longer = amax.max() / torch.maximum(-low, high).clamp(min=MIN_AMAX)
+        return affine_parameters(low * longer, high * longer)
     if config.observer in ("minmax", "moving_average"):
-        return scale_from_amax(amax.max())
+        return scale_from_amax(amax.max()), None
     observer = activation_observer(config, name, ())().to(rows.device)
     observer(rows)
-    return observer.scale() if observer.has_scale() else scale_from_amax(amax.max())
+    return observer.scale() if observer.has_scale() else scale_from_amax(amax.max()), None
 
 
 def search_smoothing(

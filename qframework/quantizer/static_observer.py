@@ -83,14 +83,19 @@ class StaticObserver:
         scale = scale_from_amax(threshold)
         return torch.where(magnitude >= MIN_AMAX, scale, scale.max())
 
+    def zero_point(self) -> Tensor | None:
+        """The int32 integer that stands for zero, in the shape of ``scale``; None where quantization is symmetric."""
+        return None
+
     def broadcast_scale(self, x: Tensor) -> Tensor:
         """The scale in a shape that broadcasts against the observed tensor ``x``."""
         return self.scale()
 
     def calculate_qparams(self) -> tuple[Tensor, Tensor]:
-        """Scale and zero point for torchao: ``(1,)`` or one per position, zeros of int64."""
-        scale = self.scale().reshape(-1)
-        return scale, torch.zeros_like(scale, dtype=torch.int64)
+        """Scale and zero point for torchao: ``(1,)`` or one per position, int64."""
+        scale, zero_point = self.scale().reshape(-1), self.zero_point()
+        zeros = torch.zeros_like(scale, dtype=torch.int64)
+        return scale, zeros if zero_point is None else zeros + zero_point
 
     def convert(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by quantize and dequantize, or remove it if calibration gave no scale.
@@ -134,9 +139,9 @@ class StaticObserver:
 
     def write(self, model: GraphModule, node: Node) -> None:
         """Replace the observer by quantize_per_tensor and dequantize_per_tensor."""
-        scale = float(self.scale())
+        scale, zero_point = float(self.scale()), self.zero_point()
         with model.graph.inserting_before(node):
-            replace_by_per_tensor(model, node, scale, float_dtype(node))
+            replace_by_per_tensor(model, node, scale, float_dtype(node), 0 if zero_point is None else int(zero_point))
 
 
 def _note(layer: Node, what: str) -> None:
@@ -183,9 +188,11 @@ def float_dtype(node: Node) -> torch.dtype:
     return source.meta["val"].dtype
 
 
-def replace_by_per_tensor(model: GraphModule, node: Node, scale: float, dtype: torch.dtype) -> None:
+def replace_by_per_tensor(
+    model: GraphModule, node: Node, scale: float, dtype: torch.dtype, zero_point: int = 0
+) -> None:
     """Replace ``node`` by ``dequantize_per_tensor(quantize_per_tensor(x))``; inside ``inserting_before(node)``."""
-    qparams = (scale, 0, QMIN, QMAX, torch.int8)
+    qparams = (scale, zero_point, QMIN, QMAX, torch.int8)
     q = model.graph.call_function(_DECOMPOSED.quantize_per_tensor.default, (node.args[0], *qparams))
     dq = model.graph.call_function(_DECOMPOSED.dequantize_per_tensor.default, (q, *qparams), _out_dtype(dtype))
     replace_observer(model, node, q, dq)

@@ -228,14 +228,26 @@ def test_a_weight_scale_of_zero_is_an_error_that_names_the_layer():
         lowered(gm)
 
 
-def test_asymmetric_quantization_is_left_whole_and_explained():
-    gm = rewrite_scales(converted(Block(), example()), lambda args: (args[0], args[1], 3, *args[3:]))
+def test_weights_with_zero_points_are_left_whole_and_explained():
+    """All zero points of the graph are 3: those of weights too, which have one scale."""
+    gm = converted(Block(), example(), static_int8(weight="per_tensor"))
+    gm = rewrite_scales(gm, lambda args: (args[0], args[1], 3, *args[3:]))
     x = example()
     reference = copy.deepcopy(gm)(x)
     gm, reports = lowered(gm)
     assert count(gm, LINEAR) == 2
-    assert all(report.fallback and "must have zero point 0" in report.reason for report in reports)
-    assert torch.equal(gm(x), reference)
+    assert all(report.fallback and "its weight must have zero point 0" in report.reason for report in reports)
+    assert numerics.sqnr_db(reference, gm(x)) > 100
+
+
+def test_inputs_are_lowered_with_their_zero_points():
+    """Also where a value is dequantized with another zero point than it was quantized with."""
+    gm = rewrite_scales(converted(Block(), example()), lambda args: (args[0], args[1], 3, *args[3:]))
+    x = example()
+    reference = copy.deepcopy(gm)(x)
+    gm, reports = lowered(gm)
+    assert [report.lowered for report in reports] == [True, True]
+    assert numerics.sqnr_db(reference, gm(x)) > 60
 
 
 def test_models_of_another_quantizer_are_left_whole():

@@ -404,6 +404,7 @@ X = torch.randn(4, 16)
         (MLP, "dynamic_int8", None, {}, r"config must be a LinearConfig such as dynamic_int8\(\)"),
         (MLP, static_attention(), None, {}, r"config must be a LinearConfig"),
         (lambda: MLP().eval(), qattn_paper(), [X], {}, r"must have output='consumer', got 'always'"),
+        (lambda: MLP().eval(), static_int8(symmetric=False), [X], {}, r"must have a symmetric activation"),
         (MLP, dynamic_int8(), [X], {}, r"calibration_data must be None for a dynamic configuration"),
         (MLP, static_int8(), [X], {}, r"model must be in eval mode"),
         (lambda: MLP().eval(), static_int8(), None, {}, r"calibration_data must hold batches .*, got None"),

@@ -432,6 +432,7 @@ def test_a_configuration_survives_json(linear: Any, names: Any) -> None:
         ({"linear": {"bits": 8}}, "fields must be .* got 'bits'"),
         ({"linear": qattn_paper()}, "linear must have output='consumer', got 'always'"),
         ({"linear": static_int8("per_token")}, "static one per tensor, got a static one per_token"),
+        ({"linear": static_int8(symmetric=False)}, "linear must have a symmetric activation"),
         ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert must be None or a list of names.*'lm_head'"),
         ({"modules_to_not_convert": [3]}, "modules_to_not_convert must hold names such as 'lm_head', got 3"),
         ({"modules_to_not_convert": [""]}, "modules_to_not_convert must hold names such as 'lm_head', got ''"),

@@ -86,7 +86,7 @@ CALLS = {
         *("gelu", torch.randn(2, 20, 48).half(), None, torch.float16),
     ),
     "mixed_attention": lambda: (*[ints(1, 2, 40, 32) for _ in range(3)], *[scale() / 50 for _ in range(3)]),
-    "quantize": lambda: (torch.randn(3, 50), scale()),
+    "quantize": lambda: (torch.randn(3, 50), scale(), torch.tensor([-5], dtype=torch.int32)),
     "quantize_weights": lambda: ([torch.randn(4, 32), torch.randn(2, 64)],),
     "dynamic_quantize.alone": lambda: (torch.randn(3, 50), "per_token"),
     "dynamic_quantize": lambda: (torch.randn(3, 50), "per_tensor"),

@@ -51,6 +51,8 @@ EPILOGUES = {
     "qkv_int8": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel"},
     "silu": {"ACTIVATION": "silu", "HAS_RESIDUAL": False, "OUT_SCALE": "none"},
     "gelu_tanh": {"ACTIVATION": "gelu_tanh", "HAS_RESIDUAL": True, "OUT_SCALE": "none"},
+    "gelu_zero_point": {"ACTIVATION": "gelu", "HAS_RESIDUAL": False, "OUT_SCALE": "tensor", "ZERO_POINT": True},
+    "zero_points": {"ACTIVATION": "none", "HAS_RESIDUAL": False, "OUT_SCALE": "channel", "ZERO_POINT": True},
 }
 LARGE, SMALL = (50432, 3072, 768), (197, 768, 768)
 
@@ -150,12 +152,14 @@ def compile_int8_linear(chip, tile: Tile, flags, per_row: bool, dtype: str = "fp
         "A_SCALE": "row" if per_row else "tensor",
         "B_PER_CHANNEL": True,
         "HAS_BIAS": True,
+        "ZERO_POINT": False,
         **flags,
         **tile_constants(tile, tile.block_k, walk),
     }
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
     sizes = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
-    types = {f"{name}_ptr": kind for name, kind in (pointers | {"out_scale": "*fp32", "out": f"*{out}"}).items()}
+    pointers |= {"out_scale": "*fp32", "zero_point": "*i32", "out": f"*{out}"}
+    types = {f"{name}_ptr": kind for name, kind in pointers.items()}
     if tile.tma:
         types["a_ptr"] = f"tensordesc<i8[{tile.block_m}, {tile.block_k}]>"
         types["b_ptr"] = f"tensordesc<i8[{tile.block_n}, {tile.block_k}]>"

@@ -47,6 +47,30 @@ def test_static_per_tensor(static, place, shape, dtype):
         assert q.is_contiguous()
 
 
+@pytest.mark.parametrize("shape", [(2, 7, 123), (4, 9000)])
+@pytest.mark.parametrize("zero_point", [-127, -5, 127])
+def test_static_with_a_zero_point(static, place, shape, zero_point):
+    x = sample(place, shape, torch.float32)
+    scale, zero = torch.tensor([0.02], device=place), torch.tensor([zero_point], dtype=torch.int32, device=place)
+    q = static(x, scale, zero)
+    assert_int8_close(q, numpy64(x) + zero_point * numpy64(scale), np.zeros(shape), numpy64(scale))
+    inside = q.abs() < 127
+    back = dequantize(q, scale, zero_point=zero)
+    assert float((back - x)[inside].abs().max()) <= 0.51 * 0.02
+    assert static(torch.zeros(3, device=place), scale, zero).tolist() == [zero_point] * 3
+
+
+@pytest.mark.parametrize(
+    "zero_point", [torch.tensor([1.0]), torch.tensor([1, 2], dtype=torch.int32), torch.tensor([1], dtype=torch.int64)]
+)
+def test_a_zero_point_must_be_one_int32_integer(zero_point):
+    x, scale = torch.ones(2, 3), torch.ones(1)
+    with pytest.raises(QFrameworkError, match=r"quantize: zero_point must have (dtype int32|shape), got|shape \(\) or"):
+        quantize(x, scale, zero_point)
+    with pytest.raises(QFrameworkError, match=r"dequantize: zero_point must have"):
+        dequantize(x.to(torch.int8), scale, zero_point=zero_point)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_static_per_position(static, place, dtype):
     x = sample(place, (4, 6, 5, 40), dtype)
@@ -154,11 +178,14 @@ def test_dequantize(device, dtype):
 def test_opcheck(device):
     x = torch.randn(3, 4, 8, device=device)
     torch.library.opcheck(torch.ops.qframework.quantize.default, (x, torch.full((4, 1), 0.1, device=device)))
+    zero = torch.tensor([-5], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.qframework.quantize.default, (x, torch.full((1,), 0.1, device=device), zero))
     torch.library.opcheck(torch.ops.qframework.dynamic_quantize.default, (x, "per_token"))
     torch.library.opcheck(torch.ops.qframework.dynamic_quantize.alone, (x, "per_token"))
     torch.library.opcheck(torch.ops.qframework.dynamic_quantize.default, (x.half(), "per_tensor"))
     q, scale = dynamic_quantize(x)
     torch.library.opcheck(torch.ops.qframework.dequantize.default, (q, scale, torch.float16))
+    torch.library.opcheck(torch.ops.qframework.dequantize.default, (q, scale, torch.float16, zero))
 
 
 def test_bad_input():

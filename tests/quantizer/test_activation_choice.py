@@ -14,7 +14,7 @@ from qframework.errors import CalibrationError
 from qframework.numerics import dynamic_scale, scale_from_amax, sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
 from qframework.quantizer.activation_choice import choose_activations
-from qframework.quantizer.output_error import OutputError, Run, Snapshot, fake_quantized, held_out
+from qframework.quantizer.output_error import OutputError, Parameters, Run, Snapshot, fake_quantized, held_out
 
 DIM = 16
 QUANTIZER = QFrameworkQuantizer().set_global(static_int8())
@@ -111,6 +111,46 @@ def test_the_quantizer_and_other_layers_do_not_change() -> None:
     assert QFrameworkQuantizer().set_global(None).config_for(dynamic[1]) is None  # float stays float
 
 
+class Activated(nn.Module):
+    """A layer behind GELU, and one whose input is symmetric."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(DIM, 4 * DIM), nn.Linear(4 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(nn.functional.gelu(self.fc1(x)))
+
+
+def normal(seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(8, 16, DIM, generator=generator) for _ in range(3)]
+
+
+def test_a_lopsided_input_gets_a_zero_point_and_others_none() -> None:
+    model, graph = Activated().eval(), exported(Activated(), normal()[0], dynamic_batch=True)
+    judge = OutputError(graph, QUANTIZER, normal(), normal()).measure
+    before = judge()
+    chosen = choose_activations(graph, QUANTIZER, normal(), observers=False, zero_points=True, judge=judge)
+    assert chosen == {"fc2": "zero_point"}
+    assert judge() < before
+    plain = converted(exported(Activated(), normal()[0], dynamic_batch=True), normal())
+    (x, *_), better = normal(7), converted(graph, normal())
+    assert {node.args[2] for node in better.graph.nodes if "quantize_per_tensor" in str(node.target)} > {0}
+    gains = [sqnr_db(model(x), each(x)) for each in (better, plain)]
+    assert gains[0] > gains[1] + 1
+
+
+def test_zero_points_are_used_only_where_the_output_gains() -> None:
+    graph = exported(Activated(), normal()[0], dynamic_batch=True)
+    assert choose_activations(graph, QUANTIZER, normal(), observers=False) == {}
+    errors = iter([1.0, 2.0, 2.0, 2.0])  # of nothing, and of each proposal
+    judge = lambda: next(errors)  # noqa: E731
+    assert choose_activations(graph, QUANTIZER, normal(), zero_points=True, judge=judge) == {}
+    assert converted(graph, normal())(normal()[0]).isfinite().all()
+
+
 def test_nothing_to_choose() -> None:
     graph = exported(Layers(), data()[0])
     assert choose_activations(graph, QFrameworkQuantizer().set_global(dynamic_int8()), data()) == {}
@@ -171,6 +211,8 @@ def test_a_snapshot_undoes_new_nodes_and_parameters() -> None:
 def test_fake_quantization_rounds_to_the_grid() -> None:
     x = torch.tensor([[1.0, -0.4, 300.0], [0.2, 0.1, 0.0]])
     scale = scale_from_amax(torch.tensor(127.0))
-    assert fake_quantized(x, scale).tolist() == [[1.0, 0.0, 127.0], [0.0, 0.0, 0.0]]
-    per_token = fake_quantized(x, dynamic_scale(x, "per_token"))
+    assert fake_quantized(x, Parameters(scale)).tolist() == [[1.0, 0.0, 127.0], [0.0, 0.0, 0.0]]
+    per_token = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
     assert float((per_token - x)[1].abs().max()) <= 0.2 / 127 / 2 * 1.001
+    shifted = fake_quantized(x, Parameters(scale, torch.tensor(-126, dtype=torch.int32)))
+    assert shifted.tolist() == [[1.0, 0.0, 253.0], [0.0, 0.0, 0.0]]

@@ -35,6 +35,7 @@ CONFIGS = {
     "mse": static_int8(observer="mse", weight="per_tensor"),
     "dynamic": dynamic_int8(),
     "paper": qattn_paper(),
+    "zero points": static_int8(symmetric=False),
     "attention per head": QuantizationConfig(static_int8(), static_attention("per_head")),
 }
 

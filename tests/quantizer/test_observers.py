@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qframework.errors import CalibrationError
-from qframework.numerics import MIN_AMAX, MIN_SCALE, weight_scale
+from qframework.numerics import MIN_AMAX, MIN_SCALE, dequantize, quantize, weight_scale
 from qframework.quantizer.config import ActivationConfig
 from qframework.quantizer.observers import activation_observer, mse_weight_scale
 
@@ -41,6 +41,51 @@ def heavy_tailed(n=20_000, seed=0):
 def test_minmax_is_the_largest_magnitude():
     observer = observe(make(), torch.tensor([1.0, -3.0]), torch.tensor([2.0]))
     assert float(observer.scale()) == np.float32(3) / np.float32(127)
+
+
+def affine(observer="minmax", **args):
+    config = ActivationConfig(observer=observer, observer_args=args, symmetric=False)
+    return activation_observer(config, "blocks.0.fc1", ()).with_args(**SPEC, qscheme=torch.per_tensor_affine)()
+
+
+def test_a_zero_point_uses_the_whole_range():
+    observer = observe(affine(), torch.tensor([-0.17, 3.0]), torch.tensor([1.0, 5.0]))
+    scale, zero_point = observer.scale(), observer.zero_point()
+    assert float(scale) == pytest.approx(5.17 / 254, rel=1e-6)
+    assert zero_point.dtype == torch.int32
+    assert int(zero_point) == round(-127 + 0.17 / float(scale))
+    assert observer.calculate_qparams()[1].tolist() == [int(zero_point)]
+    q = quantize(torch.tensor([-0.17, 0.0, 5.0]), scale, zero_point)
+    assert q.tolist() == [-127, int(zero_point), 127]
+
+
+@pytest.mark.parametrize(
+    ("values", "zero_point"), [([2.0, 4.0], -127), ([-4.0, -2.0], 127), ([-3.0, 3.0], 0), ([0.0, 0.0, 1e-3], -127)]
+)
+def test_a_range_always_holds_zero(values, zero_point):
+    observer = observe(affine(), torch.tensor(values))
+    assert int(observer.zero_point()) == zero_point
+    largest = max(map(abs, values))
+    back = dequantize(quantize(torch.tensor(values), observer.scale(), observer.zero_point()), observer.scale())
+    assert (
+        dequantize(torch.tensor(zero_point, dtype=torch.int8), observer.scale(), zero_point=observer.zero_point()) == 0
+    )
+    assert float(back.abs().max()) <= 2.01 * largest
+
+
+def test_a_moving_average_with_a_zero_point_averages_both_ends():
+    observer = observe(
+        affine("moving_average", averaging_constant=0.5), torch.tensor([-1.0, 4.0]), torch.tensor([0.0, 8.0])
+    )
+    assert float(observer.scale()) == pytest.approx((6.0 + 0.5) / 254)
+    assert int(observer.zero_point()) == round(-127 + 0.5 / (6.5 / 254))
+
+
+def test_a_zero_point_needs_data():
+    with pytest.raises(CalibrationError, match=r"blocks\.0\.fc1.*never observed"):
+        affine().zero_point()
+    with pytest.raises(CalibrationError, match="finite"):
+        observe(affine(), torch.tensor([1.0, float("nan")])).zero_point()
 
 
 def test_moving_average_follows_the_definition():

@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.runtime.checks import check_dtype, check_out_dtype, check_same_device, check_shape, row_scale
+from qframework.kernels.runtime.checks import (
+    check_dtype,
+    check_out_dtype,
+    check_same_device,
+    check_shape,
+    check_zero_point,
+    row_scale,
+)
 from qframework.numerics import FLOAT_DTYPES, MAX_INT8_PRODUCTS
 
 Activation = Literal["none", "gelu", "gelu_tanh", "relu", "silu"]
@@ -41,6 +48,7 @@ class Int8LinearArguments(NamedTuple):
     residual: Tensor | None = None
     out_scale: Tensor | None = None
     out_dtype: torch.dtype | None = None
+    out_zero_point: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -58,16 +66,15 @@ class Int8LinearArguments(NamedTuple):
 
     def check(self) -> None:
         """Check metadata. Also called with fake tensors, whose values cannot be read."""
-        a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype = self
+        a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype, zero_point = self
         name = "int8_linear"
         if activation not in ACTIVATIONS:
             raise UnsupportedError(f"{name}: activation must be {either(ACTIVATIONS)}, got {activation!r}")
         check_dtype(name, "a", a, (torch.int8,))
         check_dtype(name, "b", b, (torch.int8,))
         check_dtype(name, "b_scale", b_scale, (torch.float32,))
-        check_same_device(
-            name, a, a_scale=a_scale, b=b, b_scale=b_scale, bias=bias, residual=residual, out_scale=out_scale
-        )
+        operands = {"a_scale": a_scale, "b": b, "b_scale": b_scale, "bias": bias, "residual": residual}
+        check_same_device(name, reference=a, **operands, out_scale=out_scale, out_zero_point=zero_point)
         if b.ndim != 2 or a.ndim < 1 or a.shape[-1] != b.shape[1]:
             raise QFrameworkError(
                 f"{name}: a and b must have shapes (..., K) and (N, K), got {tuple(a.shape)} and {tuple(b.shape)}"
@@ -84,6 +91,10 @@ class Int8LinearArguments(NamedTuple):
                 check_shape(name, argument, tensor, shape)
                 check_dtype(name, argument, tensor, FLOAT_DTYPES)
         check_out_dtype(name, out_dtype, out_scale is not None)
+        if zero_point is not None:
+            if out_scale is None:
+                raise QFrameworkError(f"{name}: out_zero_point must be None without out_scale, got a tensor")
+            check_zero_point(name, "out_zero_point", zero_point)
 
     def check_scales(self) -> None:
         """Checks that run in the implementations: with symbolic sizes they would add guards."""

@@ -147,7 +147,9 @@ def int8_linear_cpu(x: Int8LinearArguments) -> Tensor:
     y = _activate_in_place(y, x.activation)
     if x.residual is not None:
         y.add_(x.residual)
-    return numerics.quantize_in_place(y, x.out_scale) if x.out_scale is not None else y.to(x.result_dtype)
+    if x.out_scale is None:
+        return y.to(x.result_dtype)
+    return numerics.quantize_in_place(y, x.out_scale, x.out_zero_point)
 
 
 def decompose_int8_linear(*args: Any, **kwargs: Any) -> Any:

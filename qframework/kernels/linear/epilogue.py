@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qframework.kernels.runtime.rounding import round_to_int8
+from qframework.kernels.runtime.rounding import round_and_shift, round_to_int8
 from qframework.kernels.runtime.triton import tl, triton
 
 
@@ -22,6 +22,7 @@ def load_columns(
     b_scale_ptr,
     bias_ptr,
     out_scale_ptr,
+    zero_point_ptr,
     n,  # columns
     N,
     A_SCALE: tl.constexpr,  # "tensor", "row" or "position"
@@ -30,8 +31,12 @@ def load_columns(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
+    ZERO_POINT: tl.constexpr,
 ):
-    """Scale of the product, bias and ``1 / out_scale`` of columns; an unused placeholder for what is absent."""
+    """Scale of the product, bias and ``1 / out_scale`` of columns, and the zero point of the result.
+
+    What is absent is an unused placeholder.
+    """
     scale = tl.load(b_scale_ptr + n, mask=n < N, other=0.0) if B_PER_CHANNEL else tl.load(b_scale_ptr)
     if A_SCALE == "tensor":
         scale *= tl.load(a_scale_ptr)
@@ -44,7 +49,8 @@ def load_columns(
     if _is_folded(B_PER_CHANNEL, ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
         scale *= inverse
         bias = bias.to(tl.float32) * inverse
-    return scale, bias, inverse
+    zero_point = tl.load(zero_point_ptr) if ZERO_POINT else scale
+    return scale, bias, inverse, zero_point
 
 
 @triton.jit
@@ -93,9 +99,10 @@ def finish(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
 ):
     """The epilogue: ``(rows, columns)`` of out_dtype, INT8 where OUT_SCALE is not "none"."""
-    column_scale, bias, column_inverse = columns
+    column_scale, bias, column_inverse, zero_point = columns
     row_scale, row_inverse = rows
     y = acc.to(tl.float32)
     if A_SCALE != "tensor":
@@ -108,14 +115,15 @@ def finish(
         y += residual.to(tl.float32)
     if OUT_SCALE == "none":
         out = y.to(out_dtype)
-    elif _is_folded(B_PER_CHANNEL, ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
-        out = round_to_int8(y)
-    elif OUT_SCALE == "tensor":
-        out = round_to_int8(y * column_inverse)
-    elif OUT_SCALE == "channel":
-        out = round_to_int8(y * column_inverse[None, :])
     else:
-        out = round_to_int8(y * row_inverse[:, None])
+        if not _is_folded(B_PER_CHANNEL, ACTIVATION, HAS_RESIDUAL, OUT_SCALE):
+            if OUT_SCALE == "tensor":
+                y = y * column_inverse
+            elif OUT_SCALE == "channel":
+                y = y * column_inverse[None, :]
+            else:
+                y = y * row_inverse[:, None]
+        out = round_and_shift(y, zero_point) if ZERO_POINT else round_to_int8(y)
     return out
 
 

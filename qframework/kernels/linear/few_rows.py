@@ -31,6 +31,7 @@ def _int8_linear_few_rows_kernel(
     bias_ptr,  # (N,) float
     residual_ptr,  # (M, N) float
     out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
+    zero_point_ptr,  # (1,) int32, with ZERO_POINT
     out_ptr,  # (M, N) float or int8; (PARTS, M, N) int32 with several parts
     M,
     N,
@@ -47,6 +48,7 @@ def _int8_linear_few_rows_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
+    ZERO_POINT: tl.constexpr,  # whether there is one
     ALIGNED: tl.constexpr,  # divides K and the strides of a and b
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,  # at least M
@@ -77,8 +79,8 @@ def _int8_linear_few_rows_kernel(
     if PARTS == 1:  # hides the latency of these loads
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
         columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
         )  # fmt: skip
     k = tl.arange(0, BLOCK_K)
     a_ptrs = a_ptr + first + m.to(tl.int64)[:, None] * stride_am + k[None, :]
@@ -97,7 +99,7 @@ def _int8_linear_few_rows_kernel(
     if PARTS == 1:
         _finish_and_store(
             acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
         )  # fmt: skip
     else:
         sums = out_ptr + (tl.program_id(1) * M + m).to(tl.int64)[:, None] * stride_om + n[None, :]
@@ -112,6 +114,7 @@ def _add_parts_kernel(
     bias_ptr,
     residual_ptr,
     out_scale_ptr,
+    zero_point_ptr,
     out_ptr,  # (M, N) float or int8
     M,
     N,
@@ -125,6 +128,7 @@ def _add_parts_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PARTS: tl.constexpr,
@@ -136,8 +140,8 @@ def _add_parts_kernel(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
     columns = load_columns(
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
     )  # fmt: skip
     sums = parts_ptr + m.to(tl.int64)[:, None] * N + n[None, :]
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -146,7 +150,7 @@ def _add_parts_kernel(
         acc += tl.load(sums + part * M.to(tl.int64) * N, mask=inside, other=0)
     _finish_and_store(
         acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
-        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+        A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
     )  # fmt: skip
 
 
@@ -154,7 +158,7 @@ def _add_parts_kernel(
 def _finish_and_store(
     acc, m, n, rows, columns, residual_ptr, out_ptr, M, N, stride_rm, stride_om,
     A_SCALE: tl.constexpr, B_PER_CHANNEL: tl.constexpr, ACTIVATION: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUT_SCALE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, OUT_SCALE: tl.constexpr, ZERO_POINT: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of rows ``m`` and columns ``n``."""
     inside = (m < M)[:, None] & (n < N)[None, :]
@@ -164,7 +168,7 @@ def _finish_and_store(
         residual = tl.load(pointers, mask=inside, other=0.0)
     out = finish(
         acc, columns, rows, residual,
-        out_ptr.dtype.element_ty, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+        out_ptr.dtype.element_ty, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
     )  # fmt: skip
     tl.store(out_ptr + m.to(tl.int64)[:, None] * stride_om + n[None, :], out, mask=inside)
 

@@ -114,6 +114,7 @@ if HAS_GLUON:
         HAS_BIAS: gl.constexpr,
         HAS_RESIDUAL: gl.constexpr,
         OUT_SCALE: gl.constexpr,
+        ZERO_POINT: gl.constexpr,
         BLOCK_M: gl.constexpr,
         BLOCK_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
@@ -123,7 +124,7 @@ if HAS_GLUON:
         SINGLE: gl.constexpr,
     ):
         """Multiplying warpgroup 0 or 1, with two accumulators of 64 rows."""
-        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr = scales
+        a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr = scales
         residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed = shared
         M, N, K, PA, PO = sizes
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 32])
@@ -149,8 +150,8 @@ if HAS_GLUON:
             m_lower = m_upper + 64
             if EARLY:
                 columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                 )  # fmt: skip
                 rows_upper = load_rows(a_scale_ptr, out_scale_ptr, m_upper, M, PA, PO, A_SCALE, OUT_SCALE)
                 rows_lower = load_rows(a_scale_ptr, out_scale_ptr, m_lower, M, PA, PO, A_SCALE, OUT_SCALE)
@@ -186,8 +187,8 @@ if HAS_GLUON:
 
             if not EARLY:
                 columns = load_columns(
-                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                 )  # fmt: skip
             if HAS_RESIDUAL:
                 mbarrier.wait(landed.index(WHO), arrived)
@@ -203,7 +204,7 @@ if HAS_GLUON:
                 residual = stage.load(layout) if HAS_RESIDUAL else acc
                 out = finish(
                     acc, columns, rows, residual,
-                    out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                 )  # fmt: skip
                 if not HAS_RESIDUAL:
                     tma.store_wait(BUFFERS - 1)
@@ -221,6 +222,7 @@ if HAS_GLUON:
         bias_ptr,  # (N,) float
         residual_desc,  # of (M, N), like out
         out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
+        zero_point_ptr,  # (1,) int32, with ZERO_POINT
         out_desc,  # of (M, N) 16 bit or int8
         M,
         N,
@@ -233,6 +235,7 @@ if HAS_GLUON:
         HAS_BIAS: gl.constexpr,
         HAS_RESIDUAL: gl.constexpr,
         OUT_SCALE: gl.constexpr,
+        ZERO_POINT: gl.constexpr,
         BLOCK_M: gl.constexpr,
         BLOCK_N: gl.constexpr,
         BLOCK_K: gl.constexpr,
@@ -273,19 +276,19 @@ if HAS_GLUON:
             for i in gl.static_range(2):
                 mbarrier.init(landed.index(i), count=1)
         fence_async_shared()
-        scales = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr)
+        scales = (a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr)
         shared = (residual_desc, out_desc, a_stages, b_stages, out_stages, ready, free, turn, landed)
         sizes = (M, N, K, PA, PO)
         gl.warp_specialize(
             [
                 (_consume, (
                     gl.constexpr(0), scales, shared, sizes,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
                 )),
                 (_consume, (
                     gl.constexpr(1), scales, shared, sizes,
-                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                    A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                     BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES, PINGPONG, SINGLE,
                 )),
                 (_produce, (

@@ -4,10 +4,12 @@ Formula (QAttn eq. 4-11, with a per-channel weight scale; ``a`` activations, ``b
 
     acc = a_int8 @ b_int8.T                                   INT32, exact
     y   = activation(acc * a_scale * b_scale + bias) + residual    float32
-    out = y rounded once to out_dtype, or clamp(round(y / out_scale), -127, 127) as int8
+    out = y rounded once to out_dtype, or clamp(round(y / out_scale) + out_zero_point, -127, 127) as int8
 
 ``out_scale`` is one scale, one for each position, or one for each output channel, so that a fused qkv linear can
 requantize queries, keys and values with different scales.
+
+``a`` has no zero point: that of an input ``(a_int8 - z) * a_scale`` becomes part of the bias, see zero_point_bias.py.
 
 Layout: ``a (..., K)`` row-major, ``b (N, K)`` row-major (K-major for both tensor-core operands), ``out (..., N)``.
 Reference: ``int8_linear_ref``. CPU: ``torch._int_mm`` or a float product, see cpu.py. GPU: triton.py, hopper.py
@@ -29,7 +31,7 @@ from qframework.kernels.runtime.operator import declare, refuse_backward, refuse
 
 INT8_LINEAR = declare(
     "int8_linear(Tensor a, Tensor a_scale, Tensor b, Tensor b_scale, Tensor? bias=None, str activation='none', "
-    "Tensor? residual=None, Tensor? out_scale=None, ScalarType? out_dtype=None) -> Tensor",
+    "Tensor? residual=None, Tensor? out_scale=None, ScalarType? out_dtype=None, Tensor? out_zero_point=None) -> Tensor",
     Int8LinearArguments,
     cpu=int8_linear_cpu,
     cuda=int8_linear_triton,
@@ -49,6 +51,7 @@ def int8_linear(
     residual: Tensor | None = None,
     out_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    out_zero_point: Tensor | None = None,
 ) -> Tensor:
     """``activation(a @ b.T * a_scale * b_scale + bias) + residual``, in INT8 with an exact INT32 accumulator.
 
@@ -63,6 +66,7 @@ def int8_linear(
         out_scale: fp32 like ``a_scale``, or ``(N,)`` per output channel; requantizes the result to int8 (QAttn eq.
             7-8). Scales per channel may be negative: a factor ``c`` of the result folds in as ``out_scale / c``.
         out_dtype: float32 (default), float16 or bfloat16; with ``out_scale`` int8.
+        out_zero_point: ``()`` or ``(1,)`` int32, the integer that stands for 0 in a requantized result; None for 0.
 
     Returns:
         ``(..., N)`` of ``out_dtype``, contiguous.
@@ -77,7 +81,9 @@ def int8_linear(
         QFrameworkError: shapes or devices that do not match; on the CPU also a scale that is not positive.
     """
     refuse_transforms("int8_linear", bias, residual)
-    return torch.ops.qframework.int8_linear(a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype)
+    return torch.ops.qframework.int8_linear(
+        a, a_scale, b, b_scale, bias, activation, residual, out_scale, out_dtype, out_zero_point
+    )
 
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {torch.ops.qframework.int8_linear.default: decompose_int8_linear}

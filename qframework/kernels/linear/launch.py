@@ -101,7 +101,7 @@ def _call(x: Int8LinearArguments, out: Tensor, device: torch.device, tile: Tile,
         b = TensorDescriptor(b, (n, k), (strides.b, 1), (tile.block_n, tile.block_k))
     if tile.tma_store and not tile.specialized:
         to = TensorDescriptor(out, (m, n), (n, 1), (tile.block_m, tile.block_n // tile.subtiles))
-    pointers = (a, x.a_scale, b, x.b_scale, _bias(x), residual, _out_scale(x), to)
+    pointers = (a, x.a_scale, b, x.b_scale, _bias(x), residual, *_requantization(x), to)
     tiles_m, tiles_n = cdiv(m, tile.block_m), cdiv(n, tile.block_n)
     slots = tile.programs * chip_of(device)[1] if tile.programs else 0
     walk = walk_of(tile, tiles_m * tiles_n, slots)
@@ -124,7 +124,7 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     epilogue = _epilogue_constants(x, m, n)
     parts = tile.parts
     to = out if parts == 1 else x.a.new_empty((parts, m, n), dtype=torch.int32)
-    pointers = (x.a, x.a_scale, x.b, x.b_scale, _bias(x), residual, _out_scale(x), to)
+    pointers = (x.a, x.a_scale, x.b, x.b_scale, _bias(x), residual, *_requantization(x), to)
     aligned = math.gcd(16, k, strides.a, strides.b)
     constants = {
         **epilogue,
@@ -136,7 +136,7 @@ def _few_rows_calls(x: Int8LinearArguments, out: Tensor, tile: FewRowsTile, stri
     calls = [_Call(_int8_linear_few_rows_kernel, grid, (*pointers, m, n, k, *_periods(x), *strides), constants)]
     if parts > 1:
         block_m, block_n = ADDED_TILE
-        operands = (to, x.a_scale, x.b_scale, _bias(x), residual, _out_scale(x), out)
+        operands = (to, x.a_scale, x.b_scale, _bias(x), residual, *_requantization(x), out)
         sizes = (m, n, *_periods(x), strides.residual, strides.out)
         constants = {**epilogue, "BLOCK_M": block_m, "BLOCK_N": block_n, "PARTS": parts, "num_warps": 4}
         grid = (cdiv(m, block_m), cdiv(n, block_n), 1)
@@ -167,8 +167,12 @@ def _bias(x: Int8LinearArguments) -> Tensor:
     return x.b_scale if x.bias is None else x.bias
 
 
-def _out_scale(x: Int8LinearArguments) -> Tensor:
-    return x.a_scale if x.out_scale is None else x.out_scale
+def _requantization(x: Int8LinearArguments) -> tuple[Tensor, Tensor]:
+    """Scale and zero point of the result."""
+    return (
+        x.a_scale if x.out_scale is None else x.out_scale,
+        x.a_scale if x.out_zero_point is None else x.out_zero_point,
+    )
 
 
 def _periods(x: Int8LinearArguments) -> tuple[int, int]:
@@ -184,6 +188,7 @@ def _epilogue_constants(x: Int8LinearArguments, m: int, n: int) -> dict[str, Any
         "HAS_BIAS": x.bias is not None,
         "HAS_RESIDUAL": x.residual is not None,
         "OUT_SCALE": "none" if x.out_scale is None else _kind(x.out_scale, m, n),
+        "ZERO_POINT": x.out_zero_point is not None,
     }
 
 

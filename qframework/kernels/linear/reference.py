@@ -33,4 +33,4 @@ def epilogue_ref(acc: Tensor, x: Int8LinearArguments) -> Tensor:
     y = apply_activation(y, x.activation)
     if x.residual is not None:
         y = y + x.residual.float()
-    return numerics.quantize(y, x.out_scale) if x.out_scale is not None else y.to(x.result_dtype)
+    return y.to(x.result_dtype) if x.out_scale is None else numerics.quantize(y, x.out_scale, x.out_zero_point)

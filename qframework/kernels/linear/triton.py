@@ -16,6 +16,7 @@ def _int8_linear_kernel(
     bias_ptr,  # (N,) float
     residual_ptr,  # (M, N) float
     out_scale_ptr,  # (PO,) fp32, likewise; (N,) with OUT_SCALE "channel"
+    zero_point_ptr,  # (1,) int32, with ZERO_POINT
     out_ptr,  # (M, N) float or int8; a descriptor with TMA_STORE
     M,
     N,
@@ -32,6 +33,7 @@ def _int8_linear_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,  # "none", "tensor", "row", "position" or "channel"
+    ZERO_POINT: tl.constexpr,  # whether there is one
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -53,9 +55,9 @@ def _int8_linear_kernel(
     if WALK == "grid":
         tile_of_out(
             tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N,
-            a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, out_ptr,
+            a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, zero_point_ptr, out_ptr,
             M, N, K, PA, PO, stride_am, stride_bn, stride_rm, stride_om,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
             EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE, EARLY=SUBTILES == 1,
         )  # fmt: skip
     else:
@@ -64,9 +66,9 @@ def _int8_linear_kernel(
             start_m, start_n = place(tile, M, N, BLOCK_M, BLOCK_N, GROUP_M)
             tile_of_out(
                 start_m, start_n,
-                a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, out_ptr,
+                a_ptr, a_scale_ptr, b_ptr, b_scale_ptr, bias_ptr, residual_ptr, out_scale_ptr, zero_point_ptr, out_ptr,
                 M, N, K, PA, PO, stride_am, stride_bn, stride_rm, stride_om,
-                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
                 EVEN_K, BLOCK_M, BLOCK_N, BLOCK_K, SUBTILES, TMA, TMA_STORE, EARLY=WALK == "line" and SUBTILES == 1,
             )  # fmt: skip
 
@@ -96,6 +98,7 @@ def tile_of_out(
     bias_ptr,
     residual_ptr,
     out_scale_ptr,
+    zero_point_ptr,
     out_ptr,
     M,
     N,
@@ -112,6 +115,7 @@ def tile_of_out(
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     OUT_SCALE: tl.constexpr,
+    ZERO_POINT: tl.constexpr,
     EVEN_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -133,8 +137,8 @@ def tile_of_out(
     if EARLY:
         rows = load_rows(a_scale_ptr, out_scale_ptr, m, M, PA, PO, A_SCALE, OUT_SCALE)
         columns = load_columns(
-            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+            a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+            A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
         )  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32)
     if TMA:
@@ -169,8 +173,8 @@ def tile_of_out(
         n = start_n + part * width + tl.arange(0, width)
         if not EARLY:
             columns = load_columns(
-                a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, n, N,
-                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+                a_scale_ptr, b_scale_ptr, bias_ptr, out_scale_ptr, zero_point_ptr, n, N,
+                A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
             )  # fmt: skip
         inside = (m < M)[:, None] & (n < N)[None, :]
         residual = columns[0]
@@ -179,7 +183,7 @@ def tile_of_out(
             residual = tl.load(pointers, mask=inside, other=0.0)
         out = finish(
             parts[part], columns, rows, residual,
-            out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE,
+            out_dtype, A_SCALE, B_PER_CHANNEL, ACTIVATION, HAS_BIAS, HAS_RESIDUAL, OUT_SCALE, ZERO_POINT,
         )  # fmt: skip
         if TMA_STORE:
             out_ptr.store([start_m, start_n + part * width], out)

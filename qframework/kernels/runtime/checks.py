@@ -76,6 +76,12 @@ def _trailing(shape: torch.Size, n: int) -> tuple[int, ...] | None:
     return tuple(shape[len(shape) - 1 - n : -1]) if n < len(shape) else None
 
 
+def check_zero_point(operator: str, argument: str, zero_point: Tensor) -> None:
+    """Raise QFrameworkError unless ``zero_point`` is one int32 integer, ``()`` or ``(1,)``."""
+    check_dtype(operator, argument, zero_point, (torch.int32,))
+    check_shape(operator, argument, zero_point, (), (1,))
+
+
 def check_positive_scale(operator: str, argument: str, scale: Tensor, signed: bool = False) -> None:
     """Raise QFrameworkError for a zero or negative scale. CPU only: on a GPU the check would cost a synchronization.
 

@@ -13,7 +13,8 @@ from qframework.kernels.linear.launch import ADDED_TILE, few_rows_constants
 from qframework.kernels.linear.tiles import FewRowsTile, few_rows_tile
 
 ROOM = {"sm_80": 163, "sm_90": 227, "sm_100": 227}  # KiB of shared memory, 99 on other chips
-POINTERS = {"a_scale": "*fp32", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16", "out_scale": "*fp32"}
+POINTERS = {"a_scale": "*fp32", "b_scale": "*fp32", "bias": "*fp16", "residual": "*fp16"}
+POINTERS |= {"out_scale": "*fp32", "zero_point": "*i32"}
 SIZES = dict.fromkeys(("M", "N", "K", "PA", "PO", "stride_am", "stride_bn", "stride_rm", "stride_om"), "i32")
 LINEARS = [(2048, 2048), (512, 2048), (4096, 14336), (128256, 2048)]  # N, K
 
@@ -23,7 +24,7 @@ def types_of(out: str, **more: str) -> dict[str, str]:
 
 
 def flags_of(epilogue: str) -> dict[str, object]:
-    return {"A_SCALE": "row", "B_PER_CHANNEL": True, "HAS_BIAS": True, **EPILOGUES[epilogue]}
+    return {"A_SCALE": "row", "B_PER_CHANNEL": True, "HAS_BIAS": True, "ZERO_POINT": False, **EPILOGUES[epilogue]}
 
 
 def out_of(epilogue: str) -> str:
@@ -44,7 +45,7 @@ def compile_product(chip: str, tile: FewRowsTile, epilogue: str, k: int = 2048):
 @pytest.mark.sample(1 / 4)
 @pytest.mark.parametrize("rows", [1, 32, 64])
 @pytest.mark.parametrize("linear", LINEARS, ids=str)
-@pytest.mark.parametrize("epilogue", ["fp16", "gelu_tanh", "qkv_int8"])
+@pytest.mark.parametrize("epilogue", ["fp16", "gelu_tanh", "qkv_int8", "gelu_zero_point"])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_product(chip, epilogue, linear, rows, tmp_path):
     tile = few_rows_tile(rows, *linear, 108)

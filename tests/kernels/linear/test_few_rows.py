@@ -29,6 +29,7 @@ TILES = {
 }
 SHAPES = [(1, 33, 64), (3, 16, 1000), (17, 70, 123), (64, 40, 272), (2, 5, 1)]  # M, N, K
 OUTPUTS = ["float16", "bfloat16", "float32", "residual", "int8", "int8 per row", "int8 per channel", "everything"]
+OUTPUTS += ["zero point"]
 
 
 @functools.cache
@@ -44,9 +45,9 @@ def arguments(output: str, m: int, n: int, k: int) -> Int8LinearArguments:
     x = Int8LinearArguments(a, a_scale, b, b_scale, bias, out_dtype=dtype)
     if output in ("residual", "everything"):
         x = x._replace(residual=added)
-    if output == "everything":
+    if output in ("everything", "zero point"):
         x = x._replace(activation="gelu")
-    if output in ("everything", "int8", "int8 per row", "int8 per channel"):
+    if output in ("everything", "zero point", "int8", "int8 per row", "int8 per channel"):
         exact, _ = linear(x.a, x.a_scale, x.b, x.b_scale, x.bias, x.activation, x.residual)
         step = float(np.abs(exact).max() / 90)
         shape = {"int8 per row": (m, 1), "int8 per channel": (n,)}.get(output, (1,))
@@ -56,6 +57,8 @@ def arguments(output: str, m: int, n: int, k: int) -> Int8LinearArguments:
             else 1.0
         )
         x = x._replace(out_scale=torch.full(shape, step, device=place()) * sizes, out_dtype=None)
+    if output == "zero point":
+        x = x._replace(out_zero_point=torch.full((1,), -90, dtype=torch.int32, device=place()))
     return x
 
 
@@ -77,7 +80,8 @@ def test_same_bits_as_the_general_kernel(tile, output, shape):
     if x.out_scale is None:
         assert_float_close(got, exact, error)
     else:
-        assert_int8_close(got, exact, error + GELU_OFF, numpy64(x.out_scale))
+        shift = 0 if x.out_zero_point is None else numpy64(x.out_zero_point) * numpy64(x.out_scale)
+        assert_int8_close(got, exact + shift, error + GELU_OFF, numpy64(x.out_scale))
 
 
 @pytest.mark.interpreter

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from oracle import GELU_OFF, INTERPRETED, UNIT, assert_float_close, assert_int8_close, linear, numpy64
 
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels import int8_linear
+from qframework.kernels import int8_linear, zero_point_bias
 from qframework.kernels.linear import launch as int8_linear_launch
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.arguments import ACTIVATIONS, Int8LinearArguments
@@ -143,7 +143,7 @@ TILES = {
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu"])
+@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu", "zero point"])
 @pytest.mark.parametrize(("shape", "n"), [((3, 67, 96), 80), ((1, 48), 16), ((130, 32), 144)])
 def test_every_tile(monkeypatch, tile, output, shape, n):
     """Rows, columns and inner sizes that fill no tile; two programs for many tiles."""
@@ -161,7 +161,7 @@ SPECIALIZED = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", SPECIALIZED)
-@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu"])
+@pytest.mark.parametrize("output", ["float16", "residual", "int8", "gelu", "zero point"])
 @pytest.mark.parametrize(
     ("shape", "n"), [((130, 32), 144), ((1, 48), 16), ((3, 197, 96), 400), ((5, 260, 1536), 528), ((2600, 704), 272)]
 )
@@ -181,16 +181,19 @@ def check_tile(monkeypatch, chosen: Tile, output: str, shape: tuple[int, ...], n
     monkeypatch.setattr(int8_linear_launch, "chip_of", lambda _: ((9, 0), 2))
     place = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a, a_scale, b, b_scale, bias, added = make_case(place, shape, n, residual=True, dtype=torch.float16)
-    act, residual = "gelu" if output == "gelu" else "none", added if output == "residual" else None
+    act, residual = "gelu" if output in ("gelu", "zero point") else "none", added if output == "residual" else None
     exact, error = linear(a, a_scale, b, b_scale, bias, act, residual)
-    scale = torch.full((1,), float(np.abs(exact).max() / 120), device=place) if output in ("int8", "gelu") else None
+    to_int8 = output in ("int8", "gelu", "zero point")
+    scale = torch.full((1,), float(np.abs(exact).max() / 120), device=place) if to_int8 else None
+    zero_point = torch.tensor([-77], dtype=torch.int32, device=place) if output == "zero point" else None
     dtype = torch.float16 if scale is None else None
     for _ in range(2):  # the second launch goes past Triton
-        got = INT8_LINEAR.cuda(a, a_scale, b, b_scale, bias, act, residual, scale, dtype)
+        got = INT8_LINEAR.cuda(a, a_scale, b, b_scale, bias, act, residual, scale, dtype, zero_point)
         if scale is None:
             assert_float_close(got, exact, error)
         else:
-            assert_int8_close(got, exact, error + GELU_OFF, numpy64(scale))
+            shifted = exact if zero_point is None else exact - 77 * numpy64(scale)
+            assert_int8_close(got, shifted, error + GELU_OFF, numpy64(scale))
 
 
 def test_scales_of_channel_blocks_match_separate_layers(run, case):
@@ -205,6 +208,52 @@ def test_scales_of_channel_blocks_match_separate_layers(run, case):
     off = (together.int() - torch.cat(apart, -1).int()).abs()
     assert off.max() <= 1
     assert (off > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize("out_scale", ["per_tensor", "position", "channel"])
+@pytest.mark.parametrize("zero_point", [-120, 3, 127])
+def test_requantized_with_a_zero_point(run, case, activation, residual, out_scale, zero_point):
+    a, a_scale, b, b_scale, bias, added = case((3, 11, 200), 70, "per_tensor", residual)
+    exact, error = linear(a, a_scale, b, b_scale, bias, activation, added)
+    error = error + GELU_OFF * (activation == "gelu")
+    step = np.abs(exact).max() / 90  # values beyond both ends
+    shape = {"per_tensor": (1,), "position": (11, 1), "channel": (70,)}[out_scale]
+    scale = torch.from_numpy(step * np.linspace(0.5, 1.5, math.prod(shape)).reshape(shape)).float()
+    zero = torch.tensor([zero_point], dtype=torch.int32, device=a.device)
+    got = run(a, a_scale, b, b_scale, bias, activation, added, scale.to(a.device), None, zero)
+    assert_int8_close(got, exact + zero_point * numpy64(scale), error, numpy64(scale))
+    assert int(got.min()) >= -127
+    assert int(got.max()) == 127 or zero_point < 0
+
+
+def test_a_zero_point_is_added_to_the_rounded_value(run, place):
+    """Ties are rounded to even before the zero point is added, as PyTorch does; the sum saturates."""
+    a = torch.tensor([[1], [3], [5], [-1], [-3], [127], [-127]], dtype=torch.int8, device=place)
+    one, zero = torch.ones(1, device=place), torch.tensor(1, dtype=torch.int32, device=place)
+    got = run(a, one, a[:1], one, None, "none", None, 2 * one, None, zero)
+    assert got.flatten().tolist() == [1, 3, 3, 1, -1, 65, -63]
+    got = run(a, one, a[:1], one, None, "none", None, one, None, zero)
+    assert got.flatten().tolist() == [2, 4, 6, 0, -2, 127, -126]
+
+
+@pytest.mark.parametrize("bias", [None, torch.float16, torch.float32])
+@pytest.mark.parametrize("one_scale", [False, True])
+def test_the_bias_of_a_zero_point(run, case, bias, one_scale):
+    """Exact integers, then the product of ``a - zero_point``."""
+    a, a_scale, b, b_scale, added, _ = case((5, 200), 70, "per_tensor")
+    b_scale = b_scale[:1] if one_scale else b_scale
+    added = None if bias is None else added.to(bias)
+    zero = torch.tensor([-119], dtype=torch.int32, device=a.device)
+    got = run(a, a_scale, b, b_scale, zero_point_bias(added, a_scale, zero, b, b_scale))
+    shifted = torch.tensor(numpy64(a) + 119)
+    scales = torch.tensor(numpy64(a_scale)) * torch.tensor(numpy64(b_scale))
+    exact = shifted @ torch.tensor(numpy64(b)).T * scales
+    exact = exact if added is None else exact + torch.tensor(numpy64(added))
+    # two float32 sums of parts that may be larger than the result
+    largest = (shifted.abs() + 119) @ torch.tensor(numpy64(b)).abs().T * scales
+    assert ((torch.tensor(numpy64(got)) - exact).abs() <= 8 * UNIT[torch.float32] * (largest + exact.abs() + 8)).all()
 
 
 def test_saturates_symmetrically(run, place):
@@ -319,6 +368,7 @@ OPCHECK_CASES = {
     "epilogue": {"activation": "gelu", "residual": True, "out_dtype": torch.bfloat16},
     "requantized": {"out_scale": torch.tensor([0.5])},
     "requantized per channel": {"out_scale": torch.linspace(0.1, 0.8, 8)},
+    "zero point": {"out_scale": torch.tensor([0.5]), "out_zero_point": torch.tensor([-5], dtype=torch.int32)},
 }
 
 
@@ -327,9 +377,51 @@ def test_opcheck(device, name):
     a, a_scale, b, b_scale, bias, residual = make_case(device, (2, 5, 24), 8, residual=True)
     kwargs = dict(OPCHECK_CASES[name])
     kwargs["residual"] = residual if kwargs.pop("residual", False) else None
-    if "out_scale" in kwargs:
-        kwargs["out_scale"] = kwargs["out_scale"].to(device)
+    for argument in kwargs.keys() & {"out_scale", "out_zero_point"}:
+        kwargs[argument] = kwargs[argument].to(device)
     torch.library.opcheck(torch.ops.qframework.int8_linear.default, (a, a_scale, b, b_scale, bias), kwargs)
+
+
+def test_opcheck_of_the_bias_of_a_zero_point(device):
+    _, a_scale, b, b_scale, bias, _ = make_case(device, (2, 5, 24), 8, "per_tensor")
+    zero = torch.tensor([-5], dtype=torch.int32, device=device)
+    operator = torch.ops.qframework.zero_point_bias.default
+    torch.library.opcheck(operator, (bias, a_scale, zero, b, b_scale))
+    torch.library.opcheck(operator, (None, a_scale, zero, b, b_scale[:1]))
+
+
+ZERO = torch.tensor([1], dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"out_zero_point": ZERO}, "int8_linear: out_zero_point must be None without out_scale, got a tensor"),
+        ({"out_zero_point": ZERO.long(), "out_scale": torch.ones(1)}, "out_zero_point must have dtype int32, got"),
+        ({"out_zero_point": ZERO.expand(2), "out_scale": torch.ones(1)}, r"shape \(\) or \(1,\), got \(2,\)"),
+    ],
+)
+def test_wrong_zero_points(arguments, message):
+    with pytest.raises(QFrameworkError, match=message):
+        int8_linear(ZERO.char().expand(2, 4), torch.ones(1), ZERO.char().expand(3, 4), torch.ones(3), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, torch.ones(4), r"zero_point_bias: bias must have shape \(3,\), got \(4,\)"),
+        (1, torch.ones(3), r"zero_point_bias: a_scale must have shape \(\) or \(1,\), got \(3,\)"),
+        (2, ZERO.float(), "zero_point_bias: zero_point must have dtype int32, got torch.float32"),
+        (3, torch.ones(3, 4), "zero_point_bias: b must have dtype int8, got torch.float32"),
+        (3, ZERO.char(), r"zero_point_bias: b must have shape \(N, K\), got \(1,\)"),
+        (4, torch.ones(2), "zero_point_bias: b_scale must have shape"),
+    ],
+)
+def test_wrong_operands_of_the_bias_of_a_zero_point(place, value, message):
+    operands = [None, torch.ones(1), ZERO, ZERO.char().expand(3, 4), torch.ones(3)]
+    operands[place] = value
+    with pytest.raises(QFrameworkError, match=message):
+        zero_point_bias(*operands)
 
 
 def test_compiles_without_graph_break(device, fresh_dynamo):
