@@ -16,7 +16,7 @@ PAGE = Path(__file__).parent / "architecture.md"
 # A room imports only from those before it; rooms of a room likewise.
 ROOMS = (
     *("errors", "arguments", "outputs", "files", "import_hook", "numerics", "compat", "fallbacks", "kernels"),
-    *("devices", "attention", "graph", "quantizer", "backend", "training", "serialization", "conversion"),
+    *("devices", "attention", "graph", "quantizer", "backend", "training", "serialization", "export", "conversion"),
     *("integrations", "evaluation", "tuning", "diagnosis", "cli"),
 )
 COLUMN = 28  # where descriptions begin

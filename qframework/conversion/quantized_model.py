@@ -13,6 +13,8 @@ from torch.fx import GraphModule
 from qframework.backend import Report, explain
 from qframework.compat import pytree
 from qframework.errors import UnsupportedError
+from qframework.export.onnx_export import write_onnx
+from qframework.export.report import OnnxReport
 from qframework.serialization import save
 
 
@@ -39,10 +41,17 @@ class QuantizedModel(GraphModule):
         Raises:
             QFrameworkError, UnsupportedError, OSError: as ``qframework.save``.
         """
-        args, kwargs = pytree.tree_map_only(Tensor, self._like_an_example, self._call)
-        shapes = self._dynamic_shapes
-        program = torch.export.export(self, args, kwargs, dynamic_shapes=shapes)
+        args, kwargs = self._example()
+        program = torch.export.export(self, args, kwargs, dynamic_shapes=self._dynamic_shapes)
         save(program, path, args, config={**self._config, **(config or {})})
+
+    def to_onnx(self, path: str | os.PathLike[str], *, opset: int = 18) -> OnnxReport:
+        """Write the model to an ONNX file in QDQ form, for ONNX Runtime and TensorRT; needs the extra ``onnx``.
+
+        The file takes the inputs that the model was quantized for, with the same axes that may vary. See
+        ``qframework.export.to_onnx``, whose result, arguments and errors these are.
+        """
+        return write_onnx(self, path, *self._example(), self._dynamic_shapes, opset)
 
     def explain(self) -> Report:
         """Report which layers run in INT8 under ``backend="qframework"``, and why the others do not."""
@@ -62,6 +71,10 @@ class QuantizedModel(GraphModule):
         copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
         copied.training = False
         return copied
+
+    def _example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword inputs with the shapes of the example."""
+        return pytree.tree_map_only(Tensor, self._like_an_example, self._call)
 
     def _like_an_example(self, x: Tensor) -> Tensor:
         """Zeros: only shapes, strides and dtypes matter to an export."""

@@ -1,0 +1,166 @@
+"""``to_onnx``: writes a converted model to an ONNX file in QDQ form, for ONNX Runtime and TensorRT."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from qframework.arguments import as_call
+from qframework.compat import pytree
+from qframework.compat.dynamo import is_compiled
+from qframework.compat.logs import silenced_onnxscript
+from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.export.float_attention import write_float_attention
+from qframework.export.onnx_names import name_axes, name_scales, output_names, remove_private_notes
+from qframework.export.onnx_write import int8_products, write
+from qframework.export.qdq import Rewritten, write_qdq
+from qframework.export.report import OnnxReport
+from qframework.fallbacks import Fallbacks
+
+OPSETS = range(18, 24)
+fallbacks = Fallbacks()
+"""How often ``to_onnx`` left a quantized layer in float, by reason. Each layer's reason is logged once."""
+
+
+def to_onnx(
+    model: GraphModule,
+    path: str | os.PathLike[str],
+    example_inputs: Any,
+    *,
+    dynamic_shapes: Any = None,
+    opset: int = 18,
+) -> OnnxReport:
+    """Write a converted model to an ONNX file in QDQ form; an existing file is replaced.
+
+    Linear layers with static INT8 inputs per tensor become MatMul of two DequantizeLinear, symmetric with zero point 0:
+    the form that ONNX Runtime runs with INT8 kernels and that TensorRT documents for explicit quantization. Weights are
+    int8 initializers ``(K, N)`` with a scale for each column; there is no float copy. Everything else is float in the
+    model's dtype, also what QDQ cannot express: dynamic scales, scales per token, INT8 attention. These layers are
+    listed in the result, counted in ``qframework.export.fallbacks`` and logged as warnings.
+
+    Activations below ``-127.5 scale`` become -128 where this package has -127: QuantizeLinear has no smaller range.
+    Axes that vary are called ``batch`` if they are the first of an input and of the same size in the example, else
+    ``{input}_axis_{i}``. Needs the extra ``onnx``.
+
+    Args:
+        model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``.
+        path: the file; ``.onnx`` is customary. Weights above 2 GB, the limit of the format, go to ``{path}.data``.
+        example_inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs.
+        dynamic_shapes: as in ``torch.export.export``: which dimensions of the inputs may vary. Without it the file
+            accepts the shapes of ``example_inputs`` only.
+        opset: version of ONNX's operators, 18 to 23.
+
+    Returns:
+        What is INT8 in the file, and what had to be left in float with the reason.
+
+    Raises:
+        QFrameworkError: the extra ``onnx`` is not installed, or ``torch.export`` or ``torch.onnx`` cannot express the
+            model.
+        UnsupportedError: ``model`` is not a converted model or has no layer that QDQ expresses; or a wrong argument.
+        OSError: the file cannot be written.
+    """
+    return write_onnx(model, path, *as_call(example_inputs), dynamic_shapes, opset)
+
+
+def write_onnx(
+    model: GraphModule,
+    path: str | os.PathLike[str],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    dynamic_shapes: Any,
+    opset: int,
+) -> OnnxReport:
+    """``to_onnx`` with positional and keyword inputs."""
+    _check(model, opset)
+    gm = GraphModule(model, copy.deepcopy(model.graph))  # shares the tensors
+    in_float = write_float_attention(gm)
+    rewritten = write_qdq(gm)
+    rewritten.left_in_float = in_float | rewritten.left_in_float
+    _check_any_int8(rewritten)
+    document = _document(_program(gm, args, kwargs, dynamic_shapes), opset)
+    _check_products(document, rewritten)
+    for layer, reason in rewritten.left_in_float.items():
+        fallbacks.note(reason, f"to_onnx: {layer!r} is left in float: {reason}")
+    data = write(document, path, rewritten)
+    return OnnxReport(Path(path), tuple(dict.fromkeys(rewritten.int8)), rewritten.left_in_float, data)
+
+
+def _check(model: object, opset: object) -> None:
+    if not isinstance(model, torch.nn.Module) or is_compiled(model) or not isinstance(model, GraphModule):
+        raise UnsupportedError(
+            "to_onnx: model must be a GraphModule of convert_pt2e, qframework.load or qframework.quantize, got a "
+            f"{'compiled model' if is_compiled(model) else type(model).__name__}"
+        )
+    if any(name.startswith("activation_post_process") for name, _ in model.named_children()):
+        raise UnsupportedError("to_onnx: model must not hold observers. Pass it through convert_pt2e first")
+    if opset not in OPSETS or isinstance(opset, bool):
+        raise UnsupportedError(f"to_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise QFrameworkError(
+            f"to_onnx: the packages {' and '.join(missing)} must be installed. Run pip install 'qframework[onnx]'"
+        )
+
+
+def _check_any_int8(rewritten: Rewritten) -> None:
+    if rewritten.int8:
+        return
+    found = "none that is quantized"
+    if rewritten.left_in_float:
+        layer, reason = next(iter(rewritten.left_in_float.items()))
+        found = f"{len(rewritten.left_in_float)} others, such as {layer!r}: {reason}"
+    raise UnsupportedError(
+        f"to_onnx: model must hold linear layers with static INT8 inputs per tensor, got {found}. Quantize it with "
+        "static_int8()"
+    )
+
+
+def _program(gm: GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.export(gm, args, kwargs, dynamic_shapes=dynamic_shapes)
+    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
+        raise QFrameworkError(
+            f"to_onnx: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
+            f"{_first_line(error)}"
+        ) from error
+
+
+def _document(program: torch.export.ExportedProgram, opset: int) -> Any:
+    """The program as an ``onnx_ir.Model`` with readable names."""
+    names = output_names(program)
+    try:
+        with silenced_onnxscript():
+            exported = torch.onnx.export(program, dynamo=True, opset_version=opset, output_names=names, verbose=False)
+    except Exception as error:  # the exporter raises many kinds
+        raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {_first_line(error)}") from error
+    assert exported is not None
+    document = exported.model
+    name_axes(document, _first_sizes(program))
+    name_scales(document)
+    remove_private_notes(document)
+    return document
+
+
+def _first_sizes(program: torch.export.ExportedProgram) -> list[int | None]:
+    """The first size of each example input that is a tensor, in the order of the file's inputs."""
+    leaves = pytree.tree_leaves(program.example_inputs)
+    return [(x.shape[0] if x.ndim else None) for x in leaves if isinstance(x, torch.Tensor)]
+
+
+def _check_products(document: Any, rewritten: Rewritten) -> None:
+    written = int8_products(document)
+    if written != rewritten.products:
+        raise QFrameworkError(
+            f"to_onnx: torch.onnx must keep all {rewritten.products} INT8 products, got {written}. Please report this "
+            f"with the versions of torch {torch.__version__} and onnxscript"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"
