@@ -17,6 +17,9 @@ gets a dimension more. Linears of one input (query, key and value) become one pr
 Runtime for x86 converts activations to uint8, but only those that a single product reads, and leaves the others in
 float.
 
+An input with a zero point z is shifted by z scale before it is quantized, symmetrically with the same integers as the
+result, and the bias takes the shift back: TensorRT knows no zero points.
+
 Scales per token and scales that are computed at run time have no such form: those layers read their float input and
 the dequantized weight, which is stored as float.
 """
@@ -77,6 +80,7 @@ class _Layer:
     name: str
     x: Node
     x_scale: float
+    zero_point: int
     weight: Tensor
     weight_scale: Tensor
     bias: Node | None
@@ -89,7 +93,7 @@ def write_qdq(gm: GraphModule) -> Rewritten:
         UnsupportedError: a quantized value outside of linears has a range that ONNX cannot express.
     """
     found, constants = Rewritten(), Constants(gm, ())
-    groups: dict[tuple[Node, float, torch.dtype], list[_Layer]] = {}
+    groups: dict[Any, list[_Layer]] = {}
     stored: dict[Node, Node] = {}
     for node in list(gm.graph.nodes):
         call = linear_call(node)
@@ -102,7 +106,8 @@ def write_qdq(gm: GraphModule) -> Rewritten:
             _write_float(gm, node, call, name, constants, stored)
             found.left_in_float[name] = str(reason)
         else:
-            groups.setdefault((layer.x, layer.x_scale, _dtype_of(node)), []).append(layer)
+            quantization = (layer.x, layer.x_scale, layer.zero_point, _dtype_of(node))
+            groups.setdefault(quantization, []).append(layer)
             found.int8.append(name)
     for layers in groups.values():
         _write_product(gm, layers, constants)
@@ -135,18 +140,20 @@ def _static_layer(node: Node, call: LinearCall, name: str, constants: Constants)
         raise CannotLower(DYNAMIC)
     weight, bias = constants.value(b.value), constants.value(call.bias)
     x_scale, weight_scale = _constant(a.scale, constants), _constant(b.scale, constants)
-    if a.value.target not in _QUANTIZE or x_scale is None:
+    zero_point = _constant(a.zero_point, constants)
+    if a.value.target not in _QUANTIZE or x_scale is None or zero_point is None:
         raise CannotLower("its input must be quantized with a constant scale right before it")
     if x_scale.numel() != 1:
         raise CannotLower(PER_TOKEN)
     if weight is None or weight.dtype != torch.int8 or weight_scale is None or (call.bias and bias is None):
         raise CannotLower("its int8 weight, the weight's scales and its bias must be constants")
     x: Any = a.value.args[0]
-    return _Layer(node, name, x, float(x_scale), weight.detach(), weight_scale.detach().reshape(-1), call.bias)
+    scales = (float(x_scale), int(zero_point))
+    return _Layer(node, name, x, *scales, weight.detach(), weight_scale.detach().reshape(-1), call.bias)
 
 
-def _constant(scale: float | Node, constants: Constants) -> Tensor | None:
-    return torch.tensor(scale) if isinstance(scale, float) else constants.value(scale)
+def _constant(value: float | Node, constants: Constants) -> Tensor | None:
+    return constants.value(value) if isinstance(value, Node) else torch.tensor(value)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------
@@ -157,8 +164,8 @@ def _write_product(gm: GraphModule, layers: list[_Layer], constants: Constants) 
     first, graph = layers[0], gm.graph
     dtype, sizes = _dtype_of(first.node), [layer.weight.shape[0] for layer in layers]
     with graph.inserting_before(first.node):
-        new = graph.call_function(_aten.matmul.default, (_input(gm, first.x, first.x_scale), _weight(gm, layers)))
-        if any(layer.bias is not None for layer in layers):
+        new = graph.call_function(_aten.matmul.default, (_input(gm, first), _weight(gm, layers)))
+        if first.zero_point or any(layer.bias is not None for layer in layers):
             bias = add_buffer(gm, _common_name(layers), "bias", _joined_bias(layers, constants).reshape(1, 1, -1))
             new = graph.call_function(_aten.add.Tensor, (new, bias))
         if _is_matrix(first.x):
@@ -175,13 +182,16 @@ def _write_product(gm: GraphModule, layers: list[_Layer], constants: Constants) 
         graph.erase_node(layer.node)
 
 
-def _input(gm: GraphModule, x: Node, scale: float) -> Node:
-    floats = x if _dtype_of(x) == torch.float32 else gm.graph.call_function(_aten.to.dtype, (x, torch.float32))
+def _input(gm: GraphModule, layer: _Layer) -> Node:
+    x, call = layer.x, gm.graph.call_function
+    floats = x if _dtype_of(x) == torch.float32 else call(_aten.to.dtype, (x, torch.float32))
     if _is_matrix(x):
-        floats = gm.graph.call_function(_aten.unsqueeze.default, (floats, 0))
-    qparams = (scale, 0, QMIN, QMAX, torch.int8)
-    q = gm.graph.call_function(_decomposed.quantize_per_tensor.default, (floats, *qparams))
-    return gm.graph.call_function(_decomposed.dequantize_per_tensor.default, (q, *qparams))
+        floats = call(_aten.unsqueeze.default, (floats, 0))
+    if layer.zero_point:
+        floats = call(_aten.add.Tensor, (floats, layer.zero_point * layer.x_scale))
+    qparams = (layer.x_scale, 0, QMIN, QMAX, torch.int8)
+    q = call(_decomposed.quantize_per_tensor.default, (floats, *qparams))
+    return call(_decomposed.dequantize_per_tensor.default, (q, *qparams))
 
 
 def _weight(gm: GraphModule, layers: list[_Layer]) -> Node:
@@ -197,14 +207,13 @@ def _weight(gm: GraphModule, layers: list[_Layer]) -> Node:
 
 
 def _joined_bias(layers: list[_Layer], constants: Constants) -> Tensor:
-    biases = [constants.value(layer.bias) for layer in layers]
-    pairs = zip(layers, biases, strict=True)
-    return torch.cat(
-        [
-            torch.zeros_like(layer.weight[:, 0], dtype=torch.float32) if b is None else b.detach().float()
-            for layer, b in pairs
-        ]
-    )
+    """The biases ``(N,)`` of a product's columns, less what the shift of its input by the zero point adds to them."""
+    biases = []
+    for layer in layers:
+        shift = layer.zero_point * layer.x_scale * layer.weight.sum(1) * layer.weight_scale.double()
+        bias = constants.value(layer.bias)
+        biases.append((-shift if bias is None else bias.detach().double() - shift).float())
+    return torch.cat(biases)
 
 
 def _common_name(layers: list[_Layer]) -> str:
@@ -251,7 +260,7 @@ def _dtype_of(node: Node) -> torch.dtype:
 
 def _remove_what_qdq_lacks(gm: GraphModule) -> None:
     """Let the readers of values with scales per token or from the data read the float tensor; check other ranges."""
-    for node in gm.graph.nodes:
+    for node in list(gm.graph.nodes):
         if node.op != "call_function":
             continue
         if node.target is _ours.dequantize.default and (x := float_before(node)) is not None:

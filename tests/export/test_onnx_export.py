@@ -205,6 +205,24 @@ def test_a_layer_is_its_integers(config: LinearConfig, tmp_path: Path) -> None:
     )
 
 
+def test_zero_points_become_a_shift(tmp_path: Path) -> None:
+    """TensorRT accepts no zero point but 0."""
+    model, x = MLP().eval(), torch.randn(4, 5, 16)
+    model.fc2.bias = None
+    quantized, report = exported(model, x, tmp_path / "mlp.onnx", static_int8(symmetric=False))
+    assert report.int8 == ("fc1", "fc2")
+    found = [node.args[2] for node in quantized.graph.nodes if "quantize_per_tensor" in str(node.target)]
+    assert any(found)
+    file = onnx.load(tmp_path / "mlp.onnx")
+    constants = initializers(file)
+    zero_points = {node.input[2] for node in file.graph.node if node.op_type.lower().endswith("quantizelinear")}
+    assert not any(constants[name].any() for name in zero_points)
+    session = Session(tmp_path / "mlp.onnx")
+    assert session.int8_products == 2
+    ours = output(quantized, (x,))
+    assert numerics.sqnr_db(ours, session((x,))) > least_sqnr(output(model, (x,)), ours)
+
+
 def test_the_model_is_not_changed(tmp_path: Path) -> None:
     x = torch.randn(4, 16)
     quantized = qframework.quantize(MLP().eval(), x, static_int8(), [x])
