@@ -13,6 +13,7 @@ from qframework.compat.operators import registered
 log = logging.getLogger("qframework")
 
 _FIXED = (2, 15)
+_PREFIXES = ("block_", "check_finite", "int8_gradient_")
 
 
 @functools.cache
@@ -29,7 +30,7 @@ def register_fallbacks() -> None:
         return
     from qframework.compat.inductor import keep_whole
 
-    names = [name.partition(".") for name in registered("qframework") if name.startswith(("block_", "check_finite"))]
+    names = [name.partition(".") for name in registered("qframework") if name.startswith(_PREFIXES)]
     keep_whole([getattr(getattr(torch.ops.qframework, packet), overload or "default") for packet, _, overload in names])
 
 

@@ -19,8 +19,9 @@ from torch import nn
 
 from qframework.arguments import check_module
 from qframework.compat.modules import remove_hooks
-from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_shape, check_block_size
+from qframework.training.attention import AttentionGradient
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
@@ -63,14 +64,15 @@ def convert_to_int8_training(
     keep_float: Sequence[str] = (),
     check_finite: bool = False,
     stochastic_gradients: bool = False,
+    attention: AttentionGradient = "float",
 ) -> nn.Module:
     """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
-    Convert before DistributedDataParallel, ``fully_shard`` and torch.compile. Attention and modules outside the blocks
-    compute in 16 bits under torch.autocast. conversion_report lists what was converted and what stayed in float;
-    restore_float undoes the conversion. Modules keep their hooks, attributes and sharing. A conversion that fails
-    changes nothing. Mode ``"per_block"`` disables Dynamo's DDPOptimizer in the whole process, since it cannot split
-    graphs between INT8 tensors.
+    Convert before DistributedDataParallel, ``fully_shard`` and torch.compile. Attention, but see ``attention``, and
+    modules outside the blocks compute in 16 bits under torch.autocast. conversion_report lists what was converted and
+    what stayed in float; restore_float undoes the conversion. Modules keep their hooks, attributes and sharing. A
+    conversion that fails changes nothing. Mode ``"per_block"`` disables Dynamo's DDPOptimizer in the whole process,
+    since it cannot split graphs between INT8 tensors.
 
     Args:
         model: a model with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights
@@ -90,11 +92,14 @@ def convert_to_int8_training(
             attention, from modules kept in 16 bits, and after the last block. Values far smaller than the largest of
             their block, which otherwise become zeros, are then right on average. Between INT8 operators gradients are
             still rounded to nearest. Seeds come from torch's generator.
+        attention: ``"float"``, or ``"int8"`` or ``"mixed"`` to compute attention's gradient in 8 bit, as the argument
+            ``backward`` of :func:`~qframework.attention.sage_attention` does, wherever a block calls
+            ``F.scaled_dot_product_attention`` without mask and dropout. In every mode.
 
     Raises:
-        UnsupportedError: an unknown block size or mode; stochastic gradients in a mode other than per_block; no block
-            found, or nothing in it to convert; a block with modules that cannot be converted and must be named in
-            ``keep_float``.
+        UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than per_block;
+            no block found, or nothing in it to convert; a block with modules that cannot be converted and must be named
+            in ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` matches no module.
     """
@@ -107,7 +112,11 @@ def convert_to_int8_training(
         raise UnsupportedError(
             f"convert_to_int8_training: mode must be 'per_block' for stochastic_gradients=True, got {mode!r}"
         )
-    plan = make_plan(model, mode, block_size, blocks, keep_float)
+    if attention not in get_args(AttentionGradient):
+        raise UnsupportedError(
+            f"convert_to_int8_training: attention must be {either(get_args(AttentionGradient))}, got {attention!r}"
+        )
+    plan = make_plan(model, mode, block_size, blocks, keep_float, attention)
     register_fallbacks()
     with ExitStack() as undo:
         undo.callback(_undo, model)

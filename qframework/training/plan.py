@@ -15,6 +15,7 @@ from torch import nn
 from qframework.compat.dynamo import is_compiled
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
+from qframework.training.attention import AttentionGradient, Int8Attention
 from qframework.training.replace import Replacement, gated_mlp, is_converted, replacement, taken_name
 from qframework.training.roles import (
     GATED,
@@ -22,6 +23,7 @@ from qframework.training.roles import (
     gives_blocks,
     held,
     in_attention,
+    is_attention_name,
     is_block,
     is_gated_mlp,
     linear_role,
@@ -89,7 +91,12 @@ class ConversionPlan:
 
 
 def make_plan(
-    model: nn.Module, mode: Mode, block_size: CanonicalSize, blocks: Sequence[str] | None, keep_float: Sequence[str]
+    model: nn.Module,
+    mode: Mode,
+    block_size: CanonicalSize,
+    blocks: Sequence[str] | None,
+    keep_float: Sequence[str],
+    attention: AttentionGradient = "float",
 ) -> ConversionPlan:
     """Decide for every module of ``model``'s blocks.
 
@@ -116,6 +123,8 @@ def make_plan(
             _decide(plan, module, places, all(_ancestors(name) & inside for name in everywhere[module]))
     if mode == "per_block":
         _add_gated_mlps(plan, everywhere)
+    if attention != "float":
+        _add_attention(plan, everywhere, keep_float, attention)
     _raise_on_obstacles(plan)
     return plan
 
@@ -194,6 +203,32 @@ def _add_gated_mlps(plan: ConversionPlan, everywhere: dict[nn.Module, list[str]]
             parts = all(part in plan.news for part in (*linears, act_fn))
             if parts and taken_name(module, new) is None:
                 plan.news[module], plan.names[module] = new, everywhere[module][0]
+
+
+def _add_attention(
+    plan: ConversionPlan, everywhere: dict[nn.Module, list[str]], keep_float: Sequence[str], gradient: AttentionGradient
+) -> None:
+    """Add what holds attention in each block: its outermost modules with attention's name, or the block itself."""
+    for block in plan.blocks:
+        found = [module for name, module in block.named_modules() if _is_outermost_attention(name)] or [block]
+        for module in found:
+            name = everywhere[module][0]
+            new = Replacement(Int8Attention, {"attention_gradient": gradient})
+            if any(_matches(place, keep_float) for place in everywhere[module]):
+                continue
+            if own_forward(module):
+                plan.kept.append(Kept(name, type(module).__name__, _OWN_FORWARD))
+            elif module in plan.news or (taken := taken_name(module, new)) is not None:
+                meaning = "it has another INT8 class" if module in plan.news else f"its attribute {taken!r} is taken"
+                plan.kept.append(Kept(name, type(module).__name__, meaning))
+            else:
+                plan.news[module], plan.names[module] = new, name
+
+
+def _is_outermost_attention(name: str) -> bool:
+    """Whether ``name``, of a module in a block, is one of attention's and not inside of another one's."""
+    *_, last = name.split(".")
+    return is_attention_name(last) and not in_attention(name)
 
 
 def _raise_on_obstacles(plan: ConversionPlan) -> None:

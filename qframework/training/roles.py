@@ -50,6 +50,11 @@ _ATTENTION = ("attn", "attention", "self_attn", "crossattention", "cross_attn")
 _ATTENTION_OUTPUTS = ("proj", "o_proj", "out_proj", "c_proj", "dense", "wo", "to_out", "o", "out")
 
 
+def is_attention_name(part: str) -> bool:
+    """Whether models call attention in a block so."""
+    return part in _ATTENTION
+
+
 def in_attention(name: str) -> bool:
     """Whether ``name``, of a module inside a block, is inside attention."""
     return any(part in _ATTENTION for part in name.split(".")[:-1])
