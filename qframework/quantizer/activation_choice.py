@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import fake_value, linear_call
-from qframework.numerics import dynamic_scale, scale_from_amax
+from qframework.numerics import affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.config import ActivationConfig, LinearConfig
-from qframework.quantizer.histogram_observers import MSEObserver, PercentileObserver
+from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
 from qframework.quantizer.observers import activation_observer
 from qframework.quantizer.output_error import (
     Parameters,
@@ -54,12 +54,15 @@ _OBSERVERS: dict[str, ActivationConfig] = {
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
     "mse": ActivationConfig(observer="mse"),
 }
-_ZERO_POINT = "zero_point"
-_ASYMMETRIC = ActivationConfig(symmetric=False)
+_ASYMMETRIC: dict[str, ActivationConfig] = {
+    "zero_point": ActivationConfig(symmetric=False),
+    "zero_point_percentile": replace(_OBSERVERS["percentile"], symmetric=False),
+    "zero_point_mse": replace(_OBSERVERS["mse"], symmetric=False),
+}
 # With a zero point the scale must be at most this share of the symmetric one.
 _LOPSIDED = 0.8
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
-_CANDIDATES = {**_OBSERVERS, _ZERO_POINT: _ASYMMETRIC, "dynamic": _DYNAMIC}
+_CANDIDATES = {**_OBSERVERS, **_ASYMMETRIC, "dynamic": _DYNAMIC}
 
 
 @dataclass
@@ -117,8 +120,9 @@ def choose_activations(
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
-        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` or ``"dynamic"`` for each layer that does not keep
-        its configuration.
+        ``"minmax"``, ``"percentile"``, ``"mse"``, the same with a zero point (``"zero_point"``,
+        ``"zero_point_percentile"``, ``"zero_point_mse"``) or ``"dynamic"`` for each layer that does not keep its
+        configuration.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -127,15 +131,15 @@ def choose_activations(
     if not groups:
         return {}
     judged, fitted = held_out(exported, data, batches)
-    allowed = {*_OBSERVERS} if observers and judged else set()
-    harmless = {_ZERO_POINT} if zero_points and judged else set()  # clips nothing that calibration saw
-    _observe(exported, groups, fitted, {"", *allowed, *harmless})
+    harmless = {"zero_point"} if zero_points and judged else set()  # clips nothing that calibration saw
+    allowed = harmless | ({*_OBSERVERS, *(_ASYMMETRIC if zero_points else ())} if observers and judged else set())
+    _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
     _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES))
-    proposals = [_proposal(groups, dynamic_share, allowed | harmless)]
+    proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
-    proposals += [_proposal(groups, dynamic_share, fewer) for fewer in (harmless, set()) if fewer < allowed | harmless]
+    proposals += [_proposal(groups, dynamic_share, fewer) for fewer in (harmless, set()) if fewer < allowed]
     errors = {-1: judge()}
     for i, proposal in enumerate(proposals):
         if proposal:
@@ -202,28 +206,23 @@ def _most_harmful(groups: list[_Group], share: float, best: list[str]) -> list[i
 
 def _observe(exported: GraphModule, groups: list[_Group], data: list[Batch], wanted: set[str]) -> None:
     """Sets the parameters of each ``wanted`` candidate from data; a group that saw nothing but zeros has none."""
-    histograms = {group.input: MSEObserver(group.names[0]) for group in groups}
-    extremes = {group.input: _observer(_ASYMMETRIC, group) for group in groups}
-    own = [_observer(group.config, group) for group in groups]
-    watched: dict[Node, list[Any]] = {node: [histogram, extremes[node]] for node, histogram in histograms.items()}
+    histograms = {group.input: AffineMSEObserver(group.names[0]) for group in groups}
+    own = [_observer(group) for group in groups]
+    watched: dict[Node, list[Any]] = {node: [histogram] for node, histogram in histograms.items()}
     for group, observer in zip(groups, own, strict=True):
         watched[group.input].append(observer)
     observe(exported, watched, data)
     for group, observer in zip(groups, own, strict=True):
         if observer.has_scale():
-            histogram = histograms[group.input]
-            found = {"": Parameters.of(observer), **_symmetric(histogram)}
-            both_ends = Parameters.of(extremes[group.input])
-            if float(both_ends.scale) <= _LOPSIDED * float(found["minmax"].scale):
-                found[_ZERO_POINT] = both_ends
+            found = {"": Parameters.of(observer), **_parameters(histograms[group.input])}
             for name, parameters in found.items():  # equal ones are measured once
                 if name in wanted and not _is_among(parameters, list(group.parameters.values())):
                     group.parameters[name] = parameters
 
 
-def _observer(config: ActivationConfig, group: _Group) -> Any:
-    scheme = torch.per_tensor_symmetric if config.symmetric else torch.per_tensor_affine
-    return activation_observer(config, group.names[0], ())(qscheme=scheme)
+def _observer(group: _Group) -> Any:
+    scheme = torch.per_tensor_symmetric if group.config.symmetric else torch.per_tensor_affine
+    return activation_observer(group.config, group.names[0], ())(qscheme=scheme)
 
 
 def _is_among(parameters: Parameters, others: list[Parameters]) -> bool:
@@ -235,12 +234,24 @@ def _is_among(parameters: Parameters, others: list[Parameters]) -> bool:
     )
 
 
-def _symmetric(histogram: MSEObserver) -> dict[str, Parameters]:
-    width = float(histogram.limit) / histogram.bins
-    percentile = PercentileObserver("", _PERCENTILE, histogram.bins)
-    above = histogram.amax.new_tensor(percentile.search(histogram.counts.cpu().double(), width))
-    thresholds = {"minmax": histogram.amax, "percentile": above.minimum(histogram.amax), "mse": histogram.threshold()}
-    return {name: Parameters(scale_from_amax(value)) for name, value in thresholds.items() if value is not None}
+def _parameters(histogram: AffineMSEObserver) -> dict[str, Parameters]:
+    """Those of each candidate; with a zero point only where the range is lopsided."""
+    counts, width = histogram.counts.cpu().double(), float(histogram.limit) / histogram.bins
+    percentile = PercentileObserver("", _PERCENTILE, histogram.bins).search(counts, width)
+    symmetric = MSEObserver("", histogram.bins)
+    symmetric.amax = histogram.amax
+    amax = histogram.amax
+    thresholds = {"minmax": float(amax), "percentile": percentile, "mse": symmetric.search(counts, width)}
+    found = {
+        name: Parameters(scale_from_amax(amax.new_tensor(value).minimum(amax))) for name, value in thresholds.items()
+    }
+    ends = {**thresholds, "mse": histogram.search(counts, width)}
+    for name, config in _ASYMMETRIC.items():
+        threshold = amax.new_tensor(ends[config.observer]).minimum(amax)
+        scale, zero_point = affine_parameters(*histogram.ends_at(threshold))
+        if float(scale) <= _LOPSIDED * float(scale_from_amax(threshold)):
+            found[name] = Parameters(scale, zero_point)
+    return found
 
 
 @torch.no_grad()

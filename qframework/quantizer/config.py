@@ -62,7 +62,7 @@ ACTIVATION_OBSERVERS: dict[str, _ObserverRule] = {
     "mse": _ObserverRule(("per_tensor",), {"bins": _BINS}),
     "entropy": _ObserverRule(("per_tensor",), {"bins": _BINS}),
 }
-ASYMMETRIC_OBSERVERS = ("minmax", "moving_average")
+ASYMMETRIC_OBSERVERS = ("minmax", "moving_average", "percentile", "mse")
 WEIGHT_OBSERVERS = ("minmax", "mse")
 
 
@@ -141,8 +141,8 @@ class ActivationConfig(JsonConfig):
             per tensor only. For static activations only.
         observer_args: arguments of the observer, a mapping; stored as sorted pairs so that the configuration hashes.
         symmetric: False for a static scale per tensor with a zero point, found from the smallest and the largest value:
-            up to twice as fine where nearly all values have one sign, as behind GELU. For observers ``"minmax"`` and
-            ``"moving_average"``.
+            up to twice as fine where nearly all values have one sign, as behind GELU. With ``"percentile"`` and
+            ``"mse"`` both ends are clipped at the same magnitude. Not for ``"entropy"``.
 
     Raises:
         UnsupportedError: for a combination that no kernel or observer implements.
@@ -179,8 +179,8 @@ class ActivationConfig(JsonConfig):
         if self.dynamic or self.granularity != "per_tensor" or self.observer not in ASYMMETRIC_OBSERVERS:
             kind = "dynamic" if self.dynamic else "static"
             raise UnsupportedError(
-                "ActivationConfig: symmetric must be True except for a static activation per tensor with observer "
-                f"{' or '.join(map(repr, ASYMMETRIC_OBSERVERS))}, got False for a {kind} one with granularity "
+                "ActivationConfig: symmetric must be True except for a static activation per tensor with an observer "
+                f"that is {_one_of(ASYMMETRIC_OBSERVERS)}, got False for a {kind} one with granularity "
                 f"{self.granularity!r} and observer {self.observer!r}"
             )
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qframework.compat.torchao import ObserverBase
-from qframework.numerics import MIN_AMAX, MIN_SCALE, QMAX
-from qframework.quantizer.static_observer import StaticObserver
+from qframework.numerics import MIN_AMAX, MIN_SCALE, QMAX, affine_parameters
+from qframework.quantizer.static_observer import AsymmetricObserver, StaticObserver
 
 
 class MagnitudeHistogram(StaticObserver, ObserverBase):
@@ -113,14 +113,60 @@ class MSEObserver(MagnitudeHistogram):
         amax = float(self.amax)
         candidates = [amax * 2 ** (-k / 16) for k in range(16 * 20)]
         candidates = [c for c in candidates if c >= QMAX * width] or [amax]
-        errors = torch.stack([_squared_error(points, weights, c) for c in candidates])
+        errors = torch.stack([_squared_error(points, weights, c, self.step(c)) for c in candidates])
         return candidates[int(errors.argmin())]
 
+    def step(self, threshold: float) -> float:
+        """The scale for a threshold."""
+        return max(threshold / QMAX, MIN_SCALE)
 
-def _squared_error(points: Tensor, weights: Tensor, threshold: float) -> Tensor:
-    scale = max(threshold / QMAX, MIN_SCALE)
-    rounded = torch.round(points / scale).clamp(max=QMAX) * scale
+
+def _squared_error(points: Tensor, weights: Tensor, threshold: float, scale: float) -> Tensor:
+    rounded = torch.round(points.clamp(max=threshold) / scale) * scale
     return torch.dot((points - rounded).square(), weights)
+
+
+class _BothEnds(AsymmetricObserver, MagnitudeHistogram):
+    """Also keeps the smallest and the largest value; magnitudes above the threshold are clipped at both ends."""
+
+    low: Tensor  # () float32, at most 0
+    high: Tensor  # () float32, at least 0
+
+    def __init__(self, layer: str, **kwargs: Any) -> None:
+        super().__init__(layer, **kwargs)
+        self.register_buffer("low", torch.tensor(0.0))
+        self.register_buffer("high", torch.tensor(0.0))
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        """Count the magnitudes of ``x`` (any shape and float dtype) and return ``x``."""
+        if x.numel():
+            low, high = torch.aminmax(x.detach())
+            if bool(torch.isfinite(high - low)):  # others are noted where they are counted
+                self.low.copy_(torch.minimum(self.low, low.float()))
+                self.high.copy_(torch.maximum(self.high, high.float()))
+        return super().forward(x)
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        threshold = self.threshold()
+        assert threshold is not None
+        return self.ends_at(threshold)
+
+    def ends_at(self, threshold: Tensor) -> tuple[Tensor, Tensor]:
+        """The range without magnitudes above ``threshold``."""
+        return torch.maximum(self.low, -threshold), torch.minimum(self.high, threshold)
+
+
+class AffinePercentileObserver(_BothEnds, PercentileObserver):
+    """A range that ends at the percentile of the magnitudes, and where values end."""
+
+
+class AffineMSEObserver(_BothEnds, MSEObserver):
+    """A range that ends at the magnitude of least mean squared error, and where values end."""
+
+    def step(self, threshold: float) -> float:
+        low, high = self.ends_at(self.amax.new_tensor(threshold))
+        return float(affine_parameters(low, high)[0])
 
 
 class EntropyObserver(MagnitudeHistogram):

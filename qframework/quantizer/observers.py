@@ -1,7 +1,7 @@
 """Observers: what calibration records about a tensor, and the quantize and dequantize nodes that follow from it.
 
-They are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics) and differ in the threshold. ``minmax``
-and ``moving_average`` also have a form with a zero point, for ranges that are not symmetric:
+They are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics) and differ in the threshold. All but
+``entropy`` also have a form with a zero point, for ranges that are not symmetric:
 
 ===================  =================================================================================================
 ``minmax``           largest magnitude seen (torchao's MinMaxObserver and PerChannelMinMaxObserver)
@@ -50,15 +50,21 @@ from qframework.numerics import (
     QMIN,
     ActivationGranularity,
     WeightGranularity,
-    affine_parameters,
     dynamic_scale,
     scale_from_amax,
     weight_scale,
 )
 from qframework.quantizer.attention_config import AttentionConfig
 from qframework.quantizer.config import ActivationConfig, WeightConfig
-from qframework.quantizer.histogram_observers import EntropyObserver, MSEObserver, PercentileObserver
+from qframework.quantizer.histogram_observers import (
+    AffineMSEObserver,
+    AffinePercentileObserver,
+    EntropyObserver,
+    MSEObserver,
+    PercentileObserver,
+)
 from qframework.quantizer.static_observer import (
+    AsymmetricObserver,
     StaticObserver,
     attribute_name,
     float_dtype,
@@ -134,16 +140,11 @@ class PerTensorMovingAverage(_MovingAverageObserver, MovingAverageMinMaxObserver
         return torch.aminmax(x)
 
 
-class _AffineObserver(_ExtremesObserver):
+class _AffineObserver(AsymmetricObserver, _ExtremesObserver):
     """One scale and a zero point, from both ends of the range."""
 
-    def scale(self) -> Tensor:
-        super().scale()  # raises if there is none
-        return affine_parameters(self.min_val, self.max_val)[0]
-
-    def zero_point(self) -> Tensor | None:
-        self.scale()
-        return affine_parameters(self.min_val, self.max_val)[1]
+    def ends(self) -> tuple[Tensor, Tensor]:
+        return self.min_val, self.max_val
 
 
 class PerTensorAffineMinMax(_AffineObserver, MinMaxObserver):
@@ -377,7 +378,12 @@ _PER_TENSOR: dict[str, Any] = {
     "mse": MSEObserver,
     "entropy": EntropyObserver,
 }
-_AFFINE: dict[str, Any] = {"minmax": PerTensorAffineMinMax, "moving_average": PerTensorAffineMovingAverage}
+_AFFINE: dict[str, Any] = {
+    "minmax": PerTensorAffineMinMax,
+    "moving_average": PerTensorAffineMovingAverage,
+    "percentile": AffinePercentileObserver,
+    "mse": AffineMSEObserver,
+}
 _PER_TOKEN: dict[str, Any] = {"minmax": PerTokenMinMax, "moving_average": PerTokenMovingAverage}
 _PER_HEAD: dict[str, Any] = {"minmax": PerHeadMinMax, "moving_average": PerHeadMovingAverage}
 

@@ -166,15 +166,17 @@ def _activation_parameters(
         return dynamic_scale(rows, "per_token"), None
     if config.dynamic:
         return dynamic_scale(rows, "per_tensor"), None
-    if not config.symmetric:  # the ends of the sample, of which one is that of all data
+    extremes = config.observer in ("minmax", "moving_average")
+    if extremes and not config.symmetric:  # the ends of the sample, of which one is that of all data
         low, high = rows.amin(), rows.amax()
         longer = amax.max() / torch.maximum(-low, high).clamp(min=MIN_AMAX)
         return affine_parameters(low * longer, high * longer)
-    if config.observer in ("minmax", "moving_average"):
+    if extremes:
         return scale_from_amax(amax.max()), None
     observer = activation_observer(config, name, ())().to(rows.device)
     observer(rows)
-    return observer.scale() if observer.has_scale() else scale_from_amax(amax.max()), None
+    known = observer.has_scale()
+    return (observer.scale(), observer.zero_point()) if known else (scale_from_amax(amax.max()), None)
 
 
 def search_smoothing(

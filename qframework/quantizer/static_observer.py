@@ -15,7 +15,7 @@ from torch.fx.traceback import NodeSource, NodeSourceAction
 from qframework.compat.torchao import FROM_NODE_KEY, create_getattr_from_value
 from qframework.errors import CalibrationError
 from qframework.graph.nodes import CALIBRATION_NOTES
-from qframework.numerics import MIN_AMAX, QMAX, QMIN, scale_from_amax
+from qframework.numerics import MIN_AMAX, QMAX, QMIN, affine_parameters, scale_from_amax
 
 logger = logging.getLogger(__name__)
 
@@ -142,6 +142,22 @@ class StaticObserver:
         scale, zero_point = float(self.scale()), self.zero_point()
         with model.graph.inserting_before(node):
             replace_by_per_tensor(model, node, scale, float_dtype(node), 0 if zero_point is None else int(zero_point))
+
+
+class AsymmetricObserver(StaticObserver):
+    """Mixin of observers of one scale and a zero point, found from both ends of the range."""
+
+    @abstractmethod
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The smallest and the largest value to represent, float32; called only if something was observed."""
+
+    def scale(self) -> Tensor:
+        super().scale()  # raises if there is none
+        return affine_parameters(*self.ends())[0]
+
+    def zero_point(self) -> Tensor | None:
+        super().scale()
+        return affine_parameters(*self.ends())[1]
 
 
 def _note(layer: Node, what: str) -> None:

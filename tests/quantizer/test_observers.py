@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from qframework.errors import CalibrationError
-from qframework.numerics import MIN_AMAX, MIN_SCALE, dequantize, quantize, weight_scale
+from qframework.numerics import MIN_AMAX, MIN_SCALE, affine_parameters, dequantize, quantize, weight_scale
 from qframework.quantizer.config import ActivationConfig
 from qframework.quantizer.observers import activation_observer, mse_weight_scale
+from qframework.quantizer.output_error import Parameters, fake_quantized
 
 HISTOGRAMS = ["percentile", "mse", "entropy"]
 PER_TENSOR = ["minmax", "moving_average", *HISTOGRAMS]
@@ -79,6 +80,33 @@ def test_a_moving_average_with_a_zero_point_averages_both_ends():
     )
     assert float(observer.scale()) == pytest.approx((6.0 + 0.5) / 254)
     assert int(observer.zero_point()) == round(-127 + 0.5 / (6.5 / 254))
+
+
+@pytest.mark.parametrize("observer", ["percentile", "mse"])
+def test_clipping_with_a_zero_point(observer):
+    """One value in 20,000 is large; both ends stay where values end, or at the threshold."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.nn.functional.gelu(torch.randn(20_000, generator=generator))
+    x[7] = 1000.0 if observer == "percentile" else 40.0
+    made = observe(affine(observer, **({"percentile": 99.99} if observer == "percentile" else {})), x[:9000], x[9000:])
+    scale, zero_point = made.scale(), made.zero_point()
+    assert int(zero_point) > -127
+    low, high = (torch.tensor(float(q)) - zero_point for q in (-127, 127))
+    assert float(low * scale) == pytest.approx(float(x.min()), abs=float(scale))
+    ordinary = x.sort().values[-10:-1]
+    largest = float(ordinary[-1]) * 1.2 if observer == "percentile" else 39.0
+    assert float(ordinary[0]) - float(scale) <= float(high * scale) <= largest
+
+
+def test_mse_with_a_zero_point_is_minimal_over_a_scan():
+    x = torch.nn.functional.gelu(4 * heavy_tailed())
+    made = observe(affine("mse"), x)
+    found = fake_quantized(x, Parameters(made.scale(), made.zero_point()))
+    errors = []
+    for share in torch.linspace(0.05, 1.0, 60):
+        scale, zero_point = affine_parameters(x.min(), x.max() * share)
+        errors.append(float((fake_quantized(x, Parameters(scale, zero_point)) - x).square().sum()))
+    assert float((found - x).square().sum()) <= 1.03 * min(errors)
 
 
 def test_a_zero_point_needs_data():
