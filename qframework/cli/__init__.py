@@ -1,4 +1,4 @@
-"""The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | doctor``.
+"""The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | doctor | export-onnx``.
 
 Exit codes: 0 for success, 1 for a failed check, 2 for bad usage or input, with one line on standard error. Results go
 to standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
@@ -6,7 +6,7 @@ to standard output, as a table or with ``--json`` as JSON; progress goes to stan
 
 from __future__ import annotations
 
-from qframework.cli import benchmark, doctor, evaluate, quantize, sensitivity, tune
+from qframework.cli import benchmark, doctor, evaluate, export_onnx, quantize, sensitivity, tune
 from qframework.cli.command import app
 
 app.command(epilog=quantize.EXAMPLES)(quantize.quantize)
@@ -15,6 +15,7 @@ app.command(epilog=sensitivity.EXAMPLES)(sensitivity.sensitivity)
 app.command(epilog=tune.EXAMPLES)(tune.tune)
 app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
+app.command(epilog=export_onnx.EXAMPLES)(export_onnx.export_onnx)
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ from qframework.export.float_attention import write_float_attention
 from qframework.export.onnx_names import name_axes, name_scales, output_names, remove_private_notes
 from qframework.export.onnx_write import int8_products, write
 from qframework.export.qdq import Rewritten, write_qdq
+from qframework.export.recorded_inputs import recorded_inputs
 from qframework.export.report import OnnxReport
 from qframework.fallbacks import Fallbacks
 
@@ -31,7 +32,7 @@ fallbacks = Fallbacks()
 def to_onnx(
     model: GraphModule,
     path: str | os.PathLike[str],
-    example_inputs: Any,
+    example_inputs: Any = None,
     *,
     dynamic_shapes: Any = None,
     opset: int = 18,
@@ -51,9 +52,10 @@ def to_onnx(
     Args:
         model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``.
         path: the file; ``.onnx`` is customary. Weights above 2 GB, the limit of the format, go to ``{path}.data``.
-        example_inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs.
-        dynamic_shapes: as in ``torch.export.export``: which dimensions of the inputs may vary. Without it the file
-            accepts the shapes of ``example_inputs`` only.
+        example_inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs. Default: inputs as those
+            that the model was exported with, and the axes that may vary in it.
+        dynamic_shapes: as in ``torch.export.export``: which axes of ``example_inputs`` may vary. Without it the file
+            accepts their shapes only.
         opset: version of ONNX's operators, 18 to 23.
 
     Returns:
@@ -65,7 +67,12 @@ def to_onnx(
         UnsupportedError: ``model`` is not a converted model or has no layer that QDQ expresses; or a wrong argument.
         OSError: the file cannot be written.
     """
-    return write_onnx(model, path, *as_call(example_inputs), dynamic_shapes, opset)
+    _check(model, opset)
+    if example_inputs is not None:
+        return write_onnx(model, path, *as_call(example_inputs), dynamic_shapes, opset)
+    if dynamic_shapes is not None:
+        raise UnsupportedError("to_onnx: dynamic_shapes must be None without example_inputs, whose axes they name")
+    return write_onnx(model, path, *recorded_inputs(model), opset)
 
 
 def write_onnx(

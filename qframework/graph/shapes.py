@@ -1,4 +1,4 @@
-"""Comparisons of shapes of captured graphs, whose sizes may be symbols, without adding a guard."""
+"""Shapes of captured graphs, whose sizes may be symbols: comparisons without adding a guard, and sizes when traced."""
 
 from __future__ import annotations
 
@@ -27,3 +27,9 @@ def splits_first(fine: torch.Size, coarse: torch.Size) -> bool:
         and len(coarse) > 0
         and same(fine[0] * fine[1], coarse[0])
     )
+
+
+def traced_size(size: Size) -> int:
+    """A size when the graph was captured, 0 if that is unknown: an example, not a fact about other inputs."""
+    hint = size if isinstance(size, int) else size.node.hint
+    return hint if isinstance(hint, int) else 0

@@ -20,7 +20,7 @@ from qframework.compat.dynamo import recorded_value
 from qframework.graph.attention_patterns import VIEWS, AttentionCall, Refused, Summand, shape_of
 from qframework.graph.nodes import add_call, fake_value, operation
 from qframework.graph.relative_position import RelativePositions, decomposed, is_height, is_width
-from qframework.graph.shapes import same, same_shape, splits_first
+from qframework.graph.shapes import same, same_shape, splits_first, traced_size
 from qframework.graph.writes import written_between
 
 aten = torch.ops.aten
@@ -103,7 +103,7 @@ class AttentionWriter:
 
     def in_memory_order_of(self, old: Node, new: Node) -> Node:
         """``new`` with the memory order of ``old``, which its views need."""
-        strides = [_hint(stride) for stride in _fake(old).stride()]
+        strides = [traced_size(stride) for stride in _fake(old).stride()]
         order = sorted(range(len(strides)), key=lambda dim: -strides[dim])
         moved = self.add(aten.contiguous.default, self.add(aten.permute.default, new, order))
         return self.add(aten.permute.default, moved, sorted(range(len(order)), key=order.__getitem__))
@@ -307,12 +307,6 @@ def _breaks(node: Node, values: dict[Node, Tensor]) -> bool:
     except (RuntimeError, ValueError):
         return True
     return any(_breaks(user, {node: result}) for user in node.users)
-
-
-def _hint(size: int | torch.SymInt) -> int:
-    """A size when the graph was captured, for sorting only."""
-    hint = size if isinstance(size, int) else size.node.hint
-    return hint if isinstance(hint, int) else 0
 
 
 def _fake(node: Node) -> Tensor:

@@ -113,8 +113,10 @@ def initializers(file: onnx.ModelProto) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def bert_file(tmp_path_factory: pytest.TempPathFactory) -> onnx.ModelProto:
+    """Keyword inputs, with the shapes that the graph records."""
     path = tmp_path_factory.mktemp("bert") / "bert.onnx"
-    exported(*onnx_models.bert(), path)
+    model, inputs = onnx_models.bert()
+    to_onnx(qframework.quantize(model, inputs, static_int8(), [inputs]), path)
     return onnx.load(path)
 
 
@@ -308,9 +310,10 @@ def test_recipe_and_loaded_model(tmp_path: Path) -> None:
     assert numerics.sqnr_db(ours, Session(tmp_path / "one.onnx")(inputs)) > least_sqnr(output(model, inputs), ours)
     quantized.save(tmp_path / "vit.pt2")
     loaded = qframework.load(tmp_path / "vit.pt2")
-    to_onnx(loaded, tmp_path / "two.onnx", inputs)
-    again = Session(tmp_path / "two.onnx")(inputs)
-    assert numerics.sqnr_db(ours, again) > least_sqnr(output(model, inputs), ours)
+    to_onnx(loaded, tmp_path / "two.onnx")
+    again = Session(tmp_path / "two.onnx")
+    assert numerics.sqnr_db(ours, again(inputs)) > least_sqnr(output(model, inputs), ours)
+    assert again(mapped(inputs, lambda x: x[:3])).shape == (3, 10)
 
 
 def test_weights_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +342,8 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with pytest.raises(UnsupportedError, match=r"must not hold observers"):
         to_onnx(prepared, tmp_path / "mlp.onnx", x)
+    with pytest.raises(UnsupportedError, match=r"dynamic_shapes must be None without example_inputs"):
+        to_onnx(quantized, tmp_path / "mlp.onnx", dynamic_shapes=({0: 2},))
     with pytest.raises(QFrameworkError, match=r"torch.export cannot trace the model"):
         to_onnx(quantized, tmp_path / "mlp.onnx", torch.randn(4, 17))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
