@@ -24,7 +24,8 @@ CPU_FLAGS = (
 GENERATED = tuple(
     f":!{path}"
     for path in (
-        "benchmarks/results", "docs/performance.md", "docs/accuracy.md", "docs/training-results.md", "docs/assets",
+        "benchmarks/results", "docs/performance.md", "docs/performance-history.md", "docs/accuracy.md",
+        "docs/training-results.md", "docs/assets",
     )
 )  # fmt: skip
 

@@ -1,9 +1,9 @@
-"""Generates ``docs/performance.md`` and its plots from the files in ``benchmarks/results/``.
+"""Generates ``docs/performance.md``, ``docs/performance-history.md`` and plots from ``benchmarks/results/``.
 
+The first has the plots, the cases where a peer is faster and the targets, the second all tables.
 ``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/families.md`` and ``docs/training-results.md``
 from folders in there. ``--check`` exits with 1 if a page or plot is stale.
-Equal results give identical pages. Every table comes with machine, versions, commit and date; the cases where a peer is
-faster come first.
+Equal results give identical pages. Every table comes with machine, versions, commit and date.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import functools
 import hashlib
 import json
+import re
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -19,9 +21,10 @@ from pathlib import Path
 
 from benchmarks import report_accuracy, report_families, report_pretrained, report_training
 from benchmarks.harness import BROKEN, Record, Results
+from benchmarks.labels import label
 from benchmarks.machine import REPOSITORY
 from benchmarks.pages import Page, Plot
-from benchmarks.plots import draw, mark
+from benchmarks.plots import FIRST_SCREEN_BASE, draw, draw_first_screen, first_screen_mark, mark
 from benchmarks.report_attention import PARTS, attention_tables
 from benchmarks.report_targets import targets_section
 from benchmarks.tables import (
@@ -50,7 +53,14 @@ PAGE = REPOSITORY / "docs" / "performance.md"
 BASELINES = {"int8_linear": "torch_fp16", "attention": "torch_flash", "vit_cpu": "fp32_eager", "vit_gpu": "fp32"}
 HEAD = """# Performance
 
-`python -m benchmarks.report` generates this page from the files in `benchmarks/results/`. Do not edit it.
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/`. Do not edit it. The plots are
+the newest measurements of each kind on each device; [all tables](performance-history.md) behind them have errors,
+memory, machine, versions and commit. INT8 without the name of another library is qframework's.
+"""
+HISTORY_HEAD = """# Performance: all tables
+
+`python -m benchmarks.report` generates this page from the files in `benchmarks/results/`. Do not edit it. The
+[summary](performance.md) has the plots.
 
 Results are compared with an FP64 or FP32 oracle before they are timed, and wrong results get no time. GPU times are
 CUDA events with the L2 cache flushed before each call; calls of microseconds are timed many at once in a CUDA graph.
@@ -60,11 +70,13 @@ how much less time the fastest run took than the slowest. For each case and devi
 shown; the files hold all of them, with percentiles, memory and errors. Ratios carry over to other machines better than
 absolute figures.
 """
-SHAPES_NOTE = """Median TFLOP/s, counting 2MNK operations, with the fastest of each row in bold. `torch_int_mm` applies
-neither scales nor bias, `scaled_mm_fp8` and `scaled_mm_fp8_precise` no bias; `qframework_int8_out` and
-`qframework_gelu_int8_out` also quantize their result. Small shapes are timed as calls replayed in one CUDA graph, for
-every provider.
+SHAPES_NOTE = """Median TFLOP/s, counting 2MNK operations, with the fastest of each row in bold. `torch._int_mm` applies
+neither scales nor bias, FP8 adds a bias only where its name says so; "INT8 result" includes quantizing the result.
+Small shapes are timed as calls replayed in one CUDA graph, for every provider.
 """
+HISTORY = "performance-history.md"  # beside the page
+FIRST_SCREEN = "performance-vit-b.svg"
+FIRST_SCREEN_CASE = ("vit_base_patch16_224", 256)
 NOISE = 0.02  # of speed, between runs of the same code
 SLOWER_THAN_BEFORE = """More than 2 percent slower than in the previous run on the same device:
 """
@@ -101,16 +113,51 @@ def render(runs: Sequence[Run]) -> str:
     """The whole page as Markdown."""
     if not runs:
         return HEAD + NOTHING
-    return "\n".join([HEAD, targets_section(runs), _losses(runs), *(_section(run) for run in shown(runs))])
+    models_first = sorted(shown(runs), key=lambda run: run.records[0].model is None)
+    return "\n".join([HEAD, *map(_summary, models_first), _losses(runs), targets_section(runs)])
+
+
+def render_history(runs: Sequence[Run]) -> str:
+    """The page of all tables as Markdown."""
+    return "\n".join([HISTORY_HEAD, *(_section(run) for run in shown(runs)), _changes(runs)])
+
+
+def _summary(run: Run) -> str:
+    """The plot of a run, and the best of ours over the best peer for each shape or model."""
+    gains = {group[0].subject: _best_ratio([record for record in group if speed(record)]) for group in run.groups()}
+    found = {subject: float(gain) for subject, gain in gains.items() if gain}
+    parts = [f"## {run.title}\n", f"![{run.title}](assets/{run.plot})\n"]
+    if len(found) == 1:
+        parts.append(f"The fastest of qframework is {next(iter(found.values())):.2f} times as fast as the best peer.\n")
+    elif found:
+        least, most = min(found, key=found.__getitem__), max(found, key=found.__getitem__)
+        mean = statistics.geometric_mean(found.values())
+        parts.append(
+            f"The fastest of qframework is {mean:.2f} times as fast as the best peer as geometric mean of {len(found)} "
+            f"cases, between {found[least]:.2f} ({least}) and {found[most]:.2f} ({most}).\n"
+        )
+    parts.append(f"[Tables, machine and versions](performance-history.md#{anchor(run.title)})\n")
+    return "\n".join(parts)
+
+
+def anchor(title: str) -> str:
+    """The anchor that MkDocs gives a heading."""
+    kept = "".join(letter for letter in title.lower() if letter.isalnum() or letter in " -_")
+    return re.sub(r"[-\s]+", "-", kept.strip())
 
 
 def _losses(runs: Sequence[Run]) -> str:
-    """The cases where a peer is faster than the best of qframework, and regressions."""
-    text = f"## Where qframework is slower\n\n{slower(shown(runs), speed, lambda record: record.subject)}"
-    if regressions := _regressions(runs):
-        header = ["what", "provider", "run", "speed", "previous run", "speed", "ratio", "note of the newer run"]
-        text += f"\n{SLOWER_THAN_BEFORE}\n{table(header, regressions)}"
-    return text
+    """The cases where a peer is faster than the best of qframework."""
+    return f"## Where qframework is slower\n\n{slower(shown(runs), speed, lambda record: record.subject)}"
+
+
+def _changes(runs: Sequence[Run]) -> str:
+    """Regressions from the previous to the newest run; empty if there are none."""
+    regressions = _regressions(runs)
+    if not regressions:
+        return ""
+    header = ["what", "provider", "run", "speed", "previous run", "speed", "ratio", "note of the newer run"]
+    return f"## Slower than before\n\n{SLOWER_THAN_BEFORE}\n{table(header, regressions)}"
 
 
 def _regressions(runs: Sequence[Run]) -> list[list[str]]:
@@ -124,7 +171,7 @@ def _regressions(runs: Sequence[Run]) -> list[list[str]]:
                 speeds.setdefault(key, []).append((run, speed(record)))
     return [
         [
-            *(str(key[2]), str(key[3]), now.where, number(new), before.where, number(old), ratio(new, old)),
+            *(str(key[2]), label(str(key[3])), now.where, number(new), before.where, number(old), ratio(new, old)),
             (now.note or "").partition(". ")[0],
         ]
         for key, ((now, new), (before, old), *_) in ((key, pairs) for key, pairs in speeds.items() if len(pairs) > 1)
@@ -134,7 +181,6 @@ def _regressions(runs: Sequence[Run]) -> list[list[str]]:
 
 def _section(run: Run) -> str:
     parts = [f"## {run.title}\n", machine_line(run.machine, run.peaks), *([f"{run.note}\n"] if run.note else [])]
-    parts.append(f"![{run.title}](assets/{run.plot})\n")
     if run.benchmark == "int8_linear":
         parts.append(SHAPES_NOTE)
         parts.append(_shapes_table(run))
@@ -155,13 +201,13 @@ def _shapes_table(run: Run) -> str:
         fastest = max(speeds.values())
         cells = [bold_if(speeds.get(name) == fastest, number(speeds.get(name))) for name in providers]
         rows.append([group[0].subject, *cells, _best_ratio(group)])
-    return table(["M,N,K", *providers, "qframework / best peer"], rows)
+    return table(["M,N,K", *map(label, providers), "qframework / best peer"], rows)
 
 
 def _broken(run: Run) -> str:
     """The records without a time, and why."""
     broken = [record for record in run.records if record.status in BROKEN]
-    rows = [[record.subject, record.provider, f"{record.status}: {record.reason}"] for record in broken]
+    rows = [[record.subject, label(record.provider), f"{record.status}: {record.reason}"] for record in broken]
     return table(["M,N,K", "provider", "reason for no time"], rows)
 
 
@@ -175,12 +221,12 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
     baseline = next((speed(record) for record in group if record.provider == BASELINES.get(run.benchmark)), 0.0)
     best_peer = max((speed(record) for record in split(group)[1]), default=0.0)
     columns: dict[str, Callable[[Record], str]] = {
-        "provider": lambda record: record.provider,
+        "provider": lambda record: label(record.provider),
         "dtype": lambda record: record.dtype or "",
         "images/s": lambda record: number(record.images_per_second),
         "TOP/s" if run.benchmark == "attention" else "TFLOP/s": lambda record: number(record.tflops),
         "GB/s": lambda record: number(record.gbps),
-        f"/ {BASELINES.get(run.benchmark)}": lambda record: ratio(speed(record), baseline),
+        f"/ {label(BASELINES.get(run.benchmark, ''))}": lambda record: ratio(speed(record), baseline),
         "/ best peer": lambda record: ratio(speed(record), best_peer) if is_ours(record) else "",
         "p20 ms": lambda record: number(record.p20_ms),
         "p50 ms": lambda record: number(record.p50_ms),
@@ -210,7 +256,21 @@ def _group_table(run: Run, group: Sequence[Record]) -> str:
 def performance_page(runs: Sequence[Run], path: Path) -> Page:
     """The performance page of ``runs`` with a plot for each run shown."""
     plots = {run.plot: Plot(mark(run), functools.partial(draw, run)) for run in shown(runs)}
+    if (first := first_screen(runs)) is not None:
+        plots[FIRST_SCREEN] = Plot(first_screen_mark(first[0]), functools.partial(draw_first_screen, *first))
     return Page(path, render(runs), plots, "performance-*.svg")
+
+
+def first_screen(runs: Sequence[Run]) -> tuple[Run, list[Record]] | None:
+    """The newest run of ViT-B at batch 256 with its records, for the first screen of README and site."""
+    found = [
+        (run, group)
+        for run in shown(runs)
+        for group in run.groups()
+        if run.benchmark == "vit_gpu" and (group[0].model, group[0].batch) == FIRST_SCREEN_CASE
+        if any(record.provider == FIRST_SCREEN_BASE and record.status == "ok" for record in group)
+    ]
+    return max(found, key=lambda each: str(each[0].machine.get("date")), default=None)
 
 
 def _smoke() -> int:
@@ -249,6 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = arguments.page.parent
     pages = [
         performance_page(runs, arguments.page),
+        Page(folder / HISTORY, render_history(runs)),
         Page(folder / report_accuracy.NAME, accuracy_text, report_pretrained.plots(pretrained), "accuracy-*.svg"),
         report_training.training_page(trained, folder / report_training.NAME),
         report_families.families_page(families, folder / report_families.NAME),

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness import Record
-from benchmarks.tables import OURS, Run, bold_if, is_ours, number, ratio, speed, split, table
+from benchmarks.labels import label
+from benchmarks.tables import Run, bold_if, is_ours, number, ratio, speed, split, table
 
 SHAPE = "B,H,N,D"
 SPLIT_NOTE = """A whole call can take less than the sum, if it quantizes inside the kernel, or more.
@@ -42,14 +43,14 @@ def _against_peers(groups: Sequence[Sequence[Record]]) -> str:
         name = _short(best.provider) if best else ""
         gain = ratio(speed(best), max(times.values(), default=0.0)) if best else ""
         rows.append([group[0].subject, *cells, own, name, gain])
-    return table([SHAPE, *peers, "qframework, fastest", "which", "/ best peer"], rows)
+    return table([SHAPE, *map(label, peers), "qframework, fastest", "which", "/ best peer"], rows)
 
 
 def _refused(groups: Sequence[Sequence[Record]]) -> str:
     """Providers with wrong results, with shapes and reasons; empty if there are none."""
     wrong = [record for group in groups for record in group if record.status == "wrong"]
     wrong.sort(key=is_ours)
-    rows = [[record.provider, record.subject, record.reason or ""] for record in wrong]
+    rows = [[label(record.provider), record.subject, record.reason or ""] for record in wrong]
     return table(["provider", SHAPE, "failed check"], rows) if rows else ""
 
 
@@ -89,7 +90,7 @@ def _names(groups: Sequence[Sequence[Record]], wanted: Callable[[Record], bool])
 
 
 def _short(provider: str) -> str:
-    return provider.removeprefix(f"{OURS}_")
+    return label(provider)
 
 
 def _error(record: Record) -> float | None:

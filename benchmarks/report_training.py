@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import training_gradients, training_parity, training_processes
+from benchmarks import parity_plot, training_gradients, training_parity, training_processes
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.report_targets import newest
@@ -24,7 +24,6 @@ from benchmarks.tables import Run, bold_if, machine_line, number, scientific, sl
 from benchmarks.target_table import Target, rows
 from benchmarks.target_table_training import TRAINING_TARGETS, linear_in_blocks, single_size
 from benchmarks.training_parity import SUBJECTS, Comparison, per_block
-from demos.training_files import draw_curves
 from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
 
 FOLDER = "training"  # below the folder of results
@@ -190,7 +189,7 @@ def _task(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
 def mark(task: str, runs: dict[str, list[dict[str, Any]]]) -> str:
     """The text stored in a plot that identifies the runs and the code it was drawn from."""
     results = json.dumps(runs, sort_keys=True)
-    code = inspect.getsource(draw_curves) + inspect.getsource(training_parity.draw)
+    code = inspect.getsource(parity_plot) + inspect.getsource(training_parity.draw)
     digests = (hashlib.sha256(text.encode()).hexdigest()[:16] for text in (results, code))
     return "results {}, drawn by {}".format(*digests)
 

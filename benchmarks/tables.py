@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from benchmarks.harness import BROKEN, Record
+from benchmarks.labels import label
 
 OURS = "qframework"
 TITLES = {
@@ -49,7 +50,9 @@ class Run:
     @property
     def title(self) -> str:
         date = str(self.machine.get("date") or "date unknown").partition("T")[0]
-        return f"{TITLES.get(self.benchmark, self.benchmark)}: {self.machine.get('device') or 'device unknown'}, {date}"
+        subjects = {record.subject for record in self.records if record.model}
+        what = ", ".join([TITLES.get(self.benchmark, self.benchmark), *(subjects if len(subjects) == 1 else ())])
+        return f"{what}: {self.machine.get('device') or 'device unknown'}, {date}"
 
     def groups(self) -> list[list[Record]]:
         """Comparable records, those of one shape or of one model and batch, in the order measured."""
@@ -137,8 +140,8 @@ def slower(runs: Sequence[Run], value: Callable[[Record], float], what: Callable
         best = max(ours, key=value, default=None)
         faster = sorted((peer for peer in peers if best and value(peer) > value(best)), key=value, reverse=True)
         if best and faster:
-            multiples = ", ".join(f"{ratio(value(best), value(peer))} {peer.provider}" for peer in faster)
-            rows.append([run.title, what(best), best.provider, multiples])
+            multiples = "; ".join(f"{ratio(value(best), value(peer))} {label(peer.provider)}" for peer in faster)
+            rows.append([run.title, what(best), label(best.provider), multiples])
     header = ["run", "what", "best of qframework", "its speed as a multiple of the faster peers'"]
     return table(header, rows) if rows else "Nowhere in these runs.\n"
 

@@ -15,6 +15,7 @@ from typing import Literal
 from benchmarks.harness import Record
 from benchmarks.int8_linear import LARGE_SHAPES, SMALL_SHAPES
 from benchmarks.int8_linear_cases import FP8_TENSORWISE, Shape
+from benchmarks.labels import label
 from benchmarks.tables import speed, table
 
 Measure = Literal["speed", "calls_per_ms", "p50_ms", "first_call_s", "peak_mb", "activation_mb"]
@@ -207,8 +208,8 @@ def rows(outcomes: Sequence[tuple[Target, Outcome | None, str]]) -> str:
         limits = [f"{sign}{limit:g}" if limit is not None else "" for limit in (target.must, target.aim)]
         found = ["", "not measured", "", "", ""]
         if outcome is not None:
-            rivals = ", ".join([*outcome.rivals, *(f"without {name}" for name in outcome.without)])
-            found = [outcome.range, outcome.verdict, ", ".join(outcome.which), rivals, where]
+            rivals = "; ".join([*map(label, outcome.rivals), *(f"without {label(name)}" for name in outcome.without)])
+            found = [outcome.range, outcome.verdict, "; ".join(map(label, outcome.which)), rivals, where]
         lines.append([target.what, target.against, *limits, *found])
     return table(header, lines)
 

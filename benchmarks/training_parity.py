@@ -28,8 +28,9 @@ import torch
 from benchmarks.boxed import Worker, shared_cores
 from benchmarks.harness import argument_parser, comma_separated
 from benchmarks.machine import REPOSITORY, describe_machine
+from benchmarks.parity_plot import draw_differences
 from benchmarks.tables import table as markdown
-from demos.training_files import Curves, draw_curves
+from demos.training_files import Curves
 from demos.training_loop import Place, RunConfig, TrainingTask, train
 from demos.training_tasks import DigitsTask, TextTask
 from qframework.devices import device_name
@@ -311,9 +312,9 @@ def report(folder: Path, tasks: Sequence[str]) -> bool:
 
 
 def draw(task: str, runs: dict[str, list[dict[str, Any]]], path: Path, description: str = "") -> None:
-    """The losses of all runs as PNG."""
-    curves = {name: list(map(_curves, rows)) for name, rows in runs.items()}
-    draw_curves(curves, path, task, description)
+    """The losses of all runs as PNG, as differences from BF16's."""
+    curves = {name: {row["seed"]: _curves(row) for row in rows} for name, rows in runs.items()}
+    draw_differences(curves, BASELINE, path, task, description)
 
 
 def _curves(document: dict[str, Any]) -> Curves:

@@ -63,8 +63,12 @@ class Sensitivity:
         return table
 
     def plot(self, path: Path) -> None:
-        """Draw drop and SQNR of every layer to a PNG. Raises ModuleNotFoundError if matplotlib is missing."""
-        draw_sensitivity(self.rows, path)
+        """Draw drop and SQNR of the output for every layer to a PNG, the worst first.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+        """
+        draw_sensitivity(self.worst(), path)
 
 
 def sensitivity(
