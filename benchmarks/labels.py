@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 _HEADS = {
+    "bf16": "BF16",
     "bf16_autocast_inductor": "BF16 autocast, compiled",
     "fp16": "FP16 eager",
     "fp16_compiled": "FP16 compiled",
@@ -37,10 +40,13 @@ _HEADS = {
     "x86_inductor_dynamic": "X86InductorQuantizer, dynamic",
     "x86_inductor_static": "X86InductorQuantizer, static",
 }
+_BLOCKS = re.compile(r"qframework_(?:b|blocks_)?(\d+(?:x\d+)?)")
 _ENDINGS = {
     "attention_off": "float attention",
     "bf16": "BF16",
     "bias": "bias",
+    "compiled": "compiled",
+    "eager": "eager",
     "float": "float weights",
     "frozen": "frozen weights",
     "graphs": "CUDA graphs",
@@ -66,4 +72,6 @@ def label(provider: str) -> str:
             break
         head = head.removesuffix(f"_{ending}")
         endings.insert(0, _ENDINGS[ending])
+    if found := _BLOCKS.fullmatch(head):
+        return ", ".join([f"INT8 blocks of {found[1]}", *endings])
     return ", ".join([_HEADS.get(head, head.removeprefix("qframework_")), *endings])

@@ -44,12 +44,12 @@ def draw(run: Run, path: Path) -> None:
 
 def mark(run: Run) -> str:
     """What a plot carries to show which results it was drawn from, and by which code."""
-    code = (
-        run.title
-        + "".join(map(inspect.getsource, (draw, labels, *_functions(run))))
-        + str([each.key for each in run.records])
-    )
+    code = run.title + _sources(draw, *_functions(run)) + str([each.key for each in run.records])
     return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+
+
+def _sources(*functions: Callable[..., Any]) -> str:
+    return inspect.getsource(labels) + "".join(map(inspect.getsource, functions))
 
 
 def _functions(run: Run) -> tuple[Callable[..., Any], ...]:
@@ -120,7 +120,7 @@ def draw_first_screen(run: Run, group: Sequence[Record], path: Path) -> None:
 
 def first_screen_mark(run: Run) -> str:
     """As ``mark``."""
-    code = "".join(map(inspect.getsource, (draw_first_screen, labels))) + str([record.key for record in run.records])
+    code = _sources(draw_first_screen) + str([record.key for record in run.records])
     return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 

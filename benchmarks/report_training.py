@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import parity_plot, training_gradients, training_parity, training_processes
 from benchmarks.harness import Record
+from benchmarks.labels import label
 from benchmarks.pages import Page, Plot
 from benchmarks.report_targets import newest
 from benchmarks.tables import Run, bold_if, machine_line, number, scientific, slower, table
@@ -296,13 +297,15 @@ def _pivot(run: Run, value: Callable[[Record], float]) -> str:
         least = min(values.values(), default=0.0)
         cells = [bold_if(values.get(name) == least, number(values.get(name))) for name in providers]
         lines.append([f"{group[0].op} {group[0].subject}", *cells])
-    return table(["", *providers], lines)
+    return table(["", *map(label, providers)], lines)
 
 
 def _reasons(run: Run) -> str:
     """The reasons why providers have no time."""
     without = [record for record in run.records if record.status != "ok"]
-    found = dict.fromkeys(f"- {record.provider}, {record.op}: {record.status}, {record.reason}" for record in without)
+    found = dict.fromkeys(
+        f"- {label(record.provider)}, {record.op}: {record.status}, {record.reason}" for record in without
+    )
     return "No time:\n\n" + "\n".join(found) + "\n" if found else ""
 
 

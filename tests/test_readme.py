@@ -45,6 +45,41 @@ def test_python_blocks_run(page: Path, tmp_path: Path, monkeypatch: pytest.Monke
         exec(compile("\n" * line + body, str(page), "exec"), namespace)
 
 
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "py")], ids=name)
+def test_blocks_for_a_gpu_run_on_the_cpu(page: Path, fresh_dynamo: None) -> None:
+    """Blocks marked ``py`` need a GPU and downloaded weights; here they run without both, on a small model."""
+    import timm
+    import torch
+
+    namespace = {"timm": timm, "torch": torch, "images": torch.randn(2, 3, 160, 160)}
+    for _, body in blocks(page, "py"):
+        for here, there in {".half().cuda()": "", ", pretrained=True": "", "vit_base_patch16_224": "test_vit"}.items():
+            body = body.replace(here, there)
+        exec(compile(body, str(page), "exec"), namespace)
+    assert namespace["logits"].shape == (2, 1000)  # type: ignore[attr-defined]
+
+
+def test_the_first_screen_has_the_stored_figures() -> None:
+    """Figures of the table that generated pages hold as well."""
+    from benchmarks import report, report_targets, target_table
+
+    runs = report.load_runs(report.RESULTS)
+    readme = (ROOT / "README.md").read_text()
+    for what, mode, shown in (
+        ("vit_base_patch16_224, batch 256, static", "best of FP16 compiled and torchao FP8", "1.74"),
+        ("vit_base_patch16_224, batch 256, dynamic", "best of FP16 compiled and torchao FP8", "1.42"),
+        ("vit_large_patch16_224, batch 256, static", "best of FP16 compiled and torchao FP8", "1.55"),
+        ("vit_large_patch16_224, batch 256, dynamic", "best of FP16 compiled and torchao FP8", "1.33"),
+        ("INT8 GEMM, M = 1576, fp16 out", "best of bf16, FP8, _int_mm", "0.91"),
+        ("vit_base_patch16_224, batch 8, on a CPU, static", "FP32 eager", "3.4"),
+    ):
+        (target,) = (each for each in target_table.TARGETS if (each.what, each.against) == (what, mode))
+        outcome, _ = report_targets.newest(target, runs)
+        assert outcome is not None
+        assert f"{outcome.mean:.{len(shown) - 2}f}" == shown
+        assert f"| {shown} |" in readme
+
+
 @pytest.mark.parametrize("command", commands("qframework"))
 def test_commands_parse(command: str) -> None:
     """The subcommand exists and accepts the options and arguments shown; nothing is executed."""

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import report
+from benchmarks import plots, report
 from benchmarks.harness import Record, Results
+from benchmarks.labels import label
 
 MACHINE = {
     "device": "Chip 9000", "capability": "sm_90", "driver": "1.2", "cpu": "CPU", "cores": 4, "threads": 4,
@@ -54,28 +55,91 @@ def page(site: Path) -> str:
     return (site / "performance.md").read_text()
 
 
+def history(site: Path) -> str:
+    return (site / "performance-history.md").read_text()
+
+
+def test_the_summary_has_a_plot_and_a_sentence_for_each_run_and_links_to_its_tables(site):
+    run_report(site)
+    plots, losses = page(site).split("\n## Where qframework is slower")
+    assert "](assets/" not in losses, "plots come first"
+    assert plots.index("assets/performance-cpu.svg") < plots.index("assets/performance-linear.svg"), "models first"
+    assert "0.56 times as fast as the best peer as geometric mean of 2 cases, between 0.25 (4,5,6) and 1.25" in plots
+    assert "qframework is 1.50 times as fast as the best peer." in plots
+    for title in (
+        "INT8 linear: Chip 9000, 2026-01-02",
+        "Vision transformers on the CPU, vit, batch 8: Chip 9000, 2026-01-02",
+    ):
+        assert f"\n## {title}\n" in history(site)
+        assert f"(performance-history.md#{report.anchor(title)})" in plots
+
+
+def test_the_tracked_summary_is_short():
+    assert len(report.PAGE.read_text().splitlines()) <= 400
+    assert "](assets/performance-vit-b.svg)" not in report.PAGE.read_text(), "it belongs to README and site"
+    assert (report.PAGE.parent / "assets" / report.FIRST_SCREEN).exists()
+
+
+@pytest.mark.parametrize(
+    ("provider", "shown"),
+    [
+        ("qframework_static_frozen", "static INT8, frozen weights"),
+        ("qframework_static_int8_attention", "static INT8, INT8 attention"),
+        ("qframework_dynamic_float_graphs", "dynamic INT8, float weights, CUDA graphs"),
+        ("scaled_mm_fp8_bias_precise", "FP8 (cuBLAS), bias, exact sums"),
+        ("fp16_max_autotune", "FP16 compiled, max-autotune"),
+        ("qframework_sage2_int8", "sage2_int8"),
+        ("qframework_1x128_compiled", "INT8 blocks of 1x128, compiled"),
+        ("qframework_b32", "INT8 blocks of 32"),
+        ("somebody_else", "somebody_else"),
+    ],
+)
+def test_labels(provider, shown):
+    assert label(provider) == shown
+
+
+@pytest.mark.parametrize("benchmark", ["int8_linear", "attention", "vit_gpu"])
+def test_plots_say_what_the_axes_are(benchmark, tmp_path):
+    shape = {"int8_linear": [8, 16, 32], "attention": [1, 2, 64, 64]}.get(benchmark)
+    rate = {"tflops": 5.0} if shape else {"images_per_second": 5.0, "model": "vit", "batch": 2}
+    names = ("qframework_static", "qframework_per_token", "torch_fp16")
+    records = [
+        Record(benchmark=benchmark, op=benchmark, shape=shape, provider=name, p50_ms=1.0, **rate) for name in names
+    ]
+    results = Results(benchmark, MACHINE, tmp_path / "run.json")
+    results.add(*records)
+    plots.draw(report.load_run(results.path), tmp_path / "plot.svg")
+    drawn = (tmp_path / "plot.svg").read_text()
+    said = {"int8_linear": "M, N, K: rows, outputs, inputs", "attention": "B, H, N, D", "vit_gpu": "images/s"}[
+        benchmark
+    ]
+    assert said in drawn
+    assert "static INT8" in drawn
+    assert "qframework_" not in drawn
+
+
 def test_report_names_machine_versions_commit_and_date_beside_every_table(site):
     assert run_report(site) == 0
-    for section in page(site).split("\n## ")[3:]:
+    for section in history(site).split("\n## ")[1:]:
         for fact in ("Chip 9000, sm_90, driver 1.2", "torch 2.11.0", "triton 3.6.0", "`abc123`", "2026-01-02T03:04:05"):
             assert fact in section
-    assert "`abc123` with local changes" in page(site)
+    assert "`abc123` with local changes" in history(site)
 
 
 def test_report_computes_ratios(site):
     run_report(site)
-    assert "| 1,2,3 | **500** | 400 |  | 1.25 |" in page(site)
-    assert "| qframework_static | 12 | 2.40 | 1.50 |" in page(site)
-    assert "| x86_inductor_static | 8 | 1.60 |  |" in page(site)
+    assert "| 1,2,3 | **500** | 400 |  | 1.25 |" in history(site)
+    assert "| static INT8 | 12 | 2.40 | 1.50 |" in history(site)
+    assert "| X86InductorQuantizer, static | 8 | 1.60 |  |" in history(site)
 
 
 def test_report_shows_losses_and_failures(site):
     run_report(site)
     losses = page(site).split("## Where qframework is slower")[1].split("\n## ")[0]
-    assert "| 4,5,6 | qframework | 0.25 torch_fp16 |" in losses
+    assert "| 4,5,6 | qframework | 0.25 FP16 (cuBLAS) |" in losses
     assert "1,2,3" not in losses
     assert "vit" not in losses
-    assert "failed: a / b |" in page(site)
+    assert "failed: a / b |" in history(site)
 
 
 def test_report_shows_regressions(site):
@@ -88,11 +152,8 @@ def test_report_shows_regressions(site):
     new = Results("vit_cpu", machine_now, folder / "new.json", note="Attention too. And more.")
     new.add(vit("qframework_static", 18.0), vit("qframework_dynamic", 9.9), vit("fp32_eager", 5.0))
     run_report(site)
-    before = page(site).split("slower than in the previous run")[1].split("\n## ")[0]
-    assert (
-        "| vit, batch 8 | qframework_static | new, `def456` | 18 | old, `abc123` | 20 | 0.90 | Attention too |"
-        in before
-    )
+    before = history(site).split("slower than in the previous run")[1].split("\n## ")[0]
+    assert "| vit, batch 8 | static INT8 | new, `def456` | 18 | old, `abc123` | 20 | 0.90 | Attention too |" in before
     assert "dynamic" not in before
     assert "fp32" not in before
 
@@ -126,7 +187,7 @@ def test_report_is_idempotent(site):
 def test_report_leaves_smoke_runs_out(site):
     Results("vit_gpu", MACHINE, site / "results" / "smoke.json", smoke=True).add(vit("tiny", 1e6))
     run_report(site)
-    assert "tiny" not in page(site)
+    assert "tiny" not in page(site) + history(site)
 
 
 def test_report_without_results_says_so(tmp_path):

@@ -245,7 +245,7 @@ def test_block_sizes_have_rows_of_their_own(tmp_path: Path) -> None:
     assert large.startswith("| 128 | 1.50 | ")
     assert large.endswith(" | 1.6e-02 | +0.50 | not measured |")
     best = line(text, "GPT block, forward and backward, hidden 4096 | BF16 compiled | ")
-    assert "| 1.500 | aim reached | qframework_128_compiled | bf16_compiled | training_block, `abc123` |" in best
+    assert "| 1.500 | aim reached | INT8 blocks of 128, compiled | BF16, compiled | training_block, `abc123` |" in best
 
 
 def test_missing_memory_is_not_the_minimum(tmp_path: Path) -> None:
@@ -265,7 +265,7 @@ def test_peers_that_are_faster_are_listed(tmp_path: Path) -> None:
     target = find("gelu forward, hidden 8192", "PyTorch FP16")
     write_records(tmp_path / "results", records(target, 4.0, 1.0))
     text = page(tmp_path)
-    assert "| gelu forward 8192,8192 | qframework_b32 | 0.25 torch_fp16 |" in text
+    assert "| gelu forward 8192,8192 | INT8 blocks of 32 | 0.25 FP16 (cuBLAS) |" in text
     write_records(tmp_path / "results", records(target, 1.0, 4.0))
     assert "Nowhere in these runs." in page(tmp_path)
 

@@ -104,7 +104,7 @@ def test_an_unsupported_peer_is_named_and_does_not_block_a_pass(status):
     outcome = evaluate(SPEED, [*both("qframework_x", 300, 600), *both("peer", 200, 400), *broken])
     assert outcome.verdict == "PASS, aim reached"
     assert outcome.without == (f"other ({status})",)
-    assert f"peer, without other ({status})" in rows([(SPEED, outcome, "file")])
+    assert f"peer; without other ({status})" in rows([(SPEED, outcome, "file")])
 
 
 def test_our_own_wrong_result_is_the_verdict():
@@ -247,11 +247,12 @@ def test_the_page_holds_every_target_with_its_spread(tmp_path):
     text = page.read_text()
     found = line(text)
     assert "| at most 0.8 | at most 0.65 | 0.592 (0.500 to 0.700 in 2 runs) | PASS |" in found
-    assert found.endswith("| qframework_static_graphs | fp16_max_autotune | new, `abc123` |")
+    assert found.endswith("| static INT8, CUDA graphs | FP16 compiled, max-autotune | new, `abc123` |")
     # One for each device: both runs are one row, and the older file is not shown.
-    assert text.count("\n| qframework_static_graphs |") == 2
+    history = page.with_name(report.HISTORY).read_text()
+    assert history.count("\n| static INT8, CUDA graphs |") == 2
     assert text.count("not measured") == len(TARGETS) - 1
-    assert "spread %" in text
+    assert "spread %" in history
 
 
 def test_a_complete_file_is_shown_before_a_newer_one(tmp_path):
