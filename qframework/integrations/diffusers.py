@@ -147,6 +147,11 @@ class QFrameworkDiffusersQuantizer(DiffusersQuantizer):
         model.register_to_config(quantization_config=self.quantization_config)
         return model
 
+    def _dequantize(self, model: Any) -> Any:
+        raise UnsupportedError(
+            f"dequantize: a quantized {type(model).__name__} has lost its float weights. Load the float model instead"
+        )
+
     @property
     def is_serializable(self) -> bool:
         """``save_pretrained`` works."""
