@@ -10,8 +10,9 @@ end from there, with the group's input quantized with each candidate, and the ou
 The candidates are the configured observer, min-max, the 99.99th percentile, the least mean squared error and, where the
 range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
-found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
-the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
+found on shows. Few examples hold few extremes, so clipping must also reduce the sum of all groups' errors noticeably.
+Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in the first blocks
+of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
 """
 
 from __future__ import annotations
@@ -54,15 +55,14 @@ _OBSERVERS: dict[str, ActivationConfig] = {
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
     "mse": ActivationConfig(observer="mse"),
 }
-_ASYMMETRIC: dict[str, ActivationConfig] = {
-    "zero_point": ActivationConfig(symmetric=False),
-    "zero_point_percentile": replace(_OBSERVERS["percentile"], symmetric=False),
-    "zero_point_mse": replace(_OBSERVERS["mse"], symmetric=False),
-}
+_ZERO_POINT = "zero_point"
 # With a zero point the scale must be at most this share of the symmetric one.
 _LOPSIDED = 0.8
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
-_CANDIDATES = {**_OBSERVERS, **_ASYMMETRIC, "dynamic": _DYNAMIC}
+_CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
+_WHOLE_RANGE = {"minmax", _ZERO_POINT}
+# Clipping must reduce the sum of all groups' errors by this share: what it clips in other data is unknown.
+_CLIPPING_GAIN = 0.02
 
 
 @dataclass
@@ -79,11 +79,12 @@ class _Group:
     def names(self) -> list[str]:
         return [layer_name(node) for node in self.linears]
 
-    def best(self, allowed: set[str]) -> str:
-        """The static candidate to use: the configured observer, named ``""``, unless another is clearly better."""
+    def best(self, allowed: set[str], before: str = "", least: float = 0.0) -> str:
+        """The static candidate to use: ``before``, unless another's error is clearly less, also by ``least``."""
         names = [name for name in self.errors if name in allowed]
-        best = min(names, key=self.errors.__getitem__, default="")
-        return best if self.errors[best] < (1 - _GAIN) * self.errors[""] else ""
+        best = min(names, key=self.errors.__getitem__, default=before)
+        limit = min((1 - _GAIN) * self.errors[before], self.errors[before] - least)
+        return best if self.errors[best] < limit else before
 
     @property
     def width(self) -> int:
@@ -120,9 +121,8 @@ def choose_activations(
             dropped if it is smaller without: errors of clipping, which have a direction, do not just add up.
 
     Returns:
-        ``"minmax"``, ``"percentile"``, ``"mse"``, the same with a zero point (``"zero_point"``,
-        ``"zero_point_percentile"``, ``"zero_point_mse"``) or ``"dynamic"`` for each layer that does not keep its
-        configuration.
+        ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one) or ``"dynamic"`` for each layer
+        that does not keep its configuration.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -131,8 +131,8 @@ def choose_activations(
     if not groups:
         return {}
     judged, fitted = held_out(exported, data, batches)
-    harmless = {"zero_point"} if zero_points and judged else set()  # clips nothing that calibration saw
-    allowed = harmless | ({*_OBSERVERS, *(_ASYMMETRIC if zero_points else ())} if observers and judged else set())
+    harmless = {_ZERO_POINT} if zero_points and judged else set()  # clips nothing that calibration saw
+    allowed = harmless | ({*_OBSERVERS} if observers and judged else set())
     _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
     _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES))
@@ -152,7 +152,9 @@ def choose_activations(
 
 def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> dict[int, str]:
     """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
-    best = [group.best(allowed) for group in groups]
+    whole = [group.best(allowed & _WHOLE_RANGE) for group in groups]
+    least = _CLIPPING_GAIN * sum(group.errors[name] for group, name in zip(groups, whole, strict=True))
+    best = [group.best(allowed - _WHOLE_RANGE, name, least) for group, name in zip(groups, whole, strict=True)]
     dynamic = _most_harmful(groups, dynamic_share, best)
     chosen = {i: name for i, name in enumerate(best) if name}
     return chosen | dict.fromkeys(dynamic, "dynamic")
@@ -234,23 +236,19 @@ def _is_among(parameters: Parameters, others: list[Parameters]) -> bool:
     )
 
 
-def _parameters(histogram: AffineMSEObserver) -> dict[str, Parameters]:
+def _parameters(both_ends: AffineMSEObserver) -> dict[str, Parameters]:
     """Those of each candidate; with a zero point only where the range is lopsided."""
-    counts, width = histogram.counts.cpu().double(), float(histogram.limit) / histogram.bins
-    percentile = PercentileObserver("", _PERCENTILE, histogram.bins).search(counts, width)
-    symmetric = MSEObserver("", histogram.bins)
-    symmetric.amax = histogram.amax
-    amax = histogram.amax
+    counts, width, amax = both_ends.counts.cpu().double(), float(both_ends.limit) / both_ends.bins, both_ends.amax
+    percentile = PercentileObserver("", _PERCENTILE, both_ends.bins).search(counts, width)
+    symmetric = MSEObserver("", both_ends.bins)
+    symmetric.amax = amax
     thresholds = {"minmax": float(amax), "percentile": percentile, "mse": symmetric.search(counts, width)}
     found = {
         name: Parameters(scale_from_amax(amax.new_tensor(value).minimum(amax))) for name, value in thresholds.items()
     }
-    ends = {**thresholds, "mse": histogram.search(counts, width)}
-    for name, config in _ASYMMETRIC.items():
-        threshold = amax.new_tensor(ends[config.observer]).minimum(amax)
-        scale, zero_point = affine_parameters(*histogram.ends_at(threshold))
-        if float(scale) <= _LOPSIDED * float(scale_from_amax(threshold)):
-            found[name] = Parameters(scale, zero_point)
+    scale, zero_point = affine_parameters(both_ends.low, both_ends.high)
+    if float(scale) <= _LOPSIDED * float(found["minmax"].scale):
+        found[_ZERO_POINT] = Parameters(scale, zero_point)
     return found
 
 

@@ -27,7 +27,7 @@ from qframework.quantizer.config import (
 )
 
 AttentionGranularity = Literal["per_tensor", "per_head"]
-_PER_HEAD_OBSERVERS = ("minmax", "moving_average")
+PER_HEAD_OBSERVERS = ("minmax", "moving_average")
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class AttentionConfig(JsonConfig):
         self.activation()  # checks the observer and its arguments
         if not self.smooth_k:
             raise UnsupportedError("AttentionConfig: smooth_k must be True for mode='static', got False")
-        if self.granularity == "per_head" and self.observer not in _PER_HEAD_OBSERVERS:
+        if self.granularity == "per_head" and self.observer not in PER_HEAD_OBSERVERS:
             raise UnsupportedError(
-                f"AttentionConfig: observer must be {' or '.join(map(repr, _PER_HEAD_OBSERVERS))} for "
+                f"AttentionConfig: observer must be {' or '.join(map(repr, PER_HEAD_OBSERVERS))} for "
                 f"granularity='per_head', got {self.observer!r}"
             )
 

@@ -259,8 +259,8 @@ def _is_static(config: LinearConfig | AttentionConfig | None) -> bool:
     return config is not None and not config.activation.dynamic
 
 
-def override_config(node: Node, config: LinearConfig | None) -> None:
-    """Let every quantizer that quantizes the linear ``node`` use ``config``, or with None its own again.
+def override_config(node: Node, config: LinearConfig | AttentionConfig | None) -> None:
+    """Let every quantizer that quantizes the linear or attention ``node`` use ``config``, or with None its own again.
 
     A recipe chooses for each layer this way.
     """

@@ -27,6 +27,7 @@ from qframework.errors import UnsupportedError
 from qframework.graph.expand_addmm import expand_exported_addmm
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
+from qframework.quantizer.attention_choice import choose_heads
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import scale_channels
 from qframework.quantizer.config import JsonConfig, check_bool, check_choice
@@ -90,6 +91,8 @@ class Recipe(JsonConfig):
             (qframework/quantizer/activation_choice.py).
         zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
             error of the model's output. Costs nothing at run time; all else is symmetric.
+        attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
+            the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
             most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
@@ -108,6 +111,7 @@ class Recipe(JsonConfig):
     rotate: bool = False
     choose_observers: bool = False
     zero_points: bool = False
+    attention_heads: bool = False
     dynamic_share: float = 0.0
     guard: bool = False
     weight_rounding: WeightRounding = "nearest"
@@ -118,8 +122,8 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        switches = ("channel_scales", "split_gelu", "rotate", "choose_observers", "zero_points", "guard")
-        for name in (*switches, "bias_correction"):
+        switches = ("channel_scales", "split_gelu", "rotate", "choose_observers", "zero_points", "attention_heads")
+        for name in (*switches, "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -136,6 +140,7 @@ class Recipe(JsonConfig):
             channel_scales=True,
             choose_observers=True,
             zero_points=True,
+            attention_heads=True,
             dynamic_share=0.2,
             guard=True,
             weight_rounding="gptq",
@@ -157,7 +162,7 @@ class Recipe(JsonConfig):
         Returns:
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
-            "activations": {layer: observer, "zero_point" or "dynamic"}}``.
+            "activations": {layer: observer, "zero_point" or "dynamic"}, "attention": {layer: "per_head"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -200,6 +205,8 @@ class Recipe(JsonConfig):
                 batches=self.batches,
                 judge=None if error is None else error.measure,
             )
+        if self.attention_heads:
+            done["attention"] = choose_heads(exported, quantizer, data, batches=self.batches)
         return done
 
     @property
