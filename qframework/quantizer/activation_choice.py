@@ -10,9 +10,8 @@ end from there, with the group's input quantized with each candidate, and the ou
 The candidates are the configured observer, min-max, the 99.99th percentile, the least mean squared error and, where the
 range is lopsided, a zero point: behind GELU, which never goes below -0.17, symmetric scales waste nearly a bit. Errors
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
-found on shows. Few examples hold few extremes, so clipping must also reduce the sum of all groups' errors noticeably.
-Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in the first blocks
-of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
+found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
+the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
 """
 
 from __future__ import annotations
@@ -60,9 +59,6 @@ _ZERO_POINT = "zero_point"
 _LOPSIDED = 0.8
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
-_WHOLE_RANGE = {"minmax", _ZERO_POINT}
-# Clipping must reduce the sum of all groups' errors by this share: what it clips in other data is unknown.
-_CLIPPING_GAIN = 0.02
 
 
 @dataclass
@@ -79,12 +75,11 @@ class _Group:
     def names(self) -> list[str]:
         return [layer_name(node) for node in self.linears]
 
-    def best(self, allowed: set[str], before: str = "", least: float = 0.0) -> str:
-        """The static candidate to use: ``before``, unless another's error is clearly less, also by ``least``."""
+    def best(self, allowed: set[str]) -> str:
+        """The static candidate to use: the configured observer, named ``""``, unless another is clearly better."""
         names = [name for name in self.errors if name in allowed]
-        best = min(names, key=self.errors.__getitem__, default=before)
-        limit = min((1 - _GAIN) * self.errors[before], self.errors[before] - least)
-        return best if self.errors[best] < limit else before
+        best = min(names, key=self.errors.__getitem__, default="")
+        return best if self.errors[best] < (1 - _GAIN) * self.errors[""] else ""
 
     @property
     def width(self) -> int:
@@ -152,9 +147,7 @@ def choose_activations(
 
 def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> dict[int, str]:
     """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
-    whole = [group.best(allowed & _WHOLE_RANGE) for group in groups]
-    least = _CLIPPING_GAIN * sum(group.errors[name] for group, name in zip(groups, whole, strict=True))
-    best = [group.best(allowed - _WHOLE_RANGE, name, least) for group, name in zip(groups, whole, strict=True)]
+    best = [group.best(allowed) for group in groups]
     dynamic = _most_harmful(groups, dynamic_share, best)
     chosen = {i: name for i, name in enumerate(best) if name}
     return chosen | dict.fromkeys(dynamic, "dynamic")
