@@ -147,12 +147,17 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     PyTorch's caches of compiled graphs store this function by its name.
     """
     from qframework.compat.inductor import select_decomp_table
+
+    return {**select_decomp_table(), **own_decompositions()}
+
+
+def own_decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions of our operators that Inductor fuses with their neighbors."""
     from qframework.kernels.linear.int8_linear import DECOMPOSITIONS as int8_linear_decompositions
     from qframework.kernels.linear.zero_point_bias import DECOMPOSITIONS as bias_decompositions
     from qframework.kernels.quantize import DECOMPOSITIONS as quantize_decompositions
 
-    ours = {**quantize_decompositions, **int8_linear_decompositions, **bias_decompositions}
-    return {**select_decomp_table(), **ours}
+    return {**quantize_decompositions, **int8_linear_decompositions, **bias_decompositions}
 
 
 def _checked(compiled: Callable[..., Any], checks: Sequence[Callable[[Sequence[Any]], None]]) -> Callable[..., Any]:

@@ -28,4 +28,18 @@ def input_structure(gm: GraphModule) -> Any:
     return getattr(gm.graph._codegen, "pytree_info", None)
 
 
-__all__ = ["free_unbacked_symbols", "input_structure", "is_erased", "make_fx", "statically_known_true"]
+@explained()
+def replace_output_structure(gm: GraphModule, structure: Any) -> None:
+    """Change the nesting of an exported model's outputs, which must have as many leaves as before."""
+    info = gm.graph._codegen.pytree_info  # type: ignore[attr-defined]
+    gm.graph._codegen.pytree_info = info._replace(out_spec=structure)  # type: ignore[attr-defined]
+
+
+__all__ = [
+    "free_unbacked_symbols",
+    "input_structure",
+    "is_erased",
+    "make_fx",
+    "replace_output_structure",
+    "statically_known_true",
+]

@@ -50,6 +50,22 @@ def compile_graph(
         )
 
 
+def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
+    """Compile an exported program to a package of AOTInductor; ``path`` must end in ``.pt2``."""
+    with explained():
+        from torch._inductor import aoti_compile_and_package
+
+    aoti_compile_and_package(program, package_path=path, inductor_configs=config)
+
+
+def load_compiled_package(path: str) -> Any:
+    """The function in a package of AOTInductor."""
+    with explained():
+        from torch._inductor import aoti_load_package
+
+    return aoti_load_package(path)
+
+
 def keep_whole(operators: list[Any]) -> None:
     """Register Inductor's default fallback, with the layout constraint of each operator, so that it does not warn."""
     with explained():
@@ -62,4 +78,12 @@ def keep_whole(operators: list[Any]) -> None:
             make_fallback(target, layout_constraint=constraint, warn=False)
 
 
-__all__ = ["compile_graph", "keep_whole", "list_mode_options", "list_options", "select_decomp_table"]
+__all__ = [
+    "compile_graph",
+    "compile_package",
+    "keep_whole",
+    "list_mode_options",
+    "list_options",
+    "load_compiled_package",
+    "select_decomp_table",
+]

@@ -156,7 +156,9 @@ _ROWS = (
     # pytree.py
     *(
         Name(f"torch.utils._pytree.{name}", _PYTREE)
-        for name in ("TreeSpec", "tree_any", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten")
+        for name in (
+            *("TreeSpec", "tree_any", "tree_leaves", "tree_map", "tree_map_only", "tree_structure", "tree_unflatten"),
+        )
     ),
     *(
         Name(f"torch.utils._pytree.{name}", _SAVED)
@@ -211,6 +213,10 @@ _ROWS = (
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.decomposition.select_decomp_table", "backend='qframework' cannot compile a model"),
+    *(
+        Name(f"torch._inductor.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
+        for name in ("aoti_compile_and_package", "aoti_load_package")
+    ),
     Name("torch._inductor.list_mode_options", _OPTIONS),
     Name("torch._inductor.list_options", _OPTIONS),
     Name("torch._inductor.lowering.lowerings", _INT8_OPERATORS, until="2.15"),

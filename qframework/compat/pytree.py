@@ -13,6 +13,7 @@ with explained():
         tree_leaves,
         tree_map,
         tree_map_only,
+        tree_structure,
         tree_unflatten,
         treespec_loads,
     )
@@ -33,6 +34,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_map_only",
+    "tree_structure",
     "tree_unflatten",
     "treespec_loads",
 ]

@@ -14,6 +14,7 @@ from qframework.backend import Report, explain
 from qframework.compat import pytree
 from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
+from qframework.export.package import write_package
 from qframework.export.report import OnnxReport
 from qframework.serialization import save
 
@@ -52,6 +53,14 @@ class QuantizedModel(GraphModule):
         ``qframework.export.to_onnx``, whose result, arguments and errors these are.
         """
         return write_onnx(self, path, *self._example(), self._dynamic_shapes, opset)
+
+    def to_package(self, path: str | os.PathLike[str], *, options: Mapping[str, Any] | None = None) -> Report:
+        """Compile the model ahead of time to a file that ``qframework.export.load_package`` runs without compiling.
+
+        The package takes the inputs that the model was quantized for, with the same axes that may vary. See
+        ``qframework.export.to_package``, whose result, arguments and errors these are.
+        """
+        return write_package(self, path, *self._example(), self._dynamic_shapes, options)
 
     def explain(self) -> Report:
         """Report which layers run in INT8 under ``backend="qframework"``, and why the others do not."""

@@ -23,6 +23,7 @@ from qframework.export.qdq import Rewritten, write_qdq
 from qframework.export.recorded_inputs import recorded_inputs
 from qframework.export.report import OnnxReport
 from qframework.fallbacks import Fallbacks
+from qframework.outputs import check_output_file
 
 OPSETS = range(18, 24)
 fallbacks = Fallbacks()
@@ -85,6 +86,7 @@ def write_onnx(
 ) -> OnnxReport:
     """``to_onnx`` with positional and keyword inputs."""
     _check(model, opset)
+    check_output_file(Path(path), "to_onnx: path")
     gm = GraphModule(model, copy.deepcopy(model.graph))  # shares the tensors
     in_float = write_float_attention(gm)
     rewritten = write_qdq(gm)

@@ -9,6 +9,7 @@ from typing import Any
 from torch.export import ExportedProgram
 
 from qframework.compat.pytree import TreeSpec, children
+from qframework.export.plain_outputs import key_names
 
 _NOTES = ("pkg.torch.onnx.stack_trace", "pkg.torch.onnx.fx_node", "pkg.torch.export.ExportedProgram.range_constraints")
 
@@ -29,11 +30,10 @@ def _paths(spec: TreeSpec) -> Iterator[tuple[str, ...]]:
         if spec.is_leaf():
             yield ()
         return
-    keys = spec.context if isinstance(spec.context, list | tuple) else ()
-    known = len(keys) == len(below) and all(isinstance(key, str) for key in keys)
-    for number, child in enumerate(below):
+    names = key_names(spec) or [str(number) for number in range(len(below))]
+    for name, child in zip(names, below, strict=True):
         for path in _paths(child):
-            yield (str(keys[number]) if known else str(number), *path)
+            yield (name, *path)
 
 
 def name_axes(document: Any, first_sizes: Sequence[int | None]) -> None:

@@ -1,0 +1,136 @@
+"""``to_package``: another process runs the model, with the outputs of the compiled model, without a compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import BaseModelOutput
+
+import qframework
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
+from qframework.export import load_package, to_package
+from qframework.quantizer import QFrameworkQuantizer, dynamic_int8, static_attention, static_int8
+
+pytestmark = pytest.mark.slow
+
+# CXX does not exist, and the cache is empty: nothing can be compiled or taken from the first process.
+OTHER_PROCESS = """
+import json, sys
+import torch, qframework
+inputs, expected = torch.load("expected.pt")
+run = qframework.export.load_package("model.pt2")
+outputs = [run(**each) for each in inputs]
+print(json.dumps({
+    "equal": [torch.equal(found["last_hidden_state"], wanted) for found, wanted in zip(outputs, expected)],
+    "types": [type(found).__name__ for found in outputs],
+    "transformers": "transformers" in sys.modules,
+}))
+"""
+
+
+class Attention(nn.Module):
+    """Self-attention with a mask of keys, which returns what models of transformers return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> BaseModelOutput:
+        q, k, v = self.qkv(hidden).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None, None, :])
+        return BaseModelOutput(last_hidden_state=hidden + self.proj(out.transpose(1, 2).flatten(2)))
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(16, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
+def test_another_process_computes_the_same_without_compiling(tmp_path: Path, fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    inputs = {"hidden": torch.randn(4, 9, 32), "mask": torch.ones(4, 9, dtype=torch.bool)}
+    inputs["mask"][1, 5:] = False
+    model = Attention().eval()
+    quantizer = QFrameworkQuantizer().set_global(static_int8()).set_global(static_attention())
+    quantized = qframework.quantize(model, inputs, quantizer, [inputs])
+    report = quantized.to_package(tmp_path / "model.pt2")
+    assert report.lowered == report.total == 2
+    assert report.attention_lowered == report.attention_total == 1
+    compiled = torch.compile(quantized, backend="qframework")
+    calls = [{name: x[:size] for name, x in inputs.items()} for size in (4, 3)]
+    with torch.no_grad():
+        expected = [compiled(**call).last_hidden_state for call in calls]
+    torch.save((calls, expected), tmp_path / "expected.pt")
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    environment = {**os.environ, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    run = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert found == {"equal": [True, True], "types": ["dict", "dict"], "transformers": False}
+    assert not [path for path in cache.rglob("*") if path.suffix in (".so", ".cpp", ".o")]
+
+
+def test_a_model_quantized_in_place(tmp_path: Path, fresh_dynamo: None) -> None:
+    torch.manual_seed(0)
+    model, x = MLP().eval(), torch.randn(4, 16)
+    qframework.quantize_(model, dynamic_int8())
+    report = to_package(model, tmp_path / "mlp.pt2", x, dynamic_shapes=({0: torch.export.Dim.DYNAMIC},))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.pt2"]
+    assert [layer.operator for layer in report.layers] == ["qframework::int8_linear (gelu)", "qframework::int8_linear"]
+    run = load_package(tmp_path / "mlp.pt2")
+    with torch.no_grad():
+        for each in (x, torch.randn(9, 16)):
+            torch.testing.assert_close(run(each), model(each), rtol=1e-5, atol=1e-5)
+
+
+def test_errors(tmp_path: Path) -> None:
+    model, x = MLP().eval(), torch.randn(4, 16)
+    quantized = qframework.quantize(model, x, dynamic_int8())
+    with pytest.raises(UnsupportedError, match=r"path must end in \.pt2, got 'mlp\.so'"):
+        quantized.to_package("mlp.so")
+    with pytest.raises(QFrameworkError, match=r"to_package: path: cannot write"):
+        quantized.to_package(tmp_path / "missing" / "mlp.pt2")
+    with pytest.raises(UnsupportedError, match=r"option 'liner' is unknown"):
+        quantized.to_package(tmp_path / "mlp.pt2", options={"liner": "off"})
+    with pytest.raises(UnsupportedError, match=r"example_inputs must be given for a model that is not exported"):
+        to_package(model, tmp_path / "mlp.pt2")
+    with pytest.raises(UnsupportedError, match=r"model must be in eval mode"):
+        to_package(MLP(), tmp_path / "mlp.pt2", x)
+    with pytest.raises(UnsupportedError, match=r"dynamic_shapes must be None without example_inputs"):
+        to_package(quantized, tmp_path / "mlp.pt2", dynamic_shapes=({0: 4},))
+    with pytest.raises(UnsupportedError, match=r"model must not be compiled"):
+        to_package(torch.compile(model), tmp_path / "mlp.pt2", x)
+    with pytest.raises(QFrameworkError, match=r"torch.export cannot trace the model"):
+        to_package(model, tmp_path / "mlp.pt2", torch.randn(4, 17))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_files_that_are_no_packages(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        load_package(tmp_path / "missing.pt2")
+    (tmp_path / "text.pt2").write_text("text")
+    with pytest.raises(FileFormatError, match=r"text\.pt2 is not a package that this machine can run"):
+        load_package(tmp_path / "text.pt2")
+    qframework.quantize(MLP().eval(), torch.randn(4, 16), dynamic_int8()).save(tmp_path / "saved.pt2")
+    with pytest.raises(FileFormatError, match=r"saved\.pt2 is not a package that this machine can run"):
+        load_package(tmp_path / "saved.pt2")
