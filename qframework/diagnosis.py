@@ -13,6 +13,8 @@ import torch
 from qframework.compat.cpp_compiler import cpp_compiler
 from qframework.errors import QFrameworkError
 from qframework.kernels.linear.cpu import cpu_choice
+from qframework.kernels.linear.local_tiles import read_tiles, this_chip, tile_path
+from qframework.kernels.linear.tiles import has_table
 from qframework.kernels.runtime.chip import MIN_CAPABILITY
 from qframework.tuning.layer_times import FLOAT, STATIC, milliseconds
 from qframework.tuning.layers import LinearOperands, TensorShape
@@ -40,6 +42,7 @@ def diagnose() -> dict[str, Any]:
         else:
             report[device] |= speed
             notes += _slower_than_float(device, speed)
+    notes += [note for name, section in report.items() if name.startswith("cuda:") for note in _unmeasured(section)]
     report["notes"], report["problems"] = notes, problems
     return report
 
@@ -77,7 +80,32 @@ def _gpu(index: int) -> dict[str, Any]:
         "memory_gib": round(properties.total_memory / 2**30, 1),
         "supported": supported,
         "int8_linear": "triton" if supported else "none: NVIDIA sm_80 or newer is needed",
+        **(_tiles(torch.device("cuda", index)) if supported else {}),
     }
+
+
+def _tiles(device: torch.device) -> dict[str, Any]:
+    """Where the tiles of int8_linear come from."""
+    chip = this_chip(device)
+    path = tile_path(chip)
+    shipped = "shipped table" if has_table(chip.capability) else "heuristic, no measured table of this chip"
+    try:
+        found = len(read_tiles(path, chip))
+    except FileNotFoundError:
+        return {"int8_linear_tiles": shipped}
+    except (QFrameworkError, OSError) as error:
+        return {"int8_linear_tiles": shipped, "int8_linear_tiles_not_read": str(error)}
+    return {"int8_linear_tiles": f"{found} measured here, else {shipped}", "int8_linear_tiles_file": str(path)}
+
+
+def _unmeasured(gpu: dict[str, Any]) -> list[str]:
+    """A sentence if the chip has no measured table, and one if its file cannot be used."""
+    notes = []
+    if gpu.get("int8_linear_tiles", "").startswith("heuristic"):
+        notes.append(f"{gpu['name']} has no measured table of tiles: 'qframework tune-kernels' measures one in minutes")
+    if error := gpu.get("int8_linear_tiles_not_read"):
+        notes.append(error)
+    return notes
 
 
 def _speed(device: str) -> dict[str, Any]:

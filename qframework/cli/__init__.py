@@ -1,4 +1,4 @@
-"""The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | doctor | export-onnx``.
+"""The command line: ``qframework quantize | evaluate | sensitivity | tune | benchmark | tune-kernels | doctor | ...``.
 
 Exit codes: 0 for success, 1 for a failed check, 2 for bad usage or input, with one line on standard error. Results go
 to standard output, as a table or with ``--json`` as JSON; progress goes to standard error.
@@ -6,7 +6,7 @@ to standard output, as a table or with ``--json`` as JSON; progress goes to stan
 
 from __future__ import annotations
 
-from qframework.cli import benchmark, doctor, evaluate, export_onnx, quantize, sensitivity, tune
+from qframework.cli import benchmark, doctor, evaluate, export_onnx, quantize, sensitivity, tune, tune_kernels
 from qframework.cli.command import app
 
 app.command(epilog=quantize.EXAMPLES)(quantize.quantize)
@@ -14,6 +14,7 @@ app.command(epilog=evaluate.EXAMPLES)(evaluate.evaluate)
 app.command(epilog=sensitivity.EXAMPLES)(sensitivity.sensitivity)
 app.command(epilog=tune.EXAMPLES)(tune.tune)
 app.command(epilog=benchmark.EXAMPLES)(benchmark.benchmark)
+app.command(epilog=tune_kernels.EXAMPLES)(tune_kernels.tune_kernels)
 app.command(epilog=doctor.EXAMPLES)(doctor.doctor)
 app.command(epilog=export_onnx.EXAMPLES)(export_onnx.export_onnx)
 

@@ -246,6 +246,7 @@ _ROWS = (
         )
     ),
     # triton.py
+    Name("triton.runtime.errors.OutOfResources", "a tile that needs too much shared memory cannot be replaced"),
     Name("triton.tools.tensor_descriptor.TensorDescriptor", "Triton kernels cannot load by TMA"),
     Name(
         "triton.tools.tensor_descriptor.TensorDescriptor.__dict__",

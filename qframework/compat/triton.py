@@ -24,6 +24,7 @@ def _dependent_launch() -> tuple[Any, Any]:
 
 
 TensorDescriptor: Any = None  # of a matrix that a kernel loads with TMA
+OutOfResources: type[BaseException] = MemoryError  # raised by a launch that needs too much shared memory
 gdc_wait: Any = None  # in a kernel: wait for the previous one
 gdc_launch_dependents: Any = None  # in a kernel: let the next one start
 
@@ -33,6 +34,7 @@ if importlib.util.find_spec("triton") is not None:
         from triton.tools import tensor_descriptor
 
         TensorDescriptor = tensor_descriptor.TensorDescriptor
+        OutOfResources = triton.runtime.errors.OutOfResources
     gdc_wait, gdc_launch_dependents = _dependent_launch()
 
 launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem

@@ -8,10 +8,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.compat.triton import OutOfResources
 from qframework.kernels.linear import hopper
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
 from qframework.kernels.linear.few_rows import CHUNK, _add_parts_kernel, _int8_linear_few_rows_kernel
-from qframework.kernels.linear.tiles import Epilogue, FewRowsTile, Tile, tile_for
+from qframework.kernels.linear.local_tiles import ignore_tiles, tile_for
+from qframework.kernels.linear.tiles import Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, warm_up
@@ -30,8 +32,23 @@ def int8_linear_triton(x: Int8LinearArguments) -> Tensor:
 
 def write_result(x: Int8LinearArguments, out: Tensor, tile: Tile | FewRowsTile | None = None) -> None:
     """Launch for ``readable`` operands, with ``tile`` or by default the best one for the problem."""
-    for kernel, grid, arguments, constants in _calls(x, out, x.a.device, tile):
+    try:
+        _launch_all(_calls(x, out, x.a.device, tile))
+    except OutOfResources as error:  # of a tile that another version of Triton has measured
+        if tile is not None or not ignore_tiles(x.a.device, error):
+            raise
+        _launch_all(_calls(x, out, x.a.device, None))
+
+
+def _launch_all(calls: list[_Call]) -> None:
+    for kernel, grid, arguments, constants in calls:
         launch(kernel, grid)(*arguments, **constants)
+
+
+def warm_up_tile(device: torch.device, x: Int8LinearArguments, tile: Tile) -> list[Any]:
+    """As ``warm_up_int8_linear`` with ``tile``, for ``readable`` operands."""
+    calls = _calls(x, x.empty_result(), device, tile)
+    return [warm_up(kernel, grid)(*arguments, **constants) for kernel, grid, arguments, constants in calls]
 
 
 def warm_up_int8_linear(device: torch.device, x: Int8LinearArguments) -> list[Any]:

@@ -2,7 +2,22 @@
 
 ``python -m benchmarks.tune_int8_linear`` measures and writes the table, whose keys are chip, bucket of rows, columns,
 inner size and epilogue. A shape without an entry takes the first candidate of its chip that gives every multiprocessor
-work. Nothing is tuned at run time.
+work. Nothing is tuned at run time; ``qframework tune-kernels`` measures a machine's own table (local_tiles.py).
+
+Only Hopper's table is measured. The candidates of other chips follow from the sizes that CUDA's programming guide lists
+for their compute capability:
+
+- **A100** (sm_80, 108 multiprocessors): 163 KB of shared memory for a program. 128 x 128 with rounds of 128 channels
+  takes 32 KB a stage; three stages hide the latency of cp.async and leave a multiprocessor one program of 8 warps,
+  whose accumulator takes 64 registers a thread. 64 x 128 with 4 warps fits twice, which fills the tail of smaller
+  problems.
+- **L4, L40S, RTX 4090** (sm_89) and RTX 30 (sm_86): 99 KB for a program, 100 KB for a multiprocessor. Rounds of 64
+  channels take 16 KB a stage, so two programs of three stages fit and one computes while the other stores. The three
+  differ in multiprocessors (58, 142, 128), which decides from which size on the largest tile gives all of them work.
+- **RTX 5090** (sm_120, 170 multiprocessors): the same memory, and INT8 by ``mma.sync`` as before; neither ``wgmma`` nor
+  ``tcgen05``. The same candidates.
+- **B200** (sm_100, 148 multiprocessors): 227 KB, and INT8 by ``tcgen05`` where Triton knows it, else ``mma.sync``.
+  A100's tiles, since nothing else could be measured; TMA and deeper stages are left to a measurement on the chip.
 """
 
 from __future__ import annotations
@@ -10,12 +25,11 @@ from __future__ import annotations
 import functools
 import json
 import math
+from collections.abc import Mapping
 from importlib.resources import files
-from typing import Literal, NamedTuple
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
 
-import torch
-
-from qframework.kernels.runtime.chip import chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.launch import power_of_2
 
@@ -53,6 +67,8 @@ class FewRowsTile(NamedTuple):
     ahead: int = 0  # channels of the weight to prefetch before the previous kernel is done
 
 
+Table: TypeAlias = Mapping[tuple[int, int, int, Epilogue], Tile]
+"""Tiles by bucket of rows, columns, inner size and epilogue."""
 MAX_FEW_ROWS = 64
 PINGPONG = Tile(128, 128, 128, 4, 5, programs=1, tma=True, tma_store=True, group_m=4, specialized="pingpong")
 COOPERATIVE = PINGPONG._replace(block_m=256, num_stages=4, group_m=1, specialized="cooperative")
@@ -88,6 +104,7 @@ def choose_tile(
     epilogue: Epilogue,
     tma: bool = True,
     wide: bool = False,
+    local: Table = MappingProxyType({}),
 ) -> Tile | FewRowsTile:
     """Tile for a problem on a chip.
 
@@ -101,10 +118,11 @@ def choose_tile(
         tma: whether addresses and strides of the operands suit tensor descriptors.
         wide: whether the result is float32, or the residual has another dtype than the result; the table does not
             cover these.
+        local: what was measured on the machine itself; it takes precedence over the shipped table.
     """
     if 0 < m <= MAX_FEW_ROWS and k > 0:
         return few_rows_tile(m, n, k, processors)
-    return general_tile(m, n, k, capability, processors, epilogue, tma, wide)
+    return general_tile(m, n, k, capability, processors, epilogue, tma, wide, local)
 
 
 def general_tile(
@@ -116,15 +134,22 @@ def general_tile(
     epilogue: Epilogue,
     tma: bool = True,
     wide: bool = False,
+    local: Table = MappingProxyType({}),
 ) -> Tile:
     """``choose_tile`` for any number of rows."""
-    chip = {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "99 KB")
+    chip = chip_key(capability)
     if chip == "sm_90":
         wide |= not HAS_GLUON
         large = k >= 2048 and _tiles(COOPERATIVE, m, n) >= 4 * processors
-        if tma and not wide and (found := _measured(chip, m, n, k, epilogue) or (COOPERATIVE if large else None)):
+        if (
+            tma
+            and not wide
+            and (found := _measured(chip, m, n, k, epilogue, local) or (COOPERATIVE if large else None))
+        ):
             return _with_room(found, epilogue)
         chip = "sm_90 by pointers" if not tma else "sm_90 wide" if wide else chip
+    elif not wide and (found := _measured(chip, m, n, k, epilogue, local)):
+        return found
     for tile in _CANDIDATES[chip]:
         if m > tile.block_m // 2 and _tiles(tile, m, n) >= processors * max(tile.programs, 1):
             break
@@ -166,32 +191,42 @@ def _tiles(tile: Tile, m: int, n: int) -> int:
     return math.ceil(m / tile.block_m) * math.ceil(n / tile.block_n)
 
 
-def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue) -> Tile | None:
-    """The tile in the table, falling back to the entry with a plain epilogue."""
-    table = _table(chip)
-    return table.get((_bucket(m), n, k, epilogue)) or table.get((_bucket(m), n, k, "float"))
+def _measured(chip: str, m: int, n: int, k: int, epilogue: Epilogue, local: Table) -> Tile | None:
+    """The tile in one of the tables, falling back to the entry with a plain epilogue."""
+    plain: Epilogue = "float"
+    keys = ((bucket(m), n, k, epilogue), (bucket(m), n, k, plain))
+    tables = (local, _table(chip))
+    return next((table[key] for key in keys for table in tables if key in table), None)
 
 
-def _bucket(m: int) -> int:
+def unmeasured(capability: tuple[int, int]) -> set[Tile]:
+    """All that is chosen on a chip without a measurement of the machine: heuristic and shipped table."""
+    chip = chip_key(capability)
+    found = {*_CANDIDATES[chip], *_table(chip).values()}
+    if chip == "sm_90":
+        found |= {_with_room(tile, "residual") for tile in (*found, COOPERATIVE)} | {COOPERATIVE}
+    return found
+
+
+def has_table(capability: tuple[int, int]) -> bool:
+    """Whether the package ships measured tiles for chips of a compute capability."""
+    return bool(_table(chip_key(capability)))
+
+
+def chip_key(capability: tuple[int, int]) -> str:
+    """The chips that share candidates: by compute capability, or ``"99 KB"``, their shared memory, for all others."""
+    return {(8, 0): "sm_80", (9, 0): "sm_90", (10, 0): "sm_100", (10, 3): "sm_100"}.get(capability, "99 KB")
+
+
+def bucket(m: int) -> int:
     """The power of two that holds ``m`` rows."""
     return 1 << (m - 1).bit_length()
 
 
 @functools.cache
-def _table(chip: str) -> dict[tuple[int, int, int, str], Tile]:
+def _table(chip: str) -> Table:
     path = files("qframework.kernels.linear") / f"tiles_{chip}.json"
     if not path.is_file():
         return {}
     rows = json.loads(path.read_text())["tiles"]
     return {(row["m"], row["n"], row["k"], row["epilogue"]): Tile(**row["tile"]) for row in rows}
-
-
-@functools.lru_cache(4096)
-def tile_for(
-    device: torch.device, m: int, n: int, k: int, epilogue: Epilogue, tma: bool, wide: bool
-) -> Tile | FewRowsTile:
-    """``choose_tile`` on ``device``."""
-    if device.type != "cuda":
-        return INTERPRETED_FEW_ROWS if 0 < m <= MAX_FEW_ROWS and k > 0 else INTERPRETED
-    capability, processors = chip_of(device)
-    return choose_tile(m, n, k, capability, processors, epilogue, tma, wide)
