@@ -189,7 +189,7 @@ def test_bad_usage(arguments: tuple[str, ...]) -> None:
     assert run(*arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "doctor"])
+@pytest.mark.parametrize("command", [*COMMANDS, "doctor", "tune-kernels"])
 def test_help_has_examples(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from cli_runs import run, run_json
 
 from qframework import diagnosis
+from qframework.kernels.linear.local_tiles import FOLDER, Chip, tile_path
 
 
 def test_doctor() -> None:
@@ -74,8 +77,10 @@ def test_doctor_fails_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> Non
     [((7, 5), None, False), ((8, 0), None, True), ((9, 0), None, True), ((9, 4), "7.0", False)],
 )
 def test_doctor_says_which_gpus_are_supported(
-    capability: tuple[int, int], hip: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch
+    capability: tuple[int, int], hip: str | None, supported: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+
     class Properties:
         name, total_memory = "a GPU", 16 * 2**30
         major, minor = capability
@@ -84,7 +89,19 @@ def test_doctor_says_which_gpus_are_supported(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     monkeypatch.setattr(diagnosis, "milliseconds", lambda *_, **__: 1.0)
-    gpu = diagnosis.diagnose()["cuda:0"]
+    monkeypatch.setattr(diagnosis, "this_chip", lambda _: Chip("a GPU", capability, 100))
+    report = diagnosis.diagnose()
+    gpu = report["cuda:0"]
+    measured = capability == (9, 0)
+    heuristic = "heuristic, no measured table of this chip"
+    assert gpu.get("int8_linear_tiles") == (None if not supported else "shipped table" if measured else heuristic)
+    assert any("tune-kernels" in note for note in report["notes"]) is (supported and not measured)
+    if supported:
+        tile_path(Chip("a GPU", capability, 100)).write_text("{")
+        report = diagnosis.diagnose()
+        assert "is not a file of qframework tune-kernels" in report["cuda:0"]["int8_linear_tiles_not_read"]
+        assert report["cuda:0"]["int8_linear_tiles_not_read"] in report["notes"]
+        assert report["problems"] == [], "slow, and right"
     assert gpu["capability"] == f"sm_{capability[0]}{capability[1]}"
     assert gpu["supported"] is supported
     assert gpu["memory_gib"] == 16.0

@@ -18,6 +18,7 @@ from qframework.kernels.linear import hopper as specialized
 from qframework.kernels.linear import tiles as int8_linear_tiles
 from qframework.kernels.linear.launch import epilogue_of, tile_constants
 from qframework.kernels.linear.quantize_weights import _TILE, _quantize_weights_kernel
+from qframework.kernels.linear.tile_candidates import candidates
 from qframework.kernels.linear.tiles import COOPERATIVE, PINGPONG, Tile, choose_tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.quantize import _dynamic_quantize_kernel, _quantize_kernel
@@ -263,6 +264,22 @@ def test_measured_tiles(name):
     compiled = compile_int8_linear("sm_90", tile, EPILOGUES[epilogue], epilogue == "fp16")
     assert "wgmma" in compiled.asm["ptx"] or tile.block_m < 64
     assert compiled.metadata.shared <= 227 * 1024 // max(tile.programs, 1)
+
+
+ROOM = {"sm_80": 163, "sm_89": 99, "sm_100": 227, "sm_120": 99}  # KB of shared memory for a program
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("place", range(12))
+@pytest.mark.parametrize("chip", ROOM)
+def test_candidates_fit_their_chips(chip, place, tmp_path):
+    """What tune-kernels measures there compiles, fits and does not spill."""
+    capability = CHIPS[chip][1]
+    tiles = dict.fromkeys([*candidates(capability, 197), *candidates(capability, 50432)])
+    for tile in list(tiles)[place::12]:
+        compiled = compile_int8_linear(chip, tile, EPILOGUES["residual" if place % 2 else "gelu_int8"], False)
+        assert compiled.metadata.shared <= ROOM[chip] * 1024
+        assert stack_bytes(compiled, tmp_path) <= MAX_STACK
 
 
 @pytest.mark.parametrize("m", [197, 50432])
