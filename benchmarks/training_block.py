@@ -38,7 +38,7 @@ from benchmarks.harness import (
 )
 from benchmarks.timing import time_provider
 from benchmarks.torchao_training import quantize_for_fp8_training, quantize_for_training
-from qframework.kernels.blocks.format import BLOCK_SIZES, BlockSize, block_size_name
+from qframework.kernels.blocks.format import BLOCK_SIZES, DEFAULT_BLOCK_SIZE, BlockSize, block_size_name
 from qframework.training import BlockTensor
 from qframework.training.convert import convert_to_int8_training
 
@@ -126,7 +126,7 @@ class Provider:
         return torch.autocast(device, torch.bfloat16) if self.weights == torch.float32 else nullcontext()
 
 
-def _ours(block_size: BlockSize = 32, mode: Any = "per_block") -> Callable[[nn.Module], nn.Module]:
+def _ours(block_size: BlockSize = DEFAULT_BLOCK_SIZE, mode: Any = "per_block") -> Callable[[nn.Module], nn.Module]:
     return lambda model: convert_to_int8_training(model, block_size, mode)
 
 

@@ -23,7 +23,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.evaluation.distributed import Processes
 from qframework.evaluation.progress import progress_bar
 from qframework.evaluation.schedule import warmup_cosine
-from qframework.kernels.blocks.format import BlockSize, block_size_name, check_block_size
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, block_size_name, named_block_size
 from qframework.training.convert import Mode, convert_to_int8_training
 
 PRECISIONS = ("fp32", "bf16", "int8")
@@ -58,10 +58,10 @@ class RunConfig:
     seed: int = 0
     precision: str = "fp32"
     mode: Mode = "per_block"
-    block_size: BlockSize = 32
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "block_size", check_block_size("RunConfig", self.block_size))
+        object.__setattr__(self, "block_size", named_block_size("RunConfig", self.block_size))
         if self.precision not in PRECISIONS:
             raise UnsupportedError(
                 f"RunConfig: precision must be one of {', '.join(PRECISIONS)}, got {self.precision!r}"

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from qframework.compat.modules import has_hooks, submodules
 from qframework.kernels.blocks.activation import check_kind
-from qframework.kernels.blocks.format import BlockSize, canonical_size, check_block_size
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, canonical_size, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, wrap_blocks
 from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
@@ -74,7 +74,7 @@ class Int8Activation(nn.Module):
 
     writes_input = False  # set when the converted module wrote its result to its input
 
-    def __init__(self, kind: str, block_size: BlockSize = 32) -> None:
+    def __init__(self, kind: str, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__()
         check_kind("Int8Activation", kind)
         self.kind, self.block_size = kind, check_block_size("Int8Activation", block_size)
@@ -111,7 +111,7 @@ class Int8GatedMLP(nn.Module):
         up_proj: nn.Module,
         down_proj: nn.Module,
         kind: str = "silu",
-        block_size: BlockSize = 32,
+        block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     ) -> None:
         super().__init__()
         check_kind("Int8GatedMLP", kind)
@@ -135,6 +135,8 @@ def _is_observed(module: nn.Module) -> bool:
     return has_hooks(module) or "forward" in module.__dict__
 
 
-def gated_activation(gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = 32) -> Tensor:
+def gated_activation(
+    gate: Tensor, up: Tensor, kind: str = "silu", block_size: BlockSize = DEFAULT_BLOCK_SIZE
+) -> Tensor:
     """``f(gate) * up`` of two tensors of one shape, float or in blocks; the result is in blocks. Differentiable."""
     return Int8GatedActivationFunction.apply(gate, up, kind, canonical_size(block_size))

@@ -47,7 +47,7 @@ from torch import Tensor
 
 from qframework.compat.dispatch import disabled_torch_function, make_wrapper_subclass
 from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.kernels.blocks.format import BlockSize, CanonicalSize, canonical_size, check_blocks
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, CanonicalSize, canonical_size, check_blocks
 from qframework.kernels.runtime.checks import check_dtype, check_float_input
 from qframework.numerics import FLOAT_DTYPES
 from qframework.training.function import Int8Function
@@ -303,7 +303,7 @@ class DequantizeBlocks(Int8Function):
         return as_blocks(grad, ctx.block_size, seed), None
 
 
-def quantize_blocks(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> BlockTensor:
+def quantize_blocks(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed: Tensor | None = None) -> BlockTensor:
     """``x`` in the block format; gradients pass straight through.
 
     Args:

@@ -20,7 +20,14 @@ from torch import nn
 from qframework.arguments import check_module
 from qframework.compat.modules import remove_hooks
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.blocks.format import BlockSize, CanonicalSize, block_shape, check_block_size
+from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
+    BlockSize,
+    CanonicalSize,
+    PaperName,
+    block_shape,
+    named_block_size,
+)
 from qframework.training.attention import AttentionGradient
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
@@ -57,7 +64,7 @@ class ConversionReport:
 
 def convert_to_int8_training(
     model: nn.Module,
-    block_size: BlockSize = 32,
+    block_size: BlockSize | PaperName = DEFAULT_BLOCK_SIZE,
     mode: Mode = "per_block",
     *,
     blocks: Sequence[str] | None = None,
@@ -77,9 +84,9 @@ def convert_to_int8_training(
     Args:
         model: a model with transformer blocks, such as timm's ViTs and transformers' GPT-2 and Llama types. Weights
             keep their dtype, which should be FP32, as in the paper.
-        block_size: how many tokens and channels share a scale: 32, 64 or 128 of both, or (tokens, channels), (32, 128)
-            or (1, 128). More channels make products faster; with more tokens, an outlier token affects more others.
-            docs/training.md says how to choose.
+        block_size: how many tokens and channels share a scale: (tokens, channels), (1, 128) or (32, 128), or 32, 64 or
+            128 of both; ``"jetfire"`` is the paper's, 32. More channels make products faster; with more tokens, an
+            outlier token affects more others. docs/training.md says how to choose.
         mode: ``"per_block"`` is Jetfire. Two baselines convert linears only, with 16 bits between them:
             ``"per_tensor"`` with one scale per operand; ``"per_token"``, SwitchBack, with one scale per row and weight
             gradients in 16 bits.
@@ -104,7 +111,7 @@ def convert_to_int8_training(
             ``blocks`` or ``keep_float`` matches no module.
     """
     check_module(model, "convert_to_int8_training: model")
-    block_size = check_block_size("convert_to_int8_training", block_size)
+    size = named_block_size("convert_to_int8_training", block_size)
     if mode not in get_args(Mode):
         modes = ", ".join(map(repr, get_args(Mode)))
         raise UnsupportedError(f"convert_to_int8_training: mode must be one of {modes}, got {mode!r}")
@@ -116,7 +123,7 @@ def convert_to_int8_training(
         raise UnsupportedError(
             f"convert_to_int8_training: attention must be {either(get_args(AttentionGradient))}, got {attention!r}"
         )
-    plan = make_plan(model, mode, block_size, blocks, keep_float, attention)
+    plan = make_plan(model, mode, size, blocks, keep_float, attention)
     register_fallbacks()
     with ExitStack() as undo:
         undo.callback(_undo, model)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels.blocks.format import BlockSize, check_block_size
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, put_into, quantize_blocks, wrap_blocks
 from qframework.training.function import Int8Function
 from qframework.training.norm import input_gradient
@@ -48,7 +48,7 @@ class Int8Dropout(nn.Dropout):
         ValueError: p outside [0, 1].
     """
 
-    def __init__(self, p: float = 0.5, block_size: BlockSize = 32) -> None:
+    def __init__(self, p: float = 0.5, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__(p)
         self.block_size = check_block_size("Int8Dropout", block_size)
 

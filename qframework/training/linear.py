@@ -20,7 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from qframework.errors import UnsupportedError
-from qframework.kernels.blocks.format import BlockSize, CanonicalSize, check_block_size, operand_size
+from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
+    BlockSize,
+    CanonicalSize,
+    check_block_size,
+    operand_size,
+)
 from qframework.training.block_tensor import BlockTensor, as_blocks, new_seed, wrap_blocks
 from qframework.training.function import Int8Function
 
@@ -153,7 +159,7 @@ class Int8Linear(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: BlockSize = 32,
+        block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
     ) -> None:
@@ -162,7 +168,9 @@ class Int8Linear(nn.Linear):
         self.stochastic_gradients = stochastic_gradients
 
     @classmethod
-    def from_float(cls, linear: nn.Linear, block_size: BlockSize = 32, output: Output = "block") -> Int8Linear:
+    def from_float(
+        cls, linear: nn.Linear, block_size: BlockSize = DEFAULT_BLOCK_SIZE, output: Output = "block"
+    ) -> Int8Linear:
         """The same layer with the same parameter objects."""
         sizes = linear.in_features, linear.out_features, linear.bias is not None
         return share(cls(*sizes, "meta", block_size=block_size, output=output), linear)
@@ -207,7 +215,7 @@ class Int8Conv1D(Conv1D):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: BlockSize = 32,
+        block_size: BlockSize = DEFAULT_BLOCK_SIZE,
         output: Output = "block",
         stochastic_gradients: bool = False,
     ) -> None:
@@ -216,7 +224,7 @@ class Int8Conv1D(Conv1D):
         self.stochastic_gradients = stochastic_gradients
 
     @classmethod
-    def from_float(cls, conv: Any, block_size: BlockSize = 32, output: Output = "block") -> Int8Conv1D:
+    def from_float(cls, conv: Any, block_size: BlockSize = DEFAULT_BLOCK_SIZE, output: Output = "block") -> Int8Conv1D:
         """The same layer with the same parameter objects."""
         nx, nf = conv.weight.shape
         return share(cls(nf, nx, "meta", block_size=block_size, output=output), conv)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from qframework.compat.modules import parameters
 from qframework.errors import UnsupportedError
-from qframework.kernels.blocks.format import BlockSize, check_block_size
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, float_of, wrap_blocks
 from qframework.training.function import Int8Function
 
@@ -106,14 +106,14 @@ class Int8LayerNorm(nn.LayerNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: BlockSize = 32,
+        block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
         _check_shape("Int8LayerNorm", self.normalized_shape)
         self.block_size = check_block_size("Int8LayerNorm", block_size)
 
     @classmethod
-    def from_float(cls, norm: nn.LayerNorm, block_size: BlockSize = 32) -> Int8LayerNorm:
+    def from_float(cls, norm: nn.LayerNorm, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Int8LayerNorm:
         """The same normalization with the same parameter objects."""
         affine, bias = norm.weight is not None, norm.bias is not None
         new = cls(norm.normalized_shape, norm.eps, affine, bias, "meta", block_size=block_size)
@@ -142,14 +142,16 @@ class Int8RMSNorm(nn.RMSNorm):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        block_size: BlockSize = 32,
+        block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     ) -> None:
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         _check_shape("Int8RMSNorm", self.normalized_shape)
         self.block_size = check_block_size("Int8RMSNorm", block_size)
 
     @classmethod
-    def from_float(cls, norm: nn.Module, block_size: BlockSize = 32, eps: float | None = None) -> Int8RMSNorm:
+    def from_float(
+        cls, norm: nn.Module, block_size: BlockSize = DEFAULT_BLOCK_SIZE, eps: float | None = None
+    ) -> Int8RMSNorm:
         """The same normalization with the same parameter objects, from nn.RMSNorm or a class like LlamaRMSNorm.
 
         ``eps`` is needed if the module has no attribute ``eps`` or ``variance_epsilon``.

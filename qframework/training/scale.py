@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qframework.kernels.blocks.format import BlockSize, check_block_size
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, check_block_size
 from qframework.training.block_tensor import BlockTensor, as_blocks, put_into, quantize_blocks, wrap_blocks
 from qframework.training.function import Int8Function
 
@@ -64,7 +64,7 @@ class Int8LayerScale(nn.Module):
 
     writes_input = False  # set when the converted module wrote its result to its input
 
-    def __init__(self, gamma: nn.Parameter, block_size: BlockSize = 32) -> None:
+    def __init__(self, gamma: nn.Parameter, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__()
         self.gamma = gamma
         self.block_size = check_block_size("Int8LayerScale", block_size)
@@ -82,7 +82,9 @@ class Int8DropPath(nn.Module):
     A float input is quantized. With ``scale_by_keep``, kept samples are divided by the probability of being kept.
     """
 
-    def __init__(self, drop_prob: float | None, scale_by_keep: bool = True, block_size: BlockSize = 32) -> None:
+    def __init__(
+        self, drop_prob: float | None, scale_by_keep: bool = True, block_size: BlockSize = DEFAULT_BLOCK_SIZE
+    ) -> None:
         super().__init__()
         self.drop_prob = drop_prob
         self.scale_by_keep = scale_by_keep

@@ -84,15 +84,15 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "batch_size must be a multiple of 1 processes times 3 micro-batches, got 4" in error("--accumulate", "3")
     assert example("train_gpt").main(["--smoke", "--quiet", "--output", str(tmp_path)]) == 0
     assert "other settings (seed was 0, is 1)" in error("--output", str(tmp_path), "--seed", "1")
-    assert "other settings (block_size was 32, is [1, 128])" in error(
-        "--output", str(tmp_path), "--block-size", "1x128"
+    assert "other settings (block_size was [1, 128], is 32)" in error(
+        "--output", str(tmp_path), "--block-size", "jetfire"
     )
 
 
 def test_an_unknown_block_size_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         example("train_gpt").main(["--smoke", "--block-size", "1x64"])
-    assert "block size must be one of 32, 64, 128, 32x128, 1x128, got '1x64'" in capsys.readouterr().err
+    assert "block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got '1x64'" in capsys.readouterr().err
 
 
 @pytest.mark.slow

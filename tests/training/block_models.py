@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from qframework.kernels.blocks.format import CanonicalSize
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, CanonicalSize
 from qframework.training import BlockTensor, quantize_blocks
 from qframework.training.block_tensor import as_blocks, as_grad_of, blocks_of, float_of
 from qframework.training.function import Int8Function
@@ -34,7 +34,7 @@ class Linear(Int8Function):
 
 
 class BlockLinear(nn.Linear):
-    def __init__(self, columns: int, features: int, block_size: CanonicalSize = 32) -> None:
+    def __init__(self, columns: int, features: int, block_size: CanonicalSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__(columns, features, bias=False)
         self.block_size = block_size
 
@@ -45,7 +45,7 @@ class BlockLinear(nn.Linear):
 class Block(nn.Module):
     """``x + down(gelu(up(x)))``, where two gradients of ``x`` are added."""
 
-    def __init__(self, width: int, block_size: CanonicalSize = 32) -> None:
+    def __init__(self, width: int, block_size: CanonicalSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__()
         self.up, self.down = BlockLinear(width, 70, block_size), BlockLinear(70, width, block_size)
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 class Residual(nn.Module):
     """From floats to floats, with blocks in between; ``recompute`` is None or checkpoint's ``use_reentrant``."""
 
-    def __init__(self, width: int = 40, depth: int = 2, block_size: CanonicalSize = 32) -> None:
+    def __init__(self, width: int = 40, depth: int = 2, block_size: CanonicalSize = DEFAULT_BLOCK_SIZE) -> None:
         super().__init__()
         self.blocks, self.block_size = nn.ModuleList(Block(width, block_size) for _ in range(depth)), block_size
 

@@ -264,7 +264,7 @@ def test_bad_input():
         Int8Activation("mish")
     with pytest.raises(ValueError, match="dropout probability"):
         Int8Dropout(2.0)
-    with pytest.raises(QFrameworkError, match="must be in blocks of 32, got blocks of 64"):
+    with pytest.raises(QFrameworkError, match=r"must be in blocks of \(1, 128\), got blocks of 64"):
         Int8Activation("gelu")(quantize_blocks(torch.randn(4, 64), 64))
     modules = (layer_norm, rms_norm, *(lambda size, kind=kind: MODULES[kind](size) for kind in ("gelu", "dropout")))
     for make in modules:

@@ -145,6 +145,14 @@ def test_what_each_module_becomes() -> None:
     assert type(model.transformer.ln_f) is nn.LayerNorm
 
 
+def test_blocks_of_32_have_the_name_of_the_paper() -> None:
+    for block_size, expected in (("jetfire", 32), ([32, 32], 32), (128, 128)):
+        assert conversion_report(convert_to_int8_training(vit(), block_size)).block_size == expected
+    message = r"block_size must be one of 32, 64, 128, \(32, 128\), \(1, 128\), 'jetfire', got 'paper'"
+    with pytest.raises(UnsupportedError, match=message):
+        convert_to_int8_training(vit(), "paper")
+
+
 def test_the_report_names_every_module() -> None:
     model = convert_to_int8_training(vit(init_values=0.1, drop_path_rate=0.1, qk_norm=True, norm_layer=nn.LayerNorm))
     report = conversion_report(model)
@@ -158,7 +166,7 @@ def test_the_report_names_every_module() -> None:
     assert set(kept) == {f"blocks.{i}.attn.{name}" for i in (0, 1) for name in ("q_norm", "k_norm", "attn_drop")}
     assert set(kept.values()) == {"inside attention, which computes in 16 bits"}
     shown = str(report)
-    assert "INT8 training, per_block, blocks of 32 x 32" in shown
+    assert "INT8 training, per_block, blocks of 1 x 128" in shown
     assert "blocks of 1 x 128:" in str(conversion_report(convert_to_int8_training(vit(), [1, 128])))
     assert "2 Linear to Int8Linear (float out)" in shown
     loss_of(model, inputs("vit")).backward()

@@ -21,7 +21,7 @@ ROWS, COLUMNS, OUT = 32, 24, 40
 def layer(conv1d: bool = False, stochastic: bool = True) -> nn.Module:
     """Positive weights, so that equal gradients do not cancel."""
     torch.manual_seed(0)
-    options = {"output": "float", "stochastic_gradients": stochastic}
+    options = {"output": "float", "stochastic_gradients": stochastic, "block_size": 32}
     made = Int8Conv1D(OUT, COLUMNS, **options) if conv1d else Int8Linear(COLUMNS, OUT, **options)
     with torch.no_grad():
         made.weight.uniform_(0.5, 1)

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from qframework.errors import UnsupportedError
 from qframework.kernels.blocks.arithmetic import reciprocal, saturated_product, tanh
-from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref
 from qframework.kernels.blocks.primitives import (
     load_blocks,
     quantize_scaled_tile,
@@ -296,7 +296,7 @@ BLOCK_ACTIVATION_BACKWARD = declare(
 )
 
 
-def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = 32) -> Blocks:
+def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Blocks:
     """``f(x)`` from blocks to blocks (Jetfire, algorithm 2).
 
     Args:
@@ -317,7 +317,7 @@ def block_activation(x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSiz
 
 
 def block_activation_backward(
-    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = 32
+    dy: Tensor, dy_scale: Tensor, x: Tensor, x_scale: Tensor, kind: str, block_size: BlockSize = DEFAULT_BLOCK_SIZE
 ) -> Blocks:
     """``dy * f'(x)`` from blocks to blocks. ``dy`` has the shape and format of ``x``, see ``block_activation``."""
     return torch.ops.qframework.block_activation_backward(dy, dy_scale, x, x_scale, kind, block_size)

@@ -22,6 +22,7 @@ from torch import Tensor
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.arithmetic import int8_to_float, kept_steps
 from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
     PHILOX_ROUNDS,
     BlockSize,
     block_shape,
@@ -171,7 +172,9 @@ BLOCK_DROPOUT = declare(
 )
 
 
-def block_dropout(x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize = 32) -> Blocks:
+def block_dropout(
+    x: Tensor, x_scale: Tensor, p: float, seed: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE
+) -> Blocks:
     """``m x / (1 - p)`` from blocks to blocks, with the mask m from the seed. Its gradient is the same operator.
 
     Args:

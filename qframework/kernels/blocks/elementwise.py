@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref, row_count
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref, row_count
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.statistics import (
     empty_partial,
@@ -186,7 +186,12 @@ BLOCK_MUL = declare(
 
 
 def block_add(
-    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = 32, statistics: bool = False
+    x: Tensor,
+    x_scale: Tensor,
+    y: Tensor,
+    y_scale: Tensor,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
+    statistics: bool = False,
 ) -> BlocksAndStatistics:
     """``x + y`` in blocks, and the row statistics that a normalization after it needs (Jetfire, appendix A).
 
@@ -209,6 +214,8 @@ def block_add(
     return torch.ops.qframework.block_add(x, x_scale, y, y_scale, block_size, statistics)
 
 
-def block_mul(x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = 32) -> Blocks:
+def block_mul(
+    x: Tensor, x_scale: Tensor, y: Tensor, y_scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE
+) -> Blocks:
     """``x * y`` in blocks. Arguments, result and errors are those of ``block_add``."""
     return torch.ops.qframework.block_mul(x, x_scale, y, y_scale, block_size)

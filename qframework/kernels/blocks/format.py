@@ -10,8 +10,9 @@ of qframework/numerics.py::
     x      is about  q * scale of its block
 
 A matrix product sums over a block's columns in INT8, so wide blocks are fast. With few rows in a block, few tokens
-share a scale, so a token with outliers costs few others accuracy. Blocks of (1, 128) have both advantages, but their
-transpose must be quantized again, see ``operand_size``; square blocks keep their values, as in the paper.
+share a scale, so a token with outliers costs few others accuracy. Blocks of (1, 128), the default, have both
+advantages, but their transpose must be quantized again, see ``operand_size``; square blocks keep their values, as in
+the paper.
 
 Blocks at the edges may be incomplete: missing values count as zeros and are never stored. A block with NaN or infinity
 gets a NaN or infinite scale. Stochastic rounding adds uniform noise of one step and rounds down, so that the mean of
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -38,6 +40,9 @@ from qframework.kernels.runtime.launch import cdiv
 BlockSize = int | Sequence[int]  # B, or rows and columns
 CanonicalSize = int | tuple[int, int]  # what canonical_size returns
 BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
+DEFAULT_BLOCK_SIZE: CanonicalSize = (1, 128)
+PaperName = Literal["jetfire"]
+_OF_PAPERS: dict[str, CanonicalSize] = {"jetfire": 32}
 PHILOX_ROUNDS = (
     7  # the fewest that pass all tests of Salmon et al. (2011); more would take longer than the INT8 traffic
 )
@@ -50,6 +55,16 @@ def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:
             f"{operator}: block_size must be one of {', '.join(map(str, BLOCK_SIZES))}, got {size!r}"
         )
     return size
+
+
+def named_block_size(operator: str, block_size: BlockSize | PaperName) -> CanonicalSize:
+    """``check_block_size``, which also takes the name of the paper, ``"jetfire"``."""
+    if isinstance(block_size, str):
+        if block_size not in _OF_PAPERS:
+            sizes = ", ".join(map(str, [*BLOCK_SIZES, *map(repr, _OF_PAPERS)]))
+            raise UnsupportedError(f"{operator}: block_size must be one of {sizes}, got {block_size!r}")
+        return _OF_PAPERS[block_size]
+    return check_block_size(operator, block_size)
 
 
 def block_shape(block_size: BlockSize) -> tuple[int, int]:
@@ -73,15 +88,15 @@ class BlockSizeTextError(argparse.ArgumentTypeError, QFrameworkError):
 
 
 def parse_block_size(text: str) -> CanonicalSize:
-    """The block size of a name such as ``"32"`` or ``"1x128"`` (ROWSxCOLUMNS), for command lines.
+    """The block size of a name such as ``"32"``, ``"1x128"`` (ROWSxCOLUMNS) or ``"jetfire"``, for command lines.
 
     Raises:
         BlockSizeTextError: ``text`` names no supported block size.
     """
-    sizes = {block_size_name(size): size for size in BLOCK_SIZES}
+    sizes = {block_size_name(size): size for size in BLOCK_SIZES} | _OF_PAPERS
     sizes |= {"x".join(map(str, block_shape(size))): size for size in BLOCK_SIZES}  # 32x32 as well
     if text not in sizes:
-        names = ", ".join(map(block_size_name, BLOCK_SIZES))
+        names = ", ".join([*map(block_size_name, BLOCK_SIZES), *_OF_PAPERS])
         raise BlockSizeTextError(f"block size must be one of {names}, got {text!r}")
     return sizes[text]
 

@@ -25,7 +25,7 @@ from qframework.kernels.blocks.activation import (
     check_activation,
     gradient,
 )
-from qframework.kernels.blocks.format import BlockSize, block_shape, quantize_blocks_ref
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, block_shape, quantize_blocks_ref
 from qframework.kernels.blocks.primitives import load_blocks, quantize_scaled_tile, store_tile
 from qframework.kernels.blocks.tiles import (
     FEW_VALUES,
@@ -202,7 +202,12 @@ BLOCK_GATED_ACTIVATION_BACKWARD = declare(
 
 
 def block_gated_activation(
-    gate: Tensor, gate_scale: Tensor, up: Tensor, up_scale: Tensor, kind: str, block_size: BlockSize = 32
+    gate: Tensor,
+    gate_scale: Tensor,
+    up: Tensor,
+    up_scale: Tensor,
+    kind: str,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
 ) -> Blocks:
     """``f(gate) * up`` from blocks to blocks: SwiGLU with ``"silu"``, GEGLU with ``"gelu"`` or ``"gelu_tanh"``.
 
@@ -233,7 +238,7 @@ def block_gated_activation_backward(
     up: Tensor,
     up_scale: Tensor,
     kind: str,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
 ) -> TwoBlocks:
     """``(dgate, its scale, dup, its scale)`` in one pass; ``dy`` like ``gate``. See ``block_gated_activation``."""
     return torch.ops.qframework.block_gated_activation_backward(

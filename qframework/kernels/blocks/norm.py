@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from qframework.errors import QFrameworkError
-from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref, row_count
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref, row_count
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.statistics import row_statistics_ref, row_statistics_triton
 from qframework.kernels.blocks.tiles import (
@@ -225,7 +225,7 @@ def block_layer_norm(
     weight: Tensor | None,
     bias: Tensor | None,
     eps: float = 1e-5,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     statistics: Tensor | None = None,
 ) -> LayerNormResult:
     """LayerNorm over the last dimension, from blocks to blocks (Jetfire, section 6.2 and appendix A).
@@ -258,7 +258,7 @@ def block_rms_norm(
     x_scale: Tensor,
     weight: Tensor | None,
     eps: float = 1e-6,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     statistics: Tensor | None = None,
 ) -> RMSNormResult:
     """RMSNorm over the last dimension, from blocks to blocks: ``(y, its scale, rstd)``. See ``block_layer_norm``."""

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize, quantize_blocks_ref, row_count
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize, quantize_blocks_ref, row_count
 from qframework.kernels.blocks.primitives import load_tile, quantize_tile, store_tile
 from qframework.kernels.blocks.sum_rows import add_up, store_sums, stretch_origin, stretches
 from qframework.kernels.blocks.tiles import (
@@ -289,7 +289,7 @@ def block_layer_norm_backward(
     weight: Tensor | None,
     mean: Tensor,
     rstd: Tensor,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
 ) -> LayerNormGradients:
     """Gradients of ``block_layer_norm``.
 
@@ -321,7 +321,7 @@ def block_rms_norm_backward(
     x_scale: Tensor,
     weight: Tensor | None,
     rstd: Tensor,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
 ) -> RMSNormGradients:
     """Gradients of ``block_rms_norm``: ``(dx, its scale, dweight)``. See ``block_layer_norm_backward``."""
     return torch.ops.qframework.block_rms_norm_backward(dy, dy_scale, x, x_scale, weight, rstd, block_size)

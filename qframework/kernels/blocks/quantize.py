@@ -23,6 +23,7 @@ from torch import Tensor
 
 from qframework.kernels.blocks.arithmetic import int8_to_float
 from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
     BlockSize,
     block_shape,
     check_block_size,
@@ -348,7 +349,7 @@ BLOCK_TRANSPOSE = declare(
 )
 
 
-def block_quantize(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> Blocks:
+def block_quantize(x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed: Tensor | None = None) -> Blocks:
     """Quantize to INT8 with one scale for every block of values (Jetfire eq. 1).
 
     Args:
@@ -369,7 +370,9 @@ def block_quantize(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = 
     return torch.ops.qframework.block_quantize(x, block_size, seed)
 
 
-def block_quantize_both(x: Tensor, block_size: BlockSize = 32, seed: Tensor | None = None) -> BothBlocks:
+def block_quantize_both(
+    x: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, seed: Tensor | None = None
+) -> BothBlocks:
     """``block_quantize`` of ``x`` and of its transpose in one pass: ``(q, scale, q^T, scale^T)``.
 
     With square blocks the second pair is the transpose of the first; with others it is in blocks of (32, 128).
@@ -378,13 +381,13 @@ def block_quantize_both(x: Tensor, block_size: BlockSize = 32, seed: Tensor | No
 
 
 def block_dequantize(
-    q: Tensor, scale: Tensor, block_size: BlockSize = 32, dtype: torch.dtype = torch.float32
+    q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """``q * scale`` of each block in float32, rounded once to ``dtype`` (fp32, fp16 or bf16); contiguous like ``q``."""
     return torch.ops.qframework.block_dequantize(q, scale, block_size, dtype)
 
 
-def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = 32) -> Blocks:
+def block_transpose(q: Tensor, scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Blocks:
     """The transpose ``(C, R)`` int8, contiguous, of ``q (..., C)``, and its scale.
 
     Square blocks keep their values. Others are quantized again, in blocks of (32, 128), with an error of half a step.

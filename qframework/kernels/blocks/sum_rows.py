@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from qframework.kernels.blocks.format import BlockSize
+from qframework.kernels.blocks.format import DEFAULT_BLOCK_SIZE, BlockSize
 from qframework.kernels.blocks.tiles import (
     check_alike,
     contiguous,
@@ -178,7 +178,7 @@ BLOCK_SUM_ROWS = declare(
 )
 
 
-def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = 32) -> Tensor:
+def block_sum_rows(x: Tensor, x_scale: Tensor, block_size: BlockSize = DEFAULT_BLOCK_SIZE) -> Tensor:
     """Sum over all rows of a tensor in blocks, as for the gradient of a bias.
 
     Args:

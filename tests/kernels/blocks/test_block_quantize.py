@@ -385,7 +385,7 @@ def test_dynamic_shapes_trace():
 
 def test_bad_input():
     x = torch.randn(2, 3, 40)
-    q, scale = block_quantize(x)
+    q, scale = block_quantize(x, 32)
     with pytest.raises(UnsupportedError, match=r"block_quantize: block_size must be one of 32, 64, 128, .*, got 48"):
         block_quantize(x, 48)
     with pytest.raises(UnsupportedError, match=r"block_quantize_both: x must have dtype float32.*, got torch.float64"):
@@ -412,6 +412,7 @@ def test_bad_input():
     ("text", "size", "name"),
     [
         ("32", 32, "32"),
+        ("jetfire", 32, "32"),
         ("128", 128, "128"),
         ("64x64", 64, "64"),
         ("32x128", (32, 128), "32x128"),
@@ -432,10 +433,10 @@ def test_a_block_size_given_as_a_list_has_its_canonical_name():
 
 @pytest.mark.parametrize("text", ["48", "128x1", "1 x 128", "x", "", "-32"])
 def test_invalid_block_sizes_on_command_lines(text, capsys):
-    with pytest.raises(ValueError, match="block size must be one of 32, 64, 128, 32x128, 1x128, got"):
+    with pytest.raises(ValueError, match="block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got"):
         parse_block_size(text)
     parser = argparse.ArgumentParser()
     parser.add_argument("--block-size", type=parse_block_size)
     with pytest.raises(SystemExit):
         parser.parse_args([f"--block-size={text}"])
-    assert f"block size must be one of 32, 64, 128, 32x128, 1x128, got {text!r}" in capsys.readouterr().err
+    assert f"block size must be one of 32, 64, 128, 32x128, 1x128, jetfire, got {text!r}" in capsys.readouterr().err

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from qframework.kernels.blocks.format import (
+    DEFAULT_BLOCK_SIZE,
     BlockSize,
     dequantize_blocks_ref,
     operand_size,
@@ -60,7 +61,7 @@ def block_linear(
     b: Tensor,
     b_scale: Tensor,
     bias: Tensor | None = None,
-    block_size: BlockSize = 32,
+    block_size: BlockSize = DEFAULT_BLOCK_SIZE,
     out_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
     """``a @ b.T + bias`` of operands in blocks: INT8 within a block, float32 across blocks (Jetfire, algorithm 1).

@@ -192,12 +192,12 @@ def test_compiles_without_graph_breaks(fresh_dynamo, block_size, out_dtype):
 
 def test_a_bias_that_requires_a_gradient_is_refused():
     a, a_scale, b, b_scale, bias = make_case(torch.device("cpu"), (4, 8), 5, 32)
-    expected, _ = block_linear(a, a_scale, b, b_scale, bias)
+    expected, _ = block_linear(a, a_scale, b, b_scale, bias, block_size=32)
     bias.requires_grad_()
     with pytest.raises(QFrameworkError, match=r"bias must not require a gradient.*Int8Linear"):
-        block_linear(a, a_scale, b, b_scale, bias)
+        block_linear(a, a_scale, b, b_scale, bias, block_size=32)
     with torch.no_grad():
-        assert torch.equal(block_linear(a, a_scale, b, b_scale, bias)[0], expected)
+        assert torch.equal(block_linear(a, a_scale, b, b_scale, bias, block_size=32)[0], expected)
 
 
 ERRORS = [
@@ -230,7 +230,7 @@ def test_errors(kind, wrong, message):
     names = ("a", "a_scale", "b", "b_scale", "bias")
     arguments = dict(zip(names, make_case(torch.device("cpu"), (4, 8), 5, 32), strict=True))
     with pytest.raises(kind, match=message):
-        block_linear(**(arguments | wrong))
+        block_linear(**({"block_size": 32} | arguments | wrong))
 
 
 MISFITS = [
