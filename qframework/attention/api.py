@@ -88,7 +88,8 @@ def sage_attention(
         attn_mask: bool (True attends) or float (added to the logits), broadcastable to ``(..., Hq, Nq, Nk)`` in either
             layout. A row of False or -inf gives zeros; one of the lowest float gives the mean of the values, as in
             PyTorch.
-        dropout_p: must be 0.
+        dropout_p: must be 0 with ``backward="exact"``. Otherwise weights are dropped with this probability, by a seed
+            from torch's generator; not with variants that multiply P and V in 8 bit.
         is_causal: query i attends to keys 0..i, for any lengths (aligned top left, as in PyTorch).
         scale: of the logits; ``1 / sqrt(D)`` when None.
         enable_gqa: allow Hkv < Hq where Hkv divides Hq.
@@ -120,13 +121,14 @@ def sage_attention(
     Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
     SageAttention3 and SageBwd.
     """
-    _refuse_dropout(dropout_p)
+    if backward == "exact":
+        _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
     _check_layout(tensor_layout)
     if tensor_layout == "NHD":
         query, key, value = _exchange("query", query), _exchange("key", key), _exchange("value", value)
     arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
-    out, lse = attend(*arguments, return_lse, backward)
+    out, lse = attend(*arguments, return_lse, backward, dropout_p)
     if tensor_layout == "NHD":
         out = out.transpose(-3, -2)
     return (out, lse) if return_lse else out
@@ -144,6 +146,7 @@ def attend(
     smooth_k: bool,
     return_lse: bool = False,
     backward: str = "exact",
+    dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
     check_backward(backward)
@@ -156,8 +159,9 @@ def attend(
     query, key, value = autocast(query, key, value)
     query, key, value, added = _broadcast_leading(query, key, value, enable_gqa)
     call = SageAttentionArguments(query, key, value, attn_mask, is_causal, scale, enable_gqa, "auto", smooth_k)
-    if backward != "exact" and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward)
+    needs_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    if backward != "exact" and (needs_gradient or dropout_p != 0.0):
+        out, lse = _int8_gradient(call, spec_of(variant), return_lse, backward, dropout_p)
         return (out.squeeze(0), lse.squeeze(0)) if added else (out, lse)
     if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
         call.check()
@@ -173,13 +177,14 @@ def attend(
 
 
 def _int8_gradient(
-    call: SageAttentionArguments, variant: str, return_lse: bool, backward: str
+    call: SageAttentionArguments, variant: str, return_lse: bool, backward: str, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """Attention whose gradient is computed in 8 bit, and with ``return_lse`` its log-sum-exp."""
     query, key = call.query, call.key
-    out, lse, k_mean = torch.ops.qframework.int8_gradient_attention(
-        query, key, call.value, call.is_causal, call.scale, call.enable_gqa, variant, backward, call.smooth_k
-    )
+    # from torch's generator, on the device: a compiled graph draws a new one in each call, checkpointing the same twice
+    seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device) if dropout_p != 0.0 else None
+    settings = (call.is_causal, call.scale, call.enable_gqa, variant, backward, call.smooth_k, dropout_p, seed)
+    out, lse, k_mean = torch.ops.qframework.int8_gradient_attention(query, key, call.value, *settings)
     if return_lse:  # of the logits with the mean, which is a constant here: the logits do not depend on it
         group = query.shape[-3] // key.shape[-3] if call.enable_gqa and query.ndim > 3 else 1
         means = k_mean.repeat_interleave(group, dim=-3) if group > 1 else k_mean
@@ -282,8 +287,8 @@ def sage_attention_varlen(
 def _refuse_dropout(dropout_p: float) -> None:
     if dropout_p != 0.0:
         raise UnsupportedError(
-            f"sage_attention: dropout_p must be 0.0, got {dropout_p}. Call F.scaled_dot_product_attention, or let "
-            "use_sage_attention fall back to it"
+            f"sage_attention: dropout_p must be 0.0 with backward='exact', got {dropout_p}. Call "
+            "F.scaled_dot_product_attention, or let use_sage_attention fall back to it"
         )
 
 

@@ -55,7 +55,7 @@ class use_sage_attention(TorchFunctionMode):
             ``"off"``.
         smooth_k: subtract the mean over tokens from the keys.
         backward: what computes gradients, as for :func:`~qframework.attention.sage_attention`. With ``"int8"`` and
-            ``"mixed"`` calls with a mask fall back, too.
+            ``"mixed"`` calls with a mask fall back, and those with dropout do not.
 
     Raises:
         UnsupportedError: an unknown variant or backward.
@@ -114,13 +114,14 @@ def attention_or_fallback(
     backward: str = "exact",
 ) -> Tensor:
     """Quantized attention; falls back to ``func`` (PyTorch's) where the variant does not support the call."""
-    reason = why_not(query, key, value, attn_mask, dropout_p, is_causal)
+    dropped = dropout_p if backward == "exact" else 0.0  # other gradients are computed with dropout
+    reason = why_not(query, key, value, attn_mask, dropped, is_causal)
     if reason is None and backward != "exact" and attn_mask is not None:
         reason = f"attn_mask with backward={backward!r}"
     if reason is None:
         arguments = (query, key, value, attn_mask, is_causal, scale, enable_gqa, variant, smooth_k)
         try:
-            return attend(*arguments, backward=backward)[0]
+            return attend(*arguments, backward=backward, dropout_p=dropout_p)[0]
         except UnsupportedError as error:
             reason = str(error)
     note_fallback(reason)

@@ -19,8 +19,8 @@ AttentionGradient = Literal["float", "int8", "mixed"]
 class Int8Attention(nn.Module):
     """A module of another class, whose calls of ``F.scaled_dot_product_attention`` compute their gradients in 8 bit.
 
-    Only while gradients are enabled: attention of an evaluation does not change. Calls with a mask or with dropout run
-    in PyTorch, counted in ``qframework.attention.fallbacks``. A module that never calls the function is counted in
+    Only while gradients are enabled: attention of an evaluation does not change. Calls with a mask run in
+    PyTorch, counted in ``qframework.attention.fallbacks``. A module that never calls the function is counted in
     ``qframework.training.fallbacks``, unless it is compiled.
     """
 

@@ -120,7 +120,11 @@ def test_int8_backward_compiles_whole(backward: str) -> None:
         ({"backward": "fp8"}, "backward must be exact, int8 or mixed, got 'fp8'"),
         ({"backward": "int8", "attn_mask": True}, r"attn_mask must be None with backward='int8', got shape \(4, 4\)"),
         ({"backward": "int8", "variant": "sage_t"}, "variant must quantize Q and K to 8 bits per block"),
-        ({"backward": "int8", "dropout_p": 0.1}, "dropout_p must be 0.0, got 0.1"),
+        ({"dropout_p": 0.1}, "dropout_p must be 0.0 with backward='exact', got 0.1"),
+        (
+            {"backward": "int8", "dropout_p": 0.1, "variant": "sage_vb"},
+            "variant must multiply P and V in 16 bit with dropout, .* got 'sage_vb'",
+        ),
     ],
 )
 def test_what_a_gradient_in_8_bit_refuses(kwargs: dict[str, Any], message: str) -> None:
@@ -129,6 +133,41 @@ def test_what_a_gradient_in_8_bit_refuses(kwargs: dict[str, Any], message: str) 
         kwargs = kwargs | {"attn_mask": torch.ones(4, 4, dtype=torch.bool)}
     with pytest.raises(UnsupportedError, match=message):
         sage_attention(query, query, query, **kwargs)
+
+
+@pytest.mark.parametrize("backward", FORMS)
+def test_dropout_comes_from_torchs_generator(backward: str) -> None:
+    """The same seed, the same result and gradients; a share of weights is dropped, and the mean stays."""
+    query, key = heads(1, 2, 60, 32), heads(1, 2, 60, 32)
+    ones = torch.ones(1, 2, 60, 32)
+
+    def run(seed: int) -> list[Tensor]:
+        torch.manual_seed(seed)
+        leaves = [x.clone().requires_grad_() for x in (query, key, ones)]
+        out = sage_attention(*leaves, dropout_p=0.25, backward=backward)
+        return [out, *torch.autograd.grad(out.square().sum(), leaves)]
+
+    first, again, other = run(0), run(0), run(1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    sums = first[0][..., 0]  # of weights that are kept, over 1 - p
+    assert abs(float(sums.mean()) - 1) < 0.03
+    assert float(sums.std()) > 0.05
+
+
+def test_dropout_without_a_gradient_drops_too() -> None:
+    query = heads(1, 2, 60, 32)
+    with torch.no_grad():
+        out = sage_attention(query, query, torch.ones_like(query), dropout_p=0.5, backward="mixed")
+    assert float(out.std()) > 0.05
+
+
+def test_all_weights_dropped_give_zeros() -> None:
+    query = heads(1, 2, 20, 32).requires_grad_()
+    out = sage_attention(query, query, query, dropout_p=1.0, backward="int8")
+    assert torch.equal(out, torch.zeros_like(out))
+    out.sum().backward()
+    assert torch.equal(query.grad, torch.zeros_like(query))
 
 
 class Model(nn.Module):

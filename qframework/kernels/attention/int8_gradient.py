@@ -47,6 +47,7 @@ from qframework.kernels.attention.arguments import (
     default_scale,
     empty_result,
 )
+from qframework.kernels.attention.int8_gradient_forward import Dropout, forward_ref, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
 from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
 from qframework.kernels.attention.operands import LOG2_E, Bias
@@ -59,7 +60,7 @@ from qframework.kernels.attention.pipeline import (
     reached,
 )
 from qframework.kernels.attention.variants import AttentionVariant, resolve
-from qframework.kernels.runtime.checks import check_shape
+from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import LIBRARY, declare
 from qframework.numerics import FLOAT_DTYPES
@@ -88,6 +89,18 @@ def check_gradient(gradient: str) -> None:
         raise UnsupportedError(f"{_NAME}: gradient must be {either(get_args(Gradient))}, got {gradient!r}")
 
 
+def check_dropout(operator: str, p: float, seed: Tensor | None, query: Tensor) -> None:
+    """Raise QFrameworkError unless ``seed`` is one int64 on ``query``'s device, or None without dropout."""
+    if not 0.0 <= p <= 1.0:
+        raise QFrameworkError(f"{operator}: dropout_p must be between 0 and 1, got {p}")
+    if (p > 0.0) != (seed is not None):
+        raise QFrameworkError(f"{operator}: seed must be given with dropout and only then, got dropout_p={p}")
+    if seed is not None:
+        check_dtype(operator, "seed", seed, (torch.int64,))
+        check_same_device(operator, query, seed=seed)
+        check_shape(operator, "seed", seed, (1,))
+
+
 class Int8GradientArguments(NamedTuple):
     """The arguments of ``qframework::int8_gradient_attention``; see :func:`qframework.sage_attention`."""
 
@@ -100,6 +113,8 @@ class Int8GradientArguments(NamedTuple):
     variant: str = "auto"
     gradient: str = "int8"
     smooth_k: bool = True
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
 
     @property
     def dense(self) -> SageAttentionArguments:
@@ -111,6 +126,12 @@ class Int8GradientArguments(NamedTuple):
         check_dense(self.dense, _NAME, FLOAT_DTYPES)
         check_forward(self.variant)
         check_gradient(self.gradient)
+        check_dropout(_NAME, self.dropout_p, self.seed, self.query)
+        if self.seed is not None and check_forward(self.variant).pv != "fp16":
+            raise UnsupportedError(
+                f"{_NAME}: variant must multiply P and V in 16 bit with dropout, as auto and sage_b do, got "
+                f"{self.variant!r}"
+            )
         lead = self.query.shape[: -3 if self.query.ndim > 3 else 1]
         for argument, x in (("key", self.key), ("value", self.value)):
             if x.shape[: len(lead)] != lead:
@@ -147,9 +168,13 @@ def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tens
     variant = check_forward(x.variant)
     scale = default_scale(x.query, x.scale)
     qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps, None)
-    values = quantized_values(call.v, variant, steps, None)
-    result, sums = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
-    assert sums is not None, "the log-sum-exp is asked for"
+    if x.seed is not None:
+        forward = forward_ref if steps is TORCH_STEPS else forward_triton
+        result, sums = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
+    else:
+        values = quantized_values(call.v, variant, steps, None)
+        result, sums = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
+        assert sums is not None, "the log-sum-exp is asked for"
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
     return result.view(out.shape), sums.view(lse.shape), mean
 
@@ -168,6 +193,8 @@ class Int8GradientBackwardArguments(NamedTuple):
     is_causal: bool
     scale: float | None
     gradient: str
+    dropout_p: float = 0.0
+    seed: Tensor | None = None
 
     @property
     def dense(self) -> SageAttentionArguments:
@@ -179,6 +206,7 @@ class Int8GradientBackwardArguments(NamedTuple):
         name = f"{_NAME}_backward"
         check_dense(self.dense, name, FLOAT_DTYPES)
         check_gradient(self.gradient)
+        check_dropout(name, self.dropout_p, self.seed, self.query)
         result = (*self.query.shape[:-1], self.value.shape[-1])
         for argument, x, shape in (
             ("grad_out", self.grad_out, result),
@@ -225,6 +253,8 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
     operands = GradientOperands(
         *(q, q_scale, k, k_scale, call.v, grad),
         *(lse, steps.delta(out, grad, grad_lse), scale, x.is_causal),
+        dropout_p=x.dropout_p,
+        seed=x.seed,
     )
     if x.gradient == "mixed":  # any constant serves as the mean here, since rows of dS sum to zero
         return operands._replace(q_float=call.q, k_float=call.k - k_mean.to(call.k.dtype))
@@ -241,8 +271,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     x = Int8GradientArguments(*inputs)
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(x.query, x.key, x.value, *output)
-    ctx.settings = (x.is_causal, x.scale, x.gradient)
+    ctx.save_for_backward(x.query, x.key, x.value, *output, x.seed)
+    ctx.settings = (x.is_causal, x.scale, x.gradient, x.dropout_p)
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
@@ -254,9 +284,10 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
     passed = len(ctx.needs_input_grad)
     if grad_out is None and grad_lse is None:
         return (None,) * passed
+    *tensors, seed = ctx.saved_tensors
     if grad_out is None:
-        grad_out = torch.zeros_like(ctx.saved_tensors[3])
-    found = torch.ops.qframework.int8_gradient_attention_backward(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings)
+        grad_out = torch.zeros_like(tensors[3])
+    found = torch.ops.qframework.int8_gradient_attention_backward(grad_out, grad_lse, *tensors, *ctx.settings, seed)
     needed = (g if need else None for g, need in zip(found, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * (passed - 3))
 
@@ -278,7 +309,8 @@ def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
 
 INT8_GRADIENT_ATTENTION = declare(
     "int8_gradient_attention(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None, "
-    "bool enable_gqa=False, str variant='auto', str gradient='int8', bool smooth_k=True) -> (Tensor, Tensor, Tensor)",
+    "bool enable_gqa=False, str variant='auto', str gradient='int8', bool smooth_k=True, "
+    "float dropout_p=0.0, Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
     Int8GradientArguments,
     cpu=attend_cpu,
     cuda=_attend_triton,
@@ -286,7 +318,8 @@ INT8_GRADIENT_ATTENTION = declare(
 )
 INT8_GRADIENT_ATTENTION_BACKWARD = declare(
     "int8_gradient_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
-    "Tensor out, Tensor lse, Tensor k_mean, bool is_causal, float? scale, str gradient) -> (Tensor, Tensor, Tensor)",
+    "Tensor out, Tensor lse, Tensor k_mean, bool is_causal, float? scale, str gradient, float dropout_p=0.0, "
+    "Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
     Int8GradientBackwardArguments,
     cpu=lambda x: gradients(x, _TORCH),
     cuda=lambda x: gradients(x, _TRITON),

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.kernels.attention.dropout import factor_of, keep_ref
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.attention.quantize_qk import is_marked
 from qframework.kernels.attention.variants import KEY_BLOCK, token_groups
@@ -33,6 +34,8 @@ class GradientOperands(NamedTuple):
     grad_scale: Tensor | None = None
     q_float: Tensor | None = None  # (B, H, N, D) float: Q, where its products are in 16 bit
     k_float: Tensor | None = None  # (B, Hkv, Nk, D) float: K minus a constant of each head, likewise
+    dropout_p: float = 0.0
+    seed: Tensor | None = None  # one int64, with dropout
 
     @property
     def int8(self) -> bool:
@@ -71,7 +74,7 @@ def gradients_ref(
     key_tile, query_tile = tiles
     heads, queries, keys = x.q.shape[1], x.q.shape[2], x.k.shape[2]
     group = heads // x.k.shape[1]
-    exact = x._replace(k=_repeat(x.k, group), k_scale=_repeat(x.k_scale, group), v=_repeat(x.v, group))
+    exact = x._replace(k=repeat_heads(x.k, group), k_scale=repeat_heads(x.k_scale, group), v=repeat_heads(x.v, group))
     dq = x.q.new_zeros(x.q.shape, dtype=dtype)
     dk = x.q.new_zeros((*x.q.shape[:2], keys, x.q.shape[3]), dtype=dtype)
     dv = x.q.new_zeros((*x.q.shape[:2], keys, x.v.shape[3]), dtype=dtype)
@@ -79,7 +82,8 @@ def gradients_ref(
     for start in range(0, queries, key_tile.block_m):
         m = slice(start, start + key_tile.block_m)
         p, ds = weights_and_gradient(exact, m, dtype)
-        dv += _matmul(_rounded(p, x, -2, key_tile.block_m).mT, _gradient_operand(x, m, dtype))
+        weights = _rounded(p, x, -2, key_tile.block_m)
+        dv += _matmul(weights.mT, _gradient_operand(x, m, dtype)) * factor_of(x.dropout_p)
         dk += _matmul(_rounded(ds, x, -2, key_tile.block_m).mT, queries_of_keys[:, :, m])
         dq[:, :, m] = _matmul(_rounded(ds, x, -1, query_tile.block_n), keys_of_queries)
     if group > 1:
@@ -88,20 +92,34 @@ def gradients_ref(
 
 
 def weights_and_gradient(x: GradientOperands, m: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """P and dS ``(B, H, M, Nk)`` of the queries in ``m``; keys and values have as many heads as queries."""
-    keys, tokens = x.k.shape[2], x.q.shape[2]
-    k_scale = x.k_scale[:, :, token_groups("per_block", "key").index(keys, x.k.device)]
-    q_scale = x.q_scale[:, :, token_groups("per_block", "query").index(tokens, x.q.device)][:, :, m]
-    products = x.q[:, :, m].to(dtype) @ x.k.to(dtype).mT
-    s = products * (q_scale[..., None].to(dtype) * k_scale[:, :, None].to(dtype))
+    """P, without what dropout drops, and dS ``(B, H, M, Nk)`` of the queries in ``m``.
+
+    Keys and values have as many heads as queries.
+    """
+    s = logits_ref(x.q, x.q_scale, x.k, x.k_scale, m, x.causal, dtype)
     p = torch.exp2(s - x.lse[:, :, m, None].to(dtype) * LOG2_E)
-    if x.causal:
-        query = torch.arange(tokens, device=p.device)[m, None]
-        p = p.masked_fill(torch.arange(keys, device=p.device) > query, 0.0)
-    p = p.masked_fill(is_marked(x.q[:, :, m], 8)[..., None], torch.nan)
     dp = _matmul(x.grad[:, :, m].to(dtype), x.v.to(dtype).mT)
+    kept = p
+    if x.seed is not None:
+        queries = torch.arange(x.q.shape[2], device=p.device)[m]
+        keep = keep_ref(x.seed, p.shape[0] * p.shape[1], queries, p.shape[3], x.dropout_p).view(p.shape)
+        kept, dp = torch.where(keep, p, p * 0.0), torch.where(keep, dp * factor_of(x.dropout_p), dp * 0.0)
     ds = p * (dp - x.delta[:, :, m, None].to(dtype))
-    return p, ds.masked_fill(p == 0, 0.0)
+    return kept, ds.masked_fill(p == 0, 0.0)
+
+
+def logits_ref(
+    q: Tensor, q_scale: Tensor, k: Tensor, k_scale: Tensor, m: slice, causal: bool, dtype: torch.dtype
+) -> Tensor:
+    """Base-2 logits ``(B, H, M, Nk)`` of the queries in ``m``: -inf after the diagonal, NaN for marked queries."""
+    keys, tokens = k.shape[2], q.shape[2]
+    k_scale = k_scale[:, :, token_groups("per_block", "key").index(keys, k.device)]
+    q_scale = q_scale[:, :, token_groups("per_block", "query").index(tokens, q.device)][:, :, m]
+    s = (q[:, :, m].to(dtype) @ k.to(dtype).mT) * (q_scale[..., None].to(dtype) * k_scale[:, :, None].to(dtype))
+    if causal:
+        query = torch.arange(tokens, device=s.device)[m, None]
+        s = s.masked_fill(torch.arange(keys, device=s.device) > query, -torch.inf)
+    return s.masked_fill(is_marked(q[:, :, m], 8)[..., None], torch.nan)
 
 
 def products_of_dq(x: GradientOperands, tile: GradientTile, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -114,7 +132,7 @@ def products_of_dq(x: GradientOperands, tile: GradientTile, dtype: torch.dtype =
 def _factors(x: GradientOperands, group: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Q and K that dS is multiplied by, with the scale of the logits."""
     if x.q_float is not None and x.k_float is not None:
-        return x.q_float.to(dtype) * x.scale, _repeat(x.k_float, group).to(dtype) * x.scale
+        return x.q_float.to(dtype) * x.scale, repeat_heads(x.k_float, group).to(dtype) * x.scale
     q_scale = x.q_scale[:, :, token_groups("per_block", "query").index(x.q.shape[2], x.q.device)]
     k_scale = x.k_scale[:, :, token_groups("per_block", "key").index(x.k.shape[2], x.k.device)]
     q = x.q.to(dtype) * (q_scale[..., None].to(dtype) / LOG2_E)
@@ -138,7 +156,7 @@ def _rounded(p: Tensor, x: GradientOperands, dim: int, block: int) -> Tensor:
     return torch.round(p / scale) * scale
 
 
-def _repeat(x: Tensor, group: int) -> Tensor:
+def repeat_heads(x: Tensor, group: int) -> Tensor:
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.kernels.attention.dropout import factor_of, kept, key_words, query_words, threshold_of
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, GradientTile
 from qframework.kernels.attention.operands import LOG2_E, check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_v import padded_tokens
@@ -40,6 +41,7 @@ class PassLayout(NamedTuple):
     block_dv: int
     group: int  # heads of Q for each head of K
     int8: bool  # dV, dK and dQ are products of integers
+    dropout: bool
 
 
 @triton.jit
@@ -104,7 +106,7 @@ def delta_triton(out: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Tensor:
 
 
 @triton.jit
-def _float_dot(a, b, acc):
+def float_dot(a, b, acc):
     """``acc + a b`` of 16-bit numbers."""
     # the interpreter multiplies the bits of bfloat16
     return acc + tl.dot(a.to(tl.float32), b.to(tl.float32)) if INTERPRETED else tl.dot(a, b, acc)
@@ -124,7 +126,7 @@ def _poison(lse, delta):
 
 
 @triton.jit
-def _load_tokens(base, tokens, stride, channels, count, D: tl.constexpr, BLOCK_D: tl.constexpr):
+def load_tokens(base, tokens, stride, channels, count, D: tl.constexpr, BLOCK_D: tl.constexpr):
     """(tokens, channels) of a head; zero outside."""
     inside = (tokens < count)[:, None]
     if D != BLOCK_D:
@@ -161,6 +163,11 @@ def _key_block(
     stride_pn,
     stride_on,
     N,
+    key_word,
+    seed,
+    head,
+    threshold,
+    factor,
     MASKED: tl.constexpr,
     LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -168,7 +175,7 @@ def _key_block(
     """Add one block of queries to dK and dV (BLOCK_N, channels). S, P and dS are (BLOCK_N, BLOCK_M)."""
     m = start + tl.arange(0, BLOCK_M)
     d, dv_channels = tl.arange(0, LAYOUT.block_d), tl.arange(0, LAYOUT.block_dv)
-    q = _load_tokens(q_base, m, stride_qn, d, N, LAYOUT.d, LAYOUT.block_d)
+    q = load_tokens(q_base, m, stride_qn, d, N, LAYOUT.d, LAYOUT.block_d)
     q_scale = tl.load(q_scale_base + start // QUERIES_OF_SCALE)
     lse = tl.load(lse_base + m, mask=m < N, other=NOWHERE)
     delta = tl.load(delta_base + m, mask=m < N, other=0.0)
@@ -177,25 +184,29 @@ def _key_block(
     p = tl.exp2(s - (lse * TO_BASE_2)[None, :])
     if MASKED:
         p = tl.where(n[:, None] <= m[None, :], p, 0.0)
-    grad = _load_tokens(grad_base, m, stride_gn, dv_channels, N, LAYOUT.dv, LAYOUT.block_dv)
+    grad = load_tokens(grad_base, m, stride_gn, dv_channels, N, LAYOUT.dv, LAYOUT.block_dv)
     zero = tl.zeros(p.shape, tl.float32)
-    dp = _float_dot(v, tl.trans(grad), zero)
+    dp = float_dot(v, tl.trans(grad), zero)
+    weights = p
+    if LAYOUT.dropout:
+        keep = kept(query_words(seed, m, head)[None, :], key_word[:, None], threshold)
+        weights, dp = tl.where(keep, p, p * 0.0), tl.where(keep, dp * factor, dp * 0.0)
     ds = p * (dp - delta[None, :])
     if MASKED:
         ds = tl.where(n[:, None] <= m[None, :], ds, 0.0)
     if LAYOUT.int8:
         poison = _poison(lse, delta)
         grad8 = _load_channels(grad_product_base, m, stride_on, dv_channels, LAYOUT.dv, LAYOUT.block_dv)
-        p8, p_scale = _rows_to_int8(p, poison)
+        p8, p_scale = _rows_to_int8(weights, poison)
         scale = p_scale * tl.load(grad_scale_base + start // KEYS_OF_SCALE)
         dv += tl.dot(p8, tl.trans(grad8), out_dtype=tl.int32).to(tl.float32) * scale[:, None]
         q8 = _load_channels(q_product_base, m, stride_pn, d, LAYOUT.d, LAYOUT.block_d)
         ds8, ds_scale = _rows_to_int8(ds, poison)
         dk += tl.dot(ds8, tl.trans(q8), out_dtype=tl.int32).to(tl.float32) * (ds_scale * q_scale)[:, None]
     else:
-        dv = _float_dot(p.to(grad.dtype), grad, dv)
-        q16 = _load_tokens(q_product_base, m, stride_pn, d, N, LAYOUT.d, LAYOUT.block_d)
-        dk = _float_dot(ds.to(q16.dtype), q16, dk)
+        dv = float_dot(weights.to(grad.dtype), grad, dv)
+        q16 = load_tokens(q_product_base, m, stride_pn, d, N, LAYOUT.d, LAYOUT.block_d)
+        dk = float_dot(ds.to(q16.dtype), q16, dk)
     return dk, dv
 
 
@@ -214,6 +225,9 @@ def _key_pass_kernel(
     delta_ptr,  # (B, H, N) fp32
     dk_ptr,  # (B, Hkv, Nk, D) float
     dv_ptr,  # (B, Hkv, Nk, Dv) float
+    seed_ptr,  # (1,) int64, for dropout
+    threshold,
+    factor,  # of weights that dropout keeps
     scale,  # of dK
     HKV,
     N,
@@ -234,11 +248,13 @@ def _key_pass_kernel(
     block, hk, b = (pid % blocks).to(tl.int32), (pid // blocks) % HKV, pid // (blocks * HKV)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     d, dv_channels = tl.arange(0, LAYOUT.block_d), tl.arange(0, LAYOUT.block_dv)
-    k = _load_tokens(K.data + b * K.batch + hk * K.head, n, K.token, d, NK, LAYOUT.d, LAYOUT.block_d)
-    v = _load_tokens(V.data + b * V.batch + hk * V.head, n, V.token, dv_channels, NK, LAYOUT.dv, LAYOUT.block_dv)
+    k = load_tokens(K.data + b * K.batch + hk * K.head, n, K.token, d, NK, LAYOUT.d, LAYOUT.block_d)
+    v = load_tokens(V.data + b * V.batch + hk * V.head, n, V.token, dv_channels, NK, LAYOUT.dv, LAYOUT.block_dv)
     k_scale = tl.load(k_scale_ptr + (b * HKV + hk) * k_scales + n // KEYS_OF_SCALE, mask=n < NK, other=0.0)
-    dk = tl.zeros((BLOCK_N, LAYOUT.block_d), tl.float32)
-    dv = tl.zeros((BLOCK_N, LAYOUT.block_dv), tl.float32)
+    BLOCK_D: tl.constexpr = LAYOUT.block_d  # Triton 3.6 takes no shape from a group
+    BLOCK_DV: tl.constexpr = LAYOUT.block_dv
+    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
+    dv = tl.zeros((BLOCK_N, BLOCK_DV), tl.float32)
     first, whole = 0, 0
     if CAUSAL:
         first = block * BLOCK_N // BLOCK_M * BLOCK_M
@@ -252,18 +268,22 @@ def _key_pass_kernel(
         grad_product_base = GRAD_PRODUCT.data + b * GRAD_PRODUCT.batch + h * GRAD_PRODUCT.head
         q_scale_base, grad_scale_base = q_scale_ptr + head * q_scales, grad_scale_ptr + head * grad_scales
         lse_base, delta_base = lse_ptr + head * N, delta_ptr + head * N
+        seed, key_word = head, n
+        if LAYOUT.dropout:
+            seed = tl.load(seed_ptr)
+            key_word = key_words(seed, n, head)
         if CAUSAL:
             for start in range(first, whole, BLOCK_M):
                 dk, dv = _key_block(
                     dk, dv, start, n, k, v, k_scale, q_base, q_scale_base, grad_base, q_product_base,
                     grad_product_base, grad_scale_base, lse_base, delta_base, Q.token, GRAD.token, Q_PRODUCT.token,
-                    GRAD_PRODUCT.token, N, True, LAYOUT, BLOCK_M,
+                    GRAD_PRODUCT.token, N, key_word, seed, head, threshold, factor, True, LAYOUT, BLOCK_M,
                 )  # fmt: skip
         for start in range(whole, N, BLOCK_M):
             dk, dv = _key_block(
                 dk, dv, start, n, k, v, k_scale, q_base, q_scale_base, grad_base, q_product_base,
                 grad_product_base, grad_scale_base, lse_base, delta_base, Q.token, GRAD.token, Q_PRODUCT.token,
-                GRAD_PRODUCT.token, N, False, LAYOUT, BLOCK_M,
+                GRAD_PRODUCT.token, N, key_word, seed, head, threshold, factor, False, LAYOUT, BLOCK_M,
             )  # fmt: skip
     rows = (b * HKV + hk) * NK + n
     inside = (n < NK)[:, None]
@@ -274,7 +294,7 @@ def _key_pass_kernel(
     )
     tl.store(
         dv_ptr + rows[:, None] * LAYOUT.dv + dv_channels,
-        dv.to(dv_ptr.dtype.element_ty),
+        (dv * factor).to(dv_ptr.dtype.element_ty),
         mask=inside & (dv_channels < LAYOUT.dv)[None, :],
     )
 
@@ -298,6 +318,11 @@ def _query_block(
     stride_vn,
     stride_pn,
     NK,
+    query_word,
+    seed,
+    head,
+    threshold,
+    factor,
     MASKED: tl.constexpr,
     CAUSAL: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -306,7 +331,7 @@ def _query_block(
     """Add one block of keys to dQ (BLOCK_M, channels). S, P and dS are (BLOCK_M, BLOCK_N)."""
     n = start + tl.arange(0, BLOCK_N)
     d, dv_channels = tl.arange(0, LAYOUT.block_d), tl.arange(0, LAYOUT.block_dv)
-    k = _load_tokens(k_base, n, stride_kn, d, NK, LAYOUT.d, LAYOUT.block_d)
+    k = load_tokens(k_base, n, stride_kn, d, NK, LAYOUT.d, LAYOUT.block_d)
     products = tl.dot(q, tl.trans(k), out_dtype=tl.int32)
     if BLOCK_N <= KEYS_OF_SCALE:
         k_scale = tl.load(k_scale_base + start // KEYS_OF_SCALE)
@@ -315,9 +340,12 @@ def _query_block(
         k_scale = tl.load(k_scale_base + n // KEYS_OF_SCALE, mask=n < NK, other=0.0)
         s = products.to(tl.float32) * (q_scale * k_scale)[None, :]
     p = tl.exp2(s - lse[:, None])
-    v = _load_tokens(v_base, n, stride_vn, dv_channels, NK, LAYOUT.dv, LAYOUT.block_dv)
+    v = load_tokens(v_base, n, stride_vn, dv_channels, NK, LAYOUT.dv, LAYOUT.block_dv)
     zero = tl.zeros(p.shape, tl.float32)
-    dp = _float_dot(grad, tl.trans(v), zero)
+    dp = float_dot(grad, tl.trans(v), zero)
+    if LAYOUT.dropout:
+        keep = kept(query_word[:, None], key_words(seed, n, head)[None, :], threshold)
+        dp = tl.where(keep, dp * factor, dp * 0.0)
     ds = p * (dp - delta[:, None])
     if MASKED:
         seen = (n < NK)[None, :]
@@ -329,8 +357,8 @@ def _query_block(
         ds8, ds_scale = _rows_to_int8(ds, poison)
         dq += tl.dot(ds8, tl.trans(k8), out_dtype=tl.int32).to(tl.float32) * (ds_scale * k_scale)[:, None]
     else:
-        k16 = _load_tokens(k_product_base, n, stride_pn, d, NK, LAYOUT.d, LAYOUT.block_d)
-        dq = _float_dot(ds.to(k16.dtype), k16, dq)
+        k16 = load_tokens(k_product_base, n, stride_pn, d, NK, LAYOUT.d, LAYOUT.block_d)
+        dq = float_dot(ds.to(k16.dtype), k16, dq)
     return dq
 
 
@@ -346,6 +374,9 @@ def _query_pass_kernel(
     lse_ptr,  # (B, H, N) fp32
     delta_ptr,  # (B, H, N) fp32
     dq_ptr,  # (B, H, N, D) float
+    seed_ptr,  # (1,) int64, for dropout
+    threshold,
+    factor,  # of weights that dropout keeps
     scale,  # of dQ
     H,
     N,
@@ -368,9 +399,9 @@ def _query_pass_kernel(
     hk, HKV = h // LAYOUT.group, H // LAYOUT.group
     m = block * BLOCK_M + tl.arange(0, BLOCK_M)
     d, dv_channels = tl.arange(0, LAYOUT.block_d), tl.arange(0, LAYOUT.block_dv)
-    q = _load_tokens(Q.data + b * Q.batch + h * Q.head, m, Q.token, d, N, LAYOUT.d, LAYOUT.block_d)
+    q = load_tokens(Q.data + b * Q.batch + h * Q.head, m, Q.token, d, N, LAYOUT.d, LAYOUT.block_d)
     grad_base = GRAD.data + b * GRAD.batch + h * GRAD.head
-    grad = _load_tokens(grad_base, m, GRAD.token, dv_channels, N, LAYOUT.dv, LAYOUT.block_dv)
+    grad = load_tokens(grad_base, m, GRAD.token, dv_channels, N, LAYOUT.dv, LAYOUT.block_dv)
     q_scale = tl.load(q_scale_ptr + (b * H + h) * q_scales + block * BLOCK_M // QUERIES_OF_SCALE)
     rows = (b * H + h) * N + m
     lse = tl.load(lse_ptr + rows, mask=m < N, other=NOWHERE)
@@ -381,7 +412,13 @@ def _query_pass_kernel(
     v_base = V.data + b * V.batch + hk * V.head
     k_product_base = K_PRODUCT.data + b * K_PRODUCT.batch + hk * K_PRODUCT.head
     k_scale_base = k_scale_ptr + (b * HKV + hk) * k_scales
-    dq = tl.zeros((BLOCK_M, LAYOUT.block_d), tl.float32)
+    head = b * H + h
+    seed, query_word = head, m
+    if LAYOUT.dropout:
+        seed = tl.load(seed_ptr)
+        query_word = query_words(seed, m, head)
+    BLOCK_D: tl.constexpr = LAYOUT.block_d  # Triton 3.6 takes no shape from a group
+    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end, whole = NK, NK // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.minimum((block + 1) * BLOCK_M, NK)
@@ -389,12 +426,14 @@ def _query_pass_kernel(
     for start in range(0, whole, BLOCK_N):
         dq = _query_block(
             dq, start, m, q, grad, q_scale, lse, delta, poison, k_base, k_scale_base, v_base, k_product_base,
-            K.token, V.token, K_PRODUCT.token, NK, False, CAUSAL, LAYOUT, BLOCK_N,
+            K.token, V.token, K_PRODUCT.token, NK, query_word, seed, head, threshold, factor, False, CAUSAL,
+            LAYOUT, BLOCK_N,
         )  # fmt: skip
     for start in range(whole, end, BLOCK_N):
         dq = _query_block(
             dq, start, m, q, grad, q_scale, lse, delta, poison, k_base, k_scale_base, v_base, k_product_base,
-            K.token, V.token, K_PRODUCT.token, NK, True, CAUSAL, LAYOUT, BLOCK_N,
+            K.token, V.token, K_PRODUCT.token, NK, query_word, seed, head, threshold, factor, True, CAUSAL,
+            LAYOUT, BLOCK_N,
         )  # fmt: skip
     tl.store(
         dq_ptr + rows[:, None] * LAYOUT.d + d,
@@ -441,7 +480,7 @@ def _heads(x: Tensor) -> Heads:
     return Heads(x, x.stride(0), x.stride(1), x.stride(2))
 
 
-def _low(x: Tensor) -> Tensor:
+def low_precision(x: Tensor) -> Tensor:
     """In 16 bit, with contiguous channels."""
     return last_contiguous(x.bfloat16() if x.dtype == torch.float32 else x)
 
@@ -453,7 +492,7 @@ def gradients_triton(
     key_tile, query_tile = tiles or _tiles(x)
     batch, heads, queries, channels = x.q.shape
     key_heads, keys, value_channels = x.k.shape[1], x.k.shape[2], x.v.shape[3]
-    value, grad = _low(x.v), _low(x.grad)
+    value, grad = low_precision(x.v), low_precision(x.grad)
     check_offsets("int8_gradient_attention", query=x.q, key=x.k, value=value, grad_out=grad)
     layout = PassLayout(
         channels,
@@ -462,9 +501,16 @@ def gradients_triton(
         max(power_of_2(value_channels), 32),
         heads // key_heads,
         x.int8,
+        x.seed is not None,
     )
+    dropout = (x.seed if x.seed is not None else x.lse, threshold_of(x.dropout_p), factor_of(x.dropout_p))
     if x.q_float is not None and x.k_float is not None:
-        q_product, k_product, grad_product, grad_scale = _low(x.q_float), _low(x.k_float), grad, x.q_scale
+        q_product, k_product, grad_product, grad_scale = (
+            low_precision(x.q_float),
+            low_precision(x.k_float),
+            grad,
+            x.q_scale,
+        )
     else:
         assert x.grad_int8 is not None
         assert x.grad_scale is not None
@@ -476,7 +522,7 @@ def gradients_triton(
     q, k, v, g = _heads(x.q), _heads(x.k), _heads(value), _heads(grad)
     launch(_key_pass_kernel, (cdiv(keys, key_tile.block_n) * key_heads * batch,))(
         *(q, k, v, g, _heads(q_product), _heads(grad_product)),
-        *(x.q_scale, x.k_scale, grad_scale, x.lse, x.delta, dk, dv),
+        *(x.q_scale, x.k_scale, grad_scale, x.lse, x.delta, dk, dv, *dropout),
         *(1.0 / LOG2_E if x.int8 else x.scale, key_heads, queries, keys),
         *(x.q_scale.shape[2], x.k_scale.shape[2], grad_scale.shape[2]),
         LAYOUT=layout,
@@ -488,7 +534,7 @@ def gradients_triton(
     )
     launch(_query_pass_kernel, (cdiv(queries, query_tile.block_m) * heads * batch,))(
         *(q, k, v, g, _heads(k_product)),
-        *(x.q_scale, x.k_scale, x.lse, x.delta, dq),
+        *(x.q_scale, x.k_scale, x.lse, x.delta, dq, *dropout),
         *(x.scale, heads, queries, keys, x.q_scale.shape[2], x.k_scale.shape[2]),
         LAYOUT=layout,
         CAUSAL=x.causal,

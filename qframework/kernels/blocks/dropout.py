@@ -23,7 +23,6 @@ from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.arithmetic import int8_to_float, kept_steps
 from qframework.kernels.blocks.format import (
     DEFAULT_BLOCK_SIZE,
-    PHILOX_ROUNDS,
     BlockSize,
     block_shape,
     quantize_blocks_ref,
@@ -47,11 +46,11 @@ from qframework.kernels.blocks.tiles import (
 from qframework.kernels.runtime.launch import cdiv
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.random import philox_ref
 from qframework.kernels.runtime.triton import tl, triton
 
 _LEVELS = 32768  # values of 15 random bits
 _SHARED = 8  # columns that share a call of Philox
-_WORD = 0xFFFFFFFF
 
 
 class BlockDropoutArguments(NamedTuple):
@@ -84,23 +83,6 @@ def factor_of(p: float) -> float:
     """The factor of values that are kept: 1 / (1 - p) for the effective p; 0 if all are dropped."""
     kept = _LEVELS - threshold_of(p)
     return _LEVELS / kept if kept else 0.0
-
-
-def philox_ref(seed: Tensor, c0: Tensor, c1: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four words of Philox4x32-7 for counters ``(c0, c1, 0, 0)``, int64 tensors below 2^32 that broadcast.
-
-    Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011). The 64-bit products may overflow, which leaves
-    their bits correct; only the bits are used.
-    """
-    key0, key1 = int(seed) & _WORD, (int(seed) >> 32) & _WORD
-    c0, c1 = torch.broadcast_tensors(c0, c1)
-    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
-    for _ in range(PHILOX_ROUNDS):
-        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1 = ((second >> 32) & _WORD) ^ c1 ^ key0, second & _WORD
-        c2, c3 = ((first >> 32) & _WORD) ^ c3 ^ key1, first & _WORD
-        key0, key1 = (key0 + 0x9E3779B9) & _WORD, (key1 + 0xBB67AE85) & _WORD
-    return c0, c1, c2, c3
 
 
 def keep_mask_ref(seed: Tensor, shape: torch.Size | tuple[int, ...], p: float) -> Tensor:

@@ -43,9 +43,6 @@ BLOCK_SIZES: tuple[CanonicalSize, ...] = (32, 64, 128, (32, 128), (1, 128))
 DEFAULT_BLOCK_SIZE: CanonicalSize = (1, 128)
 PaperName = Literal["jetfire"]
 _OF_PAPERS: dict[str, CanonicalSize] = {"jetfire": 32}
-PHILOX_ROUNDS = (
-    7  # the fewest that pass all tests of Salmon et al. (2011); more would take longer than the INT8 traffic
-)
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> CanonicalSize:

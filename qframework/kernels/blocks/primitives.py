@@ -7,7 +7,7 @@ dequantizes it, ``quantize_tile`` and ``store_tile`` write it back; everything i
 from __future__ import annotations
 
 from qframework.kernels.blocks.arithmetic import int8_to_float, inverse, over_127
-from qframework.kernels.blocks.format import PHILOX_ROUNDS
+from qframework.kernels.runtime.random import philox
 from qframework.kernels.runtime.rounding import round_to_int8
 from qframework.kernels.runtime.triton import INTERPRET, tl, triton
 from qframework.numerics import MIN_SCALE
@@ -15,7 +15,6 @@ from qframework.numerics import MIN_SCALE
 _MIN_SCALE = tl.constexpr(MIN_SCALE)
 _PUSH = tl.constexpr(12582912.0)  # 1.5 * 2**23: added to a value below 2**22, it rounds into the low bits
 _INTERPRETED = tl.constexpr(INTERPRET)
-_ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 
 
 @triton.jit
@@ -91,23 +90,6 @@ def quantize_tile_stochastic(x, noise, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _philox(seed, c0, c1):
-    """Four words of Philox4x32-7 with counter ``(c0, c1, 0, 0)`` and key ``seed``, as ``philox_ref``.
-
-    Triton's Philox takes two instructions for each 64-bit product, one of them slow.
-    """
-    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    c2 = c0 * 0
-    c3 = c0 * 0
-    for _ in tl.static_range(_ROUNDS):
-        first, second = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
-        c0, c1 = (second >> 32).to(tl.uint32) ^ c1 ^ k0, second.to(tl.uint32)
-        c2, c3 = (first >> 32).to(tl.uint32) ^ c3 ^ k1, first.to(tl.uint32)
-        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
-    return c0, c1, c2, c3
-
-
-@triton.jit
 def tile_bits(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     """16 random bits for each value of a tile, uint16 (TILE_M, TILE_N); ``column`` must be a multiple of 16.
 
@@ -118,8 +100,8 @@ def tile_bits(seed, row, column, TILE_M: tl.constexpr, TILE_N: tl.constexpr):
     eighths = (column // 8 + 2 * tl.arange(0, TILE_N // 16)).to(tl.uint32)[None, :]
     rows = (row + tl.arange(0, TILE_M)).to(tl.uint32)[:, None]
     eighths, rows = tl.broadcast(eighths, rows)
-    a, b, c, d = _philox(seed, eighths, rows)
-    e, f, g, h = _philox(seed, eighths + 1, rows)
+    a, b, c, d = philox(seed, eighths, rows)
+    e, f, g, h = philox(seed, eighths + 1, rows)
     # The dimension that the last join adds is the innermost one.
     words = tl.join(tl.join(tl.join(a, e), tl.join(c, g)), tl.join(tl.join(b, f), tl.join(d, h)))
     return tl.reshape(tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16)), (TILE_M, TILE_N))

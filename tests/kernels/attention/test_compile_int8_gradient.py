@@ -6,17 +6,24 @@ import re
 
 import pytest
 import torch
-from test_compile_attention import FP16_PRODUCT, SHARED_KIB, Recorder, compile_launch
+from test_compile_attention import FP16_PRODUCT, POINTERS, SHARED_KIB, Recorder, compile_launch
 from test_compile_targets import CHIPS, stack_bytes
 
-from qframework.kernels.attention import int8_gradient_triton
+from qframework.kernels.attention import int8_gradient_forward, int8_gradient_triton
+from qframework.kernels.attention.int8_gradient_forward import Dropout, choose_forward_tile, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands
 from qframework.kernels.attention.int8_gradient_triton import choose_gradient_tiles, delta_triton, gradients_triton
+from qframework.kernels.attention.operands import QuantizedQK
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
 pytestmark = pytest.mark.skipif(INTERPRET or not HAS_TRITON, reason="interpreted kernels cannot be compiled")
 
-KERNELS = ("_key_pass_kernel", "_query_pass_kernel", "_delta_kernel")
+KERNELS = {
+    "_key_pass_kernel": int8_gradient_triton,
+    "_query_pass_kernel": int8_gradient_triton,
+    "_delta_kernel": int8_gradient_triton,
+    "_dropout_attention_kernel": int8_gradient_forward,
+}
 MAX_STACK, WIDE_STACK = 256, 512  # bytes that a thread may spill; heads of more than 128 channels are not tuned
 
 
@@ -37,8 +44,8 @@ def operands(channels: int, int8: bool, causal: bool, dtype: torch.dtype, tokens
 @pytest.fixture
 def recorded(monkeypatch):
     launches: list = []
-    for name in KERNELS:
-        monkeypatch.setattr(int8_gradient_triton, name, Recorder(getattr(int8_gradient_triton, name), launches))
+    for name, module in KERNELS.items():
+        monkeypatch.setattr(module, name, Recorder(getattr(module, name), launches))
     return launches
 
 
@@ -53,7 +60,7 @@ def test_passes(recorded, chip, channels, dtype, int8, causal, tmp_path):
     """INT8 products for S, and dP in 16 bit; with ``int8`` those of dV, dK and dQ in INT8, too."""
     tiles = choose_gradient_tiles(channels, int8, CHIPS[chip][1])
     gradients_triton(operands(channels, int8, causal, dtype), tiles)
-    assert [launch.kernel.__name__ for launch in recorded] == list(KERNELS[:2])
+    assert [launch.kernel.__name__ for launch in recorded] == list(KERNELS)[:2]
     for launch in recorded:
         compiled = compile_launch(chip, launch)
         assert compiled.metadata.shared <= SHARED_KIB.get(chip, 99) * 1024
@@ -83,3 +90,22 @@ def test_delta(recorded, chip, has_lse, tmp_path):
     delta_triton(out, out, torch.zeros(1, 2, 1024) if has_lse else None)
     (launch,) = recorded
     assert stack_bytes(compile_launch(chip, launch), tmp_path) == 0
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize(("channels", "causal"), [(64, False), (128, True), (256, True)])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_dropout(recorded, monkeypatch, chip, channels, causal, tmp_path):
+    """The forward pass, and with the same mask both passes of the backward."""
+    monkeypatch.setattr(int8_gradient_forward, "_INTERPRETED", choose_forward_tile(channels))
+    x = operands(channels, False, causal, torch.bfloat16)
+    seed = torch.zeros(1, dtype=torch.int64)
+    monkeypatch.setitem(POINTERS, torch.int64, "*i64")
+    forward_triton(QuantizedQK(x.q, x.q_scale, x.k, x.k_scale, channels), x.v, causal, Dropout(0.1, seed))
+    tiles = choose_gradient_tiles(channels, False, CHIPS[chip][1])
+    gradients_triton(x._replace(dropout_p=0.1, seed=seed), tiles)
+    assert len(recorded) == 3
+    for launch in recorded:
+        compiled = compile_launch(chip, launch)
+        assert compiled.metadata.shared <= SHARED_KIB.get(chip, 99) * 1024
+        assert stack_bytes(compiled, tmp_path) <= (MAX_STACK if channels <= 128 else WIDE_STACK)

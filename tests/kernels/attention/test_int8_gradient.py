@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention import int8_gradient, int8_gradient_triton
+from qframework.kernels.attention.dropout import keep_ref
 from qframework.kernels.attention.int8_gradient import (
     INT8_GRADIENT_ATTENTION,
     INT8_GRADIENT_ATTENTION_BACKWARD,
@@ -65,7 +66,7 @@ class Call:
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.query, self.key, self.value
 
-    def exact(self, grad_lse: Tensor | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+    def exact(self, grad_lse: Tensor | None = None, kept: Any = 1.0) -> tuple[Tensor, tuple[Tensor, ...]]:
         q, k, v = (x.double().requires_grad_() for x in self.inputs)
         group = q.shape[1] // k.shape[1]
         logits = q @ k.repeat_interleave(group, 1).mT / math.sqrt(q.shape[-1])
@@ -73,7 +74,7 @@ class Call:
             logits = logits.masked_fill(
                 torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(1), -math.inf
             )
-        out = logits.softmax(-1) @ v.repeat_interleave(group, 1)
+        out = (logits.softmax(-1) * kept) @ v.repeat_interleave(group, 1)
         outputs, grads = [out], [self.grad.double()]
         if grad_lse is not None:
             outputs, grads = [*outputs, logits.logsumexp(-1)], [*grads, grad_lse.double()]
@@ -132,6 +133,60 @@ def test_at_least_as_close_as_the_paper_says(channels: int, spread: float, gradi
     assert similar[0] > 0.966
     assert similar[1] > 0.954
     assert similar[2] > 0.9985
+
+
+DROPOUT = {"dropout_p": 0.3, "seed": torch.tensor([2**40 + 12345])}
+
+
+def test_the_mask_of_dropout_is_even() -> None:
+    """By query, by key, by pairs of neighbours and by head, as far as chance allows: five standard deviations."""
+    keep = keep_ref(DROPOUT["seed"], 4, torch.arange(256), 256, 0.3).float()
+    variance = 0.3 * 0.7
+    assert abs(float(keep.mean()) - 0.7) < 5 * math.sqrt(variance / keep.numel())
+    for dims in ((0, 1), (0, 2), (1, 2)):
+        means = keep.mean(dims)
+        assert (means - 0.7).abs().max() < 5 * math.sqrt(variance / (keep.numel() / means.numel()))
+    centered = (keep - 0.7) / math.sqrt(variance)
+    for pairs in (
+        centered[:, 1:] * centered[:, :-1],
+        centered[:, :, 1:] * centered[:, :, :-1],
+        centered[1:] * centered[:-1],
+        centered[:, 1:, 1:] * centered[:, 1:, :-1] * centered[:, :-1, 1:] * centered[:, :-1, :-1],
+    ):
+        assert abs(float(pairs.mean())) < 5 / math.sqrt(pairs.numel())
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_dropout_is_close_to_exact_gradients_with_the_same_mask(gradient: str) -> None:
+    call = Call(causal=True, key_heads=1)
+    kept = keep_ref(DROPOUT["seed"], 4, torch.arange(150), 150, 0.3).view(2, 2, 150, 150) / 0.7
+    out, exact = call.exact(kept=kept)
+    results = INT8_GRADIENT_ATTENTION.cpu(*call.arguments(gradient, **DROPOUT))
+    assert (results[0] - out).norm() <= 0.03 * out.norm()
+    found = INT8_GRADIENT_ATTENTION_BACKWARD.cpu(*call.backward(gradient, *results)._replace(**DROPOUT))
+    for mine, theirs in zip(found, exact, strict=True):
+        assert (mine - theirs).norm() <= 0.04 * theirs.norm()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("gradient", GRADIENTS)
+@pytest.mark.parametrize("case", ["causal", "grouped"])
+def test_kernels_with_dropout_against_the_reference(case: str, gradient: str) -> None:
+    """The same mask in the forward pass and in both passes of the backward: one weight more or less would be seen."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    call = Call(**CASES[case], device=device)
+    dropout = DROPOUT | {"seed": DROPOUT["seed"].to(device)}
+    arguments = call.arguments(gradient, **dropout)
+    results = attend_cpu(arguments)
+    for mine, theirs in zip(INT8_GRADIENT_ATTENTION.cuda(*arguments), results, strict=True):
+        assert (mine.double() - theirs.double()).norm() <= 1.01 * 2.0**-11 * theirs.double().norm()
+    operands = gradient_operands_cpu(call.backward(gradient, *results)._replace(**dropout))
+    tiles = int8_gradient_triton._INTERPRETED
+    if device.type == "cuda":
+        tiles = choose_gradient_tiles(max(call.query.shape[3], call.value.shape[3]), operands.int8, (9, 0))
+    found, expected = gradients_triton(operands), gradients_ref(operands, tiles, torch.float64)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.double() - theirs).norm() <= 1.01 * 2.0**-11 * theirs.norm()
 
 
 def reference_inputs(x: GradientOperands) -> GradientOperands:
@@ -227,6 +282,7 @@ def test_int8_gradient_opcheck(gradient: str) -> None:
     query, key, value = (torch.randn(2, heads, 40, 32, requires_grad=True) for heads in (4, 2, 2))
     arguments = (query, key, value, True, None, True, "auto", gradient)
     torch.library.opcheck(torch.ops.qframework.int8_gradient_attention.default, arguments)
+    torch.library.opcheck(torch.ops.qframework.int8_gradient_attention.default, arguments, DROPOUT)
     results = [x.detach() for x in torch.ops.qframework.int8_gradient_attention(*arguments)]
     grads = (torch.randn_like(results[0]), torch.randn_like(results[1]))
     inputs = [x.detach() for x in (query, key, value)]
@@ -251,6 +307,13 @@ def test_results_of_meta_tensors_have_true_strides() -> None:
             {"variant": "sage2_int8"},
             UnsupportedError,
             "variant must quantize Q and K to 8 bits per block, .* got 'sage2",
+        ),
+        ({"dropout_p": 0.1}, QFrameworkError, "seed must be given with dropout and only then, got dropout_p=0.1"),
+        ({"dropout_p": 2.0}, QFrameworkError, "dropout_p must be between 0 and 1, got 2.0"),
+        (
+            {"dropout_p": 0.1, "seed": torch.zeros(2, dtype=torch.int64)},
+            QFrameworkError,
+            r"seed must have shape \(1,\), got \(2,\)",
         ),
         ({"gradient": "int4"}, UnsupportedError, "gradient must be int8 or mixed, got 'int4'"),
         (
