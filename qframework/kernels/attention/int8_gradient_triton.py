@@ -454,7 +454,7 @@ def choose_gradient_tiles(head_dim: int, int8: bool, capability: tuple[int, int]
     small = capability in ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KiB of shared memory
     if head_dim > 128:
         rows = 32 if small else 64
-        # dK and dV of 64 keys do not fit Blackwell's tensor memory: Triton 3.8 compiles an empty kernel without an error
+        # dK and dV of 64 keys do not fit Blackwell's tensor memory: Triton 3.8 silently compiles an empty kernel
         keys = GradientTile(32, 32, 4, 1) if capability[0] == 10 else GradientTile(32, rows, 8, 1)
         return keys, GradientTile(rows, 32, 8, 1)
     stages = 1 if small and head_dim > 64 else 2
