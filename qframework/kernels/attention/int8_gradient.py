@@ -173,8 +173,9 @@ def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tens
         result, sums = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
     else:
         values = quantized_values(call.v, variant, steps, None)
-        result, sums = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
-        assert sums is not None, "the log-sum-exp is asked for"
+        result, found = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
+        assert found is not None, "the log-sum-exp is asked for"
+        sums = found
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
     return result.view(out.shape), sums.view(lse.shape), mean
 
