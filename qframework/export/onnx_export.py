@@ -14,10 +14,11 @@ from torch.fx import GraphModule
 from qframework.arguments import as_call
 from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
+from qframework.compat.graphs import input_structure
 from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.export.float_attention import write_float_attention
-from qframework.export.onnx_names import name_axes, name_scales, output_names, remove_private_notes
+from qframework.export.onnx_names import given_axis_names, name_axes, name_scales, output_names, remove_private_notes
 from qframework.export.onnx_write import int8_products, write
 from qframework.export.qdq import Rewritten, write_qdq
 from qframework.export.recorded_inputs import recorded_inputs
@@ -47,8 +48,8 @@ def to_onnx(
     listed in the result, counted in ``qframework.export.fallbacks`` and logged as warnings.
 
     Activations below ``-127.5 scale`` become -128 where this package has -127: QuantizeLinear has no smaller range.
-    Axes that vary are called ``batch`` if they are the first of an input and of the same size in the example, else
-    ``{input}_axis_{i}``. Needs the extra ``onnx``.
+    Axes that vary have the names of their ``torch.export.Dim``. Without one they are called ``batch`` if they are the
+    first of an input and of the same size in the example, else ``{input}_axis_{i}``. Needs the extra ``onnx``.
 
     Args:
         model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``.
@@ -93,6 +94,9 @@ def write_onnx(
     rewritten.left_in_float = in_float | rewritten.left_in_float
     _check_any_int8(rewritten)
     document = _document(_program(gm, args, kwargs, dynamic_shapes), opset)
+    structure = input_structure(gm)
+    inputs, names = [*args, *kwargs.values()], structure.orig_args if structure is not None else []
+    name_axes(document, _first_sizes(inputs), given_axis_names(inputs, dynamic_shapes, names))
     _check_products(document, rewritten)
     for layer, reason in rewritten.left_in_float.items():
         fallbacks.note(reason, f"to_onnx: {layer!r} is left in float: {reason}")
@@ -150,16 +154,14 @@ def _document(program: torch.export.ExportedProgram, opset: int) -> Any:
         raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {_first_line(error)}") from error
     assert exported is not None
     document = exported.model
-    name_axes(document, _first_sizes(program))
     name_scales(document)
     remove_private_notes(document)
     return document
 
 
-def _first_sizes(program: torch.export.ExportedProgram) -> list[int | None]:
-    """The first size of each example input that is a tensor, in the order of the file's inputs."""
-    leaves = pytree.tree_leaves(program.example_inputs)
-    return [(x.shape[0] if x.ndim else None) for x in leaves if isinstance(x, torch.Tensor)]
+def _first_sizes(inputs: list[Any]) -> list[int | None]:
+    """The first size of each input that is a tensor, in the order of the file's inputs."""
+    return [(x.shape[0] if x.ndim else None) for x in pytree.tree_leaves(inputs) if isinstance(x, torch.Tensor)]
 
 
 def _check_products(document: Any, rewritten: Rewritten) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.export import ExportedProgram
 
 from qframework.compat.pytree import TreeSpec, children
@@ -36,19 +37,43 @@ def _paths(spec: TreeSpec) -> Iterator[tuple[str, ...]]:
             yield (name, *path)
 
 
-def name_axes(document: Any, first_sizes: Sequence[int | None]) -> None:
-    """Rename the symbols of axes: ``batch`` for the first axis of an input, ``{input}_axis_{i}`` for others.
+def given_axis_names(inputs: Sequence[Any], dynamic_shapes: Any, names: Sequence[str]) -> list[dict[int, str]]:
+    """The names of ``torch.export.Dim`` for the axes of each tensor in ``inputs``, in order.
+
+    ``names`` are the inputs' own, for a ``dynamic_shapes`` that is a mapping.
+    """
+    if isinstance(dynamic_shapes, Mapping):
+        dynamic_shapes = [dynamic_shapes.get(name) for name in names]
+    return list(_given(list(inputs), dynamic_shapes))
+
+
+def _given(value: Any, spec: Any) -> Iterator[dict[int, str]]:
+    if isinstance(value, Tensor):
+        axes = spec.items() if isinstance(spec, Mapping) else enumerate(spec or ())
+        found = {axis: getattr(dim, "__name__", "") for axis, dim in axes}
+        yield {axis: name for axis, name in found.items() if name.isidentifier()}
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _given(inner, spec and spec.get(key))
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _given(inner, spec and spec[number])
+
+
+def name_axes(document: Any, first_sizes: Sequence[int | None], given: Sequence[Mapping[int, str]]) -> None:
+    """Rename the symbols of axes: as in ``given``, else ``batch`` for the first axis, ``{input}_axis_{i}`` for others.
 
     ``first_sizes`` has the first size of each example input; those that differ from the first one's are no batch.
     """
     names: dict[str, str] = {}
     batch: int | None = None
-    for value, first in zip(document.graph.inputs, first_sizes, strict=True):
+    for value, first, known in zip(document.graph.inputs, first_sizes, given, strict=True):
         for axis, size in enumerate(value.shape or ()):
             if isinstance(size, int) or size.value is None or size.value in names:
                 continue
             batch = first if axis == 0 and batch is None else batch
-            names[size.value] = "batch" if axis == 0 and first == batch else f"{value.name}_axis_{axis}"
+            default = "batch" if axis == 0 and first == batch else f"{value.name}_axis_{axis}"
+            names[size.value] = known.get(axis, default)
     if not names:
         return
     symbol = re.compile("|".join(rf"\b{re.escape(name)}\b" for name in names))

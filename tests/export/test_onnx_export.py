@@ -54,16 +54,21 @@ class MLP(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-def least_sqnr(float_output: Tensor, ours: Tensor, dtype: torch.dtype = torch.float32) -> float:
-    """The SQNR that two correct implementations of one quantized model reach at least.
+def check_agreement(
+    float_output: Tensor, ours: Tensor, found: Tensor, dtype: torch.dtype = torch.float32, same_rounding: bool = True
+) -> None:
+    """Check that ``found`` and ``ours`` are of one quantized model.
 
-    A value is rounded differently where it is nearer to a boundary than its rounding in floating point: a share of
-    2 * 127 * eps of all values, whose error of one step has 12 times the variance of quantization. Besides, about
-    twenty operations round the residual stream itself.
+    A value nearer to a rounding boundary than its floating-point error is rounded differently, by a whole step, and the
+    quantizations after it amplify that: two correct implementations may differ as much as two independent roundings
+    would, which is twice the error of quantization. In float32 that happens to few rows; in the others nothing but the
+    errors of about twenty operations may differ, unless ``found`` quantizes less often than ours (``same_rounding``).
     """
     quantization = 10 ** (-numerics.sqnr_db(float_output, ours) / 10)
-    share = min(1.0, 2 * 127 * EPS[dtype])
-    return -10 * math.log10(quantization * 12 * share + 20 * EPS[dtype] ** 2)
+    assert numerics.sqnr_db(ours, found) > -10 * math.log10(2 * quantization + 20 * EPS[dtype] ** 2)
+    if dtype == torch.float32 and same_rounding:
+        error, size = (x.flatten(0, -2).norm(dim=-1) for x in (ours - found, ours))
+        assert (error / size).median() < 20 * EPS[dtype]
 
 
 def exported(model: nn.Module, inputs: Any, path: Path, config: Any = None, **kwargs: Any) -> tuple[Any, Any]:
@@ -89,7 +94,7 @@ def test_onnx_runtime_agrees_in_int8(name: str, dtype: torch.dtype, tmp_path: Pa
     for size in (4, 1):
         some = mapped(inputs, lambda x: x[:size])  # noqa: B023
         ours = output(quantized, some)
-        assert numerics.sqnr_db(ours, session(some)) > least_sqnr(output(model, some), ours, dtype)
+        check_agreement(output(model, some), ours, session(some), dtype)
 
 
 def test_fixed_shapes_and_newer_operators(tmp_path: Path) -> None:
@@ -101,7 +106,7 @@ def test_fixed_shapes_and_newer_operators(tmp_path: Path) -> None:
     assert session.operators["DequantizeLinear"] == session.operators["Gemm"] == 0
     assert 0 < session.int8_products <= len(report.int8)
     ours = output(quantized, inputs)
-    assert numerics.sqnr_db(ours, session(inputs)) > least_sqnr(output(model, inputs), ours)
+    check_agreement(output(model, inputs), ours, session(inputs))
 
 
 # The file -------------------------------------------------------------------------------------------------------------
@@ -165,14 +170,22 @@ def test_names(bert_file: onnx.ModelProto) -> None:
     assert not any("site-packages" in str(node) for node in graph.node)
 
 
-def test_a_named_second_axis(tmp_path: Path) -> None:
-    x, shapes = torch.randn(4, 5, 16), ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    quantized, _ = exported(MLP().eval(), (x,), tmp_path / "mlp.onnx", dynamic_shapes=shapes)
+@pytest.mark.parametrize(
+    ("shapes", "name"),
+    [
+        (({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},), "x_axis_1"),
+        ({"x": (torch.export.Dim.DYNAMIC, torch.export.Dim("tokens", min=2), None)}, "tokens"),
+    ],
+    ids=["unnamed", "named"],
+)
+def test_a_second_axis_that_varies(shapes: Any, name: str, tmp_path: Path) -> None:
+    model, x = MLP().eval(), torch.randn(4, 5, 16)
+    quantized, _ = exported(model, (x,), tmp_path / "mlp.onnx", dynamic_shapes=shapes)
     graph = onnx.load(tmp_path / "mlp.onnx").graph
     dims = graph.output[0].type.tensor_type.shape.dim
-    assert [axis.dim_param or axis.dim_value for axis in dims] == ["batch", "x_axis_1", 8]
+    assert [axis.dim_param or axis.dim_value for axis in dims] == ["batch", name, 8]
     other = torch.randn(2, 9, 16)
-    assert numerics.sqnr_db(output(quantized, (other,)), Session(tmp_path / "mlp.onnx")((other,))) > 60
+    check_agreement(output(model, (other,)), output(quantized, (other,)), Session(tmp_path / "mlp.onnx")((other,)))
 
 
 # Arithmetic -----------------------------------------------------------------------------------------------------------
@@ -222,7 +235,7 @@ def test_zero_points_become_a_shift(tmp_path: Path) -> None:
     session = Session(tmp_path / "mlp.onnx")
     assert session.int8_products == 2
     ours = output(quantized, (x,))
-    assert numerics.sqnr_db(ours, session((x,))) > least_sqnr(output(model, (x,)), ours)
+    check_agreement(output(model, (x,)), ours, session((x,)))
 
 
 def test_the_model_is_not_changed(tmp_path: Path) -> None:
@@ -258,7 +271,7 @@ def test_layers_left_in_float_are_listed(
     integers = torch.from_numpy(constants["fc2.weight_int8"].astype(np.float32))
     expected = torch.round(hidden / scale).clamp(-128, 127) * scale
     expected = expected @ (integers * torch.from_numpy(constants["fc2.weight_scale"])) + model.fc2.bias
-    assert numerics.sqnr_db(expected, Session(tmp_path / "mlp.onnx")((x,))) > 60
+    check_agreement(output(model, (x,)), expected.detach(), Session(tmp_path / "mlp.onnx")((x,)))
     assert quantized(x).shape == expected.shape
 
 
@@ -281,10 +294,10 @@ def test_attention_is_left_in_float(config: AttentionConfig, tmp_path: Path) -> 
     assert len(report.int8) == 5
     assert list(report.left_in_float) == ["blocks.0.attn"]
     ours = output(linears_alone, inputs)
-    wanted = least_sqnr(output(model, inputs), ours)
-    if config.output == "always":  # the output of attention is rounded once more
-        wanted = numerics.sqnr_db(output(model, inputs), ours) - 3
-    assert numerics.sqnr_db(ours, Session(tmp_path / "vit.onnx")(inputs)) > wanted
+    # with output="always" the output of attention is rounded once more than in linears_alone
+    check_agreement(
+        output(model, inputs), ours, Session(tmp_path / "vit.onnx")(inputs), same_rounding=config.output != "always"
+    )
 
 
 def test_nothing_to_express(tmp_path: Path) -> None:
@@ -307,22 +320,23 @@ def test_recipe_and_loaded_model(tmp_path: Path) -> None:
     quantized = qframework.quantize(model, inputs, static_int8(), [inputs] * 3, recipe=recipe)
     quantized.to_onnx(tmp_path / "one.onnx")
     ours = output(quantized, inputs)
-    assert numerics.sqnr_db(ours, Session(tmp_path / "one.onnx")(inputs)) > least_sqnr(output(model, inputs), ours)
+    check_agreement(output(model, inputs), ours, Session(tmp_path / "one.onnx")(inputs))
     quantized.save(tmp_path / "vit.pt2")
     loaded = qframework.load(tmp_path / "vit.pt2")
     to_onnx(loaded, tmp_path / "two.onnx")
     again = Session(tmp_path / "two.onnx")
-    assert numerics.sqnr_db(ours, again(inputs)) > least_sqnr(output(model, inputs), ours)
+    check_agreement(output(model, inputs), ours, again(inputs))
     assert again(mapped(inputs, lambda x: x[:3])).shape == (3, 10)
 
 
 def test_weights_in_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnx_write, "LARGEST", 0)
     x = torch.randn(4, 16)
-    quantized, report = exported(MLP().eval(), x, tmp_path / "mlp.onnx")
+    model = MLP().eval()
+    quantized, report = exported(model, x, tmp_path / "mlp.onnx")
     assert report.data == tmp_path / "mlp.onnx.data"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mlp.onnx", "mlp.onnx.data"]
-    assert numerics.sqnr_db(output(quantized, (x,)), Session(tmp_path / "mlp.onnx")((x,))) > 60
+    check_agreement(output(model, (x,)), output(quantized, (x,)), Session(tmp_path / "mlp.onnx")((x,)))
 
 
 # Errors ---------------------------------------------------------------------------------------------------------------
