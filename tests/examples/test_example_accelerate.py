@@ -52,6 +52,7 @@ def test_the_losses_are_those_of_the_plain_loop(precision: str, size: object, fr
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_processes_share_the_batches(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLE)]
