@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import platform
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from qframework.kernels.runtime.chip import MIN_CAPABILITY
 from qframework.tuning.layer_times import FLOAT, STATIC, milliseconds
 from qframework.tuning.layers import LinearOperands, TensorShape
 
-_ROUNDS = 3
+_ROUNDS = 8
+_CLEARLY = 1.1  # times as long; less may be noise
 _PACKAGES = ("qframework", "torch", "triton", "torchao", "torchvision", "timm", "scikit-learn")
 
 
@@ -108,20 +111,32 @@ def _unmeasured(gpu: dict[str, Any]) -> list[str]:
     return notes
 
 
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def _speed(device: str) -> dict[str, Any]:
     """The time of a linear of ViT-B's size, in INT8 and in the float dtype that people use on the device.
 
-    The two take turns and the fastest of each counts, since the machine may be busy.
+    The two take turns and the fastest of each counts, on a CPU in one thread, since the machine may be busy: threads
+    that wait for each other would take as long as those of other processes let them.
     """
     rows, dtype = (8 * 1576, torch.float16) if device.startswith("cuda") else (197, torch.float32)
     shapes = ((rows, 768), (3072, 768), (3072,))
     operands = LinearOperands(*(TensorShape(shape, dtype) for shape in shapes))
     times: dict[str, list[float]] = {FLOAT: [], STATIC: []}
-    for _ in range(_ROUNDS):
-        for choice, found in times.items():
-            found.append(milliseconds(operands, choice, device, repeats=5))
+    with _one_thread():
+        for _ in range(_ROUNDS):
+            for choice, found in times.items():
+                found.append(milliseconds(operands, choice, device, repeats=5, summary=min))
     return {
-        "linear": f"{rows} x 768 x 3072",
+        "linear": f"{rows} x 768 x 3072" + ("" if device.startswith("cuda") else ", one thread"),
         "float_dtype": str(dtype).removeprefix("torch."),
         "float_ms": min(times[FLOAT]),
         "int8_ms": min(times[STATIC]),
@@ -129,10 +144,10 @@ def _speed(device: str) -> dict[str, Any]:
 
 
 def _slower_than_float(device: str, speed: dict[str, Any]) -> list[str]:
-    if speed["int8_ms"] <= speed["float_ms"]:
+    if speed["int8_ms"] <= _CLEARLY * speed["float_ms"]:
         return []
     return [
-        f"INT8 is slower than {speed['float_dtype']} on {device}: a linear of {speed['linear']} takes "
+        f"INT8 is slower than {speed['float_dtype']} on {device}: a linear ({speed['linear']}) takes "
         f"{speed['int8_ms']:.3g} ms in INT8 and {speed['float_ms']:.3g} ms in {speed['float_dtype']}"
     ]
 

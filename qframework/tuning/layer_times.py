@@ -15,7 +15,7 @@ Operands are random and have the layer's shapes. Operations that a compiled mode
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
 
@@ -33,7 +33,14 @@ _HOST_MS = 500.0
 
 
 @torch.no_grad()
-def milliseconds(operands: Operands, choice: str, device: torch.device | str, *, repeats: int = 20) -> float:
+def milliseconds(
+    operands: Operands,
+    choice: str,
+    device: torch.device | str,
+    *,
+    repeats: int = 20,
+    summary: Callable[[Iterable[float]], float] = median,
+) -> float:
     """Median time of one call in milliseconds.
 
     On a GPU, calls are replayed in a CUDA graph, which leaves out launch overhead.
@@ -43,6 +50,7 @@ def milliseconds(operands: Operands, choice: str, device: torch.device | str, *,
         choice: ``"float"``, ``"static"``, ``"dynamic"`` or a variant of attention.
         device: where to run.
         repeats: number of timed calls; on a GPU, of graphs of several calls.
+        summary: of the calls' times; ``min`` where the machine may be busy.
 
     Raises:
         UnsupportedError, QFrameworkError: no kernel supports the call.
@@ -53,9 +61,9 @@ def milliseconds(operands: Operands, choice: str, device: torch.device | str, *,
     for _ in range(_WARM_UP):
         fn()
     if device.type != "cuda":
-        return _on_host(fn, repeats)
+        return _on_host(fn, repeats, summary)
     with torch.cuda.device(device):
-        return _in_graph(fn, repeats)
+        return _in_graph(fn, repeats, summary)
 
 
 class _Operands:
@@ -130,10 +138,10 @@ def _dense_bias(mask: Tensor | None, rel_h: Tensor | None, rel_w: Tensor | None)
     return relative.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else relative + mask
 
 
-def _on_host(fn: Callable[[], Any], repeats: int) -> float:
-    """Median of several calls; fewer for slow ones, since the references of attention take seconds."""
+def _on_host(fn: Callable[[], Any], repeats: int, summary: Callable[[Iterable[float]], float]) -> float:
+    """Several calls; fewer for slow ones, since the references of attention take seconds."""
     once = _wall_ms(fn)
-    return median(_wall_ms(fn) for _ in range(max(3, min(repeats, int(_HOST_MS / once)))))
+    return summary(_wall_ms(fn) for _ in range(max(3, min(repeats, int(_HOST_MS / once)))))
 
 
 def _wall_ms(fn: Callable[[], Any]) -> float:
@@ -142,8 +150,8 @@ def _wall_ms(fn: Callable[[], Any]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def _in_graph(fn: Callable[[], Any], repeats: int) -> float:
-    """Median time per call of several calls in one CUDA graph."""
+def _in_graph(fn: Callable[[], Any], repeats: int, summary: Callable[[Iterable[float]], float]) -> float:
+    """Time per call of several calls in one CUDA graph."""
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -156,4 +164,4 @@ def _in_graph(fn: Callable[[], Any], repeats: int) -> float:
         graph.replay()
         end.record()
     torch.cuda.synchronize()
-    return median(start.elapsed_time(end) for start, end in events) / _GRAPH_CALLS
+    return summary(start.elapsed_time(end) for start, end in events) / _GRAPH_CALLS

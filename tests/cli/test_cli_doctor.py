@@ -36,16 +36,17 @@ def test_doctor_explains_why_the_cpu_multiplies_floats(monkeypatch: pytest.Monke
     assert report["problems"] == [], "slow, and right"
 
 
-@pytest.mark.parametrize(("int8_ms", "slower"), [(1.5, True), (0.5, False)])
+@pytest.mark.parametrize(("int8_ms", "slower"), [(1.5, True), (1.05, False), (0.5, False)])
 def test_doctor_says_where_int8_is_slower_than_float(
     int8_ms: float, slower: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(diagnosis, "milliseconds", lambda _, choice, *__, **___: 1.0 if choice == "float" else int8_ms)
     report = run_json("doctor")
     assert (report["cpu"]["float_ms"], report["cpu"]["int8_ms"]) == (1.0, int8_ms)
-    sentence = "INT8 is slower than float32 on cpu: a linear of 197 x 768 x 3072 takes 1.5 ms in INT8 and 1 ms in "
-    sentence += "float32"
+    sentence = "INT8 is slower than float32 on cpu: a linear (197 x 768 x 3072, one thread) takes 1.5 ms in INT8 "
+    sentence += "and 1 ms in float32"
     assert report["notes"] == ([sentence] if slower else [])
+    assert report["cpu"]["threads"] == torch.get_num_threads(), "as before"
     assert (sentence in run("doctor").stdout) is slower
 
 
