@@ -14,7 +14,7 @@ KNOWN = {
     "triton": ("3.6", "3.9"),
     "torchao": ("0.17", "0.18"),
     "transformers": ("5", "5.24"),
-    "diffusers": ("0.37", "0.42"),
+    "diffusers": ("0.39", "0.42"),
 }
 
 

@@ -237,6 +237,18 @@ def test_a_float_checkpoint_in_a_single_file(tmp_path: Path) -> None:
     equal(output(again, batch), expected)
 
 
+def test_auto_model_and_files_read_in_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads would replace layers while other threads set their biases: the files are read one by one."""
+    model, batch = built("Wan")
+    expected = output(loaded(model, tmp_path), batch)
+    monkeypatch.setattr("diffusers.models.modeling_utils.HF_ENABLE_PARALLEL_LOADING", True)
+    monkeypatch.setattr(
+        "diffusers.models.modeling_utils._load_shard_files_with_threadpool", lambda *_, **__: pytest.fail("threads")
+    )
+    again = diffusers.AutoModel.from_pretrained(str(tmp_path), quantization_config=QFrameworkConfig())
+    equal(output(again, batch), expected)
+
+
 # Layers that stay in float --------------------------------------------------------------------------------------------
 
 
