@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
-from qframework.kernels.attention.arguments import SageAttentionArguments, cast_mask, default_scale
+from qframework.kernels.attention.arguments import SageAttentionArguments, VarlenArguments, cast_mask, default_scale
 from qframework.kernels.attention.auto import Hopper, Masking, hopper_of, pytorch_is_faster
 from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.operator import transform_in_force
@@ -247,6 +247,7 @@ def sage_attention_varlen(
     variant: str | AttentionVariant = "auto",
     smooth_k: bool = True,
     sm_scale: float | None = None,
+    backward: Backward = "exact",
 ) -> Tensor:
     """Attention of B packed sequences, each of which attends to itself only.
 
@@ -264,12 +265,14 @@ def sage_attention_varlen(
         variant: as for :func:`sage_attention`.
         smooth_k: subtract each sequence's mean over tokens from ``key``.
         sm_scale: another name of ``scale``.
+        backward: as for :func:`sage_attention`. With another one than ``"exact"``, and where a gradient is needed,
+            sequences are computed one after another, and reading the offsets synchronizes with a GPU.
 
     Returns:
-        ``(total_q, Hq, Dv)`` in ``query``'s dtype. Gradients are those of exact attention.
+        ``(total_q, Hq, Dv)`` in ``query``'s dtype. The gradient is what ``backward`` says.
 
     Raises:
-        UnsupportedError: an unsupported dtype, device, head dimension or variant.
+        UnsupportedError: an unsupported dtype, device, head dimension, variant or backward.
         QFrameworkError: shapes, dtypes or devices that do not match; offsets that do not start at 0, decrease, exceed
             the number of tokens or are further apart than ``max_seqlen``. On a GPU, where reading offsets would cost a
             synchronization, they are checked only if the environment variable ``QFRAMEWORK_CHECK_OFFSETS`` is 1 when
@@ -278,10 +281,31 @@ def sage_attention_varlen(
     scale = _one_scale("sage_attention_varlen", scale, sm_scale)
     _refuse_transforms("sage_attention_varlen", query, key, value)
     query, key, value = autocast(query, key, value)
+    check_backward(backward)
+    if backward != "exact" and torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        call = VarlenArguments(
+            *(query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale),
+            spec_of(variant),
+            smooth_k,
+        )
+        return _int8_gradient_varlen(call, backward)
     return torch.ops.qframework.sage_attention_varlen(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_causal, scale,
         spec_of(variant), smooth_k,
     )  # fmt: skip
+
+
+def _int8_gradient_varlen(call: VarlenArguments, backward: str) -> Tensor:
+    """Packed attention whose gradient is computed in 8 bit, one sequence after another."""
+    call.check()
+    parts, end = [], 0
+    for q_rows, k_rows in zip(*call.sequences(), strict=True):
+        q, k, v = (x[rows].transpose(0, 1)[None] for x, rows in zip(call[:3], (q_rows, k_rows, k_rows), strict=True))
+        dense = SageAttentionArguments(q, k, v, None, call.is_causal, call.scale, True, "auto", call.smooth_k)
+        parts.append(_int8_gradient(dense, call.variant, False, backward, 0.0)[0][0].transpose(0, 1))
+        end = q_rows.stop
+    rest = (call.query.shape[0] - end, call.query.shape[1], call.value.shape[2])
+    return torch.cat([*parts, call.query.new_zeros(rest)])
 
 
 def _refuse_dropout(dropout_p: float) -> None:

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from attention_helpers import Operators, exact_attention, gradients, heads
 from torch import Tensor, nn
 
-from qframework import sage_attention, use_sage_attention
+from qframework import sage_attention, sage_attention_varlen, use_sage_attention
 from qframework.attention import fallbacks
-from qframework.errors import UnsupportedError
+from qframework.errors import QFrameworkError, UnsupportedError
 
 FORMS = ("int8", "mixed")
 
@@ -168,6 +168,35 @@ def test_all_weights_dropped_give_zeros() -> None:
     assert torch.equal(out, torch.zeros_like(out))
     out.sum().backward()
     assert torch.equal(query.grad, torch.zeros_like(query))
+
+
+@pytest.mark.parametrize("backward", FORMS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_sequences(causal: bool, backward: str) -> None:
+    """Each as a dense call, bit for bit; an empty one and tokens after the last get zeros."""
+    starts_q, starts_k = (torch.tensor(x, dtype=torch.int32) for x in ((0, 30, 30, 75), (0, 50, 55, 90)))
+    query, key, value = heads(80, 4, 32), heads(95, 2, 32), heads(95, 2, 48)
+
+    def packed(*x: Tensor) -> Tensor:
+        return sage_attention_varlen(*x, starts_q, starts_k, 45, 50, causal, backward=backward)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        options = {"is_causal": causal, "enable_gqa": True, "tensor_layout": "NHD", "backward": backward}
+        first = sage_attention(q[None, :30], k[None, :50], v[None, :50], **options)[0]
+        last = sage_attention(q[None, 30:75], k[None, 55:90], v[None, 55:90], **options)[0]
+        return torch.cat([first, last, torch.zeros(5, 4, 48)])
+
+    for mine, theirs in zip(gradients(packed, query, key, value), gradients(dense, query, key, value), strict=True):
+        assert torch.equal(mine, theirs)
+    query.requires_grad_()
+    assert torch.equal(packed(query, key, value), dense(query, key, value))
+
+
+def test_packed_sequences_refuse_wrong_offsets() -> None:
+    query = heads(10, 2, 16).requires_grad_()
+    starts = torch.tensor([0, 7, 4], dtype=torch.int32)
+    with pytest.raises(QFrameworkError, match=r"cu_seqlens_q\[2\] must be from 7 to 10, got 4"):
+        sage_attention_varlen(query, query, query, starts, starts, 7, 7, backward="int8")
 
 
 class Model(nn.Module):
