@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import importlib.util
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
+from torch import nn
 
-from qframework.arguments import as_call
 from qframework.compat import pytree
-from qframework.compat.dynamo import is_compiled
 from qframework.compat.graphs import input_structure
 from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.export.capture import call_of, check_model, exported, first_line, own_graph
+from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.export.float_attention import write_float_attention
 from qframework.export.onnx_names import given_axis_names, name_axes, name_scales, output_names, remove_private_notes
 from qframework.export.onnx_write import int8_products, write
 from qframework.export.qdq import Rewritten, write_qdq
-from qframework.export.recorded_inputs import recorded_inputs
 from qframework.export.report import OnnxReport
 from qframework.fallbacks import Fallbacks
 from qframework.outputs import check_output_file
@@ -32,7 +30,7 @@ fallbacks = Fallbacks()
 
 
 def to_onnx(
-    model: GraphModule,
+    model: nn.Module,
     path: str | os.PathLike[str],
     example_inputs: Any = None,
     *,
@@ -52,10 +50,11 @@ def to_onnx(
     first of an input and of the same size in the example, else ``{input}_axis_{i}``. Needs the extra ``onnx``.
 
     Args:
-        model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``.
+        model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``, or a module in eval mode
+            that ``qframework.quantize_`` changed and ``torch.export`` can capture.
         path: the file; ``.onnx`` is customary. Weights above 2 GB, the limit of the format, go to ``{path}.data``.
-        example_inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs. Default: inputs as those
-            that the model was exported with, and the axes that may vary in it.
+        example_inputs: the model's input, a tuple of inputs, or a mapping of keyword inputs. Default, for exported
+            models: inputs as those that it was exported with, and the axes that may vary in it.
         dynamic_shapes: as in ``torch.export.export``: which axes of ``example_inputs`` may vary. Without it the file
             accepts their shapes only.
         opset: version of ONNX's operators, 18 to 23.
@@ -66,19 +65,15 @@ def to_onnx(
     Raises:
         QFrameworkError: the extra ``onnx`` is not installed, or ``torch.export`` or ``torch.onnx`` cannot express the
             model.
-        UnsupportedError: ``model`` is not a converted model or has no layer that QDQ expresses; or a wrong argument.
+        UnsupportedError: ``model`` has no layer that QDQ expresses; or a wrong argument.
         OSError: the file cannot be written.
     """
-    _check(model, opset)
-    if example_inputs is not None:
-        return write_onnx(model, path, *as_call(example_inputs), dynamic_shapes, opset)
-    if dynamic_shapes is not None:
-        raise UnsupportedError("to_onnx: dynamic_shapes must be None without example_inputs, whose axes they name")
-    return write_onnx(model, path, *recorded_inputs(model), opset)
+    check_model(model, "to_onnx")
+    return write_onnx(model, path, *call_of(model, example_inputs, dynamic_shapes, "to_onnx"), opset)
 
 
 def write_onnx(
-    model: GraphModule,
+    model: nn.Module,
     path: str | os.PathLike[str],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -86,14 +81,15 @@ def write_onnx(
     opset: int,
 ) -> OnnxReport:
     """``to_onnx`` with positional and keyword inputs."""
-    _check(model, opset)
+    _check(opset)
     check_output_file(Path(path), "to_onnx: path")
-    gm = GraphModule(model, copy.deepcopy(model.graph))  # shares the tensors
+    gm = own_graph(model, args, kwargs, dynamic_shapes, "to_onnx")
+    expand_int8_linear(gm)
     in_float = write_float_attention(gm)
     rewritten = write_qdq(gm)
     rewritten.left_in_float = in_float | rewritten.left_in_float
     _check_any_int8(rewritten)
-    document = _document(_program(gm, args, kwargs, dynamic_shapes), opset)
+    document = _document(exported(gm, args, kwargs, dynamic_shapes, "to_onnx"), opset)
     structure = input_structure(gm)
     inputs, names = [*args, *kwargs.values()], structure.orig_args if structure is not None else []
     name_axes(document, _first_sizes(inputs), given_axis_names(inputs, dynamic_shapes, names))
@@ -104,14 +100,7 @@ def write_onnx(
     return OnnxReport(Path(path), tuple(dict.fromkeys(rewritten.int8)), rewritten.left_in_float, data)
 
 
-def _check(model: object, opset: object) -> None:
-    if not isinstance(model, torch.nn.Module) or is_compiled(model) or not isinstance(model, GraphModule):
-        raise UnsupportedError(
-            "to_onnx: model must be a GraphModule of convert_pt2e, qframework.load or qframework.quantize, got a "
-            f"{'compiled model' if is_compiled(model) else type(model).__name__}"
-        )
-    if any(name.startswith("activation_post_process") for name, _ in model.named_children()):
-        raise UnsupportedError("to_onnx: model must not hold observers. Pass it through convert_pt2e first")
+def _check(opset: object) -> None:
     if opset not in OPSETS or isinstance(opset, bool):
         raise UnsupportedError(f"to_onnx: opset must be {OPSETS[0]} to {OPSETS[-1]}, got {opset!r}")
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
@@ -134,26 +123,16 @@ def _check_any_int8(rewritten: Rewritten) -> None:
     )
 
 
-def _program(gm: GraphModule, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any) -> torch.export.ExportedProgram:
-    try:
-        return torch.export.export(gm, args, kwargs, dynamic_shapes=dynamic_shapes)
-    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise QFrameworkError(
-            f"to_onnx: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
-            f"{_first_line(error)}"
-        ) from error
-
-
 def _document(program: torch.export.ExportedProgram, opset: int) -> Any:
     """The program as an ``onnx_ir.Model`` with readable names."""
     names = output_names(program)
     try:
         with silenced_onnxscript():
-            exported = torch.onnx.export(program, dynamo=True, opset_version=opset, output_names=names, verbose=False)
+            written = torch.onnx.export(program, dynamo=True, opset_version=opset, output_names=names, verbose=False)
     except Exception as error:  # the exporter raises many kinds
-        raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {_first_line(error)}") from error
-    assert exported is not None
-    document = exported.model
+        raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {first_line(error)}") from error
+    assert written is not None
+    document = written.model
     name_scales(document)
     remove_private_notes(document)
     return document
@@ -171,7 +150,3 @@ def _check_products(document: Any, rewritten: Rewritten) -> None:
             f"to_onnx: torch.onnx must keep all {rewritten.products} INT8 products, got {written}. Please report this "
             f"with the versions of torch {torch.__version__} and onnxscript"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"

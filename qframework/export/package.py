@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,17 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
 
-from qframework.arguments import as_call, check_module
 from qframework.backend import Report
 from qframework.backend.compile import own_decompositions, run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import parse_options
-from qframework.compat.dynamo import is_compiled
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
+from qframework.export.capture import call_of, check_model, exported, first_line, own_graph
 from qframework.export.plain_outputs import make_outputs_plain
-from qframework.export.recorded_inputs import recorded_inputs
 from qframework.files import open_regular
 from qframework.outputs import check_output_file
 
@@ -60,10 +56,8 @@ def to_package(
             compiler, for example.
         OSError: the file cannot be written.
     """
-    if example_inputs is None and dynamic_shapes is not None:
-        raise UnsupportedError("to_package: dynamic_shapes must be None without example_inputs, whose axes they name")
-    args, kwargs, shapes = _call(model, example_inputs, dynamic_shapes)
-    return write_package(model, path, args, kwargs, shapes, options)
+    check_model(model, "to_package")
+    return write_package(model, path, *call_of(model, example_inputs, dynamic_shapes, "to_package"), options)
 
 
 def write_package(
@@ -77,21 +71,22 @@ def write_package(
     """``to_package`` with positional and keyword inputs."""
     from qframework.compat.inductor import compile_package
 
-    _check(model, path)
+    _check_path(path)
     settings = parse_options(None, options)
-    gm = _own_graph(model, args, kwargs, dynamic_shapes)
+    gm = own_graph(model, args, kwargs, dynamic_shapes, "to_package")
     make_outputs_plain(gm)
     lowering = Lowering.of(gm, (), settings)
     with torch.no_grad():
         run_passes(lowering)
-        program = _exported(gm, args, kwargs, dynamic_shapes).run_decompositions(own_decompositions())
+        program = exported(gm, args, kwargs, dynamic_shapes, "to_package")
+        program = program.run_decompositions(own_decompositions())
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:
             partial = str(Path(folder) / Path(path).name)
             try:
                 compile_package(program, partial, settings.inductor)
             except Exception as error:  # compilers and Inductor raise many kinds
                 raise QFrameworkError(
-                    f"to_package: AOTInductor cannot compile the model: {_first_line(error)}"
+                    f"to_package: AOTInductor cannot compile the model: {first_line(error)}"
                 ) from error
             os.replace(partial, path)
     return Report(lowering.reports)
@@ -112,48 +107,10 @@ def load_package(path: str | os.PathLike[str]) -> Any:
     try:
         return load_compiled_package(os.fspath(path))
     except RuntimeError as error:
-        raise FileFormatError(f"{path} is not a package that this machine can run: {_first_line(error)}") from error
+        raise FileFormatError(f"{path} is not a package that this machine can run: {first_line(error)}") from error
 
 
-def _check(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    check_module(model, "to_package: model")
-    if is_compiled(model):
-        raise UnsupportedError("to_package: model must not be compiled. Pass the model given to torch.compile")
-    if any(name.startswith("activation_post_process") for name, _ in model.named_children()):
-        raise UnsupportedError("to_package: model must not hold observers. Pass it through convert_pt2e first")
+def _check_path(path: str | os.PathLike[str]) -> None:
     if Path(path).suffix != ".pt2":
         raise UnsupportedError(f"to_package: path must end in .pt2, got {os.fspath(path)!r}")
     check_output_file(Path(path), "to_package: path")
-
-
-def _call(model: nn.Module, example_inputs: Any, dynamic_shapes: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-    if example_inputs is not None:
-        return *as_call(example_inputs), dynamic_shapes
-    if not isinstance(model, GraphModule):
-        raise UnsupportedError("to_package: example_inputs must be given for a model that is not exported, got None")
-    return recorded_inputs(model)
-
-
-def _own_graph(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any) -> GraphModule:
-    """A graph to change, which shares the model's tensors."""
-    if isinstance(model, GraphModule):
-        return GraphModule(model, copy.deepcopy(model.graph))
-    if model.training:
-        raise UnsupportedError("to_package: model must be in eval mode, got a model in training mode")
-    return _exported(model, args, kwargs, dynamic_shapes).module()
-
-
-def _exported(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-) -> torch.export.ExportedProgram:
-    try:
-        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
-    except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise QFrameworkError(
-            f"to_package: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
-            f"{_first_line(error)}"
-        ) from error
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"

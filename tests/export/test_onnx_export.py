@@ -248,6 +248,21 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
     assert torch.equal(quantized(x), before)
 
 
+@pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
+def test_a_model_quantized_in_place(weight: Any, tmp_path: Path) -> None:
+    model, x = MLP().eval(), torch.randn(4, 5, 16)
+    before = output(model, (x,))
+    qframework.quantize_(model, static_int8(weight=weight), [x], filter_fn=lambda module, name: name == "fc1")
+    qframework.quantize_(model, dynamic_int8())
+    assert to_onnx(model, tmp_path / "mlp.onnx", x).left_in_float.keys() == {"fc2"}
+    session = Session(tmp_path / "mlp.onnx")
+    assert session.int8_products == 1
+    with torch.no_grad():
+        hidden, weight_of_fc2 = F.gelu(model.fc1(x)), model.fc2.weight
+        expected = F.linear(hidden, weight_of_fc2, model.fc2.bias)
+    check_agreement(before, expected, session((x,)))
+
+
 # What QDQ cannot express ----------------------------------------------------------------------------------------------
 
 
@@ -347,9 +362,11 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     quantized = qframework.quantize(MLP().eval(), x, static_int8(), [x])
     with pytest.raises(UnsupportedError, match=r"opset must be 18 to 23, got 11"):
         quantized.to_onnx(tmp_path / "mlp.onnx", opset=11)
-    with pytest.raises(UnsupportedError, match=r"model must be a GraphModule of .*, got a MLP"):
-        to_onnx(MLP(), tmp_path / "mlp.onnx", x)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"got a compiled model"):
+    with pytest.raises(UnsupportedError, match=r"model must be in eval mode"):
+        to_onnx(MLP(), tmp_path / "mlp.onnx", x)
+    with pytest.raises(UnsupportedError, match=r"example_inputs must be given for a model that is not exported"):
+        to_onnx(MLP().eval(), tmp_path / "mlp.onnx")
+    with pytest.raises(UnsupportedError, match=r"model must not be compiled"):
         to_onnx(torch.compile(quantized), tmp_path / "mlp.onnx", x)  # type: ignore[arg-type]
     prepared = prepare_pt2e(
         torch.export.export(MLP().eval(), (x,)).module(), QFrameworkQuantizer().set_global(static_int8())
