@@ -88,8 +88,8 @@ def convert_to_int8_training(
             128 of both; ``"jetfire"`` is the paper's, 32. More channels make products faster; with more tokens, an
             outlier token affects more others. docs/training.md says how to choose.
         mode: ``"per_block"`` is Jetfire. Two baselines convert linears only, with 16 bits between them:
-            ``"per_tensor"`` with one scale per operand; ``"per_token"``, SwitchBack, with one scale per row and weight
-            gradients in 16 bits.
+            ``"per_tensor"`` with one scale per operand; ``"per_token"``, SwitchBack, with one scale per token and per
+            channel of weights, and weight gradients in 16 bits.
         blocks: names of the blocks, with ``*`` and ``?``, if they cannot be found by their structure (normalizations,
             attention, and linears beside it).
         keep_float: names of modules, with ``*`` and ``?``, that stay in 16 bits with everything inside them.

@@ -1,8 +1,9 @@
 """Baselines of INT8 training: linear layers from floats to floats that quantize the operands of each product.
 
 ``PerTensorLinear`` has one scale per tensor in all three products (Banner et al., 2018). ``PerTokenLinear`` is
-SwitchBack (Wortsman et al., 2023): one scale per row of X and dY and one for W; dW, which sums over tokens, is a float
-product. Each has a counterpart for transformers' ``Conv1D``. Jetfire's own layers are in linear.py.
+SwitchBack (Wortsman et al., 2023) as Jetfire describes it in section 2: one scale per row of X and dY, one per output
+channel of W in Y = X W^T and per input channel in dX = dY W; dW, which sums over tokens, is a float product. Each has a
+counterpart for transformers' ``Conv1D``. Jetfire's own layers are in linear.py.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class PerTensorLinearFunction(Int8Function):
         g, g_scale = torch.ops.qframework.dynamic_quantize(grad, "per_tensor")
         grad_x = grad_weight = None
         if for_x:
-            grad_x = quantized_input_gradient(g, g_scale, weight, ctx.conv1d, ctx.dtype)
+            w, w_scale = per_tensor_weight(weight, transposed=not ctx.conv1d)
+            grad_x = product(g, g_scale, w, w_scale, dtype=ctx.dtype)
         if for_weight:
             of_grad, of_x = (flat(g).t().contiguous(), g_scale), (flat(q).t().contiguous(), scale)
             (a, a_scale), (b, b_scale) = (of_x, of_grad) if ctx.conv1d else (of_grad, of_x)
@@ -47,12 +49,12 @@ class PerTensorLinearFunction(Int8Function):
 
 @torch.compiler.allow_in_graph
 class PerTokenLinearFunction(Int8Function):
-    """SwitchBack: one scale per row of X and dY and one for W; dW is a float product. Saves X in float."""
+    """SwitchBack: scales per row of X and dY and per channel of W; dW is a float product. Saves X in float."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, conv1d: bool) -> Tensor:
         q, scale = torch.ops.qframework.dynamic_quantize(x, "per_token")
-        w, w_scale = per_tensor_weight(weight, transposed=conv1d)
+        w, w_scale = per_channel_weight(weight, transposed=conv1d)
         ctx.save_for_backward(x, weight)
         ctx.conv1d, ctx.bias_dtype = conv1d, None if bias is None else bias.dtype
         return product(q, scale, w, w_scale, bias, dtype=x.dtype)
@@ -64,7 +66,8 @@ class PerTokenLinearFunction(Int8Function):
         grad_x = grad_weight = None
         if for_x:
             g, g_scale = torch.ops.qframework.dynamic_quantize(grad, "per_token")
-            grad_x = quantized_input_gradient(g, g_scale, weight, ctx.conv1d, x.dtype)
+            w, w_scale = per_channel_weight(weight, transposed=not ctx.conv1d)
+            grad_x = product(g, g_scale, w, w_scale, dtype=x.dtype)
         if for_weight:
             left, right = (flat(x), flat(grad)) if ctx.conv1d else (flat(grad), flat(x))
             grad_weight = (left.t() @ right).to(weight.dtype)
@@ -92,12 +95,10 @@ def per_tensor_weight(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]
     return (w.t().contiguous() if transposed else w), scale.reshape(1)
 
 
-def quantized_input_gradient(
-    grad: Tensor, grad_scale: Tensor, weight: Tensor, conv1d: bool, dtype: torch.dtype
-) -> Tensor:
-    """dX = dY W with one scale for W."""
-    w, w_scale = per_tensor_weight(weight, transposed=not conv1d)
-    return product(grad, grad_scale, w, w_scale, dtype=dtype)
+def per_channel_weight(weight: Tensor, transposed: bool) -> tuple[Tensor, Tensor]:
+    """A master weight, or its transpose, as int8 with one scale for each row of the result."""
+    w, scale = torch.ops.qframework.dynamic_quantize(weight.t().contiguous() if transposed else weight, "per_token")
+    return w, scale.reshape(-1)
 
 
 def flat(x: Tensor) -> Tensor:
@@ -139,7 +140,7 @@ class PerTensorLinear(_BaselineLinear):
 
 
 class PerTokenLinear(_BaselineLinear):
-    """nn.Linear as in SwitchBack, with one scale per row and dW in float; a baseline, from floats to floats."""
+    """nn.Linear as in SwitchBack: scales per row and channel, dW in float; a baseline, from floats to floats."""
 
     function = PerTokenLinearFunction
 

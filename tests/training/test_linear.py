@@ -214,7 +214,7 @@ def test_the_error_of_gradients_against_the_float_layer(block_size, in_blocks):
 
 @pytest.mark.parametrize("name", BASELINES)
 def test_baselines(device, name):
-    """Three products with one scale per tensor, or two with one per row and a float dW."""
+    """Three products with one scale per tensor, or two with one per row of both operands and a float dW."""
     per_token, conv1d = name.startswith("per_token"), name.endswith("conv1d")
     given = float_layer(conv1d, 70, 50, device=device)
     x, grad = operands((2, 37, 70), 50, device)
@@ -226,10 +226,11 @@ def test_baselines(device, name):
         return numerics.quantize(t.detach(), scale).double() * scale.double()
 
     granularity = "per_token" if per_token else "per_tensor"
-    weight = quantized(given.weight, "per_tensor")
-    (exact, error), (exact_x, error_x), (exact_w, error_w) = three_products(
-        quantized(x, granularity), weight.t() if conv1d else weight, quantized(grad, granularity)
-    )
+    weight = given.weight.t() if conv1d else given.weight  # (outputs, inputs)
+    by_output, by_input = quantized(weight, granularity), quantized(weight.t(), granularity).t()
+    inputs, gradient = quantized(x, granularity), quantized(grad, granularity)
+    (exact, error), _, (exact_w, error_w) = three_products(inputs, by_output, gradient)
+    _, (exact_x, error_x), _ = three_products(inputs, by_input, gradient)
     if per_token:
         exact_w, error_w = product(rows(grad).double().t(), rows(x.detach()).double().t())
     bias = given.bias.detach().double()
