@@ -47,15 +47,18 @@ def _build_timm(name: str, arguments: Mapping[str, Any], smoke: bool) -> nn.Modu
 
 
 def _enlarge_tiny(model: nn.Module) -> nn.Module:
-    """Scale parameters below 1e-3 up to 0.1, in place.
+    """Scale parameters below 1e-3 up to 0.1, and draw matrices of zeros, in place.
 
-    timm initialises some class tokens and layer scales to about 1e-6, where FP16 keeps four bits.
+    timm initialises some class tokens and layer scales to about 1e-6, where FP16 keeps four bits, and the head of some
+    models to zero, which makes every output equal.
     """
     with torch.no_grad():
         for parameter in model.parameters():
             largest = float(parameter.abs().max())
             if 0 < largest < 1e-3:
                 parameter.mul_(0.1 / largest)
+            elif largest == 0 and parameter.ndim == 2:
+                nn.init.normal_(parameter, std=parameter.shape[1] ** -0.5)
     return model
 
 
@@ -189,7 +192,7 @@ _FAMILIES = (
     _timm("hierarchical", "hiera_base_224", 128),
     _timm("hierarchical", "mvitv2_base", 64),
     _timm("hierarchical", "sam2_hiera_base_plus", 4),
-    _timm("with convolutions", "maxvit_base_tf_224", 64),
+    _timm("with convolutions", "maxvit_small_tf_224", 64),
     _timm("with convolutions", "convnext_base", 128),
     _timm("without attention", "mixer_b16_224", 128),
     _bert("bert_base", batch=64, tokens=128, model="BertModel", config="BertConfig"),

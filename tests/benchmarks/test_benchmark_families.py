@@ -105,3 +105,12 @@ def test_tiny_parameters_are_enlarged():
     assert not model.bias.any()
     before = model.weight.clone()
     assert torch.equal(_enlarge_tiny(model).weight, before)
+
+
+def test_matrices_of_zeros_are_drawn_and_biases_of_zeros_stay():
+    model = nn.Linear(64, 8)
+    nn.init.zeros_(model.weight)
+    nn.init.zeros_(model.bias)
+    _enlarge_tiny(model)
+    assert 0.5 < float(model.weight.std() * 64**0.5) < 1.5
+    assert not model.bias.any()
