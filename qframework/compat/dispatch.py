@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -60,11 +60,24 @@ if torch.version.cuda is not None:
     empty_strided_cuda = optional(
         getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards._empty_strided_cuda", None
     )
+_TensorGuards: Any = optional(getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards.TensorGuards", None)
 is_traceable_wrapper_subclass = optional(
     torch.utils._python_dispatch,
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     lambda x: hasattr(type(x), "__tensor_flatten__"),
 )
+
+
+def metadata_check(xs: list[Tensor]) -> Callable[..., bool] | None:
+    """A function of as many tensors that tells, in C++, whether all have the metadata of ``xs``; None if there is none.
+
+    Metadata: type, dtype, device, sizes, strides, ``requires_grad``, and what the dispatcher sees. Keeps no tensor.
+    """
+    if _TensorGuards is None or not xs:
+        return None
+    sizes, strides = [list(x.shape) for x in xs], [list(x.stride()) for x in xs]
+    check: Callable[..., bool] = _TensorGuards(*xs, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+    return check
 
 
 @explained()

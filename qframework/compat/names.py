@@ -90,6 +90,11 @@ _ROWS = (
         "replayed calls on a GPU cannot use the fast allocation",
         "torch.empty_strided allocates, which takes twice as long",
     ),
+    Name(
+        "torch._C._dynamo.guards.TensorGuards",
+        "repeated calls of operators cannot be recognised in C++",
+        "their tensors are compared in Python, which takes twice as long",
+    ),
     Name("torch._C._set_grad_enabled", "compiled INT8 models keep nodes that switch gradients on and off"),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),
@@ -261,6 +266,12 @@ _ROWS = (
     Name("triton.runtime.jit.JITFunction.warmup", "kernels cannot be compiled ahead of their first launch"),
     Name("triton.runtime.jit.JITFunction.arg_names", _TRITON_LAUNCH),
     Name("triton.compiler.compiler.CompiledKernel.__getitem__", _TRITON_LAUNCH),
+    Name(
+        "triton.backends.nvidia.driver.CudaLauncher",
+        "repeated launches cannot skip Triton's Python",
+        "every launch goes through Triton, which takes longer on the host",
+    ),
+    Name("triton.knobs.runtime", "profilers that ask Triton to be told of launches cannot be seen"),
     Name("triton.FutureKernel.result", "kernels cannot be awaited while another thread compiles them"),
     Name("triton.AsyncCompileMode", "kernels cannot be compiled in parallel with Inductor"),
     # gluon.py

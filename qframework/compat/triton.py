@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import operator
+import types
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
@@ -35,6 +37,7 @@ if importlib.util.find_spec("triton") is not None:
 
         TensorDescriptor = tensor_descriptor.TensorDescriptor
         OutOfResources = triton.runtime.errors.OutOfResources
+        _runtime = triton.knobs.runtime
     gdc_wait, gdc_launch_dependents = _dependent_launch()
 
 launcher: Callable[[Any, tuple[int, ...]], Any] = operator.getitem
@@ -108,6 +111,61 @@ def finished(kernel: Any) -> Any:
     return kernel.result() if hasattr(type(kernel), "result") else kernel
 
 
+_STREAM = -1  # stands for the stream while a launch is caught
+
+
+def launch_of_addresses(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[], None] | None:
+    """A function that launches a compiled kernel with the addresses that ``arguments`` have now, on the current stream.
+
+    Triton builds every tensor map again at each launch, in Python; this does it once. Keeps no tensor alive. None where
+    the kernel needs scratch memory or this Triton launches in another way.
+    """
+    run = kernel.run
+    if any(getattr(run, name, False) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled")):
+        return None
+    caught: list[tuple[Any, ...]] = []
+    catcher, target = _catching(getattr(run, "launch", None), lambda *values: caught.append(values))
+    if target is not None:
+        imitation = copy.copy(run)
+        imitation.launch = catcher
+        imitation(*grid, _STREAM, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+    if not caught or caught[0][3] != _STREAM:
+        note_missing("triton.backends.nvidia.driver.CudaLauncher")
+        return None
+    values = tuple(map(_addresses, caught[0]))
+    head, tail = values[:3], values[4:]
+    active = triton.runtime.driver.active
+    current_stream, device = active.get_current_stream, active.get_current_device()
+
+    def launch() -> None:
+        target(*head, current_stream(device), *tail)
+
+    return launch
+
+
+def _catching(through: Any, catch: Callable[..., None]) -> tuple[Any, Any]:
+    """``through``, which may expand arguments, with ``catch`` for the function it calls; and that function, or None."""
+    if not isinstance(through, types.FunctionType):
+        return catch, through
+    cells = dict(zip(through.__code__.co_freevars, through.__closure__ or (), strict=True))
+    if "launcher" not in cells:
+        return catch, None
+    closure = tuple(types.CellType(catch) if name == "launcher" else cell for name, cell in cells.items())
+    catcher = types.FunctionType(through.__code__, through.__globals__, through.__name__, None, closure)
+    return catcher, cells["launcher"].cell_contents
+
+
+def _addresses(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return tuple(map(_addresses, value)) if isinstance(value, list | tuple) else value
+
+
+def launch_hooks_are_set() -> bool:
+    """Whether a profiler asked Triton to be told of every launch."""
+    return bool(_runtime.launch_enter_hook.calls or _runtime.launch_exit_hook.calls)
+
+
 def is_descriptor(x: Any) -> bool:
     """Whether ``x`` is a tensor descriptor, Triton's or Gluon's."""
     return isinstance(getattr(x, "base", None), Tensor)
@@ -143,5 +201,7 @@ __all__ = [
     "gdc_launch_dependents",
     "gdc_wait",
     "is_descriptor",
+    "launch_hooks_are_set",
+    "launch_of_addresses",
     "launcher",
 ]

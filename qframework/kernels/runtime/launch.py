@@ -8,7 +8,13 @@ from typing import Any
 
 import torch
 
-from qframework.compat.triton import argument_names, compile_ahead, finished, launcher
+from qframework.compat.triton import (
+    argument_names,
+    compile_ahead,
+    finished,
+    launch_of_addresses,
+    launcher,
+)
 from qframework.kernels.runtime.overlap import overlap
 from qframework.kernels.runtime.replay import recording
 
@@ -38,6 +44,21 @@ def cdiv(a: int, b: int) -> int:
 def power_of_2(n: int) -> int:
     """The smallest power of two that is at least ``n`` and at least 1."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+class Relaunch:
+    """Launches a compiled kernel on a grid again."""
+
+    def __init__(self, compiled: Any, grid: tuple[int, ...]) -> None:
+        self._compiled, self._grid = compiled, (*grid, 1, 1)[:3]
+        self._run = launcher(compiled, self._grid)
+
+    def __call__(self, *arguments: Any) -> None:
+        self._run(*arguments)
+
+    def bind(self, arguments: tuple[Any, ...]) -> Callable[[], None] | None:
+        """A launch with the addresses that ``arguments`` have now, in a fraction of the time; None if impossible."""
+        return launch_of_addresses(self._compiled, self._grid, arguments)
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}  # compiled kernels, and their constants in order
@@ -74,9 +95,9 @@ def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
             values = constants | more
             found = finished(compiled), tuple(values[name] for name in argument_names(kernel)[len(arguments) :])
             _compiled[key] = found
-            return launcher(found[0], (*grid, 1, 1)[:3]), found[1]
+            return Relaunch(found[0], grid), found[1]
         compiled, rest = found
-        again = launcher(compiled, (*grid, 1, 1)[:3])
+        again = Relaunch(compiled, grid)
         again(*arguments, *rest)
         return again, rest
 

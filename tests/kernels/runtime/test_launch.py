@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -11,8 +14,9 @@ import pytest
 import torch
 
 from qframework import kernels
+from qframework.compat import missing
 from qframework.kernels.runtime import launch as _launch
-from qframework.kernels.runtime.launch import launch, warm_up
+from qframework.kernels.runtime.launch import Relaunch, launch, warm_up
 from qframework.kernels.runtime.operator import on_its_device
 from qframework.kernels.runtime.replay import replayed
 
@@ -194,3 +198,159 @@ def test_every_operator_guards_its_device():
     root = Path(kernels.__file__).parent
     direct = [path for path in root.rglob("*.py") if re.search(r'impl\(.*"CUDA"', path.read_text())]
     assert direct == [root / "runtime" / "operator.py"]
+
+
+# Launches at known addresses -----------------------------------------------------------------------------------------
+
+triton = pytest.importorskip("triton")
+
+
+class OnTriton:
+    """A compiled kernel with Triton's own launcher, without a GPU: ``launched`` has what would reach the driver."""
+
+    function, packed_metadata = 7, (4, 1, 0)
+
+    def __init__(self, signature, meta, monkeypatch, **sizes):
+        from triton.backends.nvidia import driver
+
+        self.launched, self.filled = [], []
+        monkeypatch.setattr(triton.runtime.driver, "_active", self)
+        run = self.run = object.__new__(driver.CudaLauncher)
+        defaults = {"launch_cooperative_grid": False, "launch_pdl": True, "num_ctas": 1, "gsan_enabled": False}
+        scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
+        annotations = {"arg_annotations": (), "kernel_signature": b""}
+        run.__dict__ |= defaults | scratch | annotations | sizes
+        run.launch = driver.wrap_handle_tensordesc(lambda *values: self.launched.append(values), signature, meta)
+        self.utils = SimpleNamespace(fill_tma_descriptor=self.fill, fill_tma_descriptor_tiled=self.fill)
+        self.stream = 100
+
+    def fill(self, address, *rest):
+        self.filled.append(address)
+        return "map", address
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return self.stream
+
+    def __getitem__(self, grid):
+        def run(*arguments):
+            self.run(*grid, self.stream, self.function, self.packed_metadata, None, None, None, *arguments)
+
+        return run
+
+    def reached(self):
+        """What reached the driver in each launch, flat, with addresses for tensors."""
+
+        def flat(value):
+            if isinstance(value, tuple | list):
+                return [x for each in value for x in flat(each)]
+            return [value.data_ptr() if isinstance(value, torch.Tensor) else value]
+
+        return [flat(values) for values in self.launched]
+
+
+META = {"swizzle": 3, "elem_size": 1, "elem_type": 1, "block_size": [8, 16], "fp4_padded": False}
+SIGNATURE = {"x": "*i8", "a": "tensordesc<i8[8, 16]>", "n": "i32"}
+
+
+def operands(value):
+    x, a = torch.full((8,), value, dtype=torch.int8), torch.zeros(8, 16, dtype=torch.int8)
+    return x, triton_descriptor(a), 32
+
+
+def triton_descriptor(a):
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(a, list(a.shape), list(a.stride()), [8, 16])
+
+
+def test_a_bound_launch_is_tritons_launch_on_the_present_stream(monkeypatch):
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    again, first = Relaunch(compiled, (4,)), operands(1)
+    bound = again.bind(first)
+    assert compiled.launched == []
+    for stream in (100, 200):
+        compiled.stream = stream
+        again(*first)
+        bound()
+    expected, found, *other = compiled.reached()
+    assert found == expected
+    assert other[0] == other[1]
+    assert 200 in other[0]
+    assert 200 not in found
+    assert len(compiled.filled) == 3  # once for the bound launches, once for each of Triton's
+
+
+def test_a_bound_launch_keeps_no_tensor(monkeypatch):
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    first = operands(1)
+    kept = [weakref.ref(first[0]), weakref.ref(first[1].base)]
+    bound = Relaunch(compiled, (4,)).bind(first)
+    del first
+    gc.collect()
+    assert [each() for each in kept] == [None, None]
+    bound()
+    assert len(compiled.launched) == 1
+
+
+@pytest.mark.parametrize("size", ["global_scratch_size", "profile_scratch_size"])
+def test_kernels_with_scratch_memory_go_through_triton(monkeypatch, size):
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch, **{size: 64})
+    assert Relaunch(compiled, (4,)).bind(operands(1)) is None
+    assert compiled.launched == []
+
+
+def test_an_unknown_launcher_is_counted_and_goes_through_triton(monkeypatch):
+    monkeypatch.setattr(missing, "replaced", Counter())
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    through = compiled.run.launch
+    compiled.run.launch = lambda *values: through(*values)
+    assert Relaunch(compiled, (4,)).bind(operands(1)) is None
+    assert missing.replaced["triton.backends.nvidia.driver.CudaLauncher"] == 1
+
+
+def test_replays_are_bound_to_the_addresses_of_earlier_calls(on_cuda, monkeypatch):
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    kernel = Through(compiled)
+
+    def implementation(x, a):
+        launch(kernel, (4,))(x, triton_descriptor(a), x.numel())
+
+    run = replayed(implementation)
+    sets = [operands(value) for value in (1, 2)]
+    for _ in range(6):
+        for x, a, _n in sets:
+            run(x, a.base)
+    reached = compiled.reached()
+    assert len(reached) == 12
+    for index, (x, a, _n) in enumerate(sets):
+        assert all(x.data_ptr() in each and ("map", a.base.data_ptr()) not in each for each in reached[index::2])
+        assert all(a.base.data_ptr() in each for each in reached[index::2])
+    filled = len(compiled.filled)
+    for x, a, _n in sets:
+        run(x, a.base)
+    assert len(compiled.filled) == filled  # no map is built any more
+    triton.knobs.runtime.launch_enter_hook.add(print)
+    try:
+        run(sets[0][0], sets[0][1].base)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(print)
+    assert len(compiled.filled) == filled + 1  # where a profiler listens, Triton launches
+
+
+class Through:
+    """A kernel whose first launch goes through ``OnTriton`` as well."""
+
+    arg_names = ("x", "a", "n")
+
+    def __init__(self, compiled):
+        self.compiled = compiled
+
+    def __getitem__(self, grid):
+        def first(*arguments, **constants):
+            self.compiled[(*grid, 1, 1)[:3]](*arguments)
+            return self.compiled
+
+        return first
