@@ -147,5 +147,5 @@ class _FrozenWeights:
             guard_identity(parameter)
             value = value.detach() if parameter is weight else value.detach().t()
             q, scale = numerics.quantize_weight(value)
-            self._frozen[weight] = Quantized(self._scales.buffer(q), self._scales.buffer(scale))
+            self._frozen[weight] = Quantized(self._scales.buffer(q.contiguous()), self._scales.buffer(scale))
         return self._frozen[weight]

@@ -26,6 +26,7 @@ from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
 from qframework.graph.expand_patch_embedding import expand_patch_embedding
+from qframework.graph.inline_grad_scopes import inline_grad_scopes
 from qframework.graph.nodes import layer_name
 
 
@@ -62,6 +63,7 @@ def forget_grad_mode(lowering: Lowering) -> None:
 
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
+    on_graph(inline_grad_scopes),
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
     expand_weighted_addmm,

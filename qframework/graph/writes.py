@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat import pytree
@@ -118,13 +118,34 @@ class _WrittenMemory(TorchDispatchMode):
 def _observed(node: Node) -> set[Node]:
     """The inputs that a node writes when it is run on fake tensors like those that tracing recorded."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        values = {x: pytree.tree_map(_copy, _recorded(x)) for x in node.all_input_nodes}
+        body = _scope_body(node)
+        inputs = [x for x in node.all_input_nodes if body is None or x is not node.args[body.place]]
+        values = {x: pytree.tree_map(_copy, _recorded(x)) for x in inputs}
         tensors = [(x, t) for x, value in values.items() for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
         owners = {memory_of(t): x for x, t in tensors}  # before the call, which may replace a tensor's memory
-        args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+        args = node.args if body is None else node.args[body.place + 1 :]
+        args, kwargs = map_arg((args, node.kwargs), values.__getitem__)
         with _WrittenMemory() as written:
-            _callable(node)(*args, **kwargs)
+            (_callable(node) if body is None else body.graph)(*args, **kwargs)
     return {owners[memory] for memory in written.memory if memory in owners}
+
+
+class _Body(NamedTuple):
+    """The graph that a node runs in another context, autocast say, and its place among the arguments."""
+
+    graph: GraphModule
+    place: int
+
+
+def _scope_body(node: Node) -> _Body | None:
+    """The body of a ``with`` block of an exported model; the arguments behind it are the graph's inputs."""
+    if node.op != "call_function" or not getattr(node.target, "__name__", "").startswith("wrap_with_"):
+        return None
+    for place, value in enumerate(node.args):
+        if isinstance(value, Node) and value.op == "get_attr":
+            graph = node.graph.owning_module.get_submodule(str(value.target))  # type: ignore[union-attr]
+            return _Body(graph, place) if isinstance(graph, GraphModule) else None
+    return None
 
 
 def _callable(node: Node) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from torch import nn
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework import numerics
-from qframework.backend import qframework_backend
+from qframework.backend import float_linear, qframework_backend
 from qframework.graph.expand_addmm import expand_exported_addmm
 from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, static_int8
 
@@ -126,3 +126,22 @@ def test_a_model_of_transformers():
     with torch.no_grad():
         expected, got = (m(ids, use_cache=False).last_hidden_state for m in (model, compiled))
     assert 25 < numerics.sqnr_db(expected, got) < 60
+
+
+def test_frozen_weights_are_stored_as_the_kernels_read_them(case, monkeypatch):
+    """A transposed one would be copied at every call."""
+    model, x = case
+    weights = []
+    real = float_linear.insert_int8_linear
+
+    def insert(gm, call, a, b, *rest):
+        weights.append(gm.get_buffer(b.value.target))
+        return real(gm, call, a, b, *rest)
+
+    monkeypatch.setattr(float_linear, "insert_int8_linear", insert)
+    torch._dynamo.reset()
+    with torch.no_grad():
+        options = {"linear": "int8_dynamic", "freeze_weights": True}
+        torch.compile(model, backend="qframework", options=options)(x)
+    assert [tuple(weight.shape) for weight in weights] == [(24, 16), (16, 24), (16, 24)]
+    assert all(weight.is_contiguous() for weight in weights)

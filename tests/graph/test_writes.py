@@ -122,6 +122,30 @@ def test_a_write_through_a_view_reaches_only_its_base():
     assert written_between(kept, last, [kept]) is None
 
 
+class InAutocast(nn.Module):
+    """A block whose body an exported model holds as a graph of its own."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+
+    def forward(self, x, y):
+        x, y = x * 1.0, y + 1.0
+        with torch.autocast("cpu", enabled=False):
+            z = y.mul_(2.0) if self.write else y * 2.0
+            z = z + x
+        return z * x
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_the_body_of_a_block_writes_what_its_operations_write(write):
+    gm = torch.export.export(InAutocast(write), (X, Y)).module()
+    (scope,) = [node for node in gm.graph.nodes if "wrap_with_autocast" in str(node.target)]
+    (y,) = [node for node in gm.graph.nodes if node.target is torch.ops.aten.add.Tensor]
+    assert y in scope.args
+    assert written_inputs(scope) == ({y} if write else set())
+
+
 def test_replacing_the_memory_of_a_tensor_is_a_write():
     def run(x, y):
         z = x * 1.0
