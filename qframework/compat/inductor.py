@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.compiler.config
 
 from qframework.compat.missing import explained
@@ -14,8 +15,32 @@ compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
 with explained():
     from torch._inductor import compile_fx as _compiler
     from torch._inductor import list_mode_options, list_options
+    from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+
+MAX_ROW = 1024  # elements; a longer row does not fit into the registers of a few warps
+
+
+class Choices(InductorChoices):
+    """Inductor's choices of kernels, except that a row of up to ``MAX_ROW`` values that becomes INT8 is read once.
+
+    A per-token quantization needs the row's maximum before the row. Where the row is also gathered (windows, images in
+    another order), Inductor reads it in a loop, twice or three times, and up to twenty times as slowly.
+    """
+
+    @staticmethod
+    def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+        chosen: bool = InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+        return chosen or (not cooperative_reduction and _quantizes_short_rows(features))
+
+
+def _quantizes_short_rows(features: Any) -> bool:
+    dtypes = {node.node.get_dtype() for node in features.scheduler_nodes() if node.node is not None}
+    short = V.graph.sizevars.statically_known_leq(features.reduction_numel, MAX_ROW)
+    return bool(torch.int8 in dtypes and short)
 
 
 def compile_graph(
@@ -40,7 +65,7 @@ def compile_graph(
         with compiler_config.patch(cache_key_tag=tag):
             return compile_fx_inner(inner_gm, inputs, **kwargs)
 
-    with explained(), compiler_config.patch(cache_key_tag=tag):
+    with explained(), compiler_config.patch(cache_key_tag=tag), V.set_choices_handler(Choices()):
         return _compiler.compile_fx(
             gm,
             example_inputs,

@@ -41,6 +41,7 @@ _NO_GLUON = "kernels in Gluon cannot be compiled"
 _PLAIN_TRITON = "plain Triton kernels replace those for Hopper"
 _SAVED = "saved models cannot be read"
 _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
+_PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
 _PYTREE = "nested inputs and outputs of models cannot be flattened"
 _OPTIONS = "options and modes of torch.compile(backend='qframework') cannot be checked"
 _CONVERTED = "modules cannot be converted to INT8 training in place"
@@ -222,6 +223,8 @@ _ROWS = (
         Name(f"torch._inductor.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
         for name in ("aoti_compile_and_package", "aoti_load_package")
     ),
+    Name("torch._inductor.choices.InductorChoices.should_use_persistent_reduction", _PERSISTENT),
+    Name("torch._inductor.virtualized.V", _PERSISTENT),
     Name("torch._inductor.list_mode_options", _OPTIONS),
     Name("torch._inductor.list_options", _OPTIONS),
     Name("torch._inductor.lowering.lowerings", _INT8_OPERATORS, until="2.15"),
