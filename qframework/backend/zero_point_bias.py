@@ -75,18 +75,18 @@ class WatchedBiases:
     """
 
     def __init__(self) -> None:
-        self._buffers: list[tuple[Tensor, list[_Operand]]] = []
+        self._watched: list[tuple[Tensor, list[_Operand]]] = []
         self._operands: list[_Operand] = []
         self._known: list[Tensor] = []
         self._accepted: list[int] = []
 
     def __bool__(self) -> bool:
-        return bool(self._buffers)
+        return bool(self._watched)
 
     def add(self, buffer: Tensor | None, operands: list[_Operand]) -> None:
         """Watch what ``buffer`` was computed from."""
         assert buffer is not None
-        self._buffers.append((buffer, operands))
+        self._watched.append((buffer, operands))
         self._operands += [each for each in operands if each.value is not None]
         self._accept([each.value for each in self._operands])
 
@@ -96,7 +96,7 @@ class WatchedBiases:
         if all(map(operator.is_, values, self._known)) and self._state() == self._accepted:
             return
         with torch.no_grad():
-            for buffer, operands in self._buffers:
+            for buffer, operands in self._watched:
                 buffer.copy_(_zero_point_bias(*(each.now(args) for each in operands)))
         self._accept(values)
 

@@ -224,7 +224,9 @@ _ROWS = (
         for name in ("aoti_compile_and_package", "aoti_load_package")
     ),
     Name("torch._inductor.choices.InductorChoices.should_use_persistent_reduction", _PERSISTENT),
-    Name("torch._inductor.virtualized.V", _PERSISTENT),
+    Name("torch._inductor.virtualized.V.set_choices_handler", _PERSISTENT),
+    Name("torch._inductor.sizevars.SizeVarAllocator.statically_known_leq", _PERSISTENT),
+    Name("torch._inductor.codegen.simd_kernel_features.SIMDKernelFeatures.scheduler_nodes", _PERSISTENT),
     Name("torch._inductor.list_mode_options", _OPTIONS),
     Name("torch._inductor.list_options", _OPTIONS),
     Name("torch._inductor.lowering.lowerings", _INT8_OPERATORS, until="2.15"),

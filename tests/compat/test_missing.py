@@ -45,7 +45,7 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 
 
 # Imported inside functions: their modules are heavy, or other versions do not need them.
-LATE = ("torch._dynamo.", "torch._inductor.lowering", "torch._library.utils")
+LATE = ("torch._dynamo.", "torch._inductor.aoti_", "torch._inductor.lowering", "torch._library.utils")
 LATE_NAMES = (
     "diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN",
     "diffusers.quantizers.quantization_config.QuantizationConfigMixin",  # if transformers is not installed
@@ -57,6 +57,7 @@ LATE_NAMES = (
     "transformers.models.sam.modeling_sam.SAM_VISION_ATTENTION_CLASSES",
     "transformers.models.sam_hq.modeling_sam_hq.SAM_HQ_VISION_ATTENTION_CLASSES",
     "triton.AsyncCompileMode",
+    "triton.backends.nvidia.driver.CudaLauncher",  # of a compiled kernel, by its attributes
 )
 
 
