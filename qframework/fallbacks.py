@@ -28,7 +28,8 @@ class Fallbacks(Counter[str]):
         with _lock:
             self[reason] += 1
             new = message not in self._logged
-            self._logged.add(message)
+            if new:
+                self._logged.add(message)
         if new:
             _logger.warning("qframework: %s (logged once, counted in fallbacks)", message)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args, overload
+import functools
+from typing import Any, Literal, get_args, overload
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qframework.compat.dispatch import forward_level, functorch_transforms_active
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.fallbacks import Fallbacks
 from qframework.kernels.attention.arguments import SageAttentionArguments, VarlenArguments, cast_mask, default_scale
@@ -17,6 +19,7 @@ from qframework.kernels.runtime.operator import transform_in_force
 
 TensorLayout = Literal["HND", "NHD"]
 Backward = Literal["exact", "int8", "mixed"]
+_LAYOUTS, _BACKWARDS = get_args(TensorLayout), get_args(Backward)
 
 fallbacks = Fallbacks()
 """How often attention ran in PyTorch's kernels, by reason: calls that no variant supports, and those that ``"auto"``
@@ -121,6 +124,12 @@ def sage_attention(
     Papers, depending on the variant: SageAttention, SageAttention2, SageAttention2++, QAttn. Of the gradient in 8 bit:
     SageAttention3 and SageBwd.
     """
+    # A traced graph must not depend on the set.
+    repeated = not torch.compiler.is_compiling() and bool(_LEFT_TO_PYTORCH) and variant == "auto" and attn_mask is None
+    if repeated and tensor_layout == "HND" and backward == "exact" and dropout_p == 0.0 and not return_lse:
+        handed_over = _handed_over(query, key, value, is_causal, scale, enable_gqa) if sm_scale is None else None
+        if handed_over is not None:
+            return handed_over
     if backward == "exact":
         _refuse_dropout(dropout_p)
     scale = _one_scale("sage_attention", scale, sm_scale)
@@ -149,6 +158,7 @@ def attend(
     dropout_p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The operator, with autocast and broadcasting of leading dimensions as in PyTorch."""
+    given = query, key, value
     check_backward(backward)
     if backward != "exact" and attn_mask is not None:
         raise UnsupportedError(
@@ -166,6 +176,8 @@ def attend(
     if variant == "auto" and not return_lse and _is_left_to_pytorch(call):
         call.check()
         _note_left_to_pytorch(query.device.type)
+        if attn_mask is None and query is given[0] and key is given[1] and value is given[2]:
+            _remember(_kind_of(query, key, value, is_causal, enable_gqa))
         out = _pytorch(call)
         return (out.squeeze(0) if added else out), query.new_empty(0)
     out, lse = torch.ops.qframework.sage_attention(
@@ -192,6 +204,49 @@ def _int8_gradient(
     return out, lse
 
 
+# Kinds of calls known to be valid and left to PyTorch with their operands as they are. Finding one takes a tenth of the
+# time of checking a call again.
+_LEFT_TO_PYTORCH: set[tuple[Any, ...]] = set()
+_MAX_KINDS = 1024
+
+
+def _kind_of(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, enable_gqa: bool) -> tuple[Any, ...] | None:
+    """All that decides, without a mask, whether a call is valid and left to PyTorch; None where more may matter."""
+    if torch.compiler.is_compiling() or not type(query) is type(key) is type(value) is Tensor:
+        return None
+    if not (query.is_cuda or query.is_cpu) or forward_level() >= 0 or functorch_transforms_active():
+        return None
+    if torch.is_autocast_enabled("cuda" if query.is_cuda else "cpu"):
+        return None
+    return (
+        *(query.shape, query.dtype, query.device, key.shape, key.dtype, key.device),
+        *(value.shape, value.dtype, value.device, is_causal, enable_gqa, torch.backends.cuda.cudnn_sdp_enabled()),
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+    )
+
+
+def _handed_over(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float | None, enable_gqa: bool
+) -> Tensor | None:
+    """The result of PyTorch's attention for a call of a kind that is left to it; None for others."""
+    if _kind_of(query, key, value, is_causal, enable_gqa) not in _LEFT_TO_PYTORCH:
+        return None
+    _note_left_to_pytorch("cuda" if query.is_cuda else "cpu")
+    with torch.DisableTorchFunction():
+        return F.scaled_dot_product_attention(
+            query, key, value, None, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _remember(kind: tuple[Any, ...] | None) -> None:
+    """Let later calls of the kind go to PyTorch at once."""
+    if kind is None:
+        return
+    if len(_LEFT_TO_PYTORCH) >= _MAX_KINDS:
+        _LEFT_TO_PYTORCH.clear()
+    _LEFT_TO_PYTORCH.add(kind)
+
+
 def _is_left_to_pytorch(call: SageAttentionArguments) -> bool:
     """Whether PyTorch's attention is what ``"auto"`` means for this call, which is not checked yet."""
     query, key, value, mask = call.query, call.key, call.value, call.attn_mask
@@ -214,10 +269,14 @@ def _hopper_of(device: torch.device) -> Hopper | None:
 
 @torch.compiler.assume_constant_result
 def _note_left_to_pytorch(device: str) -> None:
+    fallbacks.note(*_left_to_pytorch(device))
+
+
+@functools.cache
+def _left_to_pytorch(device: str) -> tuple[str, str]:
+    """The reason that counts calls left to PyTorch, and its message."""
     reason = f"PyTorch's attention is faster on this {device} device"
-    fallbacks.note(
-        reason, f"attention: {reason} for some calls, or all, and 'auto' takes it. Name a variant to quantize"
-    )
+    return reason, f"attention: {reason} for some calls, or all, and 'auto' takes it. Name a variant to quantize"
 
 
 def _pytorch(call: SageAttentionArguments) -> Tensor:
@@ -327,14 +386,14 @@ def _refuse_transforms(function: str, *tensors: Tensor | None) -> None:
 
 def check_backward(backward: str) -> None:
     """Raise UnsupportedError unless ``backward`` is one of Backward."""
-    if backward not in get_args(Backward):
-        raise UnsupportedError(f"sage_attention: backward must be {either(get_args(Backward))}, got {backward!r}")
+    if backward not in _BACKWARDS:
+        raise UnsupportedError(f"sage_attention: backward must be {either(_BACKWARDS)}, got {backward!r}")
 
 
 def _check_layout(tensor_layout: str) -> None:
     """Raise UnsupportedError unless ``tensor_layout`` is one of TensorLayout."""
-    if tensor_layout not in get_args(TensorLayout):
-        accepted = either(get_args(TensorLayout))
+    if tensor_layout not in _LAYOUTS:
+        accepted = either(_LAYOUTS)
         raise UnsupportedError(f"sage_attention: tensor_layout must be {accepted}, got {tensor_layout!r}")
 
 

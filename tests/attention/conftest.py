@@ -21,3 +21,4 @@ def no_fallbacks_yet() -> Iterator[None]:
 def auto_is_a_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     """These tests are about what is quantized; ``"auto"`` leaves nearly all calls on a CPU to PyTorch."""
     monkeypatch.setattr(api, "pytorch_is_faster", lambda *call: False)
+    monkeypatch.setattr(api, "_LEFT_TO_PYTORCH", set())

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from attention_helpers import Operators, assert_within, exact_attention, expected_error, heads
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from qframework import sage_attention, sage_attention_varlen, use_sage_attention
 from qframework.attention import api, fallbacks
@@ -276,7 +277,7 @@ def test_varlen_takes_both_names_of_the_scale() -> None:
 
 X = torch.zeros(2, 4, 8, 16)
 BAD = {
-    "dropout": ({"dropout_p": 0.1}, UnsupportedError, r"dropout_p must be 0\.0, got 0\.1"),
+    "dropout": ({"dropout_p": 0.1}, UnsupportedError, r"dropout_p must be 0\.0 with backward='exact', got 0\.1"),
     "two scales": (
         {"scale": 0.1, "sm_scale": 0.1},
         QFrameworkError,
@@ -432,6 +433,47 @@ class TestLeftToPyTorch:
         assert [call[3] for call in faster] == [kind]
         assert (out[0, :, 4] == 0).all()
         assert out.isfinite().all()
+
+    def test_a_repeated_call_is_not_decided_again(self, faster):
+        """And is counted, until something that may decide it changes."""
+        fallbacks.clear()
+        query, key, value = self.operands(torch.float32)
+        expected = F.scaled_dot_product_attention(query, key, value, scale=0.2)
+        for _ in range(3):
+            assert torch.equal(sage_attention(query, key, value, scale=0.2), expected)
+        assert len(faster) == 1
+        assert sum(fallbacks.values()) == 3
+        fewer = value[:, :, :7]
+        with pytest.raises(QFrameworkError, match="tokens"):
+            sage_attention(query, key, fewer)
+        changes = [
+            lambda: sage_attention(query, key, value, is_causal=True),
+            lambda: sage_attention(query.half(), key.half(), value.half()),
+            lambda: sage_attention(query[:, :, :5], key, value),
+            lambda: sage_attention(query, key, value, torch.ones(9, 9, dtype=torch.bool)),
+            lambda: sage_attention(query.requires_grad_(), key, value),
+        ]
+        for made, change in enumerate(changes, start=2):
+            change()
+            assert len(faster) == made + 1  # one for the call that was refused
+
+    def test_repeated_calls_see_what_surrounds_them(self, faster):
+        """Autocast, which changes what is decided on, transforms and forward derivatives."""
+        query, key, value = self.operands(torch.float32)
+        sage_attention(query, key, value)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert sage_attention(query, key, value).dtype == torch.bfloat16
+        assert [call[0].dtype for call in faster] == [torch.float32, torch.bfloat16]
+        with pytest.raises(UnsupportedError, match="transform"):
+            torch.func.vmap(lambda x: sage_attention(x, key, value))(query[None])
+        with forward_ad.dual_level(), pytest.raises(UnsupportedError, match="derivative"):
+            sage_attention(forward_ad.make_dual(query, query), key, value)
+
+    def test_only_so_many_kinds_are_remembered(self, monkeypatch):
+        monkeypatch.setattr(api, "_MAX_KINDS", 2)
+        for tokens in range(1, 9):
+            sage_attention(*[x[:, :, :tokens] for x in self.operands()])
+        assert len(api._LEFT_TO_PYTORCH) <= 2
 
     def test_scopes_do_not_intercept_it(self):
         operands = self.operands()

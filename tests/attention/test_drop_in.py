@@ -260,7 +260,7 @@ def test_what_a_variant_refuses_falls_back(monkeypatch: pytest.MonkeyPatch) -> N
     """Only the operator knows which devices and chips it supports."""
     from qframework.attention import drop_in
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **options: Any) -> None:
         raise UnsupportedError("variant='sage2_int8' needs another chip")
 
     tensors = qkv()

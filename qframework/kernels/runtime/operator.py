@@ -221,6 +221,8 @@ def transform_in_force(*tensors: Tensor | None) -> str | None:
         return "a transform of torch.func"
     if torch.compiler.is_compiling():  # only a transform brings tangents into a graph
         return None
+    if forward_level() < 0:  # no tensor has a tangent
+        return None
     if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
         return "a forward-mode derivative"
     return None
