@@ -95,7 +95,8 @@ def write_qdq(gm: GraphModule) -> Rewritten:
     found, constants = Rewritten(), Constants(gm, ())
     groups: dict[Any, list[_Layer]] = {}
     stored: dict[Node, Node] = {}
-    for node in list(gm.graph.nodes):
+    before = list(gm.graph.nodes)
+    for node in before:
         call = linear_call(node)
         if call is None or not _is_dequantized(call.weight):
             continue
@@ -112,7 +113,8 @@ def write_qdq(gm: GraphModule) -> Rewritten:
     for layers in groups.values():
         _write_product(gm, layers, constants)
     found.products = len(groups)
-    _remove_what_qdq_lacks(gm)
+    gm.graph.eliminate_dead_code()
+    _remove_what_qdq_lacks(gm, set(before))
     gm.graph.eliminate_dead_code()
     gm.recompile()
     return found
@@ -258,11 +260,12 @@ def _dtype_of(node: Node) -> torch.dtype:
     return value.dtype
 
 
-def _remove_what_qdq_lacks(gm: GraphModule) -> None:
-    """Let the readers of values with scales per token or from the data read the float tensor; check other ranges."""
-    for node in list(gm.graph.nodes):
-        if node.op != "call_function":
-            continue
+def _remove_what_qdq_lacks(gm: GraphModule, before: set[Node]) -> None:
+    """Let readers of values with scales per token or from the data read the float tensor; rewrite and check others.
+
+    Of the nodes ``before`` that are left, none of which a linear reads.
+    """
+    for node in [node for node in gm.graph.nodes if node in before]:
         if node.target is _ours.dequantize.default and (x := float_before(node)) is not None:
             node.replace_all_uses_with(x)
         elif node.target in (_decomposed.quantize_per_tensor.default, _decomposed.quantize_per_channel.default):
@@ -271,3 +274,23 @@ def _remove_what_qdq_lacks(gm: GraphModule) -> None:
                 raise UnsupportedError(
                     f"to_onnx: {node.name} must quantize to all values of int8 or uint8, got [{low}, {high}] of {dtype}"
                 )
+            if node.target is _decomposed.quantize_per_tensor.default and low == QMIN:
+                _write_pairs(gm, node)
+
+
+def _write_pairs(gm: GraphModule, quantize: Node) -> None:
+    """Write an INT8 value that float operations read in float32 and without zero point, as the input of a linear is."""
+    x, scale, zero_point = quantize.args[:3]
+    pairs = [user for user in quantize.users if user.target is _decomposed.dequantize_per_tensor.default]
+    if (zero_point == 0 and _dtype_of(x) == torch.float32) or len(pairs) < len(quantize.users):  # type: ignore[arg-type]
+        return
+    call, qparams = gm.graph.call_function, (scale, 0, QMIN, QMAX, torch.int8)
+    shift: Any = zero_point * scale  # type: ignore[operator]
+    with gm.graph.inserting_before(quantize):
+        shifted = call(_aten.add.Tensor, (call(_aten.to.dtype, (x, torch.float32)), shift))
+        q = call(_decomposed.quantize_per_tensor.default, (shifted, *qparams))
+    for old in pairs:
+        with gm.graph.inserting_before(old):
+            moved = call(_aten.sub.Tensor, (call(_decomposed.dequantize_per_tensor.default, (q, *qparams)), shift))
+            new = call(_aten.to.dtype, (moved, old.kwargs.get("out_dtype", torch.float32)))
+        old.replace_all_uses_with(new)

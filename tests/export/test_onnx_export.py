@@ -23,6 +23,7 @@ from qframework.compat.torchao import prepare_pt2e
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.export import fallbacks, onnx_write, to_onnx
 from qframework.quantizer import (
+    ActivationConfig,
     AttentionConfig,
     LinearConfig,
     QFrameworkQuantizer,
@@ -246,6 +247,20 @@ def test_the_model_is_not_changed(tmp_path: Path) -> None:
     assert str(quantized.graph) == graph
     assert set(quantized.state_dict()) == state
     assert torch.equal(quantized(x), before)
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_quantized_outputs_in_half_precision(symmetric: bool, tmp_path: Path) -> None:
+    """Older QuantizeLinear takes no float16, and TensorRT no zero point: also where no linear reads the result."""
+    model, x = MLP().eval().half(), torch.randn(4, 5, 16).half()
+    config = LinearConfig(ActivationConfig(symmetric=symmetric), output="always")
+    quantized, _ = exported(model, (x,), tmp_path / "mlp.onnx", config)
+    file = onnx.load(tmp_path / "mlp.onnx")
+    pairs = [node for node in file.graph.node if node.op_type in ("QuantizeLinear", "DequantizeLinear")]
+    assert len(pairs) == 2 * 4 + 2  # two inputs, two outputs, two weights
+    assert not any(initializers(file)[node.input[2]].any() for node in pairs)
+    ours = output(quantized, (x,))
+    check_agreement(output(model, (x,)), ours, Session(tmp_path / "mlp.onnx")((x,)), torch.float16)
 
 
 @pytest.mark.parametrize("weight", ["per_channel", "per_tensor"])
