@@ -15,6 +15,9 @@ from qframework.quantizer.observers import WeightObserver
 from qframework.training.linear import result_dtype
 
 _ours = torch.ops.qframework
+# Elements of a weight that are quantized at once: float32 copies of whole weights would fragment the memory in which a
+# loaded model grows layer by layer, up to several times its size.
+_AT_ONCE = 2**20
 
 
 class QuantizedLinear(nn.Module):
@@ -109,6 +112,11 @@ def quantized_weight(weight: Tensor, layer: str, config: WeightConfig) -> tuple[
         scales = 1 if config.granularity == "per_tensor" else weight.shape[0]
         return weight.new_empty(weight.shape, dtype=torch.int8), weight.new_empty(scales, dtype=torch.float32)
     observer = WeightObserver(layer, config)
-    observer.check(weight)
-    scale = observer.current_scale(weight)
-    return numerics.quantize(weight, scale.unsqueeze(-1)).contiguous(), scale
+    rows = weight.shape[0] if config.granularity == "per_tensor" else max(1, _AT_ONCE // weight.shape[1])
+    quantized = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    found: list[Tensor] = []
+    for part, result in zip(weight.split(rows), quantized.split(rows), strict=True):
+        observer.check(part)
+        found.append(observer.current_scale(part))
+        result.copy_(numerics.quantize(part, found[-1].unsqueeze(-1)))
+    return quantized, torch.cat(found)

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 import qframework
 from qframework import conversion, numerics, quantize_
 from qframework.conversion import QuantizedLinear
+from qframework.conversion.linear_module import quantized_weight
 from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
-from qframework.quantizer import dynamic_int8, qattn_paper, static_attention, static_int8
+from qframework.quantizer import WeightConfig, dynamic_int8, qattn_paper, static_attention, static_int8
+from qframework.quantizer.observers import WeightObserver
 
 
 @pytest.fixture(autouse=True)
@@ -430,3 +432,17 @@ def test_wrong_arguments(model, config, data, options, message) -> None:
     with pytest.raises(QFrameworkError, match=message) as error:
         quantize_(model(), config, data, **options)
     assert isinstance(error.value, UnsupportedError | CalibrationError | QFrameworkError)
+
+
+@pytest.mark.parametrize("config", [WeightConfig(), WeightConfig(observer="mse"), WeightConfig("per_tensor")])
+def test_a_weight_in_parts_is_the_weight_at_once(config: WeightConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(40, 23).t()  # as Conv1D holds it
+    weight[3] = 0
+    scale = WeightObserver("fc", config).current_scale(weight)
+    monkeypatch.setattr("qframework.conversion.linear_module._AT_ONCE", 80)
+    quantized, scales = quantized_weight(weight, "fc", config)
+    torch.testing.assert_close(scales, scale, rtol=0, atol=0)
+    torch.testing.assert_close(quantized, numerics.quantize(weight, scale.unsqueeze(-1)), rtol=0, atol=0)
+    weight[22, 0] = torch.nan
+    with pytest.raises(CalibrationError, match="layer 'fc': the weight must be finite"):
+        quantized_weight(weight, "fc", config)
