@@ -155,8 +155,10 @@ def case_dense(
             errors[name] = relative_l1(whole()[:1, :1], reference)
             calls[name] = whole
             if can_prepare(variant):
-                prepared = prepare_triton(q, k, v, variant, width**-0.5, True)
-                calls[f"{name} pass"] = functools.partial(prepare_triton, q, k, v, variant, width**-0.5, True)
+                floats = hopper.quantizes_queries(q, v.shape[3], variant, False)
+                operands = (q, k, v, variant, width**-0.5, True, None, floats)
+                prepared = prepare_triton(*operands)
+                calls[f"{name} pass"] = functools.partial(prepare_triton, *operands)
                 kernel = functools.partial(
                     _attend_triton, *prepared, Bias(causal=causal), variant, q.dtype, False, None
                 )

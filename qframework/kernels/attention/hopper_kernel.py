@@ -49,6 +49,7 @@ if HAS_GLUON:
         fp8_weights_of,
         head_bias_of,
         kept_by_place,
+        quantize_queries,
         scale_of_queries,
         scales_of_block,
         weights_of,
@@ -272,6 +273,7 @@ if HAS_GLUON:
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
         q_ready, q_free, k_ready, k_free, v_ready, v_free, turns = barriers
         TURNS: gl.constexpr = FORM.turns
+        FLOAT: gl.constexpr = FORM.float_queries
         q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
@@ -318,16 +320,21 @@ if HAS_GLUON:
                 bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_M) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
             here = head_bias_of(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
             head_bias = (here, bias_token, N - first)
-            q_tile = shared[0].index(WHO).reshape((_ROWS, D))
+            q_tile = shared[9 if FLOAT else 0].index(WHO).reshape((_ROWS, D))
             q_rest = q_tile
             if REST > 0:
-                q_rest = shared[1].index(WHO).reshape((_ROWS, REST))
+                q_rest = shared[10 if FLOAT else 1].index(WHO).reshape((_ROWS, REST))
             q = (q_tile, q_rest)
 
             # The first visit, masked.
-            mbarrier.wait(q_ready.index(WHO), q_phase)
+            if FLOAT:
+                q_scale = quantize_queries(WHO, q, shared, barriers, q_phase, logit_scale, halves(no_scores), FORM)
+            else:
+                mbarrier.wait(q_ready.index(WHO), q_phase)
+                q_scale = scale_of_queries(
+                    q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM
+                )
             q_phase = q_phase ^ 1
-            q_scale = scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
             mbarrier.wait(k_ready.index(slot), phase)
             products = warpgroup_mma_wait(0, deps=(_products(q, shared, slot, no_scores, FORM),))
             if NATURAL:
@@ -397,7 +404,7 @@ if HAS_GLUON:
             acc, acc_rest, total, top, weights, pending = state
             slot, phase, next_slot, next_phase, turn = at
 
-            if not SHARES_OUT:
+            if not SHARES_OUT and not FLOAT:
                 mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
             values, values_rest = _start_values(weights, shared, slot, acc, acc_rest, FORM)
@@ -427,9 +434,9 @@ if HAS_GLUON:
 
     @gluon.jit(do_not_specialize=_UNSPECIALIZED)
     def _specialized_attention_kernel(
-        q_desc,  # (B, H, N, D) int8, or as V; blocks of (1, 1, ROWS, block_d)
+        q_desc,  # (B, H, N, D) int8, or as V or, with `float_queries`, 16 bit; blocks of (1, 1, ROWS, block_d)
         q_rest_desc,  # the same with blocks of (1, 1, ROWS, rest_d); q_desc again without a second slice
-        k_desc,  # (B, Hkv, Nk, D) as Q, blocks of (1, 1, block_n, block_d)
+        k_desc,  # (B, Hkv, Nk, D) int8 or as V, blocks of (1, 1, block_n, block_d)
         k_rest_desc,
         v_desc,  # (B, Hkv, Nk, Dv) 16 bit, blocks of (1, 1, block_n, block_dv); or E4M3 (B, Hkv, Dv, Nk), keys PAIRED
         v_rest_desc,
@@ -474,6 +481,7 @@ if HAS_GLUON:
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
         TURNS: gl.constexpr = FORM.turns
+        FLOAT: gl.constexpr = FORM.float_queries
         q_tiles = buffers(2, q_desc)
         k_stages = buffers(STAGES, k_desc)
         v_stages = buffers(STAGES, v_desc)
@@ -500,6 +508,12 @@ if HAS_GLUON:
         if FACTORS:
             COLUMNS: gl.constexpr = FORM.columns
             bias_tiles = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, _ROWS, COLUMNS], bias_desc.layout)
+        q_integers = q_tiles
+        q_integers_rest = q_tiles
+        if FLOAT:
+            q_integers = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _ROWS, FORM.block_d], k_desc.layout)
+            if REST > 0:
+                q_integers_rest = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _ROWS, REST], k_rest_desc.layout)
         q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -508,7 +522,7 @@ if HAS_GLUON:
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(q_ready.index(i), count=1)
-            mbarrier.init(q_free.index(i), count=1)
+            mbarrier.init(q_free.index(i), count=2 if FLOAT else 1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
@@ -524,7 +538,10 @@ if HAS_GLUON:
         descs = (
             q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc, bias_desc,
         )  # fmt: skip
-        shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
+        shared = (
+            q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles, q_integers,
+            q_integers_rest,
+        )  # fmt: skip
         barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
         scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)

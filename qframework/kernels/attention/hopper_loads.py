@@ -39,6 +39,7 @@ class Form(NamedTuple):
     fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
     p_shift: float = 0.0  # log2 of the quantized 1 in P
     turns: bool = False  # one warpgroup at a time computes its weights
+    float_queries: bool = False  # Q is in 16 bit; its integers and their scale, one for a tile, are found here
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
 
 
@@ -168,7 +169,8 @@ if HAS_GLUON:
     def load_all(descs, shared, barriers, sizes, plan_ptr, mask, CAUSAL: gl.constexpr, FORM: gl.constexpr):
         """The loading warp."""
         _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
-        _, _, k_stages, k_rest, v_stages, v_rest, _, _, bias_stages = shared
+        k_stages, k_rest, v_stages, v_rest = shared[2], shared[3], shared[4], shared[5]
+        bias_stages = shared[8]
         _, _, k_ready, k_free, v_ready, v_free, _ = barriers
         GROUP, ITEMS = sizes[1], sizes[4]
         D: gl.constexpr = FORM.block_d
