@@ -38,6 +38,7 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; triton.py quantizes Q within its kernel
+FLOAT_QUERIES = False  # compiles for the chip, and was never run there
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:
@@ -229,6 +230,8 @@ def form_of(
 
 def quantizes_queries(q: Tensor, values: int, variant: AttentionVariant, masked: bool) -> bool:
     """Whether the kernel quantizes these queries ``(B, H, N, D)`` of a call that it computes, with integers for P."""
+    if not FLOAT_QUERIES:
+        return False
     form = form_of(variant, q.shape[3], values, masked)._replace(float_queries=True)
     groups = variant.qk_bits == 8 and form.q_span == BLOCK_M and form.integer
     return groups and q.dtype.itemsize == 2 and addressable(q) and shared_bytes(form) <= _SHARED

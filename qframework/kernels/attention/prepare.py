@@ -324,7 +324,8 @@ def prepare_triton(
 ) -> tuple[QuantizedQK, Values]:
     """Quantized Q and K, and V in bfloat16 with K's norm, or in E4M3, for a variant that :func:`can_prepare` accepts.
 
-    ``float_queries`` leaves Q as it is, for a kernel that quantizes it. ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M.
+    ``float_queries`` leaves Q as it is, for a kernel that quantizes it. ``seen (M, Hkv or 1, Nk)`` int32 is 0 for
+    keys that no query attends to; batch b uses b % M.
     """
     check_device(q.device)
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)

@@ -385,6 +385,7 @@ def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: 
 def test_queries_quantized_by_the_kernel(problem: Problem, times: float, monkeypatch) -> None:
     """Equal to those of the pass, infinite and NaN ones as well."""
     monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
+    monkeypatch.setattr(hopper, "FLOAT_QUERIES", True)
     q, k, v = problem.operands("cuda")
     q *= times
     q[0, 1, 5, 0], q[1, 0, 70, 3] = torch.nan, torch.inf
@@ -403,6 +404,7 @@ def test_queries_quantized_by_the_kernel(problem: Problem, times: float, monkeyp
 def test_which_queries_the_kernel_quantizes(monkeypatch) -> None:
     """Those in 16 bit with one scale for a tile, if they fit beside their integers."""
     monkeypatch.setattr(hopper, "addressable", lambda x: x.stride(3) == 1)
+    monkeypatch.setattr(hopper, "FLOAT_QUERIES", True)
     q, variant = torch.empty(2, 4, 256, 128, dtype=torch.float16, device="meta"), resolve("integer_exp")
     assert hopper.quantizes_queries(q, 128, variant, False)
     assert hopper.quantizes_queries(q[..., :64], 64, variant, True)
