@@ -8,7 +8,7 @@ import inspect
 import json
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,25 @@ TARGETS = (
 
 @dataclass(frozen=True)
 class Measured:
-    """The newest rows of one model."""
+    """The newest rows of one model; ``earlier`` are the machines of configurations that an older file measured."""
 
     model: str
     machine: dict[str, Any]
     sizes: dict[str, int]
     rows: list[Row]
+    earlier: tuple[tuple[str, dict[str, Any]], ...] = ()
+
+    def after(self, old: Measured | None) -> Measured:
+        """With the rows of an older file for configurations that this one lacks, if it had the same sizes."""
+        if old is None or old.sizes != self.sizes:
+            return self
+        own = {row.configuration for row in self.rows}
+        kept = [row for row in old.rows if row.configuration not in own]
+        place = {name: i for i, name in enumerate([FP32, *old.configurations()])}
+        rows = sorted([*kept, *self.rows], key=lambda row: place.get(row.configuration, len(place)))
+        names = list(dict.fromkeys(row.configuration for row in kept))
+        before = dict(old.earlier)
+        return replace(self, rows=rows, earlier=tuple((name, before.get(name, old.machine)) for name in names))
 
     @property
     def title(self) -> str:
@@ -106,12 +119,13 @@ class Measured:
 
 
 def load(folder: Path) -> list[Measured]:
-    """The newest rows of each model, without smoke runs. Raises FileFormatError for other files."""
+    """The newest rows of each model and configuration, without smoke runs. Raises FileFormatError for other files."""
     found: dict[str, Measured] = {}
     files = [load_rows(path) for path in sorted(folder.glob("*.json"))]
     for machine, sizes, rows in sorted(files, key=lambda file: str(file[0].get("date"))):
         for model in dict.fromkeys(row.model for row in rows):
-            found[model] = Measured(model, machine, sizes, [row for row in rows if row.model == model])
+            new = Measured(model, machine, sizes, [row for row in rows if row.model == model])
+            found[model] = new.after(found.get(model))
     return [found[model] for model in MODELS if model in found]
 
 
@@ -144,7 +158,13 @@ def _model(measured: Measured) -> str:
     note = NOTES[measured.model].format(**measured.sizes)
     header = ["configuration", *(_COLUMNS[name] for name in columns), "seconds", "seeds"]
     plot = f"![{measured.title}](assets/{_plot_name(measured)})\n"
-    return "\n".join([f"### {measured.title}\n", note, table(header, rows), plot, machine_line(measured.machine, {})])
+    lines = [machine_line(measured.machine, {})]
+    machines = {json.dumps(machine, sort_keys=True): machine for _, machine in measured.earlier}
+    for key, machine in machines.items():
+        names = [name for name, each in measured.earlier if json.dumps(each, sort_keys=True) == key]
+        lines.append(f"Measured earlier: {'; '.join(name for name in names if name != FP32)}.\n")
+        lines.append(machine_line(machine, {}))
+    return "\n".join([f"### {measured.title}\n", note, table(header, rows), plot, *lines])
 
 
 def _line(measured: Measured, name: str, columns: Sequence[str]) -> list[str]:

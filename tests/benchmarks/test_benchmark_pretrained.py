@@ -193,6 +193,28 @@ def test_the_page_begins_with_means_deviations_and_targets(tmp_path: Path) -> No
     assert "FAIL" in measured(tmp_path, 20.0)
 
 
+def test_a_newer_file_replaces_the_configurations_that_it_holds(tmp_path: Path) -> None:
+    sizes = {"crops": 68, "texts": 256, "calibration": 32}
+
+    def write(name: str, day: int, commit: str, crops: int, *rows: Row) -> None:
+        file = Rows(tmp_path / name, False, {**sizes, "crops": crops})
+        file.machine = {**MACHINE, "date": f"2026-11-{day}", "commit": commit}
+        for row in rows:
+            file.add(row)
+
+    write("a.json", 10, "old", 68, *(Row("dinov2", name, 0, {"sqnr_db": 20.0}, 1.0, {}) for name in ("INT8", BEST)))
+    write("b.json", 11, "new", 68, Row("dinov2", BEST, 0, {"sqnr_db": 29.5}, 1.0, {}))
+    (found,) = report_pretrained.load(tmp_path)
+    assert found.configurations() == ["INT8", BEST]
+    assert [found.values(name, "sqnr_db") for name in ("INT8", BEST)] == [[20.0], [29.5]]
+    page = report_pretrained.render([found])
+    assert page.index("`new`") < page.index("Measured earlier: INT8.") < page.index("`old`")
+    write("c.json", 12, "other", 256, Row("dinov2", BEST, 0, {"sqnr_db": 30.0}, 1.0, {}))
+    (found,) = report_pretrained.load(tmp_path)
+    assert found.configurations() == [BEST], "figures of other sizes do not compare"
+    assert found.earlier == ()
+
+
 def test_the_plot_is_drawn_and_carries_its_mark(tmp_path: Path) -> None:
     measured(tmp_path, 29.0)
     for name, plot in report_pretrained.plots(report_pretrained.load(tmp_path)).items():
