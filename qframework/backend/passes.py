@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch.fx import GraphModule
 
 from qframework.backend.float_linear import lower_float_linear
@@ -55,15 +56,15 @@ def note_layer_order(lowering: Lowering) -> None:
 
 def forget_grad_mode(lowering: Lowering) -> None:
     """Erase the nodes that switch gradients on and off: an inference graph is compiled with gradients off."""
-    for node in list(lowering.gm.graph.nodes):
-        if node.target is set_grad_enabled:
+    for node in reversed(list(lowering.gm.graph.nodes)):
+        if node.target is set_grad_enabled or (node.target is torch.is_grad_enabled and not node.users):
             lowering.gm.graph.erase_node(node)
     lowering.gm.recompile()
 
 
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
-    on_graph(inline_grad_scopes),
+    on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
     on_graph(expand_multi_head_attention),
     on_graph(expand_einsum),
     expand_weighted_addmm,

@@ -4,49 +4,57 @@ From::
 
     wrap_with_set_grad_enabled(False, body, x, ...)    rotary embeddings of transformers, or a decorated forward
 
-To what Dynamo records for the same block::
+To::
 
-    _set_grad_enabled(False) -> the body's operations -> _set_grad_enabled(the mode before)
+    before = is_grad_enabled()
+    _set_grad_enabled(False) -> the body's operations -> _set_grad_enabled(before)
 
-The layers in the body can then be found, and the passes see what it reads and writes.
+The layers in the body can then be found, and the passes see what it reads and writes. The mode before is that of each
+call: a graph prepared with gradients on must not leave them on after it ran with gradients off.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
 from qframework.compat.dispatch import set_grad_enabled
+from qframework.graph.nodes import operation
 
 
-def inline_grad_scopes(gm: GraphModule) -> int:
-    """Inline every such body, also nested ones, in place; returns their number."""
-    inlined = 0
-    enabled = torch.is_grad_enabled()
-    for node in list(gm.graph.nodes):
-        if node.target is set_grad_enabled:
-            enabled = bool(node.args[0])
-        elif _is_scope(node) and _inline(gm, node, enabled):
-            inlined += 1
-    return inlined + (inline_grad_scopes(gm) if inlined else 0)
+def inline_grad_scopes(gm: GraphModule, wanted: Callable[[Node], bool] = lambda node: True) -> int:
+    """Inline every body with a ``wanted`` operation, also nested ones, in place; returns their number."""
+    inlined = sum(_inline(gm, node, wanted) for node in list(gm.graph.nodes) if _is_scope(node))
+    return inlined + (inline_grad_scopes(gm, wanted) if inlined else 0)
+
+
+def inline_scopes_of_layers(gm: GraphModule) -> None:
+    """Inline the bodies of an exported graph that hold layers to quantize; others keep their gradient mode's scope."""
+    layers = ("linear", "addmm", "scaled_dot_product_attention", "softmax")
+    if inline_grad_scopes(gm, lambda node: operation(node) in layers):
+        gm.recompile()
 
 
 def _is_scope(node: Node) -> bool:
     return node.op == "call_function" and getattr(node.target, "__name__", "") == "wrap_with_set_grad_enabled"
 
 
-def _inline(gm: GraphModule, scope: Node, before: bool) -> bool:
+def _inline(gm: GraphModule, scope: Node, wanted: Callable[[Node], bool]) -> bool:
     """Inline one scope whose results are all read one by one; whether it was."""
     enabled, owner, *operands = scope.args
     assert isinstance(owner, Node)
     body = gm.get_submodule(str(owner.target))
     if not isinstance(body, GraphModule) or any(user.target is not operator.getitem for user in scope.users):
         return False
+    if not any(map(wanted, body.graph.nodes)):
+        return False
     values = dict(zip(body.graph.find_nodes(op="placeholder"), operands, strict=True))
     with gm.graph.inserting_before(scope):
+        before = gm.graph.call_function(torch.is_grad_enabled)
         gm.graph.call_function(set_grad_enabled, (enabled,))
         results = _copy(gm, body, str(owner.target), values)
         gm.graph.call_function(set_grad_enabled, (before,))

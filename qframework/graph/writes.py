@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from qframework.compat import pytree
-from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of
+from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of, set_grad_enabled
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import why_not_plain
@@ -72,7 +72,8 @@ class _Written(NamedTuple):
 
 
 def _written_inputs(node: Node) -> set[Node]:
-    if not node.op.startswith("call") or not node.all_input_nodes or node.target is operator.getitem:
+    harmless = node.target in (operator.getitem, set_grad_enabled)
+    if not node.op.startswith("call") or not node.all_input_nodes or harmless:
         return set()
     if isinstance(node.target, OpOverload):
         return {x for value in written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}

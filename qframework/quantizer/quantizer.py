@@ -15,7 +15,7 @@ from qframework.compat.torchao import EdgeOrNode, ObserverOrFakeQuantize, Quanti
 from qframework.errors import UnsupportedError
 from qframework.graph.expand_addmm import expand_exported_addmm
 from qframework.graph.expand_einsum import expand_einsum
-from qframework.graph.inline_grad_scopes import inline_grad_scopes
+from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.graph.replace_attention import name_shapes
 from qframework.quantizer.annotate_attention import (
     AttentionAnnotation,
@@ -154,15 +154,14 @@ class QFrameworkQuantizer(Quantizer):
     def transform_for_annotation(self, model: GraphModule) -> GraphModule:
         """Rewrite every selected attention as one operator: of its variant, or ``scaled_dot_product_attention``.
 
-        Bodies of ``torch.no_grad()`` become part of the graph. Products of transformers'
-        ``Conv1D`` become linears, if a rule configures linears.
+        Layers inside ``torch.no_grad()`` become part of the graph. Products of transformers' ``Conv1D`` become linears,
+        if a rule configures linears.
 
         Raises:
             UnsupportedError: no kernel supports the configuration.
         """
         check_graph(model, "QFrameworkQuantizer: model")
-        if inline_grad_scopes(model):
-            model.recompile()
+        inline_scopes_of_layers(model)
         if self._names(LinearConfig):
             expand_exported_addmm(model)
         if not self._names(AttentionConfig):

@@ -25,7 +25,7 @@ from torch.fx import GraphModule
 from qframework.arguments import check_can_be_read_again, is_count, is_number
 from qframework.errors import UnsupportedError
 from qframework.graph.expand_addmm import expand_exported_addmm
-from qframework.graph.inline_grad_scopes import inline_grad_scopes
+from qframework.graph.inline_grad_scopes import inline_scopes_of_layers
 from qframework.quantizer.activation_choice import choose_activations
 from qframework.quantizer.arguments import check_exported, check_prepared
 from qframework.quantizer.attention_choice import choose_heads
@@ -172,7 +172,7 @@ class Recipe(JsonConfig):
         check_can_be_read_again(data, "Recipe.before_prepare")
         check_exported(exported, "Recipe.before_prepare: exported")
         check_quantizer(quantizer, "Recipe.before_prepare")
-        inline_grad_scopes(exported)
+        inline_scopes_of_layers(exported)
         expand_exported_addmm(exported)
         done: dict[str, Any] = {}
         if self.rotate:

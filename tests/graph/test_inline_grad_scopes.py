@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from qframework import explain, quantize
-from qframework.compat.dispatch import set_grad_enabled
-from qframework.graph.inline_grad_scopes import inline_grad_scopes
+from qframework import explain, load, quantize
+from qframework.graph.inline_grad_scopes import inline_grad_scopes, inline_scopes_of_layers
 
 
 class Positions(nn.Module):
@@ -40,23 +39,61 @@ def scopes(graph):
     return [node for node in graph.graph.nodes if "wrap_with_set_grad_enabled" in str(node.target)]
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_the_graph_computes_the_same_without_scopes(case, grad):
+@pytest.mark.parametrize("prepared", [True, False])
+@pytest.mark.parametrize("called", [True, False])
+def test_the_graph_computes_the_same_without_scopes(case, prepared, called):
+    """It leaves the mode of the call behind, whatever the mode was when the scopes were inlined."""
     model, x = case
     graph = torch.export.export(model, (x,)).module()
-    assert scopes(graph)  # else the test tests nothing
-    with torch.set_grad_enabled(grad):
+    assert len(scopes(graph)) == 2  # else the test tests nothing
+    with torch.set_grad_enabled(prepared):
         assert inline_grad_scopes(graph) == 2
         graph.recompile()
-        assert not scopes(graph)
+    assert not scopes(graph)
+    with torch.set_grad_enabled(called):
         expected, found = model(x), graph(x)
+        assert torch.is_grad_enabled() is called
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    assert found.requires_grad == expected.requires_grad == grad
-    modes = [node.args[0] for node in graph.graph.nodes if node.target is set_grad_enabled]
-    assert modes == [False, grad, False, grad]
-    if grad:
+    assert found.requires_grad == expected.requires_grad == called
+    if called:
         given = torch.autograd.grad(found.sum(), [graph.get_parameter("first.weight")])
         torch.testing.assert_close(given, torch.autograd.grad(expected.sum(), [model.first.weight]))
+
+
+def test_scopes_without_layers_are_kept_in_an_exported_graph(case):
+    model, x = case
+    graph = torch.export.export(model, (x,)).module()
+    inline_scopes_of_layers(graph)
+    assert len(scopes(graph)) == 1
+    torch.testing.assert_close(graph(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_quantized_model_leaves_the_gradient_mode_as_it_is(case, prepared, tmp_path):
+    model, x = case
+    with torch.set_grad_enabled(prepared):
+        quantized = quantize(model, (x,), "static_int8", calibration_data=[(x,)])
+    quantized.save(tmp_path / "model.pt2")
+    for each in (quantized, load(tmp_path / "model.pt2"), torch.compile(quantized, backend="qframework")):
+        for called in (True, False):
+            with torch.set_grad_enabled(called):
+                each(x)
+                assert torch.is_grad_enabled() is called
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_float_model_keeps_its_gradients_through_the_backend(case, grad):
+    model, x = case
+    graph = torch.export.export(model, (x,)).module()
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(grad):
+        found = torch.compile(graph, backend="qframework")(x)
+    expected = model(x)
+    torch.testing.assert_close(found, expected)
+    assert found.requires_grad is grad
+    if grad:
+        (given,) = torch.autograd.grad(found.sum(), [graph.get_parameter("first.weight")])
+        torch.testing.assert_close(given, torch.autograd.grad(expected.sum(), [model.first.weight])[0])
 
 
 def test_a_graph_without_scopes_is_left_alone(case):
