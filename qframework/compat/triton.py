@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib.util
@@ -118,17 +119,20 @@ def launch_of_addresses(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any
     """A function that launches a compiled kernel with the addresses that ``arguments`` have now, on the current stream.
 
     Triton builds every tensor map again at each launch, in Python; this does it once. Keeps no tensor alive. None where
-    the kernel needs scratch memory or this Triton launches in another way.
+    the kernel needs scratch memory, the chip is not NVIDIA's, or this Triton launches in another way.
     """
     run = kernel.run
-    if any(getattr(run, name, False) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled")):
+    if current_target().backend != "cuda" or any(
+        getattr(run, name, False) for name in ("global_scratch_size", "profile_scratch_size", "gsan_enabled")
+    ):
         return None
     caught: list[tuple[Any, ...]] = []
     catcher, target = _catching(getattr(run, "launch", None), lambda *values: caught.append(values))
     if target is not None:
         imitation = copy.copy(run)
         imitation.launch = catcher
-        imitation(*grid, _STREAM, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
+        with contextlib.suppress(TypeError):  # a launcher with other parameters
+            imitation(*grid, _STREAM, kernel.function, kernel.packed_metadata, None, None, None, *arguments)
     if not caught or caught[0][3] != _STREAM:
         note_missing("triton.backends.nvidia.driver.CudaLauncher")
         return None

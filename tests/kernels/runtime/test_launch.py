@@ -208,7 +208,7 @@ triton = pytest.importorskip("triton")
 class OnTriton:
     """A compiled kernel with Triton's own launcher, without a GPU: ``launched`` has what would reach the driver."""
 
-    function, packed_metadata = 7, (4, 1, 0)
+    function, packed_metadata, backend = 7, (4, 1, 0), "cuda"
 
     def __init__(self, signature, meta, monkeypatch, **sizes):
         from triton.backends.nvidia import driver
@@ -230,6 +230,9 @@ class OnTriton:
 
     def get_current_device(self):
         return 0
+
+    def get_current_target(self):
+        return SimpleNamespace(backend=self.backend)
 
     def get_current_stream(self, device):
         return self.stream
@@ -300,6 +303,21 @@ def test_kernels_with_scratch_memory_go_through_triton(monkeypatch, size):
     compiled = OnTriton(SIGNATURE, [META], monkeypatch, **{size: 64})
     assert Relaunch(compiled, (4,)).bind(operands(1)) is None
     assert compiled.launched == []
+
+
+def test_other_vendors_chips_go_through_triton(monkeypatch):
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    compiled.backend = "hip"
+    assert Relaunch(compiled, (4,)).bind(operands(1)) is None
+    assert compiled.launched == []
+
+
+def test_a_launcher_with_other_parameters_is_counted_and_goes_through_triton(monkeypatch):
+    monkeypatch.setattr(missing, "replaced", Counter())
+    compiled = OnTriton(SIGNATURE, [META], monkeypatch)
+    monkeypatch.setattr(type(compiled.run), "__call__", lambda self, grid, stream: None)
+    assert Relaunch(compiled, (4,)).bind(operands(1)) is None
+    assert missing.replaced["triton.backends.nvidia.driver.CudaLauncher"] == 1
 
 
 def test_an_unknown_launcher_is_counted_and_goes_through_triton(monkeypatch):
