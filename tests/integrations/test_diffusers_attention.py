@@ -99,8 +99,8 @@ def test_diffusers_takes_no_backend_but_its_own() -> None:
 def test_a_compiled_model(name: str, tmp_path: Path) -> None:
     """In one graph, with quantized layers and attention.
 
-    It differs from eager mode in the order of float sums, and thereby where a sum is rounded to the next integer: a
-    change of 1e-6 in the input of the UNet changes its result as much in eager mode (58 dB).
+    It differs from eager mode in the order of float sums, and thereby where a sum is rounded to the next integer. The
+    UNet passes more of that on than the others: a change of 1e-6 in its input leaves 58 dB in eager mode.
     """
     model, batch = built(name)
     model.save_pretrained(tmp_path)
@@ -109,5 +109,7 @@ def test_a_compiled_model(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         compiled = torch.compile(int8, backend="qframework", fullgraph=True, options={"attention": "sage_t"})
         found = compiled(**batch).sample
-    assert sqnr_db(output(model, batch), found) > 40
-    assert sqnr_db(eager, found) > 48
+    exact = output(model, batch)
+    assert sqnr_db(exact, found) > max(40, sqnr_db(exact, eager) - 1)
+    if name != "UNet":
+        assert sqnr_db(eager, found) > 60
