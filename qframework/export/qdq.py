@@ -78,12 +78,18 @@ class _Layer:
 
     node: Node
     name: str
-    x: Node
+    quantize: Node
     x_scale: float
     zero_point: int
     weight: Tensor
     weight_scale: Tensor
     bias: Node | None
+
+    @property
+    def x(self) -> Node:
+        """The float input: where that is the result of another linear, what has replaced it."""
+        x: Any = self.quantize.args[0]
+        return x  # type: ignore[no-any-return]
 
 
 def write_qdq(gm: GraphModule) -> Rewritten:
@@ -149,9 +155,8 @@ def _static_layer(node: Node, call: LinearCall, name: str, constants: Constants)
         raise CannotLower(PER_TOKEN)
     if weight is None or weight.dtype != torch.int8 or weight_scale is None or (call.bias and bias is None):
         raise CannotLower("its int8 weight, the weight's scales and its bias must be constants")
-    x: Any = a.value.args[0]
     scales = (float(x_scale), int(zero_point))
-    return _Layer(node, name, x, *scales, weight.detach(), weight_scale.detach().reshape(-1), call.bias)
+    return _Layer(node, name, a.value, *scales, weight.detach(), weight_scale.detach().reshape(-1), call.bias)
 
 
 def _constant(value: float | Node, constants: Constants) -> Tensor | None:

@@ -239,6 +239,27 @@ def test_zero_points_become_a_shift(tmp_path: Path) -> None:
     check_agreement(output(model, (x,)), ours, session((x,)))
 
 
+@pytest.mark.parametrize("config", [static_int8(), static_int8(symmetric=False)], ids=["symmetric", "zero point"])
+def test_a_linear_that_reads_another_one(config: LinearConfig, tmp_path: Path) -> None:
+    """As in factors of low rank, and beside other readers of the first result."""
+
+    class Chain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.down, self.up, self.other = nn.Linear(32, 8), nn.Linear(8, 32), nn.Linear(8, 32, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            low = self.down(x)
+            return self.up(low) + self.other(low) + low.sum(-1, keepdim=True)
+
+    model, inputs = Chain().eval(), (torch.randn(4, 6, 32),)
+    quantized, report = exported(model, inputs, tmp_path / "chain.onnx", config)
+    assert sorted(report.int8) == ["down", "other", "up"]
+    assert not report.left_in_float
+    session = Session(tmp_path / "chain.onnx")
+    check_agreement(output(model, inputs), output(quantized, inputs), session(inputs))
+
+
 def test_the_model_is_not_changed(tmp_path: Path) -> None:
     x = torch.randn(4, 16)
     quantized = qframework.quantize(MLP().eval(), x, static_int8(), [x])
