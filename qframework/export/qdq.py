@@ -89,7 +89,7 @@ class _Layer:
     def x(self) -> Node:
         """The float input: where that is the result of another linear, what has replaced it."""
         x: Any = self.quantize.args[0]
-        return x  # type: ignore[no-any-return]
+        return x
 
 
 def write_qdq(gm: GraphModule) -> Rewritten:

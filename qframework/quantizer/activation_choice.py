@@ -108,7 +108,7 @@ def choose_activations(
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         observers: whether to choose observers; needs at least two batches, or one that can be divided.
-        zero_points: whether a lopsided input may have a zero point, which costs nothing at run time; needs the same.
+        zero_points: whether a lopsided input may have a zero point, an addition in the layer before; needs the same.
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
         batches: use only this many batches.

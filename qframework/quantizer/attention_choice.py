@@ -1,6 +1,6 @@
 """Scales per head for static attention, where that reduces the error of the model's output.
 
-Heads differ in the sizes of their queries, keys and values. One scale for each costs nothing at run time: the linear
+Heads differ in the sizes of their queries, keys and values. One scale for each costs a model little: the linear
 before them writes INT8 with a scale for each channel anyway, and attention kernels read a scale for each head. As in
 activation_choice.py, the float model runs once; at each attention it is run to the end from there, with queries, keys
 and values quantized either way, and the output is compared with the float output.

@@ -91,7 +91,7 @@ class Recipe(JsonConfig):
         choose_observers: give each static input the observer with the least error of the model's output
             (qframework/quantizer/activation_choice.py).
         zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
-            error of the model's output. Costs nothing at run time; all else is symmetric.
+            error of the model's output. Costs an addition in the layer before; all else is symmetric.
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
             the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
