@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import distributed, nn
@@ -25,6 +24,7 @@ from demos.training_tasks import TextTask
 from qframework.evaluation.distributed import device_of_process
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.files import write_json
+from qframework.outputs import output_file
 from qframework.training import conversion_report, convert_to_int8_training
 
 RUN = RunConfig(steps=1000, batch_size=32, learning_rate=1e-3, precision="int8")
@@ -88,7 +88,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="cpu, cuda (with torchrun: one GPU per process), cuda:1, ...")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw8bit", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=RUN.steps, metavar="N", help="default: %(default)s")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the losses as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="the losses as JSON")
     parser.add_argument("--smoke", action="store_true", help="a quick check: a tiny model and a few steps")
     return parser.parse_args(arguments)
 

@@ -13,7 +13,6 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -27,6 +26,7 @@ from qframework.evaluation import digits_vit
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.files import write_json
 from qframework.kernels.blocks.format import parse_block_size
+from qframework.outputs import output_file
 from qframework.training import convert_to_int8_training
 
 RUN = RunConfig(steps=1500, batch_size=32, learning_rate=7e-4, warmup=0.07, precision="int8")
@@ -89,7 +89,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=RUN.steps, metavar="N", help="default: %(default)s")
     parser.add_argument("--cpu", action="store_true", help="also if there is a GPU")
     parser.add_argument("--smoke", action="store_true", help="a quick check: a tiny model and a few steps")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="the losses as JSON")
+    parser.add_argument("--output", type=output_file, metavar="FILE", help="the losses as JSON")
     return parser.parse_args(arguments)
 
 

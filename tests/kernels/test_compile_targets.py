@@ -293,12 +293,17 @@ def test_the_table_is_looked_up(m):
 @pytest.mark.parametrize("columns", [768, 8192])
 @pytest.mark.parametrize("chip", CHIPS)
 def test_quantize(chip, columns, tmp_path):
-    types = {"x_ptr": "*fp16", "scale_ptr": "*fp32", "q_ptr": "*i8", "C": "i32", "P": "i32", "stride_xm": "i32"}
+    types = {"x_ptr": "*fp16", "scale_ptr": "*fp32", "q_ptr": "*i8", "C": "i32", "stride_xm": "i32"}
     block = 1 << (columns - 1).bit_length()
-    static = compile_for(chip, _quantize_kernel, types, {"BLOCK_C": min(block, 2048)}, num_warps=4)
-    del types["P"]
+    one_scale = types | {"zero_point_ptr": "*i32", "P": "i32"}
+    static = [
+        compile_for(
+            chip, _quantize_kernel, one_scale, {"ZERO_POINT": zero_point, "BLOCK_C": min(block, 2048)}, num_warps=4
+        )
+        for zero_point in (False, True)
+    ]
     dynamic = compile_for(chip, _dynamic_quantize_kernel, types, {"BLOCK_C": block, "MIN_SCALE": 2.0**-60}, num_warps=8)
-    for compiled in (static, dynamic):
+    for compiled in (*static, dynamic):
         assert stack_bytes(compiled, tmp_path) == 0
 
 

@@ -183,7 +183,7 @@ def test_the_baselines_convert_linears_only(name: str, mode: Any) -> None:
     assert {row.before for row in report.converted} <= {"Linear", "Conv1D"}
     assert not any(isinstance(module, Int8LayerNorm | Int8RMSNorm | Int8Linear) for module in model.modules())
     error = float((logits_of(model, x).detach() - wanted).norm() / wanted.norm())
-    assert 1e-4 < error < 0.1
+    assert 1e-5 < error < 0.1  # a hundred times the rounding of float32, less than any of 8 bits
     loss_of(model, x).backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 

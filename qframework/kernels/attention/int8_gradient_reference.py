@@ -157,6 +157,7 @@ def _rounded(p: Tensor, x: GradientOperands, dim: int, block: int) -> Tensor:
 
 
 def repeat_heads(x: Tensor, group: int) -> Tensor:
+    """``(B, Hkv, ...)`` to ``(B, group Hkv, ...)``: each head for all heads of queries that share it."""
     return x if group == 1 else x.repeat_interleave(group, dim=1)
 
 

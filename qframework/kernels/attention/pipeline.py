@@ -171,6 +171,7 @@ def _can_fuse(q: Tensor, variant: AttentionVariant, return_lse: bool) -> bool:
 
 
 def quantized_values(v: Tensor, variant: AttentionVariant, steps: Steps, lengths: Lengths | None) -> Values:
+    """V ``(B, Hkv, Nk, Dv)`` as the variant multiplies it: in 8 bit with scales per channel, or in float."""
     of = (lengths.k_starts, lengths.longest_k) if lengths else (None, 0)
     if transposes_values(variant.pv):
         v_range = 127.0 if variant.pv == "int8" else fp8_ranges(variant.accumulator)[1]

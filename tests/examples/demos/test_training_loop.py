@@ -120,7 +120,7 @@ def test_micro_batches_add_up_to_the_batch() -> None:
 
 
 def test_weight_decay_applies_to_matrices_only() -> None:
-    decaying, others = training_loop._optimizer(nn.Linear(3, 2), CONFIG).param_groups
+    decaying, others = training_loop.adamw(nn.Linear(3, 2), CONFIG).param_groups
     assert ([p.dim() for p in decaying["params"]], decaying["weight_decay"]) == ([2], CONFIG.weight_decay)
     assert ([p.dim() for p in others["params"]], others["weight_decay"]) == ([1], 0.0)
 

@@ -148,12 +148,12 @@ def attend(implementation: str, inputs: Inputs, variant: str, smooth_k: bool, re
 
 def reference_of(implementation: str, inputs: Inputs, variant, smooth_k: bool) -> Tensor:
     """The reference in float64 on what this implementation quantized, in the kernel's blocks of keys."""
-    steps = {"cpu": module._TORCH, "triton": module._TRITON}[implementation]
-    call = module._reached(inputs.four()) if inputs.is_causal else inputs.four()
+    steps = {"cpu": module.TORCH_STEPS, "triton": module.TRITON_STEPS}[implementation]
+    call = module.reached(inputs.four()) if inputs.is_causal else inputs.four()
     k, v = module._without_hidden(call.k, call.v, call.mask, variant, smooth_k)
     call = call._replace(k=k, v=v)
-    qk, _ = module._quantize_qk(call.q, call.k, variant, call.q.shape[-1] ** -0.5, smooth_k, steps, None)
-    values = module._quantize_values(call.v, variant, steps, None)
+    qk, _ = module.quantized_qk(call.q, call.k, variant, call.q.shape[-1] ** -0.5, smooth_k, steps, None)
+    values = module.quantized_values(call.v, variant, steps, None)
     bias = Bias(call.mask, call.rel_h, call.rel_w, inputs.is_causal)
     block_n = KEY_BLOCK
     if implementation == "triton":

@@ -130,8 +130,8 @@ def test_smooth_v_helps_fp8(attend, normal):
 
 
 def quantized(implementation: str, query: Tensor, key: Tensor, variant: AttentionVariant) -> QuantizedQK:
-    steps = {"cpu": module._TORCH, "triton": module._TRITON}[implementation]
-    return module._quantize_qk(query, key, variant, query.shape[-1] ** -0.5, True, steps, None)[0]
+    steps = {"cpu": module.TORCH_STEPS, "triton": module.TRITON_STEPS}[implementation]
+    return module.quantized_qk(query, key, variant, query.shape[-1] ** -0.5, True, steps, None)[0]
 
 
 @pytest.mark.parametrize("channels", [64, 72, 17])
@@ -143,7 +143,7 @@ def test_packed_int4_equals_unpacked_scores(implementation, place, channels):
     assert packed.q.shape[-1] == -(-channels // 2)
     q, k = unpack_int4(packed.q, channels), unpack_int4(packed.k, channels)
     assert int(q.abs().max()) == int(k.abs().max()) == 7
-    attend = {"cpu": module._TORCH, "triton": module._TRITON}[implementation].attend
+    attend = {"cpu": module.TORCH_STEPS, "triton": module.TRITON_STEPS}[implementation].attend
     plain_variant = AttentionVariant(8, "per_thread", "fp16", smooth_q=True)
     results = [
         attend(qk, Values(value), Bias(), variant, torch.float32, True, None)
@@ -157,8 +157,8 @@ def test_scores_are_exact_products_of_integers(implementation, place):
     """The logarithm of the sum over one key is that key's logit: integers times two scales, nothing else."""
     query, key = (torch.randn(1, 1, n, 64, dtype=torch.float16).to(place) for n in (40, 1))
     variant = AttentionVariant(8, "per_thread", "fp16")
-    steps = {"cpu": module._TORCH, "triton": module._TRITON}[implementation]
-    qk = module._quantize_qk(query, key, variant, 0.125, False, steps, None)[0]
+    steps = {"cpu": module.TORCH_STEPS, "triton": module.TRITON_STEPS}[implementation]
+    qk = module.quantized_qk(query, key, variant, 0.125, False, steps, None)[0]
     _, lse = steps.attend(qk, Values(key), Bias(), variant, torch.float32, True, None)
     tokens = torch.arange(40)
     scale = qk.q_scale[0, 0, tokens // 32 * 8 + tokens % 8].double() * qk.k_scale[0, 0, 0].double()
