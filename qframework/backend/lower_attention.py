@@ -10,7 +10,8 @@ To::
 
 Both forms are found by attention_patterns.py. A mask that is the sum of decomposed relative positions
 (relative_position.py) is replaced by its two factors, so that no N x N tensor is left in the graph; one that repeats
-the masks of windows for every image (window_masks.py) by those of one image.
+the masks of windows for every image (window_masks.py) by those of one image; one that is causal whatever the inputs
+(causal_masks.py) by the flag.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from qframework.backend.report import LayerReport
 from qframework.compat.graphs import is_erased
 from qframework.errors import QFrameworkError
 from qframework.graph.attention_patterns import AttentionCall, Refused, sdpa_call, spelled_out_call
+from qframework.graph.causal_masks import with_causal_flag
+from qframework.graph.index_values import Values, index_values
 from qframework.graph.nodes import argument, fake_value, layer_name, operation
 from qframework.graph.relative_position import decomposed
 from qframework.graph.replace_attention import name_shapes, replace_attention
@@ -60,6 +63,7 @@ def lower_attention(lowering: Lowering) -> None:
     name_shapes(gm)
     reports: list[LayerReport] = []
     seen: Counter[str] = Counter()
+    values = index_values(gm)
     for node in list(gm.graph.nodes):
         if is_erased(node) or node.op not in ("call_function", "call_method"):
             continue
@@ -70,7 +74,7 @@ def lower_attention(lowering: Lowering) -> None:
             name = layer_name(node)
             wanted = _is_wanted(node, _option_of(option, name, seen[name]))
             reports.append(LayerReport(name, False, str(operation(node)), _FUSED, wanted, kind="attention"))
-        elif (report := _lower_one(gm, node, option, seen)) is not None:
+        elif (report := _lower_one(gm, node, option, seen, values)) is not None:
             reports.append(report)
             seen[report.name] += 1
     lowering.reports = _one_for_each(lowering.reports, reports)
@@ -101,7 +105,9 @@ def _option_of(option: str | Mapping[str, str], name: str, index: int) -> str:
     return "sage" if found == "auto" else found  # whoever made the mapping has chosen this layer
 
 
-def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], seen: Counter[str]) -> LayerReport | None:
+def _lower_one(
+    gm: GraphModule, node: Node, options: str | Mapping[str, str], seen: Counter[str], values: Values
+) -> LayerReport | None:
     """Lower the attention that ``node`` is, or whose softmax it is; None if it is neither."""
     spelled_out = operation(node) == "softmax"
     kind = "matmul, softmax, matmul" if spelled_out else "scaled_dot_product_attention"
@@ -111,6 +117,7 @@ def _lower_one(gm: GraphModule, node: Node, options: str | Mapping[str, str], se
         call = spelled_out_call(node) if spelled_out else sdpa_call(node)
         if call is None:
             return None
+        call = with_causal_flag(call, values)
         if reason := _reason_to_leave(call, option):
             return LayerReport(name, False, kind, reason, kind="attention")
         variant = "auto" if option in _BY_DEVICE else option

@@ -23,6 +23,7 @@ from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
+from qframework.graph.causal_masks import use_causal_flag
 from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
 from qframework.graph.expand_einsum import expand_einsum
@@ -69,6 +70,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(expand_einsum),
     expand_weighted_addmm,
     note_layer_order,
+    on_graph(use_causal_flag),
     lower_static_attention,
     lower_attention,
     fold_channel_scale,

@@ -32,7 +32,7 @@ VIEWS = {"view", "reshape", "view_as", "reshape_as", "flatten", "unflatten", "un
 _FLOATS = {*FLOAT_DTYPES, torch.float64}
 
 # A logit this low gets no weight beside any other, so that filling with it and adding it are equivalent.
-_NO_WEIGHT = -1e4
+NO_WEIGHT = -1e4
 
 
 class NotAttention(Exception):
@@ -338,8 +338,8 @@ class _Logits:
             if _number(fill) is None:
                 x, fill, seen = fill, x, True
         logits, fill = cls.trace(x, factor), _number(fill)
-        if fill is None or factor * fill > _NO_WEIGHT or shape_of(x) != shape_of(node):
-            raise Refused(f"its logits must be filled with a number below {_NO_WEIGHT:.0f}, got {node.name}")
+        if fill is None or factor * fill > NO_WEIGHT or shape_of(x) != shape_of(node):
+            raise Refused(f"its logits must be filled with a number below {NO_WEIGHT:.0f}, got {node.name}")
         logits.summands.append(Summand(mask, shape_of(node), fill=factor * fill, seen=seen))
         return logits
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch.fx import GraphModule, Node
@@ -48,12 +48,15 @@ def replace_attention(gm: GraphModule, call: AttentionCall, write: Callable[[Att
     if cannot_be_viewed(call.end, new):
         new = writer.in_memory_order_of(call.end, new)
     call.end.replace_all_uses_with(new)
-    _erase_unused(gm, call.end, set(call.between))
+    erase_unread(gm, call.end, call.between)
     return new
 
 
-def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
-    """Erase a node without readers, then the nodes that only it read; placeholders, attributes and writes stay."""
+def erase_unread(gm: GraphModule, node: Node, own: Collection[Node] = ()) -> None:
+    """Erase a node without readers, then the nodes that only it read; placeholders and attributes stay.
+
+    So do writes in place, except those of ``own``.
+    """
     if node.op not in ("call_function", "call_method") or any(not is_assertion(user) for user in node.users):
         return
     if writes_in_place(node) and node not in own:
@@ -64,7 +67,7 @@ def _erase_unused(gm: GraphModule, node: Node, own: set[Node]) -> None:
     gm.graph.erase_node(node)
     for each in inputs:
         if not is_erased(each):
-            _erase_unused(gm, each, own)
+            erase_unread(gm, each, own)
 
 
 def name_shapes(gm: GraphModule) -> None:
