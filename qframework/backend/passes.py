@@ -21,6 +21,7 @@ from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
 from qframework.backend.outline_blocks import outline_blocks
+from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
 from qframework.graph.causal_masks import use_causal_flag
@@ -73,6 +74,7 @@ LOWERING: tuple[Pass, ...] = (
     on_graph(use_causal_flag),
     lower_static_attention,
     lower_attention,
+    share_mask_blocks,
     fold_channel_scale,
     hoist_quantize,
     fuse_epilogue,

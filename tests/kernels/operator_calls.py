@@ -33,6 +33,11 @@ def scale(*shape: int) -> Tensor:
     return torch.rand(shape or (1,)) + 0.1
 
 
+def masked(mask: Tensor) -> tuple[Any, ...]:
+    """Operands of ``masked_attention``; Hopper's kernel computes larger calls only."""
+    return heads(), heads(), heads(), mask, *torch.ops.qframework.mask_blocks(mask, [1, 1, 40], 40, 40)
+
+
 CALLS = {
     "attention_quantize": lambda: (heads(), None, 1.5, "per_token", "query"),
     "value_quantize": lambda: (heads(), "int8", 127.0),
@@ -60,6 +65,8 @@ CALLS = {
         *(True, None, "int8"),
     ),
     "sage_attention": lambda: (heads(), heads(), heads()),
+    "mask_blocks": lambda: (torch.rand(2, 1, 40, 50) > 0.3, [2, 1, 40], 40, 50, False, 2),
+    "masked_attention": lambda: masked(torch.rand(1, 1, 40, 40) > 0.3),
     "sage_attention_varlen": lambda: (
         *(heads(40, 2, 32), heads(40, 2, 32), heads(40, 2, 32)),
         *(torch.tensor([0, 15, 40], dtype=torch.int32), torch.tensor([0, 15, 40], dtype=torch.int32), 25, 25),

@@ -18,6 +18,7 @@ from qframework.kernels.attention.variants import (
     VARIANTS,
     AttentionVariant,
     fits_hopper,
+    resolve,
 )
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.launch import power_of_2
@@ -157,6 +158,37 @@ def pytorch_is_faster(
         if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
             return False
     return chip.cudnn
+
+
+Reading = Literal["nothing", "mask", "seen"]
+"""What a kernel needs of a bool mask beside the mask itself: nothing, its blocks, or also the keys that are seen."""
+
+
+def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: Hopper) -> Reading:
+    """What Hopper's kernel needs of the bool mask of such a dense call.
+
+    From sizes and dtypes alone: strides may rule out the kernel that is expected here.
+
+    Args:
+        query: ``(B, H, N, D)``.
+        key: ``(B, Hkv, Nk, D)``.
+        value: ``(B, Hkv, Nk, Dv)``.
+        variant: a name, a spec or ``"auto"``.
+        chip: :func:`hopper_of` the device.
+    """
+    (batch, heads, queries, channels), keys, values = query.shape, key.shape[2], value.shape[3]
+    if variant == "auto" and query.dtype.itemsize != 2:
+        return "nothing"
+    named = [resolve("unquantized" if variant == "auto" else variant)]
+    if variant == "auto" and min(queries, keys) >= LONG_MASKED:
+        named.append(VARIANTS["integer_exp"])
+    sizes = (batch, heads, queries, keys, channels, values)
+    taken = [x for x in named if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors)]
+    if not taken:
+        return "nothing"
+    if taken[-1] == VARIANTS["unquantized"]:
+        return "nothing" if hopper_dense.takes(queries, keys, channels, values, 1) else "mask"
+    return "seen"
 
 
 def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:

@@ -105,8 +105,7 @@ def fits(
         return False
     if stored != (v.dtype == torch.float8_e4m3fn) or (not stored and v.dtype.itemsize != 2):
         return False
-    half = variant.accumulator == "fp16" and v.dtype == torch.float16
-    if half or variant.smooth_q or variant.smooth_v or not reads(q, v, variant):
+    if not supports(q, v, variant):
         return False
     fp8 = variant.pv == "fp8"
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[2 if stored else 3]
@@ -142,6 +141,12 @@ def takes(
     if added.kind != "none" and variant.quantizes_qk:
         return False
     return shared_bytes(form_of(variant, channels, values, masked, added), added) <= _SHARED
+
+
+def supports(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
+    """Whether the kernel computes the variant for operands of these dtypes."""
+    half = variant.accumulator == "fp16" and v.dtype == torch.float16
+    return not (half or variant.smooth_q or variant.smooth_v) and reads(q, v, variant)
 
 
 def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:

@@ -5,7 +5,8 @@ partial blocks, then its whole ones, which need no mask; softmax does not depend
 mask. A tile that keeps nothing visits block 0, whose bits are all 0.
 
 Layout: ``mask (M, H, N, Nk)``, any strides. One that broadcasts over batch, heads or queries has one entry for all of
-them. Bits are stored, and defined, for partial blocks and block 0 alone. Internal to Hopper's attention.
+them. Bits are stored, and defined, for partial blocks and block 0 alone. Hopper's attention finds them itself, or takes
+them from the operator ``qframework::mask_blocks``, so that the layers of a compiled model share those of their mask.
 """
 
 from __future__ import annotations
@@ -15,7 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qframework.errors import QFrameworkError
+from qframework.kernels.runtime.checks import check_dtype
+from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 
@@ -99,27 +104,147 @@ def _order_kernel(
     tl.store(counts_ptr + tile * 2 + 1, partials + tl.sum(whole, 0))
 
 
-def mask_blocks_triton(mask: Tensor, queries: int, keys: int, causal: bool, key_heads: int = 0) -> MaskBlocks:
+class MaskSizes(NamedTuple):
+    """Sizes of a 4-D mask, 1 where it broadcasts or repeats itself (stride 0)."""
+
+    batch: int
+    heads: int
+    rows: int
+
+    @staticmethod
+    def of(mask: Tensor) -> MaskSizes:
+        return MaskSizes(*(1 if mask.shape[i] == 1 or mask.stride(i) == 0 else mask.shape[i] for i in range(3)))
+
+
+def _group(heads: int, key_heads: int) -> int:
+    """Query heads of the mask for each head of keys that are seen."""
+    return heads // key_heads if key_heads and heads > 1 else 1
+
+
+def mask_blocks_ref(
+    mask: Tensor, queries: int, keys: int, causal: bool, key_heads: int = 0, sizes: MaskSizes | None = None
+) -> MaskBlocks:
+    """:func:`mask_blocks_triton` in torch. It stores the bits of all blocks."""
+    batch, heads, rows = sizes or MaskSizes.of(mask)
+    queries = queries if rows > 1 or causal else BLOCK
+    tiles, blocks = cdiv(queries, BLOCK), cdiv(keys, BLOCK)
+    mask = mask[:batch, :heads, :rows].expand(batch, heads, queries, keys)
+    if causal:
+        mask = mask & mask.new_ones(queries, keys).tril()
+    kept = mask.new_zeros(batch, heads, tiles * BLOCK, blocks * BLOCK)
+    kept[:, :, :queries, :keys] = mask
+    kept = kept.view(batch, heads, tiles, BLOCK, blocks, BLOCK).transpose(3, 4)
+    beyond = (torch.arange(tiles * BLOCK, device=mask.device) >= queries).view(tiles, 1, BLOCK, 1)
+    whole = (kept | beyond).flatten(-2).all(-1)
+    partial = kept.flatten(-2).any(-1) & ~whole
+    partial[..., 0] |= ~(whole | partial).any(-1)
+    rank = 2 - 2 * partial.to(torch.int32) - whole.to(torch.int32)
+    order = rank.argsort(dim=-1, stable=True).to(torch.int32)
+    counts = torch.stack([partial.sum(-1), (partial | whole).sum(-1)], -1).to(torch.int32)
+    words = kept.unflatten(-1, (WORDS, 32)).long() << torch.arange(32, device=mask.device)
+    bits = words.sum(-1)
+    bits = torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32)
+    seen = None
+    if key_heads:
+        seen = mask.unflatten(1, (-1, _group(heads, key_heads))).any(2).any(2).to(torch.int32)
+    return MaskBlocks(bits.contiguous(), order, counts, seen)
+
+
+def mask_blocks_triton(
+    mask: Tensor, queries: int, keys: int, causal: bool, key_heads: int = 0, sizes: MaskSizes | None = None
+) -> MaskBlocks:
     """The blocks of a bool ``mask``, 4-D, which broadcasts to ``queries`` and ``keys``. Does not synchronize.
 
-    With ``key_heads``, the number of K's heads, also the keys that are seen.
+    With ``key_heads``, the number of K's heads, also the keys that are seen. ``sizes`` tells what the mask repeats,
+    where its strides do not.
     """
-    batch, heads, rows = (1 if mask.shape[i] == 1 or mask.stride(i) == 0 else mask.shape[i] for i in range(3))
+    batch, heads, rows = sizes or MaskSizes.of(mask)
     queries = queries if rows > 1 or causal else BLOCK
     mask = mask[:, :, :rows].expand(*mask.shape[:2], queries, keys)
-    tiles, blocks = cdiv(queries, BLOCK), cdiv(keys, BLOCK)
-    bits, order, counts = (
-        torch.empty((batch, heads, tiles, *size), dtype=torch.int32, device=mask.device)
-        for size in ((blocks, BLOCK, WORDS), (blocks,), (2,))
-    )
-    kinds = torch.empty(order.shape, dtype=torch.int8, device=mask.device)
-    group = heads // key_heads if key_heads and heads > 1 else 1
+    blocks = cdiv(keys, BLOCK)
+    found = _empty_blocks(mask, MaskSizes(batch, heads, rows), queries, keys)
+    kinds = torch.empty(found.order.shape, dtype=torch.int8, device=mask.device)
+    group = _group(heads, key_heads)
     seen = mask.new_zeros((batch, heads // group, keys), dtype=torch.int32) if key_heads else None
     launch(_classify_kernel, (kinds.numel(),))(
-        mask, bits, kinds, seen, heads, group, queries, keys, tiles, blocks, *mask.stride(),
+        mask, found.bits, kinds, seen, heads, group, queries, keys, kinds.shape[2], blocks, *mask.stride(),
         CAUSAL=causal, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     launch(_order_kernel, (kinds.numel() // blocks,))(
-        kinds, order, counts, blocks, PADDED=max(power_of_2(blocks), 16), num_warps=1
+        kinds, found.order, found.counts, blocks, PADDED=max(power_of_2(blocks), 16), num_warps=1
     )
-    return MaskBlocks(bits, order, counts, seen)
+    return found._replace(seen=seen)
+
+
+def _empty_blocks(like: Tensor, sizes: MaskSizes, queries: int, keys: int) -> MaskBlocks:
+    """Uninitialized, for tiles of so many queries."""
+    blocks = cdiv(keys, BLOCK)
+    tiles = (sizes.batch, sizes.heads, cdiv(queries, BLOCK))
+    bits, order, counts = (
+        torch.empty((*tiles, *size), dtype=torch.int32, device=like.device)
+        for size in ((blocks, BLOCK, WORDS), (blocks,), (2,))
+    )
+    return MaskBlocks(bits, order, counts, None)
+
+
+class MaskBlocksArguments(NamedTuple):
+    """The arguments of ``qframework::mask_blocks``.
+
+    Its results are the fields of :class:`MaskBlocks`; ``seen`` has no elements with ``key_heads`` 0.
+    """
+
+    mask: Tensor  # bool, up to 4-D
+    sizes: list[int]  # MaskSizes: a compiler may copy what an expanded mask repeats
+    queries: int
+    keys: int
+    is_causal: bool = False
+    key_heads: int = 0
+
+    def check(self) -> None:
+        """Raise QFrameworkError for an invalid argument."""
+        check_dtype("mask_blocks", "mask", self.mask, (torch.bool,))
+        limits = (*[1] * (4 - self.mask.ndim), *self.mask.shape)
+        broadcasts = len(limits) == 4 and limits[2] in (1, self.queries) and limits[3] in (1, self.keys)
+        if not broadcasts:
+            raise QFrameworkError(
+                f"mask_blocks: mask must have up to 4 dimensions that broadcast to {self.queries} queries and "
+                f"{self.keys} keys, got shape {tuple(self.mask.shape)}"
+            )
+        if len(self.sizes) != 3 or any(size not in (1, limit) for size, limit in zip(self.sizes, limits, strict=False)):
+            raise QFrameworkError(f"mask_blocks: sizes must be 1 or those of the mask {limits[:3]}, got {self.sizes}")
+        if self.key_heads and self.sizes[1] > 1 and self.sizes[1] % self.key_heads:
+            raise QFrameworkError(
+                f"mask_blocks: key_heads must divide the mask's {self.sizes[1]} heads, got {self.key_heads}"
+            )
+
+    @property
+    def given(self) -> tuple[Tensor, int, int, bool, int, MaskSizes]:
+        """The arguments of both implementations."""
+        mask = self.mask.reshape(*[1] * (4 - self.mask.ndim), *self.mask.shape)
+        return mask, self.queries, self.keys, self.is_causal, self.key_heads, MaskSizes(*self.sizes)
+
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Uninitialized results."""
+        sizes = MaskSizes(*self.sizes)
+        found = _empty_blocks(self.mask, sizes, self.queries if sizes.rows > 1 or self.is_causal else BLOCK, self.keys)
+        shape = (sizes.batch, sizes.heads // _group(sizes.heads, self.key_heads), self.keys) if self.key_heads else (0,)
+        return *found[:3], self.mask.new_empty(shape, dtype=torch.int32)
+
+
+def _results(found: MaskBlocks) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *found[:3], found.counts.new_empty(0) if found.seen is None else found.seen
+
+
+def _mask_blocks_cuda(x: MaskBlocksArguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    check_device(x.mask.device)
+    return _results(mask_blocks_triton(*x.given))
+
+
+MASK_BLOCKS = declare(
+    "mask_blocks(Tensor mask, int[] sizes, int queries, int keys, bool is_causal=False, int key_heads=0) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
+    MaskBlocksArguments,
+    cpu=lambda x: _results(mask_blocks_ref(*x.given)),
+    cuda=_mask_blocks_cuda,
+    fake=MaskBlocksArguments.empty_result,
+)

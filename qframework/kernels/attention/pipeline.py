@@ -30,7 +30,7 @@ from qframework.kernels.attention.arguments import (
     default_scale,
 )
 from qframework.kernels.attention.auto import choose_variant
-from qframework.kernels.attention.mask_blocks import mask_blocks_triton
+from qframework.kernels.attention.mask_blocks import MaskBlocks, mask_blocks_triton
 from qframework.kernels.attention.operands import (
     LOG2_E,
     AttentionShape,
@@ -193,7 +193,9 @@ def _prepared(
     """Hopper's kernel with the integer exponential or with FP8 values, whose operands are prepared in one pass."""
     seen = None
     if bias.mask is not None:
-        blocks = mask_blocks_triton(bias.mask, q.shape[2], k.shape[2], bias.causal, k.shape[1])
+        blocks = bias.blocks
+        if blocks is None or blocks.seen is None:
+            blocks = mask_blocks_triton(bias.mask, q.shape[2], k.shape[2], bias.causal, k.shape[1])
         bias, seen = bias._replace(blocks=blocks), blocks.seen
     float_queries = hopper.quantizes_queries(q, v.shape[3], variant, seen is not None)
     qk, values = prepare_triton(q, k, v, variant, scale, smooth_k, seen, float_queries)
@@ -236,14 +238,15 @@ def _attention(
     return out, lse
 
 
-def _sage_attention(x: SageAttentionArguments, steps: Steps) -> tuple[Tensor, Tensor]:
+def _sage_attention(x: SageAttentionArguments, steps: Steps, blocks: MaskBlocks | None = None) -> tuple[Tensor, Tensor]:
+    """``blocks`` are those of the mask, if they are known."""
     shape = (*x.query.shape[:-1], x.value.shape[-1])
     call = canonical(x)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
         out, lse = x.empty_result()
         return out.zero_(), lse.fill_(-torch.inf)
     call = reached(call) if x.is_causal else call
-    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal)
+    bias = Bias(call.mask, call.rel_h, call.rel_w, x.is_causal, blocks)
     plain = bias.only_bool and not x.return_lse
     auto = x.variant == "auto"
     masked = call.mask is not None
@@ -279,10 +282,10 @@ def sage_attention_cpu(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
     return _sage_attention(x, TORCH_STEPS)
 
 
-def sage_attention_triton(x: SageAttentionArguments) -> tuple[Tensor, Tensor]:
-    """``sage_attention`` on a GPU."""
+def sage_attention_triton(x: SageAttentionArguments, blocks: MaskBlocks | None = None) -> tuple[Tensor, Tensor]:
+    """``sage_attention`` on a GPU, with the ``blocks`` of its mask if they are known."""
     check_device(x.query.device)
-    return _sage_attention(x, TRITON_STEPS)
+    return _sage_attention(x, TRITON_STEPS, blocks)
 
 
 SAGE_ATTENTION = declare(

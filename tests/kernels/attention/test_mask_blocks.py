@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qframework.kernels.attention.mask_blocks import BLOCK, mask_blocks_triton
+from qframework.errors import QFrameworkError
+from qframework.kernels.attention.mask_blocks import BLOCK, MASK_BLOCKS, MaskSizes, mask_blocks_triton
 
 pytestmark = pytest.mark.interpreter
 kernel_only = pytest.mark.parametrize("implementation", ["triton"], indirect=True)
@@ -83,3 +84,68 @@ def test_shares_what_broadcasts(place: torch.device) -> None:
     """A mask that was expanded takes no more memory than the one it came from."""
     mask = band(QUERIES, KEYS).to(place)
     assert mask_blocks_triton(mask.expand(4, 7, -1, -1), QUERIES, KEYS, False).order.shape[:2] == (1, 1)
+
+
+def check_equal(found, expected) -> None:
+    """Everything that a kernel reads is equal."""
+    for mine, theirs in zip(found[1:], expected[1:], strict=True):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype == torch.int32
+    bits, order, counts, seen = (x.cpu() for x in found)
+    other_bits, other_order, other_counts, other_seen = (x.cpu() for x in expected)
+    assert torch.equal(counts, other_counts)
+    assert torch.equal(seen, other_seen)
+    tiles = counts.flatten(0, -2).tolist()
+    rows = zip(tiles, *(x.flatten(0, 2) for x in (bits, other_bits, order, other_order)), strict=True)
+    for (partial, visited), mine, theirs, first, second in rows:
+        assert torch.equal(first[:visited], second[:visited])
+        visits = first[:partial].long()
+        assert torch.equal(mine[visits], theirs[visits])
+
+
+@kernel_only
+@pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+@pytest.mark.parametrize("name", MASKS)
+def test_the_operator_equals_its_reference(name: str, causal: bool, place: torch.device) -> None:
+    mask = MASKS[name]
+    sizes = [*MaskSizes.of(mask)]
+    given = (sizes, QUERIES, KEYS, causal, mask.shape[1])
+    check_equal(MASK_BLOCKS.cuda(mask.to(place), *given), MASK_BLOCKS.cpu(mask, *given))
+
+
+@kernel_only
+def test_sizes_tell_what_a_copied_mask_repeats(place: torch.device) -> None:
+    mask = MASKS["padding"].expand(3, 5, QUERIES, KEYS)
+    sizes = [*MaskSizes.of(mask)]
+    assert sizes == [3, 1, 1]
+    given = (sizes, QUERIES, KEYS, False, 5)
+    found = MASK_BLOCKS.cuda(mask.contiguous().to(place), *given)
+    check_equal(found, MASK_BLOCKS.cpu(mask, *given))
+    assert found[1].shape == (3, 1, 1, 4)
+    assert MASK_BLOCKS.cuda(mask.to(place), sizes, QUERIES, KEYS)[3].numel() == 0
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_opcheck(name: str) -> None:
+    mask = MASKS[name]
+    given = (mask, [*MaskSizes.of(mask)], QUERIES, KEYS, False, 1)
+    torch.library.opcheck(torch.ops.qframework.mask_blocks.default, given)
+
+
+ERRORS = [
+    ({"mask": torch.ones(2, 3)}, "mask must be one of torch.bool, got torch.float32|mask must have dtype"),
+    ({"mask": torch.ones(7, 450, dtype=torch.bool)}, "broadcast to 300 queries and 450 keys, got shape \\(7, 450\\)"),
+    ({"sizes": [2, 1, 1]}, "sizes must be 1 or those of the mask \\(1, 1, 300\\), got \\[2, 1, 1\\]"),
+    (
+        {"mask": torch.ones(1, 6, 300, 450, dtype=torch.bool), "sizes": [1, 6, 1], "key_heads": 4},
+        "key_heads must divide",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), ERRORS)
+def test_errors(given: dict, message: str) -> None:
+    mask = torch.ones(300, 450, dtype=torch.bool)
+    arguments = {"mask": mask, "sizes": [1, 1, 300], "queries": 300, "keys": 450} | given
+    with pytest.raises(QFrameworkError, match=message):
+        torch.ops.qframework.mask_blocks(**arguments)

@@ -1,0 +1,140 @@
+"""Layers that attend with one mask share its blocks (share_mask_blocks.py)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_models import SAGE, Capture, compiled, randomize
+
+from qframework.backend import lower_attention, share_mask_blocks
+from qframework.kernels.attention import hopper
+from qframework.kernels.attention.auto import Hopper
+from qframework.numerics import sqnr_db
+
+MASK_BLOCKS = torch.ops.qframework.mask_blocks.default
+MASKED = torch.ops.qframework.masked_attention.default
+
+
+@pytest.fixture(autouse=True)
+def on_hopper(monkeypatch):
+    """A chip with few multiprocessors, so that small calls fill it."""
+    for module in (lower_attention, share_mask_blocks):
+        monkeypatch.setattr(module, "hopper_of", lambda device: Hopper(2, True))
+    monkeypatch.setattr(lower_attention, "_why_not", lambda option, device: None)
+    monkeypatch.setattr(hopper, "HAS_GLUON", True)
+
+
+def operands(tokens: int = 400, dtype=torch.half):
+    q, k, v = torch.randn(3, 2, 4, tokens, 64, dtype=dtype)
+    keep = torch.arange(tokens) < torch.tensor([tokens, tokens // 3])[:, None]
+    return q, k, v, keep
+
+
+def layers(q, k, v, keep):
+    mask = keep[:, None, None, :].expand(-1, 1, q.shape[2], -1)
+    for _ in range(3):
+        q = F.scaled_dot_product_attention(q, k, v, mask)
+    return q
+
+
+def targets(capture: Capture) -> list[object]:
+    kinds = (MASK_BLOCKS, MASKED, SAGE)
+    return [node.target for node in capture.graphs[-1].graph.nodes if node.target in kinds]
+
+
+def test_the_blocks_are_found_once() -> None:
+    given = operands()
+    out, capture = compiled(layers, *given, attention="sage")
+    assert targets(capture) == [MASK_BLOCKS, MASKED, MASKED, MASKED]
+    assert sqnr_db(layers(*(x.float() if x.is_floating_point() else x for x in given)), out.float()) > 30
+    (blocks,) = [node for node in capture.graphs[-1].graph.nodes if node.target is MASK_BLOCKS]
+    assert blocks.args[1:] == ([2, 1, 1], 400, 400, False, 0)
+
+
+def test_one_layer_alone_finds_its_own() -> None:
+    def one(q, k, v, keep):
+        return F.scaled_dot_product_attention(q, k, v, keep[:, None, None, :])
+
+    assert targets(compiled(one, *operands(), attention="sage")[1]) == [SAGE]
+
+
+def two_masks(q, k, v, keep):
+    for _ in range(2):
+        q = F.scaled_dot_product_attention(q, k, v, keep[:, None, None, :] & True)
+    return q
+
+
+def changed(q, k, v, keep):
+    mask = keep[:, None, None, :] & keep[:, None, :, None]
+    q = F.scaled_dot_product_attention(q, k, v, mask)
+    mask[:, :, :, 3] = True
+    return F.scaled_dot_product_attention(q, k, v, mask)
+
+
+def of_floats(q, k, v, keep):
+    mask = torch.zeros_like(keep, dtype=q.dtype).masked_fill(keep, -1.0)[:, None, None]
+    for _ in range(2):
+        q = F.scaled_dot_product_attention(q, k, v, mask)
+    return q
+
+
+@pytest.mark.parametrize("fn", [two_masks, changed, of_floats])
+def test_other_masks_are_not_shared(fn) -> None:
+    assert targets(compiled(fn, *operands(), attention="sage")[1]) == [SAGE, SAGE]
+
+
+@pytest.mark.parametrize(
+    ("given", "attention"),
+    [(operands(128), "sage"), (operands(400, torch.float32), "sage"), (operands(), "sage_t"), (operands(), "sage_b")],
+    ids=["short", "float32", "per token", "fp16 sums"],
+)
+def test_kernels_that_read_no_blocks_get_none(given, attention: str) -> None:
+    assert targets(compiled(layers, *given, attention=attention)[1]) == [SAGE, SAGE, SAGE]
+
+
+def test_quantized_keys_are_read_where_they_are_seen() -> None:
+    _, capture = compiled(layers, *operands(512), attention="integer_exp")
+    (blocks,) = [node for node in capture.graphs[-1].graph.nodes if node.target is MASK_BLOCKS]
+    assert blocks.args[5] == 4
+
+
+def test_gradients_keep_the_operator_that_has_them() -> None:
+    q, k, v, keep = operands(512)
+    capture = Capture("integer_exp")
+    torch.compile(layers, backend=capture)(q.requires_grad_(), k, v, keep)
+    assert targets(capture) == [SAGE, SAGE, SAGE]
+
+
+def test_not_on_other_chips(monkeypatch) -> None:
+    monkeypatch.setattr(share_mask_blocks, "hopper_of", lambda device: None)
+    assert targets(compiled(layers, *operands(), attention="sage")[1]) == [SAGE, SAGE, SAGE]
+
+
+def test_with_inductor() -> None:
+    given = operands()
+    with torch.no_grad():
+        out = torch.compile(layers, backend="qframework", options={"attention": "sage"})(*given)
+        assert sqnr_db(layers(*given).float(), out.float()) > 30
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_padded_texts_of_transformers() -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=50, hidden_size=128, num_hidden_layers=3, num_attention_heads=2, intermediate_size=64,
+        attn_implementation="sdpa",
+    )  # fmt: skip
+    model = randomize(transformers.BertModel(config)).half()
+    ids = torch.randint(0, 50, (2, 400))
+    kept = (torch.arange(400) < torch.tensor([[400], [150]])).long()
+    capture = Capture("sage")
+    with torch.no_grad():
+        out = torch.compile(model, backend=capture)(ids, kept).last_hidden_state
+        expected = model(ids, kept).last_hidden_state
+    assert targets(capture) == [MASK_BLOCKS, MASKED, MASKED, MASKED]
+    assert sqnr_db(expected[kept.bool()].float(), out[kept.bool()].float()) > 25
