@@ -24,6 +24,7 @@ from qframework.compat.dispatch import below_autograd
 from qframework.compat.dynamo import check_hints
 from qframework.fallbacks import Fallbacks
 from qframework.graph.nodes import differentiates, layer_name, linear_call, operation
+from qframework.kernels.runtime.call_site import register_call_sites
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ def qframework_backend(
     """
     from qframework.compat.inductor import compile_graph
 
+    register_call_sites()
     settings = parse_options(mode, options)
     release_prepared_models()
     zero_points = zero_points_of(gm)

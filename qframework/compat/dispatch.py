@@ -60,6 +60,9 @@ if torch.version.cuda is not None:
     empty_strided_cuda = optional(
         getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards._empty_strided_cuda", None
     )
+profiler_enabled: Callable[[], bool] = optional(
+    torch._C._autograd, "torch._C._autograd._profiler_enabled", lambda: False
+)
 _TensorGuards: Any = optional(getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards.TensorGuards", None)
 is_traceable_wrapper_subclass = optional(
     torch.utils._python_dispatch,
@@ -126,6 +129,7 @@ __all__ = [
     "make_wrapper_subclass",
     "memory_of",
     "peek_interpreter_stack",
+    "profiler_enabled",
     "set_grad_enabled",
     "writes",
     "writes_of_all",

@@ -104,6 +104,7 @@ def keep_whole(operators: list[Any]) -> None:
 
 
 __all__ = [
+    "V",
     "compile_graph",
     "compile_package",
     "keep_whole",

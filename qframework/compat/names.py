@@ -42,6 +42,8 @@ _PLAIN_TRITON = "plain Triton kernels replace those for Hopper"
 _SAVED = "saved models cannot be read"
 _BLOCKS = "INT8 training cannot compute in blocks (BlockTensor)"
 _PERSISTENT = "Inductor quantizes the rows of windows many times as slowly"
+_NO_SITES = "code that Inductor generated cannot call operators past the dispatcher"
+_DISPATCHED = "it calls them through the dispatcher, which takes the host about 7 us longer for each call"
 _PYTREE = "nested inputs and outputs of models cannot be flattened"
 _OPTIONS = "options and modes of torch.compile(backend='qframework') cannot be checked"
 _CONVERTED = "modules cannot be converted to INT8 training in place"
@@ -90,6 +92,11 @@ _ROWS = (
         "torch._C._dynamo.guards._empty_strided_cuda",
         "replayed calls on a GPU cannot use the fast allocation",
         "torch.empty_strided allocates, which takes twice as long",
+    ),
+    Name(
+        "torch._C._autograd._profiler_enabled",
+        "PyTorch's profiler does not show operators of compiled models",
+        "it shows their kernels alone",
     ),
     Name(
         "torch._C._dynamo.guards.TensorGuards",
@@ -215,6 +222,14 @@ _ROWS = (
         )
         for name in ("tensor_dict", "_dynamo_static_input_type")
     ),
+    # call_sites.py
+    Name("torch._inductor.ir.FallbackKernel", _NO_SITES, _DISPATCHED),
+    Name("torch._inductor.ir.IRNode", _NO_SITES, _DISPATCHED),
+    Name("torch._inductor.ir.TensorBox", _NO_SITES, _DISPATCHED),
+    Name("torch._inductor.lowering.register_lowering", _NO_SITES, _DISPATCHED),
+    Name("torch._inductor.ir.FallbackKernel.create", _NO_SITES, _DISPATCHED),
+    Name("cpp_wrapper", "call sites would be written into C++", source="torch._inductor.graph"),
+    Name("_is_fallback_handler", "Inductor takes call sites for its own code", source="torch._inductor.lowering"),
     # inductor.py
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),

@@ -9,6 +9,7 @@ import torch
 
 from qframework.compat.dynamo import switch_off_ddp_optimizer
 from qframework.compat.operators import registered
+from qframework.kernels.runtime.call_site import overload_of, register_call_sites
 
 log = logging.getLogger("qframework")
 
@@ -18,20 +19,19 @@ _PREFIXES = ("block_", "check_finite", "int8_gradient_")
 
 @functools.cache
 def register_fallbacks() -> None:
-    """Register every operator of INT8 training with Inductor as a fallback; a no-op from PyTorch 2.15 on.
+    """Let Inductor call every operator of INT8 training as a whole, on GPUs past the dispatcher (``call_site``).
 
-    This registers what Inductor would register itself, with each operator's own layout constraint. It imports Inductor.
-
+    It imports Inductor, and registers what Inductor would register itself, with each operator's own layout constraint.
     For an unknown operator, Inductor before 2.15 formats every input for a log message, with everything that the input
     was computed from. An INT8 tensor is two inputs of the same origin, so the message doubles in length with every
     operator, and compilation takes hours from the second block on.
     """
+    register_call_sites()
     if tuple(map(int, torch.__version__.split(".")[:2])) >= _FIXED:
         return
     from qframework.compat.inductor import keep_whole
 
-    names = [name.partition(".") for name in registered("qframework") if name.startswith(_PREFIXES)]
-    keep_whole([getattr(getattr(torch.ops.qframework, packet), overload or "default") for packet, _, overload in names])
+    keep_whole([overload_of(name) for name in registered("qframework") if name.startswith(_PREFIXES)])
 
 
 def keep_graphs_whole() -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 import qframework
 from qframework import numerics
+from qframework.compat import call_sites
 from qframework.kernels.quantize import dynamic_quantize
 from qframework.quantizer import dynamic_int8, qattn_paper, static_int8
 
@@ -67,6 +68,37 @@ def test_half_precision(dtype):
     assert y.dtype == dtype
     assert numerics.sqnr_db(gm(x), y) > 40
     assert numerics.sqnr_db(model(x), y) > 25
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_call_sites_give_what_operators_give(name, monkeypatch):
+    """Over repeats, at other addresses, on another stream, under a profiler and captured: bit for bit."""
+    x = example().cuda().half()
+    gm = converted(nn.Sequential(Block(), Block()).cuda().half(), x, CONFIGS[name])
+    xs = [torch.randn_like(x) for _ in range(6)]
+    with torch.compiler.config.patch(force_disable_caches=True):
+        monkeypatch.setattr(call_sites, "DEVICES", ())
+        expected = [torch.compile(gm, backend="qframework")(each) for each in xs]
+        torch._dynamo.reset()
+        monkeypatch.setattr(call_sites, "DEVICES", ("cuda",))
+        compiled = torch.compile(gm, backend="qframework")
+        kept = [compiled(each) for each in xs]  # no result's memory is used again
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            elsewhere = [compiled(each) for each in xs]
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            profiled = [compiled(each) for each in xs]
+        graph, static = torch.cuda.CUDAGraph(), xs[0].clone()
+        with torch.cuda.graph(graph):
+            captured = compiled(static)
+    for i, wanted in enumerate(expected):
+        static.copy_(xs[i])
+        graph.replay()
+        for got in (kept[i], elsewhere[i], profiled[i], captured):
+            assert torch.equal(got, wanted)
+    assert "qframework::int8_linear" in {event.key for event in seen.key_averages()}
 
 
 def with_cuda_graphs(model, options):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 State = list[Any]
 """What a replay works on: tensors by their places, then constants. A template has None for the tensors."""
-Replay = Callable[[list[Tensor]], Any]
+Replay = Callable[[Sequence[Tensor]], Any]
 
 _ALLOCATIONS = {
     torch.ops.aten.empty.memory_format,
@@ -364,7 +364,7 @@ def _picked(result: Any) -> Callable[[State], Any]:
 
 
 def _replay(template: State, steps: list[Callable[[State], None]], result: Callable[[State], Any]) -> Replay:
-    def run(operands: list[Tensor]) -> Any:
+    def run(operands: Sequence[Tensor]) -> Any:
         state = template.copy()
         state[: len(operands)] = operands
         for step in steps:
