@@ -7,7 +7,7 @@ earlier call are repeated (see replay.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
 
@@ -48,18 +48,24 @@ def call_site(name: str) -> Callable[..., Any]:
     """
     implementation = OPERATORS[name].replayed
     assert implementation is not None
-    return repeating(overload_of(name), implementation.replays)  # type: ignore[attr-defined]
+    return repeating(overload_of(name), implementation)
 
 
-def repeating(call: Callable[..., Any], replays: Mapping[Any, Replay | str]) -> Callable[..., Any]:
-    """``call`` at one place; once it has made a replay of a kind of calls in ``replays``, the replay instead."""
+def repeating(operator: Callable[..., Any], implementation: Any) -> Callable[..., Any]:
+    """``implementation`` at one place, whose replays of a kind of calls are called directly once there are any.
+
+    The operator itself is not what makes them: the dispatcher drops arguments that have their default value, so that
+    they would be of another kind.
+    """
     by_addresses: dict[tuple[int, ...], Replay] = {}
     by_kind: dict[tuple[int, ...], Replay] = {}
     pick: Callable[[tuple[Any, ...]], tuple[Tensor, ...]] | None = None
 
     def run(*args: Any) -> Any:
-        if pick is None or profiler_enabled():
+        if pick is None:
             return first(args)
+        if profiler_enabled():
+            return operator(*args)
         operands = pick(args)
         addresses = tuple(map(_data_ptr, operands))
         again = by_addresses.get(addresses)
@@ -68,18 +74,18 @@ def repeating(call: Callable[..., Any], replays: Mapping[Any, Replay | str]) -> 
     def first(args: tuple[Any, ...]) -> Any:
         nonlocal pick
         if any(isinstance(x, list) for x in args):  # of tensors, perhaps
-            return call(*args)
+            return implementation(*args)
         places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
         pick = itemgetter(*places) if len(places) > 1 else lambda args: (args[places[0]],)
-        return call(*args)
+        return implementation(*args)
 
     def elsewhere(args: tuple[Any, ...], operands: tuple[Tensor, ...], addresses: tuple[int, ...]) -> Any:
         kind = (*[address % 16 for address in addresses], *map(addresses.index, addresses))
         again = by_kind.get(kind)
         if again is None:
-            found = replays.get(kind_of(args, ())[0])
+            found = implementation.replays.get(kind_of(args, ())[0])
             if not callable(found):
-                return call(*args)
+                return implementation(*args)
             again = by_kind[kind] = found
         if len(by_addresses) >= _MAX_ADDRESSES:
             by_addresses.clear()

@@ -16,7 +16,7 @@ from qframework.kernels.runtime.replay import replayed
 
 
 class Counted:
-    """``x * factor + y`` as an operator: how often it was called, and how often its implementation ran."""
+    """``x * factor + y`` as an operator: how often it was called itself, and how often its implementation ran."""
 
     def __init__(self) -> None:
         self.calls = self.runs = 0
@@ -39,20 +39,20 @@ def operator():
 
 @pytest.fixture
 def site(operator):
-    return repeating(operator, operator.replayed.replays)
+    return repeating(operator, operator.replayed)
 
 
 def test_from_the_third_call_on_neither_operator_nor_implementation_is_called(operator, site):
     for i in range(6):
         x, y = torch.full((3,), float(i)), torch.ones(3)
         assert site(x, y, 2).tolist() == [2 * i + 1] * 3
-    assert (operator.calls, operator.runs) == (2, 2)
+    assert (operator.calls, operator.runs) == (0, 2)
 
 
 def test_other_addresses_of_the_same_kind_are_repeated(operator, site):
     kept = [torch.full((4,), float(i)) for i in range(8)]
     assert [float(site(x, None, 3)[0]) for x in kept] == [3.0 * i for i in range(8)]
-    assert operator.calls == 2
+    assert operator.runs == 2
 
 
 def test_another_alignment_is_recorded_anew(operator, site):
@@ -61,7 +61,7 @@ def test_another_alignment_is_recorded_anew(operator, site):
         for start in (0, 1):
             x = memory[start : start + 16]
             assert torch.equal(site(x, None, 2), 2 * x)
-    assert operator.calls == 4  # two of each alignment
+    assert operator.runs == 4  # two of each alignment
 
 
 def test_a_tensor_given_twice_is_another_kind(operator, site):
@@ -69,7 +69,7 @@ def test_a_tensor_given_twice_is_another_kind(operator, site):
     for _ in range(3):
         assert site(x, y, 1).tolist() == [6.0] * 4
         assert site(x, x, 1).tolist() == [2.0] * 4
-    assert operator.calls == 4
+    assert operator.runs == 4
 
 
 def test_lists_of_tensors_are_passed_on(operator):
@@ -77,7 +77,7 @@ def test_lists_of_tensors_are_passed_on(operator):
         operator.calls += 1
         return sum(xs)
 
-    site = repeating(total, {})
+    site = repeating(total, total)
     for i in range(4):
         assert float(site([torch.tensor(float(i)), torch.tensor(1.0)])) == i + 1
     assert operator.calls == 4
@@ -89,7 +89,7 @@ def test_what_cannot_be_replayed_is_called(operator):
         return x * float(x.sum())
 
     run = replayed(reads)
-    site = repeating(run, run.replays)
+    site = repeating(run, run)
     for i in range(5):
         assert float(site(torch.full((2,), float(i)))[0]) == 2.0 * i * i
     assert operator.calls == 5
@@ -99,10 +99,9 @@ def test_the_profiler_sees_the_operator(operator, site):
     x = torch.ones(3)
     for _ in range(4):
         site(x, None, 2)
-    calls = operator.calls
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         site(x, None, 2)
-    assert operator.calls == calls + 1
+    assert operator.calls == 1
 
 
 def test_addresses_are_bounded_and_no_tensor_is_kept(operator, site, monkeypatch):
