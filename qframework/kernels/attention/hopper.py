@@ -1,6 +1,7 @@
 """Attention for Hopper: what its kernel (hopper_kernel.py) computes, and its launch.
 
-Used for large problems without log-sum-exp, dense or packed (hopper_packed.py); triton.py handles all others.
+Used for large problems, dense or packed (hopper_packed.py), with the log-sum-exp where nothing is added to logits;
+triton.py handles all others.
 """
 
 from __future__ import annotations
@@ -164,6 +165,11 @@ def reads(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
     return variant.qk_bits == 8 and single and k_groups.span % KEY_BLOCK == 0
 
 
+def has_lse(variant: AttentionVariant, bias: Bias) -> bool:
+    """Whether the kernel can store the log-sum-exp of such a call, beside what :func:`fits` decides."""
+    return variant.exponential == "exact" and variant.pv == "fp16" and bias.adds_nothing
+
+
 def addressable(x: Tensor) -> bool:
     """Whether TMA can address the heads: 16-byte strides and a 16-byte start."""
     strides = all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
@@ -253,11 +259,18 @@ def shared_bytes(form: Form, added: Added = NOTHING) -> int:
 
 
 def attention_hopper(
-    qk: QuantizedQK, given: Values, variant: AttentionVariant, logit_scale: float, bias: Bias, dtype: torch.dtype
-) -> Tensor:
-    """Launch the kernel for operands that :func:`fits` accepts; ``out (B, H, N, Dv)``, in memory (B, N, H, Dv).
+    qk: QuantizedQK,
+    given: Values,
+    variant: AttentionVariant,
+    logit_scale: float,
+    bias: Bias,
+    dtype: torch.dtype,
+    lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the kernel for operands that :func:`fits` accepts: ``(out, lse)``.
 
-    ``bias`` is a mask or relative positions that :func:`added_by` reads, causality, both or nothing.
+    ``out (B, H, N, Dv)`` is (B, N, H, Dv) in memory. ``bias`` is a mask or relative positions that :func:`added_by`
+    reads, causality, both or nothing. ``lse``, for calls of :func:`has_lse`: also its ``(B, H, N)`` float32.
     """
     v, fp8 = given.v, variant.pv == "fp8"
     (batch, heads, tokens, channels), keys, values = qk.q.shape, qk.k.shape[2], given.channels(fp8)
@@ -266,7 +279,8 @@ def attention_hopper(
         raise QFrameworkError("attention_hopper: bias must be one that added_by reads. Launch the general kernel")
     masked = bias.mask is not None and added.kind == "none"
     form = form_of(variant, channels, values, masked, added)
-    form = form._replace(float_queries=variant.quantizes_qk and qk.q_scale is None)
+    form = form._replace(float_queries=variant.quantizes_qk and qk.q_scale is None, lse=lse)
+    sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=v.device) if lse else None
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
     q_scale, k_scale = (out if scale is None else scale for scale in (qk.q_scale, qk.k_scale))
     items = cdiv(tokens, BLOCK_M) * heads * batch
@@ -297,6 +311,7 @@ def attention_hopper(
         k_scale,
         out if qk.k_norm is None else qk.k_norm,
         out if given.scale is None else given.scale,
+        out if sums is None else sums,
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,
@@ -314,7 +329,7 @@ def attention_hopper(
         FORM=form,
         num_warps=4,
     )
-    return out
+    return out, sums
 
 
 def slices_of(x: Tensor, rows: int, first: int, rest: int) -> tuple[Any, Any]:

@@ -266,6 +266,13 @@ if HAS_GLUON:
         tma_store(desc, place, tile)
 
     @gluon.jit
+    def _store_lse(lse_ptr, sums, top, rows):
+        """The natural log-sum-exp of a warpgroup's first ``rows`` queries, from maxima in base 2."""
+        row = gl.arange(0, _ROWS, layout=top.type.layout)
+        lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout))) * _NATURAL
+        gl.store(lse_ptr + row, lse, mask=row < rows)
+
+    @gluon.jit
     def _consume(
         WHO: gl.constexpr, descs, shared, barriers, scales, sizes, plan_ptr, mask, bias, CAUSAL: gl.constexpr,
         FORM: gl.constexpr,
@@ -274,7 +281,7 @@ if HAS_GLUON:
         q_ready, q_free, k_ready, k_free, v_ready, v_free, turns = barriers
         TURNS: gl.constexpr = FORM.turns
         FLOAT: gl.constexpr = FORM.float_queries
-        q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale = scales
+        q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
         D: gl.constexpr = FORM.block_d
@@ -291,6 +298,7 @@ if HAS_GLUON:
         INT8: gl.constexpr = K_SPAN > 0
         FP8: gl.constexpr = FORM.fp8
         PACKED: gl.constexpr = FORM.packed
+        LSE: gl.constexpr = FORM.lse
         # Blocks beside the first visited that may be kept in part.
         SEVERAL: gl.constexpr = FORM.masked or (CAUSAL and FORM.block_n < _BLOCK_M)
         # Where all keys are masked the maximum is finite, so that their weights are 0.
@@ -415,6 +423,8 @@ if HAS_GLUON:
             slot = next_slot
             phase = next_phase
             sums = gl.sum(total, 1)
+            if LSE:
+                _store_lse(lse_ptr + (b * H + h).to(gl.int64) * N + first, sums, top, N - first)
             if SEVERAL or NATURAL or PACKED:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
             if not SHARES_OUT:
@@ -447,6 +457,7 @@ if HAS_GLUON:
         k_scale_ptr,  # (B, Hkv, k_groups) fp32
         k_norm_ptr,  # (B, Hkv) fp32, the largest norm of a key; any pointer without integer exponential
         v_scale_ptr,  # (B, Hkv, Dv) fp32, of values in FP8; or any pointer
+        lse_ptr,  # (B, H, N) fp32, with `lse`; or any pointer
         q_groups,
         k_groups,
         logit_scale,
@@ -543,7 +554,7 @@ if HAS_GLUON:
             q_integers_rest,
         )  # fmt: skip
         barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
-        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, q_groups, k_groups, logit_scale)
+        scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         bias = (bias_ptr, bias_batch, bias_head, bias_token)

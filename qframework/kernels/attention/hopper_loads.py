@@ -41,6 +41,7 @@ class Form(NamedTuple):
     turns: bool = False  # one warpgroup at a time computes its weights
     float_queries: bool = False  # Q is in 16 bit; its integers and their scale, one for a tile, are found here
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
+    lse: bool = False  # the log-sum-exp of logits is stored, too; without bias and mask, and with exact exponentials
 
 
 if HAS_GLUON:

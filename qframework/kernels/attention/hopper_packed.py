@@ -75,6 +75,7 @@ def attention_packed(
         k_scale,
         k_norm,
         out,
+        out,
         q_scale.shape[2],
         k_scale.shape[2],
         logit_scale,

@@ -10,8 +10,11 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
               dS = P * (dP - delta)
               dV = P^T dO,  dK = s dS^T Q,  dQ = s dS (K - mean(K))
 
-The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``. As integers,
-dO has one scale for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block
+The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
+K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. PyTorch's fused kernels compute
+that from O and L where they take the call (:mod:`~qframework.compat.fused_attention`), the kernels of this package
+where they do not: with dropout or a gradient of L, float32, and sizes that differ. As integers, dO has one scale for 64
+queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block
 of queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale
 for a block, and costs less: the largest of a row needs no exchange between warps.
 
@@ -38,6 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from qframework.compat.fused_attention import Backward, fused_backward
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.attention.arguments import (
     Canonical,
@@ -59,13 +63,15 @@ from qframework.kernels.attention.pipeline import (
     quantized_values,
     reached,
 )
-from qframework.kernels.attention.variants import AttentionVariant, resolve
+from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import LIBRARY, declare
+from qframework.kernels.runtime.replay import recording
 from qframework.numerics import FLOAT_DTYPES
 
 Gradient = Literal["int8", "mixed"]
+_QuantizedQK = tuple[Tensor, Tensor, Tensor, Tensor]
 PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
 """What ``"auto"`` means here: P V in 16 bit."""
 
@@ -156,6 +162,7 @@ class GradientSteps(NamedTuple):
     forward: Steps
     delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
+    fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
 def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
@@ -231,13 +238,58 @@ def gradients(x: Int8GradientBackwardArguments, steps: GradientSteps) -> tuple[T
         return query.zero_(), key.zero_(), value.zero_()
     keys = call.k.shape[2]
     call = reached(call) if x.is_causal else call
-    dq, dk, dv = steps.gradients(gradient_operands(x, call, steps))
+    dq, dk, dv = _fused_gradients(x, call, steps) or steps.gradients(gradient_operands(x, call, steps))
     unreached = keys - call.k.shape[2]
     dk, dv = (F.pad(t, (0, 0, 0, unreached)) if unreached else t for t in (dk, dv))
     dq, dk, dv = (
         t.to(like.dtype).reshape(like.shape).contiguous() for t, like in ((dq, x.query), (dk, x.key), (dv, x.value))
     )
     return dq, dk, dv
+
+
+def _fused_gradients(
+    x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The gradients by another library's kernel, or None."""
+    if x.gradient != "mixed" or x.seed is not None or x.grad_lse is not None:
+        return None
+    backward = steps.fused(call.q, call.k, call.v, x.is_causal)
+    if backward is None:
+        return None
+    scale = default_scale(x.query, x.scale)
+    shape = call.q.shape[:3]
+    grad, out = (t.reshape(*shape, -1) for t in (x.grad_out, x.out))
+    rounded = _rounded_qk(call, _quantized(x, call, scale, steps), scale)
+    return backward(grad, *rounded, call.v, out, x.lse.reshape(shape), x.is_causal, scale)
+
+
+def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps) -> _QuantizedQK:
+    """The integers of Q and K of the forward pass, and their scales."""
+    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+    quantize = steps.forward.quantize
+    q, q_scale = quantize(call.q, None, scale * LOG2_E, PER_BLOCK, "query", None, call.q.shape[2])
+    return q, q_scale, *quantize(call.k, k_mean, 1.0, PER_BLOCK, "key", None, call.k.shape[2])
+
+
+def _rounded_qk(call: Canonical, quantized: _QuantizedQK, scale: float) -> tuple[Tensor, Tensor]:
+    """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs."""
+    q, q_scale, k, k_scale = quantized
+    return (
+        _dequantized(q, q_scale * (1.0 / (scale * LOG2_E)), QUERY_BLOCK, call.q.dtype),
+        _dequantized(k, k_scale, KEY_BLOCK, call.k.dtype),
+    )
+
+
+def _dequantized(x: Tensor, scale: Tensor, span: int, dtype: torch.dtype) -> Tensor:
+    """``(B, H, N, D)`` int8 times the scale of its ``span`` tokens, rounded once."""
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    groups, whole = x.shape[2] // span, x.shape[2] // span * span
+    if groups:
+        of_groups = (t[:, :, :whole].unflatten(2, (groups, span)) for t in (x, out))
+        torch.mul(next(of_groups), scale[:, :, :groups, None, None], out=next(of_groups))
+    if whole < x.shape[2]:
+        torch.mul(x[:, :, whole:], scale[:, :, groups:, None], out=out[:, :, whole:])
+    return out
 
 
 def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps) -> GradientOperands:
@@ -247,25 +299,31 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
     grad, out = (t.reshape(batch, heads, queries, -1) for t in (x.grad_out, x.out))
     lse = x.lse.reshape(batch, heads, queries)
     grad_lse = None if x.grad_lse is None else x.grad_lse.reshape(lse.shape)
-    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
-    quantize = steps.forward.quantize
-    q, q_scale = quantize(call.q, None, scale * LOG2_E, PER_BLOCK, "query", None, queries)
-    k, k_scale = quantize(call.k, k_mean, 1.0, PER_BLOCK, "key", None, call.k.shape[2])
+    quantized = _quantized(x, call, scale, steps)
     operands = GradientOperands(
-        *(q, q_scale, k, k_scale, call.v, grad),
+        *(*quantized, call.v, grad),
         *(lse, steps.delta(out, grad, grad_lse), scale, x.is_causal),
         dropout_p=x.dropout_p,
         seed=x.seed,
     )
-    if x.gradient == "mixed":  # any constant serves as the mean here, since rows of dS sum to zero
-        return operands._replace(q_float=call.q, k_float=call.k - k_mean.to(call.k.dtype))
+    if x.gradient == "mixed":
+        q_float, k_float = _rounded_qk(call, quantized, scale)
+        return operands._replace(q_float=q_float, k_float=k_float)
     # the same groups as keys: 64 tokens, and NaN where one is NaN
-    grad_int8, grad_scale = quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
+    grad_int8, grad_scale = steps.forward.quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
     return operands._replace(grad_int8=grad_int8, grad_scale=grad_scale)
 
 
-_TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref)
-_TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton)
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
+    """PyTorch's fused kernel; None in Triton's interpreter, too."""
+    current = recording()
+    if current is not None:
+        current.refuse("PyTorch's settings decide which of its kernels are used")
+    return fused_backward(query, key, value, is_causal) if query.is_cuda else None
+
+
+_TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref, lambda *call: None)
+_TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton, _on_gpu)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

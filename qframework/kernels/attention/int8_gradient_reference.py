@@ -32,8 +32,8 @@ class GradientOperands(NamedTuple):
     causal: bool
     grad_int8: Tensor | None = None  # like grad, int8, with grad_scale (B, H, ceil(N / 64)) fp32; None in 16 bit
     grad_scale: Tensor | None = None
-    q_float: Tensor | None = None  # (B, H, N, D) float: Q, where its products are in 16 bit
-    k_float: Tensor | None = None  # (B, Hkv, Nk, D) float: K minus a constant of each head, likewise
+    q_float: Tensor | None = None  # (B, H, N, D) float: Q from its integers, where its products are in 16 bit
+    k_float: Tensor | None = None  # (B, Hkv, Nk, D) float: K - mean(K), likewise
     dropout_p: float = 0.0
     seed: Tensor | None = None  # one int64, with dropout
 

@@ -104,7 +104,8 @@ def quantized_attention_triton(
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
         operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
         return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
-    plain = lengths is None and not lse and out_scale is None and (values.scale is None or values.paired)
+    plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
+    plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     floats = variant.quantizes_qk and qk.q_scale is None and lengths is None
@@ -113,7 +114,7 @@ def quantized_attention_triton(
     readable = normed and (int8 or floats or not variant.quantizes_qk) and logit_scale > 0
     at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
     if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, stored=values.paired):
-        return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype), None
+        return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype, lse)
     if values.paired:
         raise QFrameworkError("quantized_attention: values must not be paired, got a call that Hopper's kernel leaves")
     unbiased = bias.mask is None and bias.rel_h is None and not lse and out_scale is None and values.scale is None

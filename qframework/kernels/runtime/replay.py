@@ -110,6 +110,11 @@ class Recording(TorchDispatchMode):
         """Record a kernel launch, which ``run(*arguments)`` repeats."""
         self._attempt(self._launch, run, arguments)
 
+    def refuse(self, reason: str) -> None:
+        """Let calls of this kind run as written every time: what they do depends on more than their arguments."""
+        if self._refused is None:
+            self._refused = reason
+
     def finish(self, result: Any) -> Replay:
         """The function that repeats the call with other operands; raises NotReplayableError if that is impossible."""
         if self._refused is None:

@@ -185,6 +185,15 @@ def test_compiles_for_sm_90_without_spilling(width, kind, causal, variant, tmp_p
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (128, "bf16"), (96, "bf16")])
+@pytest.mark.parametrize("variant", [SPEC, "unquantized"])
+def test_compiles_that_stores_the_log_sum_exp(width, kind, causal, variant, tmp_path) -> None:
+    _compiles_without_spilling(width, kind, causal, variant, False, tmp_path, lse=True)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("variant", [SPEC, "unquantized", "integer_exp"])
 def test_compiles_with_a_mask(width, variant, tmp_path) -> None:
@@ -253,7 +262,7 @@ def _more_by_new_triton(masked: bool, added: Added) -> int:
 
 
 def _compiles_without_spilling(
-    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, floats=False
+    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, floats=False, lse=False
 ) -> None:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
     dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
@@ -263,7 +272,8 @@ def _compiles_without_spilling(
         ones = "1, " * (rank - 2)
         return f"tensordesc<{kind}[{ones}{rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind], rank)!r}>"
 
-    form = hopper.form_of(resolve(variant), width, width, masked, added, packed)._replace(float_queries=floats)
+    form = hopper.form_of(resolve(variant), width, width, masked, added, packed)
+    form = form._replace(float_queries=floats, lse=lse)
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
     stored = "i8" if resolve(variant).quantizes_qk else kind
     values = "bf16" if resolve(variant).exponential == "integer" else "fp8e4nv" if form.fp8 else kind

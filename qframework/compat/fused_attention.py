@@ -1,0 +1,64 @@
+"""The backward passes of PyTorch's fused attention, with the result and log-sum-exp of another forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+
+from qframework.compat.missing import optional
+
+_CUDNN: Any = optional(torch.ops.aten, "torch.ops.aten._scaled_dot_product_cudnn_attention_backward", None)
+_FLASH: Any = optional(torch.ops.aten, "torch.ops.aten._scaled_dot_product_flash_attention_backward", None)
+
+Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
+"""``(dQ, dK, dV)`` from the gradient of the result, query, key, value, the result, its log-sum-exp, whether attention
+is causal, and the scale of the logits.
+
+Weights are ``exp(scale Q K^T - lse)``; ``rowsum(out * grad)`` is subtracted in rows of their gradient. Tensors are
+``(B, H, N, D)`` in 16 bit, key and value may have fewer heads, ``lse (B, H, N)`` is float32.
+"""
+
+
+def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
+    """The fastest backward pass without mask and dropout for such tensors on a GPU, or None: cuDNN's, from Hopper on,
+    or flash attention's.
+    """
+    channels = query.shape[3]
+    square = not is_causal or query.shape[2] == key.shape[2]
+    if value.shape[3] != channels or channels % 8 or not square or query.dtype.itemsize != 2:
+        return None
+    params = SDPAParams(query, key, value, None, 0.0, is_causal, query.shape[1] != key.shape[1])
+    hopper = torch.cuda.get_device_capability(query.device) >= (9, 0)
+    if hopper and _CUDNN is not None and channels <= 128 and can_use_cudnn_attention(params):
+        return _by_cudnn
+    if _FLASH is not None and channels <= 192 and can_use_flash_attention(params):
+        return _by_flash
+    return None
+
+
+def _by_cudnn(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = _no_dropout(query)
+    sizes = (None, None, None, query.shape[2], key.shape[2])
+    return _CUDNN(grad, query, key, value, out, lse.unsqueeze(-1), none, none, *sizes, 0.0, is_causal, scale=scale)
+
+
+def _by_flash(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    none = _no_dropout(query)
+    sizes = (None, None, query.shape[2], key.shape[2])
+    return _FLASH(grad, query, key, value, out, lse, *sizes, 0.0, is_causal, none, none, scale=scale)
+
+
+def _no_dropout(like: Tensor) -> Tensor:
+    """The seed and the offset where nothing is dropped; nothing reads them."""
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+__all__ = ["Backward", "fused_backward"]

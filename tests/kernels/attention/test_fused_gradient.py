@@ -1,0 +1,159 @@
+"""Gradients of a quantized forward pass by PyTorch's fused kernels, and what they start from."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_int8_gradient import Call
+from torch import Tensor
+
+from qframework.compat import fused_attention
+from qframework.kernels.attention import hopper, int8_gradient
+from qframework.kernels.attention.int8_gradient import (
+    INT8_GRADIENT_ATTENTION,
+    INT8_GRADIENT_ATTENTION_BACKWARD,
+    attend_cpu,
+    gradient_operands_cpu,
+    gradients,
+)
+from qframework.kernels.attention.int8_gradient_reference import gradients_ref
+from qframework.kernels.attention.variants import token_groups
+from qframework.kernels.runtime.replay import Recording
+
+LOG2_E = 1.4426950408889634
+
+
+@pytest.mark.parametrize("tokens", [1, 64, 130, 256, 300])
+def test_rounded_queries_and_keys_are_their_integers_times_scales(tokens: int) -> None:
+    """Rounded once, whether or not the last group of tokens is whole."""
+    call = Call(tokens, tokens, dtype=torch.bfloat16)
+    x = gradient_operands_cpu(call.backward("mixed", *attend_cpu(call.arguments("mixed"))))
+    q_group, k_group = (token_groups("per_block", role).index(tokens, "cpu") for role in ("query", "key"))
+    q = x.q.float() * (x.q_scale * (1.0 / (x.scale * LOG2_E)))[:, :, q_group, None]
+    assert torch.equal(x.q_float, q.bfloat16())
+    assert torch.equal(x.k_float, (x.k.float() * x.k_scale[:, :, k_group, None]).bfloat16())
+    assert (x.q_float.double() - call.query.double()).norm() <= 0.02 * call.query.double().norm()
+
+
+def in_float64(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:
+    """What a fused backward pass computes."""
+    grad, q, k, v, out, lse = (t.double() for t in (grad, q, k, v, out, lse))
+    group = q.shape[1] // k.shape[1]
+    every_k, every_v = (t.repeat_interleave(group, 1) for t in (k, v))
+    logits = q @ every_k.mT * scale
+    if causal:
+        logits = logits.masked_fill(torch.ones(logits.shape[-2:], device=q.device).triu(1) > 0, -torch.inf)
+    p = torch.exp(logits - lse[..., None])
+    ds = p * (grad @ every_v.mT - (grad * out).sum(-1, keepdim=True)) * scale
+    dk, dv = (t.unflatten(1, (-1, group)).sum(2) for t in (ds.mT @ q, p.mT @ grad))
+    return tuple(t.to(torch.float16) for t in (ds @ every_k, dk, dv))
+
+
+@pytest.mark.parametrize(("causal", "keys"), [(False, 150), (True, 150), (False, 90), (True, 200)])
+def test_a_fused_kernel_gets_the_rounded_operands(causal: bool, keys: int) -> None:
+    """Its result is the reference's: the logits are those of the forward pass, and unreached keys have no gradient."""
+    call = Call(150, keys, key_heads=1, causal=causal)
+    arguments = call.backward("mixed", *attend_cpu(call.arguments("mixed")))
+    steps = int8_gradient._TORCH
+    asked: list[tuple[Any, ...]] = []
+    found = gradients(arguments, steps._replace(fused=lambda *given: asked.append(given) or in_float64))
+    assert asked
+    for mine, theirs in zip(found, gradients(arguments, steps), strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine.double() - theirs.double()).norm() <= 2.0**-9 * theirs.double().norm()
+
+
+@pytest.mark.parametrize("why", ["int8", "dropout", "lse"])
+def test_what_no_fused_kernel_computes(why: str) -> None:
+    call = Call(40, 40)
+    dropout = {"dropout_p": 0.3, "seed": torch.tensor([7])} if why == "dropout" else {}
+    form = "int8" if why == "int8" else "mixed"
+    results = attend_cpu(call.arguments(form, **dropout))
+    arguments = call.backward(form, *results)._replace(**dropout)
+    if why == "lse":
+        arguments = arguments._replace(grad_lse=torch.randn(2, 2, 40))
+    refused: Any = int8_gradient._TORCH._replace(fused=lambda *given: pytest.fail("asked"))
+    assert all(t.isfinite().all() for t in gradients(arguments, refused))
+
+
+def test_the_choice_of_a_kernel_is_not_replayed() -> None:
+    """It depends on PyTorch's settings, which may change between calls."""
+    with Recording([]) as recorded:
+        assert int8_gradient._on_gpu(*Call(40, 40).inputs, False) is None
+    with pytest.raises(Exception, match="PyTorch's settings decide"):
+        recorded.finish(())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dtype", "causal"),
+    [
+        (((1, 2, 64, 64), (1, 2, 64, 64), (1, 2, 64, 48)), torch.float16, False),
+        (((1, 2, 64, 60), (1, 2, 64, 60), (1, 2, 64, 60)), torch.float16, False),
+        (((1, 2, 64, 64), (1, 2, 32, 64), (1, 2, 32, 64)), torch.float16, True),
+        (((1, 2, 64, 64), (1, 2, 64, 64), (1, 2, 64, 64)), torch.float32, False),
+    ],
+    ids=["values of another width", "60 channels", "causal, other lengths", "float32"],
+)
+def test_calls_left_to_the_kernels_of_this_package(shapes: Any, dtype: torch.dtype, causal: bool) -> None:
+    assert fused_attention.fused_backward(*(torch.empty(s, dtype=dtype) for s in shapes), causal) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs PyTorch's kernels for a GPU")
+@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("channels", "key_heads"), [(64, 2), (64, 1), (128, 2), (72, 2)])
+def test_fused_kernels_agree_with_the_reference(
+    channels: int, key_heads: int, causal: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They compute the weights of the forward pass from the log-sum-exp that they are given."""
+    ran: list[str] = []
+    for name in ("_by_cudnn", "_by_flash"):
+        run = getattr(fused_attention, name)
+        monkeypatch.setattr(fused_attention, name, lambda *x, run=run, name=name: ran.append(name) or run(*x))
+    if kernel == "flash":
+        monkeypatch.setattr(fused_attention, "can_use_cudnn_attention", lambda params: False)
+    call = Call(1000, 1000, channels, channels, key_heads, causal, torch.bfloat16, device="cuda")
+    results = INT8_GRADIENT_ATTENTION.cuda(*call.arguments("mixed"))
+    arguments = call.backward("mixed", *results)
+    found = INT8_GRADIENT_ATTENTION_BACKWARD.cuda(*arguments)
+    assert ran == [f"_by_{kernel}"]
+    for mine, theirs in zip(found, gradients_ref(gradient_operands_cpu(arguments)), strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine - theirs).norm() <= 2.0**-7 * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("shape", "causal"), [((2, 40, 900, 64), True), ((1, 80, 1000, 128), False)])
+def test_the_log_sum_exp_of_hoppers_kernel(shape, causal, dtype, monkeypatch) -> None:
+    """Eight weights are summed in 16 bit, so the sum of a row is off by up to half a step."""
+    ran: list[bool] = []
+    launch = hopper.attention_hopper
+    monkeypatch.setattr(hopper, "attention_hopper", lambda *given: ran.append(given[-1]) or launch(*given))
+    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
+    q[0, 1, 5, 0] = torch.nan
+    arguments = int8_gradient.Int8GradientArguments(q, k, v, causal)
+    found, expected = INT8_GRADIENT_ATTENTION.cuda(*arguments), attend_cpu(arguments)
+    assert bool(found[1][0, 1, 5].isnan())
+    assert int(found[1].isnan().sum()) == 1
+    step = 2.0**-11 if dtype == torch.float16 else 2.0**-8
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=2 * step, equal_nan=True)
+    different = (found[0].double() - expected[0].double()).nan_to_num(0)
+    assert different.norm() <= 3 * step * expected[0].double().nan_to_num(0).norm()
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0):
+        assert ran == [True]
+
+
+def test_only_exact_weights_without_a_bias_have_a_log_sum_exp() -> None:
+    from qframework.kernels.attention.operands import Bias
+    from qframework.kernels.attention.variants import resolve
+
+    mask: Tensor = torch.ones(1, 1, 8, 8, dtype=torch.bool)
+    assert hopper.has_lse(int8_gradient.PER_BLOCK, Bias(causal=True))
+    assert hopper.has_lse(resolve("unquantized"), Bias())
+    assert not hopper.has_lse(int8_gradient.PER_BLOCK, Bias(mask))
+    assert not hopper.has_lse(resolve("integer_exp"), Bias())
+    assert not hopper.has_lse(resolve("8-per_block-fp8-fp32"), Bias())
