@@ -1,0 +1,303 @@
+"""Training steps of whole models: INT8 against BF16 and torchao's FP8, each compiled, with and without CUDA graphs.
+
+    python -m benchmarks.training_models --output benchmarks/results/training/DATE-h100-models.json
+
+A step is forward, backward and fused AdamW. Weights are FP32 under autocast, torchao's as well. Models are of timm and
+transformers with random weights; ``--layers`` keeps the first blocks only, which compiles faster and gives embeddings
+and head a larger share. Every provider's loss and the gradient of the first linear in a block are compared with FP32
+before it is timed. Without graphs a step is timed as it is called, host included; with graphs the same compiled step is
+replayed in one CUDA graph. On a GPU, every model and provider runs in its own process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.boxed import Answers, Phase, add_limits, limits_of, run_plans
+from benchmarks.harness import (
+    Record,
+    Results,
+    UnavailableError,
+    WrongResultError,
+    argument_parser,
+    comma_separated,
+    guarded,
+    relative_error,
+    require_quantized,
+)
+from benchmarks.timing import Timing, time_provider
+from benchmarks.torchao_training import quantize_for_fp8_training
+from qframework.training.convert import convert_to_int8_training
+
+OPS = ("step", "step_in_graph")
+# Of the loss, and of the gradient of the first block's first linear, which has the errors of all blocks: each adds
+# about 0.03 to normal values, and errors add up like random ones.
+LOSS_TOLERANCE = {"bf16": 0.01, "int8": 0.02, "fp8": 0.03}
+TOLERANCE = {"bf16": 0.05, "int8": 0.2, "fp8": 0.4}
+INT8_LEAST = 0.012
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to train, and how many inputs a step takes."""
+
+    build: Callable[[int | None], nn.Module]  # of so many blocks, or as many as it has
+    batch: int
+    tokens: int = 0  # of a language model; 0: images of 224 x 224
+
+    def inputs(self, device: str, smoke: bool) -> tuple[Tensor, Tensor]:
+        """A batch and its labels."""
+        batch = 2 if smoke else self.batch
+        if self.tokens:
+            x = torch.randint(0, _VOCABULARY, (batch, 16 if smoke else self.tokens), device=device)
+            return x, x
+        return torch.randn(batch, 3, 224, 224, device=device), torch.randint(0, 1000, (batch,), device=device)
+
+
+_VOCABULARY = 8192
+
+
+def _gpt2(width: int, layers: int, heads: int) -> Callable[[int | None], nn.Module]:
+    def build(depth: int | None) -> nn.Module:
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        others = {"use_cache": False, "bos_token_id": None, "eos_token_id": None}
+        sizes = {"n_embd": width, "n_layer": depth or layers, "n_head": heads, "vocab_size": _VOCABULARY}
+        return GPT2LMHeadModel(GPT2Config(**sizes, **dropout, **others))
+
+    return build
+
+
+def _llama(width: int, inner: int, layers: int) -> Callable[[int | None], nn.Module]:
+    def build(depth: int | None) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        heads = width // 128
+        sizes = {"hidden_size": width, "intermediate_size": inner, "num_hidden_layers": depth or layers}
+        heads_of = {"num_attention_heads": heads, "num_key_value_heads": heads, "use_cache": False}
+        return LlamaForCausalLM(LlamaConfig(**sizes, **heads_of, vocab_size=_VOCABULARY))
+
+    return build
+
+
+def _vit(name: str) -> Callable[[int | None], nn.Module]:
+    def build(depth: int | None) -> nn.Module:
+        import timm
+
+        return timm.create_model(name, **({} if depth is None else {"depth": depth}))
+
+    return build
+
+
+MODELS = {
+    "deit_small": Subject(_vit("deit_small_patch16_224"), 128),
+    "vit_base": Subject(_vit("vit_base_patch16_224"), 64),
+    "vit_large": Subject(_vit("vit_large_patch16_224"), 64),
+    "gpt2_medium": Subject(_gpt2(1024, 24, 16), 8, 1024),
+    "llama_2048": Subject(_llama(2048, 5632, 16), 4, 2048),
+    "llama_4096": Subject(_llama(4096, 11008, 4), 4, 2048),
+}
+SMOKE = {"gpt2_medium": Subject(_gpt2(64, 1, 2), 2, 16)}
+
+
+@dataclass(frozen=True)
+class Provider:
+    """A way to train a model."""
+
+    convert: Callable[[nn.Module], Any]
+    precision: str
+
+
+def _fp8(model: nn.Module) -> nn.Module:
+    if not torch.cuda.is_available():
+        raise UnavailableError("torchao's FP8 training needs a GPU")
+    return quantize_for_fp8_training(model)
+
+
+PROVIDERS = {
+    "bf16": Provider(lambda model: model, "bf16"),
+    "qframework": Provider(convert_to_int8_training, "int8"),
+    "qframework_mixed_attention": Provider(lambda model: convert_to_int8_training(model, attention="mixed"), "int8"),
+    "torchao_fp8": Provider(_fp8, "fp8"),
+}
+
+
+class Training:
+    """A model in training: the loss and its gradients, and a step."""
+
+    def __init__(self, subject: Subject, provider: Provider, options: argparse.Namespace, device: str) -> None:
+        torch.manual_seed(0)
+        with torch.device(device):
+            self.model = subject.build(options.layers).train()
+        self.inputs, self.labels = subject.inputs(device, options.smoke)
+        self.device, self.provider = device, provider
+        self.expected = _exact(self.model, self.inputs, self.labels)
+        provider.convert(self.model)
+        self.compiled: Any = self.model if options.eager else torch.compile(self.model, dynamic=False)
+        graphs = device == "cuda"
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), 1e-5, fused=graphs, capturable=graphs)
+
+    def loss(self) -> Tensor:
+        """Forward under autocast."""
+        with torch.autocast(self.device, torch.bfloat16):
+            return _loss(self.compiled, self.inputs, self.labels)
+
+    def step(self) -> None:
+        """Forward, backward and optimizer."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.loss().backward()
+        self.optimizer.step()
+
+    def error(self) -> float:
+        """The relative error of the first gradient against FP32; raises WrongResultError."""
+        loss = self.loss()
+        (found,) = torch.autograd.grad(loss, [_first_weight(self.model)])
+        expected, gradient = self.expected
+        precision = self.provider.precision
+        off = abs(loss.item() - expected) / expected
+        if not off <= LOSS_TOLERANCE[precision]:
+            raise WrongResultError(f"the loss must be that of FP32, {expected:.4f}, got {loss.item():.4f}", off)
+        error = relative_error(found.float().cpu(), gradient)
+        if not error <= TOLERANCE[precision]:
+            raise WrongResultError(
+                f"relative error of the first gradient must be at most {TOLERANCE[precision]:g}, got {error:.3g}", error
+            )
+        if precision == "int8":
+            require_quantized(error, INT8_LEAST)
+        return error
+
+
+def _loss(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    if x.dtype == torch.int64:
+        logits = model(x).logits[:, :-1].float()
+        return F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+    return F.cross_entropy(model(x).float(), labels)
+
+
+def _exact(model: nn.Module, x: Tensor, labels: Tensor) -> tuple[float, Tensor]:
+    """The loss and the gradient of the first linear in FP32, of a few examples at a time."""
+    total, gradient = 0.0, torch.zeros_like(_first_weight(model))
+    step = max(x.shape[0] // 8, 1)
+    parts = list(zip(x.split(step), labels.split(step), strict=True))
+    for some, of_them in parts:
+        loss = _loss(model, some, of_them)
+        gradient += torch.autograd.grad(loss, [_first_weight(model)])[0] / len(parts)
+        total += loss.item() / len(parts)
+    return total, gradient.cpu()
+
+
+def _first_weight(model: nn.Module) -> Tensor:
+    """Of the first linear in a block."""
+    names = (".attn.qkv.weight", ".attn.c_attn.weight", ".self_attn.q_proj.weight")
+    return next(p for name, p in model.named_parameters() if name.endswith(names))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a worker measures."""
+
+    model: str
+    provider: str
+    options: argparse.Namespace
+    device: str
+
+    def identities(self) -> list[Record]:
+        subject, precision = _subjects(self.options)[self.model], PROVIDERS[self.provider].precision
+        batch = 2 if self.options.smoke else subject.batch
+        model = f"{self.model}, {self.options.layers} blocks" if self.options.layers else self.model
+        row = Record(benchmark="training_models", provider=self.provider, model=model, batch=batch, dtype=precision)
+        return [replace(row, op=op) for op in OPS]
+
+
+def _subjects(options: argparse.Namespace) -> dict[str, Subject]:
+    return SMOKE if options.smoke else MODELS
+
+
+class Measurement:
+    """A worker: compiles and checks, then times what passed."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.training: Training | None = None
+        self.checked: list[Record] = []
+
+    def __call__(self, phase: Phase) -> Iterator[Record]:
+        if phase == "check":
+            row = guarded(self.plan.identities()[0], self._check)
+            self.checked = [replace(row, op=op) for op in OPS]
+            yield from self.checked
+        elif self.training is not None and self.checked[0].status == "ok":
+            for row, measure in zip(self.checked, (self._time, self._time_graph), strict=True):
+                yield guarded(row, lambda row=row, measure=measure: replace(row, **measure().fields()))  # type: ignore[misc]
+
+    def _check(self) -> Record:
+        plan = self.plan
+        self.training = Training(
+            _subjects(plan.options)[plan.model], PROVIDERS[plan.provider], plan.options, plan.device
+        )
+        row = replace(plan.identities()[0], error=self.training.error())
+        if plan.device == "cuda":
+            torch.cuda.empty_cache()
+        return row
+
+    def _time(self) -> Timing:
+        assert self.training is not None
+        rep_ms, runs = (1.0, 2) if self.plan.options.smoke else (400.0, 8)
+        return time_provider(self.training.step, self.plan.device, rep_ms=rep_ms, min_runs=runs)
+
+    def _time_graph(self) -> Timing:
+        assert self.training is not None
+        if self.plan.device != "cuda":
+            raise UnavailableError("CUDA graphs need a GPU")
+        step = self.training.step
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(stream)
+        with torch.cuda.graph(graph):
+            step()
+        return time_provider(graph.replay, "cuda", rep_ms=400.0, min_runs=8)
+
+
+def run(results: Results, options: argparse.Namespace, device: str) -> None:
+    """Measure all models and providers: each in its own process, or on a CPU and in smoke runs, all in this one."""
+    names = list(SMOKE) if options.smoke else options.models
+    plans = [Plan(model, provider, options, device) for model in names for provider in options.providers]
+    if device == "cuda" and not options.smoke:
+        run_plans(results, Measurement, plans, Plan.identities, limits_of(options), options.jobs)
+        return
+    for plan in plans:
+        measurement = Measurement(plan)
+        answers = Answers(plan, list(measurement("check")), list(measurement("time")))
+        torch._dynamo.reset()
+        results.add(*answers.complete(plan.identities()))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; returns the exit status."""
+    parser = argument_parser("training_models", __doc__)
+    parser.add_argument("--models", type=comma_separated(MODELS), default=list(MODELS))
+    parser.add_argument("--providers", type=comma_separated(PROVIDERS), default=list(PROVIDERS))
+    parser.add_argument("--layers", type=int, default=None, help="blocks of each model (default: all)")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    add_limits(parser, jobs=4, check=300.0, time=60.0, total=900.0, unit="one model and provider")
+    options = parser.parse_args(argv)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    results = Results.start("training_models", device, options)
+    run(results, options, device)
+    return results.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Whole models in training: what is wrong is not timed (training_models.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import training_models
+
+ARGUMENTS = ["--smoke", "--eager", "--output"]
+
+
+def records(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(row["provider"], row["op"]): row for row in json.loads(path.read_text())["records"]}
+
+
+def test_models_smoke(tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    assert training_models.main([*ARGUMENTS, str(output)]) == 0
+    found = records(output)
+    assert {provider for provider, _ in found} == set(training_models.PROVIDERS)
+    for provider in ("bf16", "qframework", "qframework_mixed_attention"):
+        assert found[provider, "step"]["p50_ms"] > 0
+    assert found["qframework", "step"]["error"] > training_models.INT8_LEAST > found["bf16", "step"]["error"]
+    if not torch.cuda.is_available():
+        assert found["torchao_fp8", "step"]["status"] == "unsupported"
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient", "nothing quantized"])
+def test_a_wrong_model_is_not_timed(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def spoil(model: Any) -> None:
+        with torch.no_grad():
+            if what == "loss":
+                model.lm_head.weight.mul_(20)
+            elif what == "gradient":
+                model.transformer.h[0].attn.c_proj.weight.mul_(3)
+
+    precision = "int8" if what == "nothing quantized" else "bf16"
+    wrong = dataclasses.replace(training_models.PROVIDERS["bf16"], convert=spoil, precision=precision)
+    monkeypatch.setitem(training_models.PROVIDERS, "bf16", wrong)
+    output = tmp_path / "out.json"
+    assert training_models.main(["--providers", "bf16", *ARGUMENTS, str(output)]) == 1
+    found = records(output)
+    assert {row["status"] for row in found.values()} == {"wrong"}
+    assert not any("p50_ms" in row for row in found.values())
+
+
+def test_every_model_of_the_comparison_has_blocks_to_convert() -> None:
+    """On a meta device, two blocks each; the first weight is one of a block."""
+    from qframework.training import conversion_report, convert_to_int8_training
+
+    for name, subject in training_models.MODELS.items():
+        with torch.device("meta"):
+            model = subject.build(2)
+        assert min(training_models._first_weight(model).shape) in (384, 768, 1024, 2048, 4096), name
+        assert len(conversion_report(convert_to_int8_training(model)).blocks) == 2
