@@ -14,18 +14,21 @@ from torch import Tensor
 
 from qframework.kernels.attention.dropout import factor_of, keep_ref, kept, key_words, query_words, threshold_of
 from qframework.kernels.attention.int8_gradient_reference import GradientTile, logits_ref, repeat_heads
-from qframework.kernels.attention.int8_gradient_triton import float_dot, load_tokens, low_precision
+from qframework.kernels.attention.int8_gradient_steps import (
+    KEYS_OF_SCALE,
+    QUERIES_OF_SCALE,
+    TO_BASE_2,
+    float_dot,
+    load_tokens,
+)
+from qframework.kernels.attention.int8_gradient_triton import low_precision
 from qframework.kernels.attention.operands import LOG2_E, QuantizedQK, query_memory_order
 from qframework.kernels.attention.triton import Heads
-from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import exact_matmul
 
-KEYS_OF_SCALE = tl.constexpr(KEY_BLOCK)
-QUERIES_OF_SCALE = tl.constexpr(QUERY_BLOCK)
-TO_BASE_2 = tl.constexpr(LOG2_E)
 _ROWS = 128  # queries of a step of the reference
 
 
