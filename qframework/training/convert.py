@@ -101,8 +101,8 @@ def convert_to_int8_training(
             still rounded to nearest. Seeds come from torch's generator.
         attention: ``"float"``, or ``"int8"`` or ``"mixed"`` to compute attention's gradient in 8 bit, as the argument
             ``backward`` of :func:`~qframework.attention.sage_attention` does, wherever a block calls
-            ``F.scaled_dot_product_attention`` without a mask. In every mode. Slower than cuDNN's attention at every
-            shape measured; see docs/attention.md.
+            ``F.scaled_dot_product_attention`` without a mask. In every mode. Neither is faster than cuDNN's attention
+            at a shape measured; see docs/attention.md.
 
     Raises:
         UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than per_block;
