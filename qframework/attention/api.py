@@ -104,10 +104,10 @@ def sage_attention(
         return_lse: also return the logarithm of the sum of exponentials.
         sm_scale: another name of ``scale``.
         backward: what computes the gradient. ``"exact"``: exact attention, recomputed with PyTorch's. ``"int8"``: 8-bit
-            products (SageBwd), all but dO V^T, of which one operand is the output's gradient. ``"mixed"``: 8-bit logits
-            and 16-bit products of the rounded Q and K otherwise. The last two take no ``attn_mask``, variants that quantize Q and K per block
-            (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only, and change nothing where no gradient is
-            needed.
+            products (SageBwd), all but dO V^T, of which one operand is the output's gradient. ``"mixed"``: logits of
+            the forward pass, and 16-bit products of the rounded Q and K otherwise. The last two take no ``attn_mask``,
+            variants that quantize Q and K per block (``"auto"``, ``"sage_b"``, ``"sage_vb"``), first derivatives only,
+            and change nothing where no gradient is needed.
 
     Returns:
         ``(..., Hq, Nq, Dv)`` in ``query``'s dtype and layout; with ``return_lse`` also ``(..., Hq, Nq)`` fp32, the
