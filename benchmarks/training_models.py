@@ -93,7 +93,8 @@ def _vit(name: str) -> Callable[[int | None], nn.Module]:
     def build(depth: int | None) -> nn.Module:
         import timm
 
-        return timm.create_model(name, **({} if depth is None else {"depth": depth}))
+        options: dict[str, Any] = {} if depth is None else {"depth": depth}
+        return timm.create_model(name, **options)
 
     return build
 
