@@ -152,9 +152,11 @@ class Recording(TorchDispatchMode):
             self._steps.append(_Step(_allocation(result, place), frozenset(), frozenset([place]), False))
             return
         given, named = self._places(args), self._places(kwargs)
-        if _views(func) and isinstance(given[0], _Place) and self._view(result, self._roots[given[0].at]):
+        root = self._roots[given[0].at] if _views(func) and isinstance(given[0], _Place) else None
+        if root is not None and self._view(result, root):
             return
-        places = [self._add(x) for x in results]
+        shares = root is not None and _same_memory(results[0], self._tensors[root])
+        places = [self._add(x, root if shares else None) for x in results]
         run = _operation(func, given, named, places, isinstance(result, tuple | list))
         needs = frozenset(_indices((given, named)))
         self._steps.append(_Step(run, needs, frozenset(places), schema(func).is_mutable))
@@ -171,19 +173,24 @@ class Recording(TorchDispatchMode):
         return True
 
     def _launch(self, run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        given = [self._argument(x) for x in arguments]
+        by_address = hasattr(run, "bind")
+        given = [self._argument(x, by_address) for x in arguments]
         self._steps.append(_Step(_launching(run, given), frozenset(_read(given)), frozenset(), True))
 
-    def _argument(self, x: Any) -> Any:
-        """A kernel argument. For a view that starts where its tensor does, the tensor: kernels take addresses."""
+    def _argument(self, x: Any, by_address: bool) -> Any:
+        """A kernel argument. For a view that starts where its tensor does, the tensor: kernels take addresses.
+
+        A view of another dtype is only replaced for a launch ``by_address``, of a kernel that is compiled.
+        """
         if isinstance(x, Tensor):
             index = self._place(x).at
-            root = self._roots[index]
-            return _Place(root if self._tensors[root].data_ptr() == x.data_ptr() else index)
+            root = self._tensors[self._roots[index]]
+            same = root.data_ptr() == x.data_ptr() and (by_address or root.dtype == x.dtype)
+            return _Place(self._roots[index] if same else index)
         if isinstance(x, tuple):
-            members = [self._argument(member) for member in x]
+            members = [self._argument(member, by_address) for member in x]
             return _Group(type(x), members) if list(_read(members)) else x
-        return _Descriptor(descriptor_maker(x), self._argument(x.base).at) if is_descriptor(x) else x
+        return _Descriptor(descriptor_maker(x), self._argument(x.base, False).at) if is_descriptor(x) else x
 
     def _add(self, x: Tensor, root: int | None = None) -> int:
         place = len(self._tensors)

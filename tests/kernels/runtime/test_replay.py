@@ -168,6 +168,48 @@ def test_operations_of_torch_and_views_are_repeated(kernel):
     assert callable(*run.replays.values())
 
 
+def bits_of(kernel, launched):
+    """``out = the bytes of a bool mask + 1``, with the steps that a replay takes."""
+
+    def implementation(mask):
+        out = torch.empty(mask.shape, dtype=torch.uint8)
+        launched(kernel, mask.view(torch.uint8), out)
+        return out
+
+    return implementation
+
+
+def test_a_view_of_another_dtype_reaches_an_interpreted_kernel(kernel):
+    run = replayed(bits_of(kernel, lambda kernel, x, out: launch(kernel, (1,))(x, out, 1)))
+    for i in range(4):
+        mask = torch.arange(6) > i
+        assert torch.equal(run(mask), mask.to(torch.uint8) + 1)
+
+
+def test_a_compiled_kernel_takes_the_address_without_the_view(kernel):
+    class Compiled:
+        """A launch that takes addresses, as of a compiled kernel."""
+
+        def __call__(self, x, out, n):
+            seen.append(x.dtype)
+            kernel[(1,)](x.view(torch.uint8), out, n)
+
+        def bind(self, arguments):
+            return None
+
+    def launched(kernel, x, out):
+        Compiled()(x, out, 1)
+        if (recorded := _replay.recording()) is not None:
+            recorded.launch(Compiled(), (x, out, 1))
+
+    seen: list[torch.dtype] = []
+    run = replayed(bits_of(kernel, launched))
+    for i in range(4):
+        mask = torch.arange(6) > i
+        assert torch.equal(run(mask), mask.to(torch.uint8) + 1)
+    assert seen == [torch.uint8] * 2 + [torch.bool] * 2  # the replays make no view
+
+
 def test_a_view_of_an_operand_that_begins_elsewhere_reaches_the_kernel(kernel):
     def implementation(x):
         out = torch.empty(4)
