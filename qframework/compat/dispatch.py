@@ -63,12 +63,29 @@ if torch.version.cuda is not None:
 profiler_enabled: Callable[[], bool] = optional(
     torch._C._autograd, "torch._C._autograd._profiler_enabled", lambda: False
 )
+# How many dispatch modes and function modes are active in this thread; one where that is unknown.
+dispatch_modes: Callable[[], int] = optional(torch._C, "torch._C._len_torch_dispatch_stack", lambda: 1)
+function_modes: Callable[[], int] = optional(torch._C, "torch._C._len_torch_function_stack", lambda: 1)
+_included: Any = optional(torch._C, "torch._C._dispatch_tls_local_include_set", None)
+_key_set: Any = optional(torch._C, "torch._C.DispatchKeySet", None)
 _TensorGuards: Any = optional(getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards.TensorGuards", None)
 is_traceable_wrapper_subclass = optional(
     torch.utils._python_dispatch,
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     lambda x: hasattr(type(x), "__tensor_flatten__"),
 )
+
+
+@explained()
+def only_usual_keys() -> bool:
+    """Whether this thread adds no key to those of tensors: no transform, no tracing, no dispatch mode.
+
+    False where that cannot be known.
+    """
+    if _included is None or _key_set is None:
+        return False
+    usual = _key_set(DispatchKey.BackendSelect).add(DispatchKey.ADInplaceOrView)
+    return bool((_included() - usual).raw_repr() == 0)
 
 
 def metadata_check(xs: list[Tensor]) -> Callable[..., bool] | None:
@@ -113,9 +130,11 @@ __all__ = [
     "below_autograd",
     "current_graph_task",
     "disabled_torch_function",
+    "dispatch_modes",
     "empty_strided_cuda",
     "exclude_dispatch_key",
     "forward_level",
+    "function_modes",
     "functorch_transforms_active",
     "in_jvp",
     "is_batchedtensor",
@@ -128,6 +147,8 @@ __all__ = [
     "make_subclass",
     "make_wrapper_subclass",
     "memory_of",
+    "metadata_check",
+    "only_usual_keys",
     "peek_interpreter_stack",
     "profiler_enabled",
     "set_grad_enabled",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from qframework.compat.missing import explained
 
@@ -21,6 +21,11 @@ with explained():
 def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters by name, as a mutable dictionary."""
     return module._parameters
+
+
+def buffers(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers by name, as a mutable dictionary."""
+    return module._buffers
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -62,6 +67,7 @@ def with_parameters(probe: nn.Module, module: nn.Module, /, **changed: Any) -> N
 
 __all__ = [
     "SPACES",
+    "buffers",
     "has_hooks",
     "names",
     "parameters",

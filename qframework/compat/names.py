@@ -61,6 +61,8 @@ _EXPLAIN = "explain cannot find a compiled model's options"
 _NO_CPP = "the C++ compiler of Inductor is unknown"
 _ANNOTATE = "QFrameworkQuantizer cannot annotate a graph"
 _SUBCLASS = "compiled INT8 training cannot pass gradients in blocks from one layer to the next"
+_DIRECT = "layers of quantize_ cannot call kernels without the dispatcher in eager mode"
+_DISPATCHED = "each of their operators is called through it, which takes twice as long"
 
 _ROWS = (
     # dispatch.py
@@ -104,6 +106,11 @@ _ROWS = (
         "repeated calls of operators cannot be recognised in C++",
         "their tensors are compared in Python, which takes twice as long",
     ),
+    Name("torch._C._len_torch_dispatch_stack", _DIRECT, _DISPATCHED),
+    Name("torch._C._len_torch_function_stack", _DIRECT, _DISPATCHED),
+    Name("torch._C._dispatch_tls_local_include_set", _DIRECT, _DISPATCHED),
+    Name("torch._C.DispatchKeySet", _DIRECT, _DISPATCHED),
+    Name("torch._C.DispatchKey.BackendSelect", _DIRECT),
     Name("torch._C._set_grad_enabled", "compiled INT8 models keep nodes that switch gradients on and off"),
     Name("torch._C._disabled_torch_function_impl", _BLOCKS),
     Name("torch.Tensor._make_wrapper_subclass", _BLOCKS),

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from qframework import numerics
+from qframework.compat.modules import buffers, parameters
+from qframework.kernels.linear.int8_linear import INT8_LINEAR
+from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
+from qframework.kernels.runtime.direct import DirectCalls
 from qframework.numerics import ActivationGranularity
 from qframework.quantizer.config import WeightConfig
 from qframework.quantizer.observers import WeightObserver
 from qframework.training.linear import result_dtype
 
 _ours = torch.ops.qframework
+_DISPATCHED = _ours.quantize.default, _ours.dynamic_quantize.default, _ours.int8_linear.default
+_ON_GPU = QUANTIZE.cuda, DYNAMIC_QUANTIZE.cuda, INT8_LINEAR.cuda
 # Elements of a weight that are quantized at once: float32 copies of whole weights would fragment the memory in which a
 # loaded model grows layer by layer, up to several times its size.
 _AT_ONCE = 2**20
@@ -22,6 +28,9 @@ _AT_ONCE = 2**20
 
 class QuantizedLinear(nn.Module):
     """What ``quantize_`` makes of a linear layer: ``x -> quantize -> int8_linear``, without gradients.
+
+    In eager mode on a GPU, repeated calls launch kernels without PyTorch's dispatcher (kernels/runtime/direct.py):
+    profilers show the kernels, but no operators. Under modes, transforms, autocast and compilers the two operators run.
 
     Attributes:
         weight_int8: ``(out_features, in_features)`` int8.
@@ -58,17 +67,47 @@ class QuantizedLinear(nn.Module):
         self.out_features, self.in_features = self.weight_int8.shape
         self.activation, self.weight_config, self.conv1d = activation, weight_config, conv1d
         self.dtype = dtype
+        self._direct = DirectCalls()
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., in_features)`` float to ``(..., out_features)`` of its dtype, or of that of autocast."""
-        if self.input_scale is None:
-            q, scale = _ours.dynamic_quantize.default(x, self.activation)
+        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cuda:
+            return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, self.input_scale, self.bias)
+        return self._eager(x)
+
+    def _eager(self, x: Tensor) -> Tensor:
+        """``forward`` on a GPU, where the host's time limits models that are not compiled."""
+        held, bias, activation = buffers(self), parameters(self)["bias"], self.activation
+        given: tuple[Any, ...] = x, held["weight_int8"], held["weight_scale"], held["input_scale"], bias
+        operands = [each for each in given if each is not None]
+        kind = activation, given[3] is None, bias is None
+        found = self._direct.find(operands, kind)
+        if found is not None:
+            y: Tensor = found(operands)
+            return y
+
+        def direct(*tensors: Tensor) -> Tensor:
+            rest = iter(tensors)
+            arguments: Iterator[Any] = (None if each is None else next(rest) for each in given)
+            return self._linear(_ON_GPU, *arguments)
+
+        return self._direct.run(operands, kind, lambda: self._linear(_DISPATCHED, *given), direct)
+
+    def _linear(
+        self,
+        operators: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor,
+        scale: Tensor | None,
+        bias: Tensor | None,
+    ) -> Tensor:
+        quantize, dynamic_quantize, int8_linear = operators
+        if scale is None:
+            q, scale = dynamic_quantize(x, self.activation)
         else:
-            scale = self.input_scale
-            q = _ours.quantize.default(x, scale)
-        return _ours.int8_linear.default(
-            q, scale, self.weight_int8, self.weight_scale, self.bias, "none", None, None, result_dtype(x)
-        )
+            q = quantize(x, scale)
+        return int8_linear(q, scale, weight, weight_scale, bias, "none", None, None, result_dtype(x))
 
     @property
     def weight(self) -> Tensor:

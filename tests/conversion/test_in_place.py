@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import qframework
 from qframework import conversion, numerics, quantize_
@@ -108,6 +109,37 @@ def test_compiled_models_are_fused_and_agree_with_eager(config) -> None:
     exported = torch.compile(qframework.quantize(float_model, images, config, data, skip=()), backend="qframework")
     assert numerics.sqnr_db(exported(images), compiled) > 60  # the same operators; eager rounds between them
     assert numerics.sqnr_db(eager, compiled) > 25
+
+
+class Dispatched(TorchDispatchMode):
+    """Sees all operators, so none is passed by."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", [dynamic_int8(), static_int8()], ids=["dynamic", "static"])
+def test_repeated_calls_without_the_dispatcher_are_equal(config) -> None:
+    model, images = vit()
+    model, images = model.half().cuda(), images.half().cuda()
+    _quantize(model, config, images)
+    with Dispatched():
+        expected = [model(images * i) for i in range(6)]
+    for i in range(6):
+        assert torch.equal(model(images * i), expected[i]), i
+    layers = [module for module in model.modules() if isinstance(module, QuantizedLinear)]
+    assert all(layer._direct._known for layer in layers)
+    graph, still = torch.cuda.CUDAGraph(), images.clone()
+    with torch.cuda.graph(graph):
+        captured = model(still)
+    still.copy_(images * 3)
+    graph.replay()
+    assert torch.equal(captured, expected[3])
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert torch.equal(model(images * 5), expected[5])
 
 
 @torch.no_grad()

@@ -1,0 +1,128 @@
+"""Calls operators' GPU implementations without PyTorch's dispatcher, where a module makes the same call again.
+
+A module that is not compiled calls several operators with weights that stay the same. Passing each call through the
+dispatcher, and finding its replay, costs the host more than the launches. Here all calls of a module are one recording
+(replay.py), found by one check in C++ of the operands and of the state in which the dispatcher would do more than call
+the implementations: autocast, transforms, tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from qframework.compat.dispatch import (
+    dispatch_modes,
+    forward_level,
+    function_modes,
+    metadata_check,
+    only_usual_keys,
+)
+from qframework.kernels.runtime.recognition import kind_of
+from qframework.kernels.runtime.replay import NotReplayableError, Recording, Replay, recording
+
+_MAX_KINDS = 32  # of calls of one module
+_ALIGNMENT = 16  # bytes; what the choice of a kernel depends on
+
+
+class _Known(NamedTuple):
+    check: Callable[..., bool]
+    device: int | None
+    replay: Replay
+
+
+class DirectCalls:
+    """The repeated calls of one module: recorded in the second call of a kind, replayed from the third on.
+
+    Copies and pickles are empty.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, list[_Known]] = {}
+        self._seen: dict[Hashable, bool] = {}  # kinds of calls; whether they can be recorded
+
+    def __reduce__(self) -> tuple[type[DirectCalls], tuple[()]]:
+        return DirectCalls, ()
+
+    def find(self, operands: list[Tensor], others: Hashable) -> Replay | None:
+        """The replay of a call with such tensors, as a function of ``operands``; ``others``: all that is not a tensor.
+
+        None if there is none, and where the dispatcher has something to do.
+        """
+        known = self._known.get(others)
+        if known is None or _observed(operands):
+            return None
+        for each in known:
+            if each.check(*operands):
+                here = each.device is None or each.device == torch.cuda.current_device()
+                return each.replay if here and _aligned(operands) else None
+        return None
+
+    def run(
+        self,
+        operands: list[Tensor],
+        others: Hashable,
+        dispatched: Callable[[], Any],
+        direct: Callable[..., Any],
+    ) -> Any:
+        """The result of ``dispatched``, which calls the operators; recorded if this is the second call of a kind.
+
+        ``direct(*operands)`` calls the operators' GPU implementations, with the same result.
+        """
+        if not _recordable(operands):
+            return dispatched()
+        kind = _kind(operands, others)
+        seen = self._seen.get(kind)
+        if not seen:
+            result = dispatched()  # raises the errors of wrong arguments
+            if len(self._seen) >= _MAX_KINDS:
+                self._seen.clear()
+                self._known.clear()
+            self._seen.setdefault(kind, True)
+            return result
+        check = metadata_check(operands)
+        with Recording(operands) as recorded:
+            result = direct(*operands)
+        self._seen[kind] = False  # from now on it is found, or it cannot be
+        try:
+            replay = recorded.finish(result)
+        except NotReplayableError:
+            return result
+        if check is not None:
+            self._known.setdefault(others, []).append(_Known(check, operands[0].device.index, replay))
+        return result
+
+
+def _observed(operands: list[Tensor]) -> bool:
+    """Whether modes or derivatives take part in a call, which the check in C++ does not see."""
+    if dispatch_modes() or function_modes() or forward_level() >= 0:
+        return True
+    return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
+
+
+def _kind(operands: list[Tensor], others: Hashable) -> Hashable:
+    """Everything that the check in C++ may tell apart, and what ``kind_of`` does."""
+    more = [(type(x), x.is_inference()) for x in operands]
+    return kind_of((*operands, others), ())[0], *more, torch.is_inference_mode_enabled()
+
+
+def _recordable(operands: list[Tensor]) -> bool:
+    """Whether the dispatcher would call the GPU's implementations with these tensors and do nothing else."""
+    if not all(type(x) in (Tensor, torch.nn.Parameter) for x in operands):  # subclasses see operators
+        return False
+    device = operands[0].device
+    return (
+        only_usual_keys()
+        and recording() is None
+        and not _observed(operands)
+        and not torch.is_autocast_enabled(device.type)
+        and (device.type != "cuda" or device.index == torch.cuda.current_device())
+        and _aligned(operands)
+    )
+
+
+def _aligned(operands: list[Tensor]) -> bool:
+    return not sum([x.data_ptr() % _ALIGNMENT for x in operands])
