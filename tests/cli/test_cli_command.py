@@ -215,3 +215,8 @@ def test_the_command_in_a_process_of_its_own() -> None:
     assert result.returncode == 2, result.stderr
     assert "none.pt2" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_package_runs_as_the_command() -> None:
+    command = [sys.executable, "-m", "qframework", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == f"qframework {__version__}\n"
