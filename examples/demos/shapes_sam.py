@@ -66,7 +66,7 @@ def build_model(config: SamTrainingConfig | None = None) -> SamModel:
     """The untrained model. Its weights come from the global generator.
 
     Raises:
-        ModuleNotFoundError: transformers is not installed (``pip install qframework[transformers]``).
+        ModuleNotFoundError: transformers is not installed (``pip install transformers``).
     """
     from transformers import SamConfig, SamMaskDecoderConfig, SamModel, SamPromptEncoderConfig, SamVisionConfig
 

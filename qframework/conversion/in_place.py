@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from qframework.numerics import MAX_INT8_PRODUCTS
 from qframework.quantizer import LinearConfig
 from qframework.training.roles import children_whose_weight_is_read, held, linear_role, obstacle, own_forward
 
+Model = TypeVar("Model", bound=nn.Module)
 Filter = Callable[[nn.Module, str], bool]
 
 fallbacks = Fallbacks()
@@ -28,14 +30,14 @@ fallbacks = Fallbacks()
 
 
 def quantize_(
-    model: nn.Module,
+    model: Model,
     config: LinearConfig,
     calibration_data: Iterable[object] | None = None,
     filter_fn: Filter | None = None,
     *,
     batches: int | None = None,
     progress: bool = False,
-) -> nn.Module:
+) -> Model:
     """Replace every ``nn.Linear`` and every ``Conv1D`` of transformers by a ``QuantizedLinear``, in place.
 
     The model runs in INT8 in eager mode and with every backend of torch.compile; ``backend="qframework"`` also fuses
@@ -57,7 +59,7 @@ def quantize_(
         progress: draw a progress bar on a terminal while calibrating.
 
     Returns:
-        ``model``.
+        ``model`` itself.
 
     Raises:
         UnsupportedError: a wrong argument, or no linear layer that can be quantized.

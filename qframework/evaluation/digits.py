@@ -34,7 +34,7 @@ def load_digits(seed: int = 0, calibration_images: int = 256) -> Digits:
     """Read and split the digits.
 
     Raises:
-        ModuleNotFoundError: scikit-learn is not installed (``pip install qframework[vision]``).
+        ModuleNotFoundError: scikit-learn is not installed (``pip install scikit-learn``).
     """
     from sklearn.datasets import load_digits as sklearn_digits
 

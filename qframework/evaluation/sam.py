@@ -139,7 +139,7 @@ def load_sam(name: str, encoder: nn.Module | None = None, *, encoder_name: str =
 
     Raises:
         QFrameworkError: there is no such model, it is not a SAM model, or the encoder does not fit it.
-        ModuleNotFoundError: transformers is not installed (``pip install qframework[segmentation]``).
+        ModuleNotFoundError: transformers is not installed (``pip install transformers``).
     """
     model = _load_model(name)
     vision, prompt = model.config.vision_config, model.config.prompt_encoder_config

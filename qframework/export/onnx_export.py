@@ -106,7 +106,7 @@ def _check(opset: object) -> None:
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise QFrameworkError(
-            f"to_onnx: the packages {' and '.join(missing)} must be installed. Run pip install 'qframework[onnx]'"
+            f"to_onnx: the packages {' and '.join(missing)} must be installed. Run pip install {' '.join(missing)}"
         )
 
 

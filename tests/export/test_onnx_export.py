@@ -415,6 +415,6 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         to_onnx(quantized, tmp_path / "mlp.onnx", torch.randn(4, 17))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        QFrameworkError, match=r"onnx and onnxscript must be installed. Run pip install 'qframework\[onnx\]'"
+        QFrameworkError, match=r"onnx and onnxscript must be installed. Run pip install onnx onnxscript"
     ):
         quantized.to_onnx(tmp_path / "mlp.onnx")
