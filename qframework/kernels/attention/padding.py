@@ -13,8 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Keys whose mask is this far below its maximum have weight 0 for any logits; float16's lowest is -65504.
-_HIDING = 6e4
+# Keys whose mask is this far below its maximum are hidden: masks of padding add -10000 (PixArt, LTX, older language
+# models) or less. Only logits of thousands could give such a key a weight, and those in INT8 err by tens.
+_HIDING = 9e3
 
 
 def hidden_keys(mask: Tensor | None, batch: int, heads: int, keys: int) -> Tensor | None:

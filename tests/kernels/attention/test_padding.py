@@ -65,6 +65,8 @@ MASKS = {
     "-inf": lambda place: low(place, value=-math.inf),
     "-inf, of each head": lambda place: low(place, value=-math.inf).repeat(1, HEADS, 1, 1),
     "-inf, expanded": lambda place: low(place, value=-math.inf).expand(-1, -1, QUERIES, -1),
+    "-1e4": lambda place: low(place, value=-1e4),
+    "-1e4, bfloat16": lambda place: low(place, torch.bfloat16, -1e4),
     "-1e9": lambda place: low(place, value=-1e9),
     "lowest float32": low,
     "lowest float16": lambda place: low(place, torch.float16),
