@@ -20,6 +20,7 @@ from qframework.compat.dispatch import (
     function_modes,
     metadata_check,
     only_usual_keys,
+    profiler_enabled,
 )
 from qframework.kernels.runtime.recognition import kind_of
 from qframework.kernels.runtime.replay import NotReplayableError, Recording, Replay, recording
@@ -97,8 +98,8 @@ class DirectCalls:
 
 
 def _observed(operands: list[Tensor]) -> bool:
-    """Whether modes or derivatives take part in a call, which the check in C++ does not see."""
-    if dispatch_modes() or function_modes() or forward_level() >= 0:
+    """Whether modes, derivatives or a profiler take part in a call, which the check in C++ does not see."""
+    if dispatch_modes() or function_modes() or forward_level() >= 0 or profiler_enabled():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 

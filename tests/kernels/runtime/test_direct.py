@@ -85,6 +85,7 @@ STATES = {
     "function mode": SeenFunctions,
     "autocast": lambda: torch.autocast("cpu"),
     "forward-mode derivatives": forward_ad.dual_level,
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
 }
 
 
