@@ -76,7 +76,7 @@ def make_scene(index: int, split: Split = "held_out", *, size: int = 128, seed: 
 
     Raises:
         QFrameworkError: the split is unknown, or ``size`` is too small for shapes or too large for the photographs.
-        ModuleNotFoundError: scikit-image or pycocotools is not installed (``pip install '.[segmentation]'`` in a clone).
+        ModuleNotFoundError: scikit-image or pycocotools is not installed (``pip install '.[segmentation]'``).
     """
     if split not in get_args(Split) or not 32 <= size <= 256:
         raise QFrameworkError(

@@ -29,8 +29,8 @@ _AT_ONCE = 2**20
 class QuantizedLinear(nn.Module):
     """What ``quantize_`` makes of a linear layer: ``x -> quantize -> int8_linear``, without gradients.
 
-    In eager mode on a GPU, repeated calls launch kernels without PyTorch's dispatcher (kernels/runtime/direct.py). Under
-    modes, transforms, autocast, compilers and PyTorch's profiler the two operators are called.
+    In eager mode on a GPU, repeated calls launch kernels without PyTorch's dispatcher (kernels/runtime/direct.py).
+    Under modes, transforms, autocast, compilers and PyTorch's profiler the two operators are called.
 
     Attributes:
         weight_int8: ``(out_features, in_features)`` int8.
