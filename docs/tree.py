@@ -17,7 +17,7 @@ PAGE = Path(__file__).parent / "architecture.md"
 ROOMS = (
     *("errors", "arguments", "outputs", "files", "import_hook", "numerics", "compat", "fallbacks", "kernels"),
     *("devices", "attention", "graph", "quantizer", "backend", "training", "serialization", "export", "conversion"),
-    *("integrations", "evaluation", "tuning", "diagnosis", "cli"),
+    *("integrations", "evaluation", "tuning", "diagnosis", "cli", "__main__"),
 )
 COLUMN = 28  # where descriptions begin
 ROOMS_OF = {"kernels": ("runtime", "quantize", "linear", "attention", "blocks")}
