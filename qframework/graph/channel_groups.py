@@ -11,6 +11,10 @@ To::
 A producer has parameters for each output channel: LayerNorm, RMSNorm, either of them written as a product with a
 parameter, and a linear, by its rows. The steps in between must preserve positive factors channel by channel; a channel
 with any other reader is not scaled. SmoothQuant (arXiv:2211.10438) moves scales this way, from norms to linears.
+
+Constants move the same way, from the bias of a producer to those of the linears, through steps that preserve sums with
+a constant: views, and attention as its values, since rows of weights sum to one. A constant that is added to all keys
+has no effect at all, because the softmax does not change.
 """
 
 from __future__ import annotations
@@ -56,15 +60,17 @@ class ChannelGroup:
 
     Attributes:
         producer: the node whose output has ``size`` channels.
-        parameters: the producer's parameters, which a scale divides.
-        free: ``(size,)`` bool, the channels that may be scaled: those that only these linears read.
+        parameters: the producer's parameters, which a scale divides; of a group of constants, its bias alone.
+        free: ``(size,)`` bool, the channels that may change: those that nothing else reads.
         consumers: the linears, in graph order.
+        keys: of a group of constants, the attention that reads channels as keys, and these channels, int64.
     """
 
     producer: Node
     parameters: tuple[Parameter, ...]
     free: Tensor
     consumers: tuple[Consumer, ...]
+    keys: tuple[tuple[Node, Tensor], ...] = ()
 
     @property
     def size(self) -> int:
@@ -85,7 +91,21 @@ def find_channel_groups(gm: GraphModule) -> list[ChannelGroup]:
         parameters = _producer(node)
         if parameters is None or not all(users(gm, each.name) <= {node, node.args[0]} for each in parameters):
             continue
-        group = _Walk(node).group(parameters, lambda linear, name: users(gm, name) == {linear})
+        group = _Walk(node, _STEPS).group(parameters, lambda linear, name: users(gm, name) == {linear})
+        if group is not None:
+            groups.append(group)
+    return groups
+
+
+def find_shift_groups(gm: GraphModule) -> list[ChannelGroup]:
+    """The groups through which constants can move, from a bias to other biases, in graph order."""
+    users = _users_of_parameters(gm)
+    groups = []
+    for node in gm.graph.nodes:
+        parameters = _producer(node)
+        if parameters is None or len(parameters) < 2 or not users(gm, parameters[1].name) <= {node, node.args[0]}:
+            continue
+        group = _Walk(node, _SHIFT_STEPS, through_keys=True).group(parameters[1:], lambda linear, name: True)
         if group is not None:
             groups.append(group)
     return groups
@@ -191,7 +211,10 @@ class _Walk:
     """Follows the channels of a producer to everything that reads them."""
 
     producer: Node
-    kept: Tensor = field(init=False)  # (channels,) bool: those that may not be scaled
+    steps: dict[str, _Step]
+    through_keys: bool = False
+    kept: Tensor = field(init=False)  # (channels,) bool: those that may not change
+    keys: list[tuple[Node, Tensor]] = field(default_factory=list)
     readers: list[tuple[Node, ChannelView]] = field(default_factory=list)
     reached: dict[Node, ChannelView] = field(default_factory=dict)  # nodes that preserve factors
 
@@ -210,9 +233,12 @@ class _Walk:
             else:
                 consumers.append(Consumer(linear, Parameter(name, 1), channels))
                 read[channels] = True
+        for _, channels in self.keys:
+            read[channels] = True
         free = read & ~self.kept
         used = sorted((c for c in consumers if bool(free[c.channels].any())), key=lambda c: c.linear)
-        return ChannelGroup(self.producer, parameters, free, tuple(used)) if used else None
+        keys = tuple((attention, channels) for attention, channels in self.keys if bool(free[channels].any()))
+        return ChannelGroup(self.producer, parameters, free, tuple(used), keys) if used or keys else None
 
     def _follow(self, view: ChannelView) -> None:
         waiting = [(self.producer, view)]
@@ -225,7 +251,11 @@ class _Walk:
         """The next values that hold the channels of ``value``, through ``user``."""
         if is_assertion(user) or operation(user) in READS_ONLY_THE_SHAPE:
             return []
-        onward = list(_onward(user, value, view)) if _occurrences(user, value) == 1 else []
+        once = _occurrences(user, value) == 1
+        onward = list(_onward(user, value, view, self.steps)) if once else []
+        if self.through_keys and once and _is_key_of(user, value, view):
+            self.keys.append((user, view.channels().flatten().unique()))
+            return []
         if _is_linear_of(user, value):
             self.readers.append((user, view))
         elif onward and user not in self.reached:
@@ -268,10 +298,16 @@ def _last_dimension(view: ChannelView) -> Tensor | None:
     return view.channels(len(others)).flatten()
 
 
-def _onward(node: Node, value: Node, view: ChannelView) -> Iterator[tuple[Node, ChannelView]]:
-    """The results of a node that preserves positive factors of ``value``'s channels; nothing for any other node."""
+def _is_key_of(node: Node, value: Node, view: ChannelView) -> bool:
+    """Whether ``value`` holds the keys of attention, in which no channel differs between tokens."""
+    is_key = operation(node) == "scaled_dot_product_attention" and argument(node, 1, "key") is value
+    return is_key and len(view.dims) > 1 and not view.dims[-2].has_channels
+
+
+def _onward(node: Node, value: Node, view: ChannelView, steps: dict[str, _Step]) -> Iterator[tuple[Node, ChannelView]]:
+    """The results of a node that preserves what ``steps`` do to ``value``'s channels; nothing for any other node."""
     after = through(view, node)
-    if after is None and (step := _STEPS.get(operation(node) or "")) is not None:
+    if after is None and (step := steps.get(operation(node) or "")) is not None:
         after = step(view, node, value)
     if after is not None:
         yield node, after
@@ -308,6 +344,12 @@ def _weighted_sum(view: ChannelView, node: Node, value: Node) -> ChannelView | N
         return None
     dims = [dim if dim.has_channels else Dim(size) for dim, size in zip(lead, fake.shape, strict=False)]
     return ChannelView((*dims, Dim(fake.shape[-2]), last), view.offset)
+
+
+def _attended(view: ChannelView, node: Node, value: Node) -> ChannelView | None:
+    """Attention whose weights sum to one in every row: without a mask, which may exclude all keys, and dropout."""
+    masked = argument(node, 3, "attn_mask") is not None or argument(node, 4, "dropout_p", default=0.0) != 0.0
+    return None if masked else _weighted_sum(view, node, value)
 
 
 def _pad(view: ChannelView, node: Node, _: Node) -> ChannelView | None:
@@ -362,5 +404,13 @@ _STEPS: dict[str, _Step] = {
     **dict.fromkeys(("pad", "constant_pad_nd"), _pad),
     "roll": _roll,
     **dict.fromkeys(("mean", "sum", "amax"), _reduce),
+    "expand": _expand,
+}
+# Steps with f(x + c) = f(x) + c
+_SHIFT_STEPS: dict[str, _Step] = {
+    **dict.fromkeys(CASTS, _of_first),
+    "scaled_dot_product_attention": _attended,
+    "roll": _roll,
+    **dict.fromkeys(("mean", "amax"), _reduce),
     "expand": _expand,
 }

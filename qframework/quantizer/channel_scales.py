@@ -88,10 +88,14 @@ def _readers(exported: GraphModule, quantizer: QFrameworkQuantizer) -> dict[Node
     found: dict[Node, list[tuple[Node, LinearConfig]]] = {}
     for node in exported.graph.nodes:
         config = quantizer.config_for(node) if is_linear(node) and node not in scaled else None
-        if not isinstance(config, LinearConfig) or config.activation.dynamic:
+        if not isinstance(config, LinearConfig):
             continue
-        x = node.args[0]
-        if config.activation.granularity == "per_tensor" and not _is_attention(x) and only_reader(exported, node):
+        x, granularity = node.args[0], config.activation.granularity
+        if (
+            granularity == ("per_token" if config.activation.dynamic else "per_tensor")
+            and not _is_attention(x)
+            and only_reader(exported, node)
+        ):
             found.setdefault(x, []).append((node, config))
     return found
 

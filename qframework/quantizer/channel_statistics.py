@@ -16,14 +16,16 @@ from qframework.quantizer.calibration import Batch, flat_inputs
 class ChannelStatistics:
     """Statistics of one tensor ``(..., C)``.
 
-    ``amax`` ``(C,)`` float32 is the largest magnitude of each channel in all data. ``rows`` ``(n, C)`` float32 with
+    ``low`` and ``high`` ``(C,)`` float32 are the extremes of each channel in all data, and ``amax`` its largest
+    magnitude. ``rows`` ``(n, C)`` float32 with
     n <= ``samples`` is a uniform sample of all rows, from a generator with a fixed seed: the same data gives the same
     rows.
     """
 
     def __init__(self, samples: int) -> None:
         self.samples = samples
-        self.amax: Tensor
+        self.low: Tensor
+        self.high: Tensor
         self.rows: Tensor
         self._keys: Tensor
         self._generator = torch.Generator().manual_seed(0)
@@ -35,20 +37,23 @@ class ChannelStatistics:
         keys = torch.rand(rows.shape[0], generator=self._generator, dtype=torch.float64)
         if rows.shape[0] == 0:
             return
-        amax = rows.abs().amax(0)
-        if not bool(torch.isfinite(amax).all()):
+        low, high = torch.aminmax(rows, dim=0)
+        if not bool((low.isfinite() & high.isfinite()).all()):
             raise CalibrationError("the activation must be finite, got NaN or infinity")
         chosen = keys.argsort(stable=True)[: self.samples]
         rows, keys = rows[chosen.to(rows.device)], keys[chosen]
         if self.seen:
-            rows, keys, amax = (
-                torch.cat([self.rows, rows]),
-                torch.cat([self._keys, keys]),
-                torch.maximum(self.amax, amax),
-            )
+            rows, keys = torch.cat([self.rows, rows]), torch.cat([self._keys, keys])
+            low, high = torch.minimum(self.low, low), torch.maximum(self.high, high)
             chosen = keys.argsort(stable=True)[: self.samples]
             rows, keys = rows[chosen.to(rows.device)], keys[chosen]
-        self.rows, self._keys, self.amax, self.seen = rows, keys, amax, True
+        self.rows, self._keys, self.seen = rows, keys, True
+        self.low, self.high = low, high
+
+    @property
+    def amax(self) -> Tensor:
+        """The largest magnitude of each channel."""
+        return torch.maximum(-self.low, self.high)
 
 
 def channel_statistics(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from qframework.quantizer.layerwise import Inputs, LayerwiseRun, quantized_linears, take_batches
-from qframework.quantizer.output_error import relative_error
+from qframework.quantizer.output_error import typical_error
 
 
 class HeldOut:
@@ -42,7 +42,7 @@ class HeldOut:
         return False
 
     def _error(self) -> float:
-        return relative_error(LayerwiseRun(self._prepared, self._inputs, quantized=True).outputs(), self._expected)
+        return typical_error(LayerwiseRun(self._prepared, self._inputs, quantized=True).outputs(), self._expected)
 
 
 class _Snapshot:

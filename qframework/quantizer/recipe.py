@@ -35,11 +35,15 @@ from qframework.quantizer.config import JsonConfig, check_bool, check_choice
 from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.rotate import rotate
+from qframework.quantizer.shift import shift_channels, shift_dynamic_inputs
 from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
-# With guard, a step must reduce the squared error of the output by this share.
-_GAIN = 0.05
+_Steps = dict[str, Callable[[Iterable[Batch]], dict[str, Any]]]
+# The share of the error of weights rounded to nearest that GPTQ leaves, by amplitude: 1/4 of the squared error.
+_GPTQ_ERROR = 0.5
+# With guard, a step must reduce the squared error of the output, by this share if it may fit noise.
+_GAINS = {"smooth": 0.05, "channel_scales": 0.05, "shift": -0.1, "dynamic_shift": 0.0}
 
 
 @dataclass(frozen=True)
@@ -80,12 +84,13 @@ class Recipe(JsonConfig):
     Attributes:
         rotate: change the basis of residual streams so that no channel stands out, where that costs nothing at run time
             (pre-norm models) and reduces the error (qframework/quantizer/rotate.py).
+        shift: subtract a constant from each channel where a bias before can take it, and a number from lopsided dynamic
+            inputs, as behind GELU, where that reduces the error (qframework/quantizer/shift.py).
         smooth: move scales from a layer to the one before it, where that costs nothing at run time: from linears to
             their LayerNorm or RMSNorm, from the projection after attention to the values, from linear to linear through
             ReLU.
-        channel_scales: multiply the input of static layers that no layer before them can scale (after a GELU, for
-            example) by a constant for each channel, which the backend computes as part of the quantization. Uses the
-            strengths of ``smooth``.
+        channel_scales: multiply inputs that no layer before them can scale (after a GELU, for example) by a constant
+            for each channel, which the backend computes as part of the quantization. Uses the strengths of ``smooth``.
         split_gelu: quantize the result of a GELU as two tensors, its negative and its positive part, each with its own
             scale (PTQ4ViT, arXiv:2111.12293), at the cost of a second matrix product.
         choose_observers: give each static input the observer with the least error of the model's output
@@ -98,6 +103,7 @@ class Recipe(JsonConfig):
             most this share of the channels of all static inputs. Costs time in proportion; 0 for none.
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
             not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
+            ``shift`` is kept up to 10 percent more, which is noise: it costs nothing, and layers are judged alone.
         weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: subtract the mean quantization error of each layer's output from its bias.
         batches: how many batches of the calibration data these steps use; None for all.
@@ -110,6 +116,7 @@ class Recipe(JsonConfig):
     channel_scales: bool = False
     split_gelu: bool = False
     rotate: bool = False
+    shift: bool = False
     choose_observers: bool = False
     zero_points: bool = False
     attention_heads: bool = False
@@ -123,8 +130,8 @@ class Recipe(JsonConfig):
     def __post_init__(self) -> None:
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
-        switches = ("channel_scales", "split_gelu", "rotate", "choose_observers", "zero_points", "attention_heads")
-        for name in (*switches, "guard", "bias_correction"):
+        switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points")
+        for name in (*switches, "attention_heads", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -137,6 +144,7 @@ class Recipe(JsonConfig):
         """The steps that help most models and cost little at run time: all but ``split_gelu``."""
         return cls(
             rotate=True,
+            shift=True,
             smooth=Smooth(),
             channel_scales=True,
             choose_observers=True,
@@ -162,6 +170,7 @@ class Recipe(JsonConfig):
 
         Returns:
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
+            "shift": {layer: what was subtracted}, "dynamic_shift": {layer: the number},
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
             "activations": {layer: observer, "zero_point" or "dynamic"}, "attention": {layer: "per_head"}}``.
 
@@ -183,19 +192,11 @@ class Recipe(JsonConfig):
             from qframework.quantizer.split_range import split_gelu_ranges
 
             done["split_gelu"] = split_gelu_ranges(exported, quantizer)
-        search = {**vars(self.smooth or Smooth()), "batches": self.batches}
-        steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]] = {}
-        if self.smooth is not None:
-            steps["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
-        if self.channel_scales:
-            steps["channel_scales"] = lambda data: scale_channels(exported, quantizer, data, **search)
-        error: OutputError | None = None
-        if self.guard and (steps or self._chooses):
-            judged, fitted = held_out(exported, data, self.batches)
-            error = OutputError(exported, quantizer, fitted, judged or fitted)
-            done.update(_guarded(exported, fitted, steps, data, error))
-        else:
-            done.update({name: step(data) for name, step in steps.items()})
+        before, after = self._rewrites(exported, quantizer)
+        guard: _Guard | None = None
+        if self.guard and (before or after or self._chooses):
+            guard = _Guard(exported, quantizer, data, self)
+        done.update(_run(before, data, guard))
         if self._chooses:
             done["activations"] = choose_activations(
                 exported,
@@ -205,11 +206,28 @@ class Recipe(JsonConfig):
                 zero_points=self.zero_points,
                 dynamic_share=self.dynamic_share,
                 batches=self.batches,
-                judge=None if error is None else error.measure,
+                judge=None if guard is None else guard.error.measure,
             )
+        done.update(_run(after, data, guard))
         if self.attention_heads:
             done["attention"] = choose_heads(exported, quantizer, data, batches=self.batches)
         return done
+
+    def _rewrites(self, exported: GraphModule, quantizer: QFrameworkQuantizer) -> tuple[_Steps, _Steps]:
+        """The steps that change the float graph, by name: those before inputs are chosen, and those after."""
+        search: dict[str, Any] = {**vars(self.smooth or Smooth()), "batches": self.batches}
+        once = {name: search[name] for name in ("samples", "batches")}
+        before: _Steps = {}
+        after: _Steps = {}
+        if self.shift:
+            before["shift"] = lambda data: shift_channels(exported, quantizer, data, **once)
+            once_corrected = {**once, "corrects_bias": self.bias_correction}
+            after["dynamic_shift"] = lambda data: shift_dynamic_inputs(exported, quantizer, data, **once_corrected)
+        if self.smooth is not None:
+            before["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
+        if self.channel_scales:
+            before["channel_scales"] = lambda data: scale_channels(exported, quantizer, data, **search)
+        return before, after
 
     @property
     def _chooses(self) -> bool:
@@ -227,46 +245,72 @@ class Recipe(JsonConfig):
         judged, fitted = held_out(prepared, data, self.batches)
         steps = list(self._fits(prepared))
         if not (self.guard and judged and steps):
-            for step in steps:
+            if len(steps) > 1:
+                self._fit_both(prepared, data, self.batches)
+            for step in steps if len(steps) == 1 else []:
                 step(data, self.batches)
             return
         from qframework.quantizer.held_out import HeldOut
 
         judge = HeldOut(prepared, judged)
+        if len(steps) > 1 and judge.keep_if_better(lambda: self._fit_both(prepared, fitted, None)):
+            return
         for step in steps:
             judge.keep_if_better(functools.partial(step, fitted, None))
 
     def _fits(self, prepared: GraphModule) -> Iterator[Callable[[Iterable[Batch], int | None], None]]:
-        """The steps that fit weights and biases to data."""
+        """The steps that fit weights and biases to data, each for itself."""
         if self.weight_rounding != "nearest":
-            from qframework.quantizer.weight_rounding import round_weights
-
-            yield lambda data, batches: round_weights(prepared, data, method=self.weight_rounding, batches=batches)  # type: ignore[arg-type]
+            yield lambda data, batches: self._round(prepared, data, batches, centered=False)
         if self.bias_correction:
             from qframework.quantizer.bias_correction import correct_bias
 
             yield lambda data, batches: correct_bias(prepared, data, batches=batches)
 
+    def _round(self, prepared: GraphModule, data: Iterable[Batch], batches: int | None, *, centered: bool) -> None:
+        from qframework.quantizer.weight_rounding import round_weights
 
-def _guarded(
-    exported: GraphModule,
-    fitted: Iterable[Batch],
-    steps: dict[str, Callable[[Iterable[Batch]], dict[str, float]]],
-    data: Iterable[Batch],
-    error: OutputError,
-) -> dict[str, dict[str, float]]:
+        method: Any = self.weight_rounding
+        round_weights(prepared, data, method=method, batches=batches, centered=centered)
+
+    def _fit_both(self, prepared: GraphModule, data: Iterable[Batch], batches: int | None) -> None:
+        """Weights that leave the mean of the output to the biases, and these."""
+        from qframework.quantizer.bias_correction import correct_bias
+
+        self._round(prepared, data, batches, centered=True)
+        correct_bias(prepared, data, batches=batches)
+
+
+class _Guard:
+    """The error of the model's output on data held out from ``fitted``."""
+
+    def __init__(
+        self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch], recipe: Recipe
+    ) -> None:
+        judged, self.fitted = held_out(exported, data, recipe.batches)
+        rounding = 1.0 if recipe.weight_rounding == "nearest" else _GPTQ_ERROR
+        learned: dict[str, Any] = {"rounding": rounding, "corrects_bias": recipe.bias_correction}
+        self.exported, self.error = (
+            exported,
+            OutputError(exported, quantizer, self.fitted, judged or self.fitted, **learned),
+        )
+
+
+def _run(steps: _Steps, data: Iterable[Batch], guard: _Guard | None) -> dict[str, dict[str, Any]]:
     """What each step did; nothing if it was undone, because the error of the output did not become smaller.
 
-    A step is judged after it ran on ``fitted``, and repeated on all of ``data`` if it is kept: the ranges of channels
-    that it did not see would otherwise widen the scales that ``calibrate`` finds.
+    A step is judged after it ran on what the guard fits to, and repeated on all of ``data`` if it is kept: the ranges
+    of channels that it did not see would otherwise widen the scales that ``calibrate`` finds.
     """
-    done: dict[str, dict[str, float]] = {}
-    least = error.measure() if steps else 0.0
+    if guard is None:
+        return {name: step(data) for name, step in steps.items()}
+    done: dict[str, dict[str, Any]] = {}
+    least = guard.error.measure() if steps else 0.0
     for name, step in steps.items():
-        before = Snapshot(exported)
-        after = error.measure() if step(fitted) else least
+        before = Snapshot(guard.exported)
+        after = guard.error.measure() if step(guard.fitted) else least
         before.restore()
         done[name] = {}
-        if after < (1 - _GAIN) * least:
+        if after < (1 - _GAINS.get(name, 0.0)) * least:
             least, done[name] = after, step(data)
     return done

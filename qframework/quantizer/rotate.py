@@ -29,12 +29,13 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from qframework.graph.attention_patterns import COPIES
-from qframework.graph.attributes import add_attribute, attribute, readers, replace_attribute
+from qframework.graph.attributes import attribute, readers, replace_attribute
 from qframework.graph.nodes import add_call, argument, fake_value, is_inactive_dropout, linear_call, operation
 from qframework.graph.residual_stream import Norm, Stream, Writer, find_residual_streams
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
 from qframework.quantizer.config import LinearConfig
+from qframework.quantizer.linear_bias import add_to_bias, constant
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 from qframework.quantizer.smooth import CalibratedLinear, search_smoothing
 
@@ -333,22 +334,8 @@ def _read(gm: GraphModule, linear: Node, gain: Tensor | None, bias: Tensor | Non
     assert call is not None
     weight = attribute(gm, call.weight).detach()
     if bias is not None and bool((bias != 0).any()):
-        _add_to_bias(gm, linear, weight.double() @ bias.double())
+        add_to_bias(gm, linear, weight.double() @ bias.double())
     replace_attribute(gm, call.weight, linear, _read_in_basis(weight, gain, q))
-
-
-def _add_to_bias(gm: GraphModule, linear: Node, shift: Tensor) -> None:
-    call = linear_call(linear)
-    assert call is not None
-    if call.bias is not None and call.bias.op == "get_attr":
-        replace_attribute(gm, call.bias, linear, attribute(gm, call.bias).detach().double() + shift)
-        return
-    weight = attribute(gm, call.weight)
-    with gm.graph.inserting_before(linear):
-        added = _constant(gm, f"{layer_name(linear)}_bias", shift, call.weight, weight)
-        if call.bias is not None:
-            added = add_call(linear, torch.ops.aten.add.Tensor, (call.bias, added))
-    linear.args, linear.kwargs = (call.input, call.weight, added), {}
 
 
 def _write(gm: GraphModule, node: Node, parameter: Node, axis: int, q: Tensor, crossing: set[Node]) -> None:
@@ -383,8 +370,8 @@ def _turn_back(gm: GraphModule, crossings: Iterable[tuple[Node, Node]], back: Te
         with gm.graph.inserting_before(value.next):
             turned = _product(gm, value, back)
             if bias is not None and bool((bias != 0).any()):
-                constant = _constant(gm, f"{value.name}_shift", bias, value, fake_value(value))
-                turned = add_call(value, torch.ops.aten.add.Tensor, (turned, constant))
+                shift = constant(gm, f"{value.name}_shift", bias, value, fake_value(value))
+                turned = add_call(value, torch.ops.aten.add.Tensor, (turned, shift))
         for user in users:
             user.replace_input_with(value, turned)
 
@@ -400,16 +387,5 @@ def _enter(gm: GraphModule, entry: Node, q: Tensor, crossing: set[Node]) -> None
 
 def _product(gm: GraphModule, value: Node, matrix: Tensor) -> Node:
     """``value @ matrix``, which the quantizer leaves in float, since it is no linear."""
-    constant = _constant(gm, f"{value.name}_basis", matrix, value, fake_value(value))
-    return add_call(value, torch.ops.aten.matmul.default, (value, constant))
-
-
-def _constant(gm: GraphModule, name: str, value: Tensor, like: Node, example: Any) -> Node:
-    """A ``get_attr`` node of a new buffer in the dtype of ``example``, with a fake value as ``like`` has one."""
-    device = next((tensor.device for tensor in [*gm.parameters(), *gm.buffers()]), value.device)
-    buffer = value.to(device, example.dtype)
-    node = add_attribute(gm, name, buffer)
-    fake = fake_value(like)
-    assert fake is not None
-    node.meta["val"] = fake.new_empty(buffer.shape)
-    return node
+    basis = constant(gm, f"{value.name}_basis", matrix, value, fake_value(value))
+    return add_call(value, torch.ops.aten.matmul.default, (value, basis))

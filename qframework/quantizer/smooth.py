@@ -136,9 +136,13 @@ class CalibratedLinear:
 
     def error(self, scales: Tensor) -> float:
         """Squared error of the quantized output relative to the squared output, with ``scales`` of the group."""
+        return self.squared_error(scales) / float(self._exact.double().square().sum().clamp(min=1e-30))
+
+    def squared_error(self, scales: Tensor) -> float:
+        """Squared error of the quantized output with ``scales`` of the group."""
         own = scales[self.channels]
         wrong = exact_matmul(self._quantized_rows(own), self._quantized_weight(own).T) - self._exact
-        return float(wrong.double().square().sum() / self._exact.double().square().sum().clamp(min=1e-30))
+        return float(wrong.double().square().sum())
 
     @cached_property
     def _exact(self) -> Tensor:

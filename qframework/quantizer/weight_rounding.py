@@ -37,7 +37,12 @@ _BLOCK = 128  # columns whose errors are propagated to later columns in one matr
 
 
 def round_weights(
-    prepared: GraphModule, data: Iterable[Any], *, method: WeightRounding = "gptq", batches: int | None = None
+    prepared: GraphModule,
+    data: Iterable[Any],
+    *,
+    method: WeightRounding = "gptq",
+    batches: int | None = None,
+    centered: bool = False,
 ) -> None:
     """Round the weights of all quantized linears of a calibrated model, in place.
 
@@ -49,6 +54,8 @@ def round_weights(
         data: batches as ``calibrate`` takes them; all of them stay in memory until the end.
         method: ``"gptq"``.
         batches: use only this many of them.
+        centered: disregard errors of the mean output, which ``correct_bias`` removes afterwards; the weights then fit
+            what varies. Inputs far from zero gain most.
 
     Raises:
         UnsupportedError: for another method.
@@ -59,7 +66,7 @@ def round_weights(
     inputs = take_batches(prepared, data, batches, "round_weights")
     linears = quantized_linears(prepared)
     last_call = {linear.observed: linear.node for linear in linears}
-    hessians = _Hessians(LayerwiseRun(prepared, inputs, quantized=True))
+    hessians = _Hessians(LayerwiseRun(prepared, inputs, quantized=True), centered)
     for linear in linears:
         hessians.add(linear)
         if linear.node is last_call[linear.observed]:  # linears that share one weight are rounded together
@@ -106,10 +113,13 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor:
 
 
 class _Hessians:
-    """``X X^T`` of each weight's inputs, summed over batches and over the linears that share the weight."""
+    """``X X^T`` of each weight's inputs, summed over batches and over the linears that share the weight.
 
-    def __init__(self, run: LayerwiseRun) -> None:
-        self._run = run
+    ``centered``: of the inputs minus their mean.
+    """
+
+    def __init__(self, run: LayerwiseRun, centered: bool) -> None:
+        self._run, self._centered = run, centered
         self._sums: dict[Node, Tensor] = {}
         self._input: Node | None = None
         self._latest: Tensor
@@ -118,20 +128,29 @@ class _Hessians:
         """Advance to a linear and count its inputs."""
         if linear.input is not self._input:  # the projections of queries, keys and values read one tensor
             self._run.advance(linear.node)
-            self._input, self._latest = linear.input, _outer_product(self._run.values(linear.input), linear)
+            self._input, self._latest = linear.input, self._product(linear)
         known = self._sums.get(linear.observed)
         self._sums[linear.observed] = self._latest if known is None else known + self._latest
+
+    def _product(self, linear: ObservedLinear) -> Tensor:
+        return _outer_product(self._run.values(linear.input), linear, self._centered)
 
     def pop(self, linear: ObservedLinear) -> Tensor:
         """The sum for the weight of a linear, ``(K, K)`` float64."""
         return self._sums.pop(linear.observed)
 
 
-def _outer_product(inputs: Iterable[Tensor], linear: ObservedLinear) -> Tensor:
+def _outer_product(inputs: Iterable[Tensor], linear: ObservedLinear, centered: bool) -> Tensor:
     total: Any = 0.0
+    sums: Any = 0.0
+    count = 0
     for x in inputs:
         rows = x.reshape(-1, x.shape[-1]).float()
         total = total + exact_matmul(rows.T, rows).double()
+        sums = sums + rows.sum(0, dtype=torch.float64)
+        count += len(rows)
+    if centered and count:
+        total = total - torch.outer(sums, sums) / count
     if not bool(torch.isfinite(total).all()):
         raise CalibrationError(f"layer {linear.observer.layer!r}: the inputs and their squares must be finite")
     return total

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from qframework.errors import QFrameworkError
-from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, fold
+from qframework.graph.channel_groups import ChannelGroup, find_channel_groups, find_shift_groups, fold
 
 DIM, HEADS, TOKENS = 8, 2, 5
 
@@ -160,6 +160,31 @@ def test_group_is_found_and_folding_keeps_the_function(name: str) -> None:
 def test_channels_with_other_readers_are_not_free(name: str) -> None:
     gm, _ = graph_of(LEFT[name])
     assert find_channel_groups(gm) == []
+
+
+# name of a model in FOUND: consumers of the constant of each producer, and how many attentions read it as keys
+SHIFTS = {
+    "layer norm": ({"norm": ["fc"]}, 0),
+    "two readers": ({"norm": ["a", "b"]}, 0),
+    "pooled": ({"norm": ["fc"]}, 0),
+    "token": ({"norm": ["fc"]}, 0),
+    "values": ({"k": [], "v": ["o"]}, 1),
+    "packed qkv": ({"a": ["o"]}, 1),
+    "no bias": ({}, 0),
+    "rms norm": ({}, 0),
+    "windows": ({}, 0),  # padded with zeros
+    "relu": ({}, 0),
+    "gate": ({}, 0),
+    "spelled-out attention": ({}, 0),
+}
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_constants_move_through_sums_and_views(name: str) -> None:
+    gm, _ = graph_of(FOUND[name][0])
+    groups = find_shift_groups(gm)
+    names = {owner(g.parameters[0].name): [owner(c.weight.name) for c in g.consumers] for g in groups}
+    assert (names, sum(len(group.keys) for group in groups)) == SHIFTS[name]
 
 
 def test_only_the_values_of_packed_qkv_are_free() -> None:
