@@ -10,8 +10,8 @@ to the same function, with ``c = 1 / s``::
 
 Quantized with one scale S, ``round(x * c / S)`` is ``x`` quantized with a separate scale ``S / c`` for each channel. A
 matrix product cannot undo scales of channels, but the weights here do. After a linear and its activation, the backend
-computes the product in the linear's epilogue (qframework/backend/fold_channel_scale.py); elsewhere the compiler fuses
-it with the operation that it reads.
+computes the product before static quantization in the linear's epilogue (qframework/backend/fold_channel_scale.py);
+elsewhere the compiler fuses it with the operation that it reads, or with dynamic quantization.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def scale_channels(
     samples: int = 1024,
     batches: int | None = None,
 ) -> dict[str, float]:
-    """Multiply the inputs of static linears by a constant per channel where that reduces their error, in place.
+    """Multiply the inputs of linears by a constant per channel where that reduces their error, in place.
 
-    Excluded are inputs that a layer before can scale, which ``smooth`` does at no cost; outputs of attention, which
-    static attention writes in INT8 with one scale; and inputs with one scale per token.
+    Considered are static inputs with one scale and dynamic ones with a scale per token. Excluded are inputs that a layer
+    before can scale, which ``smooth`` does at no cost, and outputs of attention, which static attention writes in INT8.
 
     Args:
         exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.

@@ -74,7 +74,9 @@ def converted(model: nn.Module, recipe: Recipe, config=None) -> GraphModule:
     return convert_pt2e(prepared)
 
 
-@pytest.mark.parametrize("config", [static_int8(), static_int8(observer="mse")], ids=["minmax", "mse"])
+@pytest.mark.parametrize(
+    "config", [static_int8(), static_int8(observer="mse"), dynamic_int8()], ids=["minmax", "mse", "dynamic"]
+)
 def test_uneven_channels_become_more_accurate(config) -> None:
     model, x = UnevenMlp(), batches()[1]
     plain, scaled = (converted(model, Recipe(channel_scales=flag), config) for flag in (False, True))
@@ -126,11 +128,11 @@ def test_against_numpy() -> None:
     ("model", "config"),
     [
         (Left(), static_int8()),
-        (UnevenMlp(), dynamic_int8()),
+        (UnevenMlp(), dynamic_int8("per_tensor")),
         (UnevenMlp(), static_int8("per_token")),
         (UnevenMlp(), None),
     ],
-    ids=["scaled before, attention", "dynamic", "per token", "float"],
+    ids=["scaled before, attention", "dynamic per tensor", "per token", "float"],
 )
 def test_inputs_that_are_not_scaled(model: nn.Module, config) -> None:
     data = batches()

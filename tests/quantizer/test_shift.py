@@ -149,3 +149,20 @@ def test_symmetric_inputs_are_left() -> None:
 def test_shifts_raise_accuracy(config, gain: float) -> None:
     plain, shifted = (sqnr_with(Recipe(shift=flag, bias_correction=True, guard=True), config) for flag in (False, True))
     assert shifted > plain + gain
+
+
+def test_shifted_layers_stay_int8_when_compiled(caplog) -> None:
+    """The subtraction is between GELU and the quantization, which the backend has to see through."""
+    data, model = batches(), nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+    graph = exported(model, data[0], dynamic_batch=True)
+    recipe = Recipe(shift=True, bias_correction=True)
+    assert recipe.before_prepare(graph, quantizer(), data)["dynamic_shift"]
+    prepared = prepare_pt2e(graph, quantizer())
+    calibrate(prepared, data, progress=False)
+    converted = convert_pt2e(prepared)
+    assert subtractions(converted) == 1
+    fast = torch.compile(converted, backend="qframework", fullgraph=True)
+    with torch.no_grad(), caplog.at_level("INFO", logger="qframework"):
+        got = fast(data[0])
+    assert "2 of 2 linear layers lowered" in caplog.text
+    assert sqnr_db(converted(data[0]), got) > 45
