@@ -63,7 +63,8 @@ from qframework.kernels.attention.pipeline import (
     quantized_values,
     reached,
 )
-from qframework.kernels.attention.variants import KEY_BLOCK, QUERY_BLOCK, AttentionVariant, resolve
+from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
+from qframework.kernels.attention.variants import AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import LIBRARY, declare
@@ -162,6 +163,7 @@ class GradientSteps(NamedTuple):
     forward: Steps
     delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
+    rounded: Callable[[Tensor, Tensor | None, float, float, str], Tensor]
     fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
@@ -259,8 +261,7 @@ def _fused_gradients(
     scale = default_scale(x.query, x.scale)
     shape = call.q.shape[:3]
     grad, out = (t.reshape(*shape, -1) for t in (x.grad_out, x.out))
-    rounded = _rounded_qk(call, _quantized(x, call, scale, steps), scale)
-    return backward(grad, *rounded, call.v, out, x.lse.reshape(shape), x.is_causal, scale)
+    return backward(grad, *_rounded_qk(x, call, scale, steps), call.v, out, x.lse.reshape(shape), x.is_causal, scale)
 
 
 def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps) -> _QuantizedQK:
@@ -271,25 +272,13 @@ def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, 
     return q, q_scale, *quantize(call.k, k_mean, 1.0, PER_BLOCK, "key", None, call.k.shape[2])
 
 
-def _rounded_qk(call: Canonical, quantized: _QuantizedQK, scale: float) -> tuple[Tensor, Tensor]:
+def _rounded_qk(
+    x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps
+) -> tuple[Tensor, Tensor]:
     """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs."""
-    q, q_scale, k, k_scale = quantized
-    return (
-        _dequantized(q, q_scale * (1.0 / (scale * LOG2_E)), QUERY_BLOCK, call.q.dtype),
-        _dequantized(k, k_scale, KEY_BLOCK, call.k.dtype),
-    )
-
-
-def _dequantized(x: Tensor, scale: Tensor, span: int, dtype: torch.dtype) -> Tensor:
-    """``(B, H, N, D)`` int8 times the scale of its ``span`` tokens, rounded once."""
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
-    groups, whole = x.shape[2] // span, x.shape[2] // span * span
-    if groups:
-        of_groups = (t[:, :, :whole].unflatten(2, (groups, span)) for t in (x, out))
-        torch.mul(next(of_groups), scale[:, :, :groups, None, None], out=next(of_groups))
-    if whole < x.shape[2]:
-        torch.mul(x[:, :, whole:], scale[:, :, groups:, None], out=out[:, :, whole:])
-    return out
+    factor = scale * LOG2_E
+    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+    return steps.rounded(call.q, None, factor, 1.0 / factor, "query"), steps.rounded(call.k, k_mean, 1.0, 1.0, "key")
 
 
 def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps) -> GradientOperands:
@@ -307,7 +296,7 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
         seed=x.seed,
     )
     if x.gradient == "mixed":
-        q_float, k_float = _rounded_qk(call, quantized, scale)
+        q_float, k_float = _rounded_qk(x, call, scale, steps)
         return operands._replace(q_float=q_float, k_float=k_float)
     # the same groups as keys: 64 tokens, and NaN where one is NaN
     grad_int8, grad_scale = steps.forward.quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
@@ -322,8 +311,8 @@ def _on_gpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backw
     return fused_backward(query, key, value, is_causal) if query.is_cuda else None
 
 
-_TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref, lambda *call: None)
-_TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton, _on_gpu)
+_TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref, round_tokens_ref, lambda *call: None)
+_TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton, round_tokens_triton, _on_gpu)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:

@@ -13,7 +13,7 @@ from qframework.kernels.attention.dropout import factor_of, threshold_of
 from qframework.kernels.attention.int8_gradient_keys import _key_pass_kernel
 from qframework.kernels.attention.int8_gradient_queries import _query_pass_kernel
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, GradientTile
-from qframework.kernels.attention.int8_gradient_steps import PassLayout
+from qframework.kernels.attention.int8_gradient_steps import PassLayout, load_tokens
 from qframework.kernels.attention.operands import LOG2_E, check_offsets, last_contiguous
 from qframework.kernels.attention.quantize_v import padded_tokens
 from qframework.kernels.attention.triton import Heads
@@ -83,6 +83,7 @@ def delta_triton(out: Tensor, grad: Tensor, grad_lse: Tensor | None) -> Tensor:
     return delta
 
 
+_TILE = 64  # tokens of a program that transposes
 _INTERPRETED = (GradientTile(32, 64, 4, 1), GradientTile(64, 32, 4, 1))
 
 
@@ -98,6 +99,11 @@ def choose_gradient_tiles(head_dim: int, int8: bool, capability: tuple[int, int]
         # dK and dV of 64 keys do not fit Blackwell's tensor memory: Triton 3.8 silently compiles an empty kernel
         keys = GradientTile(32, 32, 4, 1) if capability[0] == 10 else GradientTile(32, rows, 8, 1)
         return keys, GradientTile(rows, 32, 8, 1)
+    if capability == (9, 0):
+        narrow = GradientTile(64, 64, 4, 3)  # more programs on a multiprocessor, which overlap
+        if head_dim > 64:
+            return GradientTile(64, 128, 8, 3), GradientTile(128, 64, 8, 3)
+        return narrow, narrow if int8 else GradientTile(128, 64, 8, 3)
     stages = 1 if small and head_dim > 64 else 2
     if head_dim > 64:
         return GradientTile(64, 64 if small else 128, 8, stages), GradientTile(64 if small else 128, 64, 8, stages)
@@ -111,11 +117,41 @@ def _tiles(x: GradientOperands) -> tuple[GradientTile, GradientTile]:
     return choose_gradient_tiles(head_dim, x.int8, torch.cuda.get_device_capability(x.q.device))
 
 
+@triton.jit
+def _tokens_last_kernel(
+    X,  # Heads of (B, H, N, D) int8
+    OUT,  # Heads of (B, H, D, P) int8
+    H,
+    N,
+    P,
+    D: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Grid (P // TILE * H * B,): one tile of tokens of a head transposed; zeros after the last token."""
+    wait_for_previous_kernel(OVERLAP)
+    tiles = P // TILE
+    pid = tl.program_id(0).to(tl.int64)
+    tile, head = (pid % tiles).to(tl.int32), pid // tiles
+    n, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    x = load_tokens(X.data + head // H * X.batch + head % H * X.head, n, X.token, d, N, D, BLOCK_D)
+    at = OUT.data + head // H * OUT.batch + head % H * OUT.head + d[:, None] * OUT.token + n[None, :]
+    tl.store(at, tl.trans(x), mask=(d < D)[:, None] & (n < P)[None, :])
+
+
 def tokens_last(x: Tensor) -> Tensor:
     """``(B, H, N, D)`` int8 as ``(B, H, D, P)``, P a multiple of 64, padded with zeros."""
     batch, heads, tokens, channels = x.shape
-    out = x.new_zeros((batch, heads, channels, padded_tokens(tokens)))
-    out[..., :tokens] = x.mT
+    x = last_contiguous(x)
+    out = x.new_empty((batch, heads, channels, padded_tokens(tokens)))
+    launch(_tokens_last_kernel, (out.shape[3] // _TILE * heads * batch,))(
+        *(_heads(x), _heads(out), heads, tokens, out.shape[3]),
+        D=channels,
+        TILE=_TILE,
+        BLOCK_D=max(power_of_2(channels), 16),
+        num_warps=4,
+    )
     return out
 
 

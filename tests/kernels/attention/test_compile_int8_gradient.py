@@ -9,10 +9,15 @@ import torch
 from test_compile_attention import FP16_PRODUCT, POINTERS, SHARED_KIB, Recorder, compile_launch
 from test_compile_targets import CHIPS, stack_bytes
 
-from qframework.kernels.attention import int8_gradient_forward, int8_gradient_triton
+from qframework.kernels.attention import int8_gradient_forward, int8_gradient_triton, round_tokens
 from qframework.kernels.attention.int8_gradient_forward import Dropout, choose_forward_tile, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands
-from qframework.kernels.attention.int8_gradient_triton import choose_gradient_tiles, delta_triton, gradients_triton
+from qframework.kernels.attention.int8_gradient_triton import (
+    choose_gradient_tiles,
+    delta_triton,
+    gradients_triton,
+    tokens_last,
+)
 from qframework.kernels.attention.operands import QuantizedQK
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
@@ -22,6 +27,8 @@ KERNELS = {
     "_key_pass_kernel": int8_gradient_triton,
     "_query_pass_kernel": int8_gradient_triton,
     "_delta_kernel": int8_gradient_triton,
+    "_tokens_last_kernel": int8_gradient_triton,
+    "_round_tokens_kernel": round_tokens,
     "_dropout_attention_kernel": int8_gradient_forward,
 }
 # Bytes that a thread may spill. Blackwell's tiles and heads of more than 128 channels are not tuned yet.
@@ -61,8 +68,11 @@ def test_passes(recorded, chip, channels, dtype, int8, causal, tmp_path):
     """INT8 products for S, and dP in 16 bit; with ``int8`` those of dV, dK and dQ in INT8, too."""
     tiles = choose_gradient_tiles(channels, int8, CHIPS[chip][1])
     gradients_triton(operands(channels, int8, causal, dtype), tiles)
-    assert [launch.kernel.__name__ for launch in recorded] == list(KERNELS)[:2]
-    for launch in recorded:
+    assert [launch.kernel.__name__ for launch in recorded] == [
+        *["_tokens_last_kernel"] * (3 * int8),
+        *list(KERNELS)[:2],
+    ]
+    for launch in recorded[-2:]:
         compiled = compile_launch(chip, launch)
         assert compiled.metadata.shared <= SHARED_KIB.get(chip, 99) * 1024
         assert stack_bytes(compiled, tmp_path) <= (MAX_STACK.get(chip, 256) if channels <= 128 else WIDE_STACK)
@@ -76,7 +86,7 @@ def test_dv_dk_and_dq_are_products_of_integers_on_hopper(recorded):
     counts = {}
     for int8 in (True, False):
         gradients_triton(operands(64, int8, False, torch.float16), choose_gradient_tiles(64, int8, (9, 0)))
-        ttgir = [compile_launch("sm_90", launch).asm["ttgir"] for launch in recorded]
+        ttgir = [compile_launch("sm_90", launch).asm["ttgir"] for launch in recorded[-2:]]
         counts[int8] = [len(re.findall(r"warp_group_dot %.*xi8", text)) for text in ttgir]
         recorded.clear()
     assert counts[True][0] == 3 * counts[False][0]
@@ -91,6 +101,20 @@ def test_delta(recorded, chip, has_lse, tmp_path):
     delta_triton(out, out, torch.zeros(1, 2, 1024) if has_lse else None)
     (launch,) = recorded
     assert stack_bytes(compile_launch(chip, launch), tmp_path) == 0
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize("channels", [64, 80, 256])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_copies_of_operands(recorded, chip, channels, tmp_path):
+    """Integers with tokens contiguous, and rounded queries and keys: nothing is spilled."""
+    x = operands(channels, True, False, torch.bfloat16)
+    tokens_last(x.q)
+    round_tokens.round_tokens_triton(x.v, None, 0.2, 5.0, "query")
+    round_tokens.round_tokens_triton(x.v, torch.zeros(1, 2, 1, channels), 1.0, 1.0, "key")
+    assert len(recorded) == 3
+    for launch in recorded:
+        assert stack_bytes(compile_launch(chip, launch), tmp_path) == 0
 
 
 MORE = [pytest.param(chip, channels, True, marks=pytest.mark.full) for chip in CHIPS for channels in (128, 256)]

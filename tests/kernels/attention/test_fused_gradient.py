@@ -19,6 +19,8 @@ from qframework.kernels.attention.int8_gradient import (
     gradients,
 )
 from qframework.kernels.attention.int8_gradient_reference import gradients_ref
+from qframework.kernels.attention.int8_gradient_triton import tokens_last
+from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import token_groups
 from qframework.kernels.runtime.replay import Recording
 
@@ -35,6 +37,32 @@ def test_rounded_queries_and_keys_are_their_integers_times_scales(tokens: int) -
     assert torch.equal(x.q_float, q.bfloat16())
     assert torch.equal(x.k_float, (x.k.float() * x.k_scale[:, :, k_group, None]).bfloat16())
     assert (x.q_float.double() - call.query.double()).norm() <= 0.02 * call.query.double().norm()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("role", ["query", "key"])
+@pytest.mark.parametrize(("tokens", "channels", "dtype"), [(300, 64, torch.float16), (64, 72, torch.float32)])
+def test_the_kernel_rounds_as_the_reference(
+    tokens: int, channels: int, dtype: torch.dtype, role: str, place: torch.device
+) -> None:
+    """Bit for bit, with a strided input, a row of NaN and one of zeros."""
+    x = torch.randn(2, tokens, 3, channels, device=place, dtype=dtype).transpose(1, 2)
+    x[0, 1, 7, 3], x[1, 2, :64] = torch.nan, 0.0
+    mean = torch.randn(2, 3, 1, channels, device=place) if role == "key" else None
+    found, expected = (rounded(x, mean, 0.18, 1 / 0.18, role) for rounded in (round_tokens_triton, round_tokens_ref))
+    assert found.is_contiguous()
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert bool(expected.isnan().any()) == (role == "key")
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("tokens", "channels"), [(1, 32), (130, 72), (256, 64)])
+def test_tokens_are_last_and_padded_with_zeros(tokens: int, channels: int, place: torch.device) -> None:
+    x = torch.randint(-127, 128, (2, 3, tokens, channels), dtype=torch.int8, device=place)
+    found = tokens_last(x)
+    assert found.shape[3] % 64 == 0
+    assert torch.equal(found[..., :tokens], x.mT)
+    assert not found[..., tokens:].any()
 
 
 def in_float64(grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, causal: bool, scale: float) -> Any:

@@ -1,0 +1,101 @@
+"""Queries or keys of attention rounded to their integers: quantized and multiplied by their scales again, in one pass.
+
+Formula: ``q s`` with the integers ``q`` and scales ``s`` of :mod:`~qframework.kernels.attention.quantize_qk` for
+``(x - mean) * factor``, times ``back``. A row that holds NaN or infinity is 0, since its integers only mark it.
+Layout: ``x (B, H, N, D)``, the result like it, contiguous. Reference: ``round_tokens_ref``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qframework.kernels.attention.operands import check_offsets, last_contiguous
+from qframework.kernels.attention.quantize_qk import (
+    finite_rows,
+    group_scale,
+    is_marked,
+    quantize_tokens_ref,
+    row_amax,
+    to_integers,
+)
+from qframework.kernels.attention.triton import Heads
+from qframework.kernels.attention.variants import QUERY_BLOCK, token_groups
+from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
+from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.triton import tl, triton
+from qframework.numerics import MIN_SCALE
+
+LEAST_SCALE = tl.constexpr(MIN_SCALE)
+
+
+def round_tokens_ref(x: Tensor, mean: Tensor | None, factor: float, back: float, role: str) -> Tensor:
+    """The formula in plain torch, rounded once to ``x``'s dtype; ``mean (B, H, 1, D)`` is float32."""
+    q, scale = quantize_tokens_ref(x, mean, factor, "per_block", role)
+    rows = scale[:, :, token_groups("per_block", role).index(x.shape[2], x.device), None]
+    return (q.float() * (rows * back)).masked_fill(is_marked(q, 8)[..., None], 0.0).to(x.dtype)
+
+
+@triton.jit
+def _round_tokens_kernel(
+    X,  # Heads of (B, H, N, D) float
+    OUT,  # Heads of (B, H, N, D), X's dtype
+    mean_ptr,  # (B, H, D) fp32, or None
+    factor,
+    back,
+    H,
+    N,
+    D: tl.constexpr,
+    QUERIES: tl.constexpr,  # rows that hold NaN or infinity do not affect scales
+    GROUPS: tl.constexpr,  # TokenGroups
+    TILE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Grid (cdiv(N, TILE) * H * B,); a program rounds TILE tokens of one head."""
+    wait_for_previous_kernel(OVERLAP)
+    tiles = tl.cdiv(N, TILE)
+    pid = tl.program_id(0).to(tl.int64)
+    tile, head = (pid % tiles).to(tl.int32), pid // tiles
+    n, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    mask = (n < N)[:, None] & (d < D)[None, :]
+    x_ptrs = X.data + head // H * X.batch + head % H * X.head + n[:, None] * X.token + d[None, :]
+    y = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+    if mean_ptr is not None:
+        mean = tl.load(mean_ptr + head * D + d, mask=d < D, other=0.0)
+        y = tl.where(mask, y - mean[None, :], 0.0)
+    y = y * factor
+    amax = row_amax(y)
+    counted = finite_rows(amax) if QUERIES else amax
+    _, scale = group_scale(counted, 127, LEAST_SCALE, GROUPS.span, GROUPS.groups, GROUPS.modulo, GROUPS.divisor, TILE)
+    q = to_integers(y, tl.math.div_rn(1.0, scale)[:, None], 127).to(tl.float32)
+    if QUERIES:
+        q = tl.where((finite_rows(amax) == amax)[:, None], q, 0.0)
+    out = q * (scale * back)[:, None]
+    out_ptrs = OUT.data + head // H * OUT.batch + head % H * OUT.head + n[:, None] * OUT.token + d[None, :]
+    tl.store(out_ptrs, out.to(OUT.data.dtype.element_ty), mask=mask)
+
+
+def round_tokens_triton(x: Tensor, mean: Tensor | None, factor: float, back: float, role: str) -> Tensor:
+    """``round_tokens_ref`` on a GPU."""
+    x = last_contiguous(x)
+    check_offsets("attention", x=x)
+    batch, heads, tokens, channels = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block_d = max(power_of_2(channels), 16)
+    launch(_round_tokens_kernel, (cdiv(tokens, QUERY_BLOCK) * heads * batch,))(
+        Heads(x, *x.stride()[:3]),
+        Heads(out, *out.stride()[:3]),
+        None if mean is None else mean.contiguous(),
+        factor,
+        back,
+        heads,
+        tokens,
+        D=channels,
+        QUERIES=role == "query",
+        GROUPS=token_groups("per_block", role),
+        TILE=QUERY_BLOCK,
+        BLOCK_D=block_d,
+        num_warps=4 if block_d <= 64 else 8,
+    )
+    return out
