@@ -32,7 +32,7 @@ from qframework.training.attention import AttentionGradient
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
-from qframework.training.plan import MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
+from qframework.training.plan import FASTER_FROM, MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
 from qframework.training.replace import become, check_unchanged, float_again, is_converted
 from qframework.training.roles import held
 
@@ -49,6 +49,8 @@ class ConversionReport:
     blocks: tuple[str, ...]
     converted: tuple[Converted, ...] = ()
     kept: tuple[Kept, ...] = ()
+    narrow: tuple[str, ...] = ()
+    """Blocks of fewer channels than INT8 was measured to be faster with; ``skip_slower`` leaves them in 16 bits."""
 
     def __str__(self) -> str:
         size = ", blocks of {} x {}".format(*block_shape(self.block_size)) if self.mode == "per_block" else ""
@@ -59,6 +61,9 @@ class ConversionReport:
         for kind, reason in dict.fromkeys((row.kind, row.reason) for row in self.kept):
             names = [row.name for row in self.kept if (row.kind, row.reason) == (kind, reason)]
             lines.append(f"  {len(names):4} {kind} kept, {reason}: {names[0]}" + (", ..." if len(names) > 1 else ""))
+        if self.narrow:
+            what = f"{len(self.narrow)} blocks narrower than {FASTER_FROM} channels, where INT8 saves memory, not time"
+            lines.append(f"  {what}: {self.narrow[0]}" + (", ..." if len(self.narrow) > 1 else ""))
         return "\n".join(lines)
 
 
@@ -72,6 +77,7 @@ def convert_to_int8_training(
     check_finite: bool = False,
     stochastic_gradients: bool = False,
     attention: AttentionGradient = "float",
+    skip_slower: bool = False,
 ) -> nn.Module:
     """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
@@ -103,11 +109,14 @@ def convert_to_int8_training(
             ``backward`` of :func:`~qframework.attention.sage_attention` does, wherever a block calls
             ``F.scaled_dot_product_attention`` without a mask. In every mode. Neither is faster than cuDNN's attention
             at a shape measured; see docs/attention.md.
+        skip_slower: leave blocks in 16 bits that are narrower than
+            :data:`~qframework.training.plan.FASTER_FROM` channels, from which INT8 was measured to be faster than BF16
+            on an H100. The report names them.
 
     Raises:
-        UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than per_block;
-            no block found, or nothing in it to convert; a block with modules that cannot be converted and must be named
-            in ``keep_float``.
+        UnsupportedError: an unknown block size, mode or attention; stochastic gradients or skip_slower in a mode other
+            than per_block; no block found, or nothing in it to convert; a block with modules that cannot be converted
+            and must be named in ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` matches no module.
     """
@@ -120,11 +129,13 @@ def convert_to_int8_training(
         raise UnsupportedError(
             f"convert_to_int8_training: mode must be 'per_block' for stochastic_gradients=True, got {mode!r}"
         )
+    if skip_slower and mode != "per_block":
+        raise UnsupportedError(f"convert_to_int8_training: mode must be 'per_block' for skip_slower=True, got {mode!r}")
     if attention not in get_args(AttentionGradient):
         raise UnsupportedError(
             f"convert_to_int8_training: attention must be {either(get_args(AttentionGradient))}, got {attention!r}"
         )
-    plan = make_plan(model, mode, size, blocks, keep_float, attention)
+    plan = make_plan(model, mode, size, blocks, keep_float, attention, skip_slower)
     register_fallbacks()
     with ExitStack() as undo:
         undo.callback(_undo, model)
@@ -168,7 +179,7 @@ def restore_float(model: nn.Module) -> nn.Module:
 
 def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -> None:
     model.__dict__[_REPORT] = ConversionReport(
-        plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept)
+        plan.mode, plan.block_size, tuple(plan.blocks.values()), plan.converted, tuple(plan.kept), tuple(plan.narrow)
     )
     for module, new in plan.news.items():
         try:

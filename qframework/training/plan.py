@@ -6,13 +6,16 @@ A module that is used in several places gets one decision for all of them.
 from __future__ import annotations
 
 import fnmatch
+import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from qframework.compat.dynamo import is_compiled
+from qframework.compat.modules import parameters
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.blocks.format import CanonicalSize
 from qframework.training.attention import AttentionGradient, Int8Attention
@@ -37,7 +40,10 @@ from qframework.training.roles import (
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
-MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
+FASTER_FROM = 1024
+"""Channels from which blocks were measured to train faster in INT8 than in BF16; see docs/training.md."""
+_NARROW = f"narrower than {FASTER_FROM} channels, where INT8 is not faster"
+MEANT = (_ON_REQUEST, _INSIDE_ATTENTION, _NARROW)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
 _NO_MODULE = "no INT8 module computes the same"
@@ -76,6 +82,7 @@ class ConversionPlan:
     mode: Mode
     block_size: CanonicalSize
     blocks: dict[nn.Module, str] = field(default_factory=dict)
+    narrow: list[str] = field(default_factory=list)  # blocks that are converted and not expected to be faster
     news: dict[nn.Module, Replacement] = field(default_factory=dict)
     names: dict[nn.Module, str] = field(default_factory=dict)
     kept: list[Kept] = field(default_factory=list)
@@ -97,6 +104,7 @@ def make_plan(
     blocks: Sequence[str] | None,
     keep_float: Sequence[str],
     attention: AttentionGradient = "float",
+    skip_slower: bool = False,
 ) -> ConversionPlan:
     """Decide for every module of ``model``'s blocks.
 
@@ -110,10 +118,14 @@ def make_plan(
     plan, everywhere = ConversionPlan(mode, block_size), _places(model)
     for block in _find_blocks(model, blocks):
         asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
-        if asked is None:
-            plan.blocks[block] = everywhere[block][0]
-        else:
+        narrow = mode == "per_block" and width_of(block) < FASTER_FROM
+        if asked is not None:
             _keep(plan, block, asked, _ON_REQUEST)
+        elif narrow and skip_slower:
+            _keep(plan, block, everywhere[block][0], _NARROW)
+        else:
+            plan.blocks[block] = everywhere[block][0]
+            plan.narrow += [everywhere[block][0]] if narrow else []
     inside = {name for block in plan.blocks for name in everywhere[block]}
     for module, places in _units(plan.blocks, everywhere).items():
         asked = next((place.name for place in places if _matches(place.name, keep_float)), None)
@@ -127,6 +139,16 @@ def make_plan(
         _add_attention(plan, everywhere, keep_float, attention)
     _raise_on_obstacles(plan)
     return plan
+
+
+def width_of(block: nn.Module) -> int:
+    """Channels of the residual stream: what most of a block's linears read, 0 for a block without."""
+    widths = []
+    for module in block.modules():
+        role, weight = linear_role(module), parameters(module).get("weight")
+        if role is not None and weight is not None and not is_lazy(weight):
+            widths.append(weight.shape[1 if role == "linear" else 0])
+    return statistics.mode(widths) if widths else 0
 
 
 # Modules of a block
