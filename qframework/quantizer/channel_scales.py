@@ -50,8 +50,9 @@ def scale_channels(
 ) -> dict[str, float]:
     """Multiply the inputs of linears by a constant per channel where that reduces their error, in place.
 
-    Considered are static inputs with one scale and dynamic ones with a scale per token. Excluded are inputs that a layer
-    before can scale, which ``smooth`` does at no cost, and outputs of attention, which static attention writes in INT8.
+    Considered are static inputs with one scale and dynamic ones with a scale per token. Excluded are inputs that a
+    layer before can scale, which ``smooth`` does at no cost, and outputs of attention, which static attention writes in
+    INT8.
 
     Args:
         exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
