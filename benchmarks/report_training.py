@@ -53,8 +53,7 @@ accuracy. The error is that of a linear's results and gradients against the FP64
 STEP_NOTE = """A GPT trained in FP32, evaluated with the same weights on the same batches: relative error of the mean
 gradient against FP32, and increase of the loss over FP32. In the last columns, two channels of the first token are as
 large as in language models, and the model has been trained in FP32 for some steps with it. `per_token` and
-`per_tensor` are not affected, since they pass floats between linears. Until 24 November 2026, `per_token` had one scale
-for a weight instead of one per channel.
+`per_tensor` are not affected, since they pass floats between linears.
 """
 PROCESSES_NOTE = """`examples/train_gpt.py` in one process and under `torchrun`, with a GPU for each process and every
 batch split over the processes. Seeds are equal, so losses differ only by rounding. Examples per second exclude the
