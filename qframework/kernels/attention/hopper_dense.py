@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias
-from qframework.kernels.attention.hopper_pieces import BLOCK_N, HALF, ROWS, PieceForm
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS, PieceForm
 from qframework.kernels.attention.operands import LOG2_E, query_memory_order
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON

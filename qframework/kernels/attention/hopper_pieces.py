@@ -1,4 +1,4 @@
-"""What Hopper's kernels for many small programs share: keys in pieces, the softmax of a piece, INT8 values as float16.
+"""What Hopper's kernels for many small programs share: products, the softmax and the result of pieces of keys.
 
 Formula: :mod:`~qframework.kernels.attention.quantized_attention`, for one scale per head and a product of the scales
 that is not negative: the maximum of a row is taken before its products are scaled. Weights of two neighbouring keys
@@ -7,60 +7,16 @@ share a word of 32 bits, as P V reads them, so that one instruction rounds, adds
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
-
-from qframework.kernels.attention.operands import LOG2_E
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
-BLOCK_N = 128  # keys of a whole block
-HALF = BLOCK_N // 2
-ROWS = 64  # queries of a warpgroup
-
-Added = Literal["none", "float", "bool"]
-"""What is added to logits: nothing, a float mask or bias, or 0 and -inf by a bool mask."""
-
-
-class PieceForm(NamedTuple):
-    """Compile-time sizes and formats."""
-
-    block_d: int  # channels of Q and K, padded to a power of two
-    block_dv: int
-    warpgroups: int  # of a program
-    first: int  # keys of the first piece
-    second: int  # of the second piece, 0 for none
-    halves: bool  # whole blocks in two halves: P V of one runs while the other's weights are computed
-    masked: bool  # whether the last piece holds more than the last keys
-    int8_values: bool
-    whole_values: bool  # block_dv is the number of V's channels
-    reuses_query: bool  # the result takes the place of its queries in shared memory
-    added: Added = "none"
-    step: int = 1  # strides of the bias are multiples of it; 0: the stride of keys is not 1
-    columns: int = 0  # of factors of relative positions, a power of two; 0 for none
-    rest_d: int = 0  # channels of a second slice of Q and K, a power of two, 0 for none
-    rest_dv: int = 0
-    causal: bool = False  # the pieces are the keys of the queries' own places
-    clipped: bool = False  # causal queries may come after the last key
-    block_n: int = BLOCK_N  # keys of a whole block
-    several: bool = False  # tiles a program (streaming)
-
-
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_piece_form import result_layout, scores_layout
     from qframework.kernels.attention.hopper_softmax import LOWEST, in_octaves, natural_rescale
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
     _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(HALF)
     _LEAST = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
-    _LOG2_E = gl.constexpr(LOG2_E)
-
-    @gluon.constexpr_function
-    def scores_layout(keys, int8, form):
-        """Of Q K^T of so many keys."""
-        return gl.NVMMADistributedLayout([3, 0], [form.warpgroups * 4, 1], [16, keys, 32 if int8 else 16])
-
-    @gluon.constexpr_function
-    def result_layout(channels, form):
-        """Of P V of so many channels."""
-        return gl.NVMMADistributedLayout([3, 0], [form.warpgroups * 4, 1], [16, channels, 16])
 
     @gluon.jit
     def products(q, k, before, KEYS: gl.constexpr, FORM: gl.constexpr):
@@ -73,44 +29,6 @@ if HAS_GLUON:
         else:
             started = warpgroup_mma(q, k.permute((1, 0)), before, is_async=True)
         return started
-
-    @gluon.jit
-    def load_factors(positions, first, N, NK, FORM: gl.constexpr):
-        """Relative positions of queries from ``first``: heights, then widths, then zeros (M, columns), in registers.
-
-        ``positions`` are pointers to both, their strides of queries, and the number of widths.
-        """
-        height_ptr, stride_hn, width_ptr, stride_wn, KW = positions
-        M: gl.constexpr = FORM.warpgroups * _ROWS
-        LANES: gl.constexpr = FORM.columns // 8 if FORM.columns < 256 else 32
-        PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [FORM.warpgroups * 4, 1], [1, 0])
-        KH = NK // KW
-        row = gl.minimum(first + gl.arange(0, M, layout=gl.SliceLayout(1, PLACES)), N - 1)
-        column = gl.arange(0, FORM.columns, layout=gl.SliceLayout(0, PLACES))
-        inside = (column < KH + KW)[None, :] & (row[:, None] >= 0)
-        heights = (row * stride_hn)[:, None] + column[None, :]
-        widths = (row * stride_wn)[:, None] + (column - KH)[None, :]
-        is_height = (column < KH)[None, :] & (row[:, None] >= 0)
-        return gl.load(gl.where(is_height, height_ptr + heights, width_ptr + widths), mask=inside, other=0.0)
-
-    @gluon.jit
-    def store_places(tile, one, start, KEYS: gl.constexpr, NK, KW, FORM: gl.constexpr):
-        """``one`` where a key has the height or width of a column of :func:`load_factors`, else 0: (KEYS, columns)."""
-        LANES: gl.constexpr = FORM.columns // 8 if FORM.columns < 256 else 32
-        PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [FORM.warpgroups * 4, 1], [1, 0])
-        KH = NK // KW
-        key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, PLACES))
-        column = gl.arange(0, FORM.columns, layout=gl.SliceLayout(0, PLACES))
-        here = ((key // KW)[:, None] == column[None, :]) | ((key % KW + KH)[:, None] == column[None, :])
-        tile.store(gl.where(here & (key < NK)[:, None], one, 0.0).to(tile.dtype))
-
-    @gluon.jit
-    def store_factors(tiles, factors, inverse):
-        """What :func:`load_factors` loaded times ``inverse``, as sums of two numbers in 16 bit, which keep 22 or 16."""
-        x = factors.to(gl.float32) * inverse
-        high = x.to(tiles[0].dtype)
-        tiles[0].store(high)
-        tiles[1].store((x - high.to(gl.float32)).to(tiles[0].dtype))
 
     @gluon.jit
     def _begun(factors, places, KEYS: gl.constexpr, FORM: gl.constexpr):
@@ -209,55 +127,6 @@ if HAS_GLUON:
             factor = scale
             shift = top
         return factor, shift
-
-    @gluon.jit
-    def load_bias(
-        bias, first, start, N, NK, KEYS: gl.constexpr, INT8: gl.constexpr, MASKED: gl.constexpr, FORM: gl.constexpr
-    ):
-        """The bias of queries from ``first`` and KEYS keys from ``start``, in the layout of their products.
-
-        ``bias`` is a pointer and the strides of queries and keys, in multiples of FORM.step. Queries after the last get
-        the bias of the last; with MASKED keys after the last get -inf.
-        """
-        ptr, stride_n, stride_k = bias
-        SCORES: gl.constexpr = scores_layout(KEYS, INT8, FORM)
-        row = first + gl.arange(0, FORM.warpgroups * _ROWS, layout=gl.SliceLayout(1, SCORES))
-        key = start + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES))
-        token = gl.minimum(row, N - 1) * stride_n
-        if FORM.step == 0:
-            places = ptr + token[:, None] + (key * stride_k)[None, :]
-        else:
-            places = ptr + (token * FORM.step)[:, None] + key[None, :]
-        if MASKED:
-            inside = (key < NK)[None, :] & (row[:, None] >= 0)
-            x = gl.load(places, mask=inside, other=0 if FORM.added == "bool" else float("-inf"))
-        else:
-            x = gl.load(places)
-        if FORM.added == "bool":
-            x = gl.where(x != 0, 0.0, float("-inf")).to(gl.float16)
-        return x
-
-    @gluon.jit
-    def load_biases(
-        bias, first, start, N, NK, FIRST: gl.constexpr, SECOND: gl.constexpr, INT8: gl.constexpr, MASKED: gl.constexpr,
-        FORM: gl.constexpr,
-    ):  # fmt: skip
-        """:func:`load_bias` of FIRST and then SECOND keys, which may be 0: of the first twice."""
-        x = load_bias(bias, first, start, N, NK, FIRST, INT8, MASKED and SECOND == 0, FORM)
-        x2 = x
-        if SECOND > 0:
-            x2 = load_bias(bias, first, start + FIRST, N, NK, SECOND, INT8, MASKED, FORM)
-        return x, x2
-
-    @gluon.jit
-    def with_bias(s, s2, x, x2, scale, BOTH: gl.constexpr):
-        """Natural logits of products and biases, of the first twice without BOTH; ``scale`` leads to octaves."""
-        natural = scale * (1.0 / _LOG2_E)
-        logits = s.to(gl.float32) * natural + x.to(gl.float32)
-        logits2 = logits
-        if BOTH:
-            logits2 = s2.to(gl.float32) * natural + x2.to(gl.float32)
-        return logits, logits2
 
     @gluon.jit
     def _of_slices(q, k, begun, start: gl.constexpr, KEYS: gl.constexpr, OF: gl.constexpr, FORM: gl.constexpr):
@@ -495,48 +364,6 @@ if HAS_GLUON:
             place.store(result.to(gl.int32, bitcast=True).to(gl.int8))
         else:
             place.store(result.to(tile.dtype))
-
-    @gluon.constexpr_function
-    def places_of_values(FORM):
-        """A layout of INT8 values (keys, block_dv) in registers, 16 bytes a thread."""
-        PER_ROW = FORM.block_dv // 16
-        return gl.BlockedLayout([1, 16], [32 // PER_ROW, PER_ROW], [FORM.warpgroups * 4, 1], [1, 0])
-
-    @gluon.jit
-    def load_int8_values(ptr, start, KEYS: gl.constexpr, stride, NK, DV, FORM: gl.constexpr):
-        """INT8 values (KEYS, block_dv) from ``start`` on, in registers; 0 where there are none."""
-        PLACES: gl.constexpr = places_of_values(FORM)
-        row = start + gl.arange(0, KEYS, layout=gl.SliceLayout(1, PLACES))
-        column = gl.arange(0, FORM.block_dv, layout=gl.SliceLayout(0, PLACES))
-        inside = (row < NK)[:, None]
-        if not FORM.whole_values:
-            inside = inside & (column < DV)[None, :]
-        return gl.load(ptr + row[:, None] * stride + column[None, :], mask=inside, other=0)
-
-    @gluon.jit
-    def store_as_float16(tile, values):
-        """INT8 values as float16 in shared memory."""
-        tile.reshape((values.shape[0], values.shape[1])).store(as_float16(values))
-
-    @gluon.jit
-    def as_float16(values):
-        """INT8 values as float16, exactly: a float16 of 1024 and more has integers in its bits."""
-        return gl.inline_asm_elementwise(
-            """{
-            .reg .b32 bytes, low, high, offset;
-            xor.b32 bytes, $2, 0x80808080;
-            mov.b32 offset, 0x64806480;
-            prmt.b32 low, bytes, 0x64646464, 0x4140;
-            prmt.b32 high, bytes, 0x64646464, 0x4342;
-            sub.f16x2 $0, low, offset;
-            sub.f16x2 $1, high, offset;
-            }""",
-            "=r,=r,r",
-            [values],
-            dtype=gl.float16,
-            is_pure=True,
-            pack=4,
-        )
 
     @gluon.jit
     def scales_of(scales, h, kv, logit_scale, PER_HEAD: gl.constexpr):

@@ -15,26 +15,27 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.attention.hopper_pieces import BLOCK_N, ROWS
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_pieces import (
-        block_products,
+    from qframework.kernels.attention.hopper_int8_values import load_int8_values, store_as_float16
+    from qframework.kernels.attention.hopper_piece_bias import (
         load_biases,
         load_factors,
-        load_int8_values,
-        piece_products,
-        scales_of,
-        store_as_float16,
         store_factors,
         store_places,
+        with_bias,
+    )
+    from qframework.kernels.attention.hopper_pieces import (
+        block_products,
+        piece_products,
+        scales_of,
         store_result,
         visit,
         visit_pieces,
-        with_bias,
     )
     from qframework.kernels.runtime.gluon import (
         barrier,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.attention.hopper_pieces import BLOCK_N, ROWS
+from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
@@ -22,12 +22,11 @@ VALUE_STAGES = 3
 REGISTERS = 128  # of a thread
 
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_int8_values import as_float16, places_of_values
     from qframework.kernels.attention.hopper_pieces import (
-        as_float16,
         block_products,
         first_products,
         first_visit,
-        places_of_values,
         scales_of,
         store_result,
         visit,

@@ -11,18 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from qframework.kernels.attention.hopper_pieces import ROWS
+from qframework.kernels.attention.hopper_piece_form import ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
 
 if HAS_GLUON:
-    from qframework.kernels.attention.hopper_pieces import (
-        load_biases,
-        piece_products,
-        store_result,
-        visit_pieces,
-        with_bias,
-    )
+    from qframework.kernels.attention.hopper_piece_bias import load_biases, with_bias
+    from qframework.kernels.attention.hopper_pieces import piece_products, store_result, visit_pieces
     from qframework.kernels.runtime.gluon import (
         barrier,
         fence_async_shared,

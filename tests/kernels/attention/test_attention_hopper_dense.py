@@ -21,7 +21,7 @@ from qframework.kernels.attention.hopper_dense import (
     split,
     streaming_form,
 )
-from qframework.kernels.attention.hopper_pieces import PieceForm
+from qframework.kernels.attention.hopper_piece_form import PieceForm
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

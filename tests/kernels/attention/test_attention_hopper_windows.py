@@ -26,7 +26,7 @@ from qframework.kernels.attention.hopper_dense import (
     takes,
     takes_bias,
 )
-from qframework.kernels.attention.hopper_pieces import PieceForm
+from qframework.kernels.attention.hopper_piece_form import PieceForm
 from qframework.kernels.attention.operands import LOG2_E, Bias
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
