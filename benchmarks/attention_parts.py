@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.attention_oracle import float32_attention
 from qframework import calibrate_attention, sage_attention_varlen
-from qframework.kernels.attention import hopper, hopper_packed, prepare
+from qframework.kernels.attention import hopper, hopper_packed
 from qframework.kernels.attention.operands import Bias
 from qframework.kernels.attention.pipeline import _attend_triton
 from qframework.kernels.attention.prepare import can_prepare, prepare_triton
@@ -81,20 +81,6 @@ class Runs:
         }
 
 
-def changed(module: Any, name: str, by: Callable[[Any], Any], fn: Callable[[], Any]) -> Callable[[], Any]:
-    """``fn`` with ``by(module.name)`` in place of ``module.name``."""
-
-    def run() -> Any:
-        old = getattr(module, name)
-        setattr(module, name, by(old))
-        try:
-            return fn()
-        finally:
-            setattr(module, name, old)
-
-    return run
-
-
 def counted(fn: Callable[..., Any], used: list[int]) -> Callable[..., Any]:
     """``fn``, which adds a number to ``used`` in each call."""
 
@@ -103,11 +89,6 @@ def counted(fn: Callable[..., Any], used: list[int]) -> Callable[..., Any]:
         return fn(*given)
 
     return run
-
-
-def in_turns(form_of: Callable[..., Any]) -> Callable[..., Any]:
-    """Forms of Hopper's kernel whose warpgroups take turns to compute weights."""
-    return lambda *given, **named: form_of(*given, **named)._replace(turns=True)
 
 
 def normal(*sizes: int, dtype: torch.dtype) -> Tensor:
@@ -127,9 +108,7 @@ def dense_operands(
     return q, k, normal(batch, key_heads, tokens, width, dtype=dtype)
 
 
-def case_dense(
-    shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int, turns: bool = False
-) -> dict[str, Any]:
+def case_dense(shape: list[int], dtype: str, causal: bool, names: list[str], rounds: int) -> dict[str, Any]:
     """Whole calls of variants and of cuDNN, and their passes and kernels alone."""
     batch, heads, key_heads, tokens, width = shape
     q, k, v = dense_operands(batch, heads, key_heads, tokens, width, DTYPES[dtype])
@@ -155,20 +134,13 @@ def case_dense(
             errors[name] = relative_l1(whole()[:1, :1], reference)
             calls[name] = whole
             if can_prepare(variant):
-                floats = hopper.quantizes_queries(q, v.shape[3], variant, False)
-                operands = (q, k, v, variant, width**-0.5, True, None, floats)
+                operands = (q, k, v, variant, width**-0.5, True)
                 prepared = prepare_triton(*operands)
                 calls[f"{name} pass"] = functools.partial(prepare_triton, *operands)
                 kernel = functools.partial(
                     _attend_triton, *prepared, Bias(causal=causal), variant, q.dtype, False, None
                 )
                 calls[f"{name} kernel"] = kernel
-                if turns:
-                    calls[f"{name} kernel, turns"] = changed(hopper, "form_of", in_turns, kernel)
-                    many = changed(prepare, "warps", lambda old: lambda d: 2 * old(d), calls[f"{name} pass"])
-                    calls[f"{name} pass, more warps"] = many
-            elif turns:
-                calls[f"{name}, turns"] = changed(hopper, "form_of", in_turns, whole)
         except Exception as error:  # noqa: BLE001 - the other cases go on
             problems[name] = f"{type(error).__name__}: {error}"[:400]
     times = Runs(calls).times(rounds)
@@ -292,7 +264,7 @@ def case_isolated(causal: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def case_repeats(name: str, packed: bool, turns: bool) -> dict[str, Any]:
+def case_repeats(name: str, packed: bool) -> dict[str, Any]:
     """Calls beside products on another stream, which take multiprocessors away: how many differ from the first."""
     q, k, v = dense_operands(2, 32, 32, 1500, 128, torch.float16)
     starts = torch.tensor([0, 700, 700, 1500], dtype=torch.int32, device="cuda")
@@ -303,15 +275,14 @@ def case_repeats(name: str, packed: bool, turns: bool) -> dict[str, Any]:
             return sage_attention_varlen(one_q, one_k, one_v, starts, starts, 800, 800, variant=name)
         return torch.ops.qframework.sage_attention(q, k, v, is_causal=True, variant=name)[0]
 
-    fn = changed(hopper, "form_of", in_turns, call) if turns else call
-    first = fn()
+    first = call()
     other, x = torch.cuda.Stream(), torch.randn(2048, 2048, device="cuda", dtype=torch.float16)
     differ = 0
     for _ in range(100):
         with torch.cuda.stream(other):
             x = (x @ x).clamp(-1, 1)
-        differ += not torch.equal(first, fn())
-    return {"case": "repeats", "variant": name, "packed": packed, "turns": turns, "differ": differ}
+        differ += not torch.equal(first, call())
+    return {"case": "repeats", "variant": name, "packed": packed, "differ": differ}
 
 
 def case_choice(tokens: int, heads: int, width: int) -> dict[str, Any]:
@@ -341,7 +312,7 @@ def cases(names: list[str], rounds: int, part: str) -> list[tuple[Callable[..., 
     checked = [([2, 40, 40, 700, 1000, 64, 64], False, masked) for masked in (False, True)]
     checked += [([2, 40, 20, 1000, 1000, 128, 128], True, False), ([2, 40, 40, 900, 700, 80, 72], False, True)]
     fp8 = ("sage2_int8", "8-per_block-fp8-fp32", "8-per_thread-fp16-fp32", "integer_exp")
-    repeated = [("sage2_int8", False, False), ("unquantized", True, False), ("sage2_int8", False, True)]
+    repeated = [("sage2_int8", False), ("unquantized", True)]
     calls = ((4096, 16, 64), (1024, 16, 64))
     mixes = [
         ("geometric", 32, 64, False),
@@ -354,7 +325,6 @@ def cases(names: list[str], rounds: int, part: str) -> list[tuple[Callable[..., 
         "dense": [(case_dense, (shape, "float16", False, names, rounds)) for shape in short],
         "packed": [(case_packed, (*mix, "unquantized", rounds)) for mix in mixes],
         "packed integer": [(case_packed, (*mixes[0], "integer_exp", rounds))],
-        "turns": [(case_dense, (shape, "float16", False, names, rounds, True)) for shape in short],
         "bfloat16": [(case_dense, (shape, "bfloat16", False, names, rounds)) for shape in (*short, *long[:2])],
         "long": [(case_dense, (shape, "float16", False, names, rounds)) for shape in long],
         "causal": [(case_dense, ([4, 32, n, 8192, 128], "float16", True, names, rounds)) for n in (32, 8)],

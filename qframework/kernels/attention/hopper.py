@@ -39,7 +39,6 @@ _SHARED = 226 * 1024  # bytes of a multiprocessor for tiles; barriers take the l
 _CACHE = 20 * 2**20  # bytes of an H100's 50 MiB of L2 cache, whose halves hold copies of each other's
 
 LEAST_TOKENS = 512  # from which a pass that quantizes Q or K pays; triton.py quantizes Q within its kernel
-FLOAT_QUERIES = False  # compiles for the chip, and was never run there
 LEAST_NARROW = 1024  # from which the kernel is the faster one for up to 32 channels
 
 if HAS_GLUON:
@@ -239,20 +238,11 @@ def form_of(
     return form._replace(shares_out=True) if too_large else form
 
 
-def quantizes_queries(q: Tensor, values: int, variant: AttentionVariant, masked: bool) -> bool:
-    """Whether the kernel quantizes these queries ``(B, H, N, D)`` of a call that it computes, with integers for P."""
-    if not FLOAT_QUERIES:
-        return False
-    form = form_of(variant, q.shape[3], values, masked)._replace(float_queries=True)
-    groups = variant.qk_bits == 8 and form.q_span == BLOCK_M and form.integer
-    return groups and q.dtype.itemsize == 2 and addressable(q) and shared_bytes(form) <= _SHARED
-
-
 def shared_bytes(form: Form, added: Added = NOTHING) -> int:
     """Bytes of shared memory that tiles of this form take, without barriers."""
     operand, value = 1 if form.q_span else 2, 1 if form.fp8 else 2
     d, dv = form.block_d + form.rest_d, form.block_dv + form.rest_dv
-    queries = BLOCK_M * d * (3 if form.float_queries else operand) + (0 if form.shares_out else BLOCK_M * dv * 2)
+    queries = BLOCK_M * d * operand + (0 if form.shares_out else BLOCK_M * dv * 2)
     stage = form.block_n * (d * operand + dv * value)
     bias = {"tile": form.stages * form.block_n, "factors": form.columns}.get(form.bias, 0)
     return queries + form.stages * stage + BLOCK_M * bias * added.itemsize
@@ -279,7 +269,7 @@ def attention_hopper(
         raise QFrameworkError("attention_hopper: bias must be one that added_by reads. Launch the general kernel")
     masked = bias.mask is not None and added.kind == "none"
     form = form_of(variant, channels, values, masked, added)
-    form = form._replace(float_queries=variant.quantizes_qk and qk.q_scale is None, lse=lse)
+    form = form._replace(lse=lse)
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=v.device) if lse else None
     out = query_memory_order(batch, heads, tokens, values, qk.q, dtype)
     q_scale, k_scale = (out if scale is None else scale for scale in (qk.q_scale, qk.k_scale))

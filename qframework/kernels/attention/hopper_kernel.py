@@ -49,15 +49,22 @@ if HAS_GLUON:
         fp8_weights_of,
         head_bias_of,
         kept_by_place,
-        quantize_queries,
         scale_of_queries,
         scales_of_block,
         weights_of,
     )
+    from qframework.kernels.attention.hopper_products import (
+        added_values,
+        finish_values,
+        products_of,
+        rescaled,
+        start_values,
+        store_lse,
+        store_result,
+    )
     from qframework.kernels.attention.hopper_softmax import (
         LOWEST,
         bounded_weights,
-        fp8_operand,
         halves,
         integer_weights,
         is_bounded,
@@ -76,8 +83,6 @@ if HAS_GLUON:
         mbarrier,
         next_stage,
         tma,
-        tma_store,
-        warpgroup_mma,
         warpgroup_mma_wait,
     )
 
@@ -87,72 +92,6 @@ if HAS_GLUON:
     _NATURAL = gl.constexpr(1 / LOG2_E)
 
     @gluon.jit
-    def _products(q, shared, slot, no_scores, FORM: gl.constexpr):
-        """Q K^T of the keys in ``slot``, in flight."""
-        D: gl.constexpr = FORM.block_d
-        REST: gl.constexpr = FORM.rest_d
-        BLOCK_N: gl.constexpr = FORM.block_n
-        k = shared[2].index(slot).reshape((BLOCK_N, D)).permute((1, 0))
-        products = warpgroup_mma(q[0], k, no_scores, use_acc=False, is_async=True)
-        if REST > 0:
-            k = shared[3].index(slot).reshape((BLOCK_N, REST)).permute((1, 0))
-            products = warpgroup_mma(q[1], k, products, is_async=True)
-        return products
-
-    @gluon.jit
-    def _start_values(weights, shared, slot, acc, acc_rest, FORM: gl.constexpr):
-        """P V of the values in ``slot``, in flight: added to both slices, or in FP8 instead of ``acc_rest``."""
-        DV: gl.constexpr = FORM.block_dv
-        REST_DV: gl.constexpr = FORM.rest_dv
-        BLOCK_N: gl.constexpr = FORM.block_n
-        FP8: gl.constexpr = FORM.fp8
-        if FP8:  # tensor cores sum FP8 products in 22 bits: each block starts at zero
-            v = shared[4].index(slot).reshape((DV, BLOCK_N)).permute((1, 0))
-            OPERAND: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 4)
-            values_rest = warpgroup_mma(fp8_operand(weights, OPERAND), v, acc_rest, use_acc=False, is_async=True)
-            values = acc
-        else:
-            v = shared[4].index(slot).reshape((BLOCK_N, DV))
-            values = warpgroup_mma(weights, v, acc, is_async=True)
-            values_rest = acc_rest
-        if REST_DV > 0:
-            LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc_rest.type.layout, 2)
-            v = shared[5].index(slot).reshape((BLOCK_N, REST_DV))
-            values_rest = warpgroup_mma(gl.convert_layout(weights, LAYOUT), v, acc_rest, is_async=True)
-        return values, values_rest
-
-    @gluon.jit
-    def _finish_values(values, values_rest, weights, FORM: gl.constexpr):
-        """Both slices of the accumulator, and the weights, which P V reads until here.
-
-        Without this use of theirs, new weights get their registers, and ptxas serializes.
-        """
-        REST_DV: gl.constexpr = FORM.rest_dv
-        FP8: gl.constexpr = FORM.fp8
-        if FP8:
-            acc_rest, weights = warpgroup_mma_wait(0, deps=(values_rest, weights))
-            acc = values
-        elif REST_DV > 0:
-            acc, acc_rest, weights = warpgroup_mma_wait(0, deps=(values, values_rest, weights))
-        else:
-            acc, weights = warpgroup_mma_wait(0, deps=(values, weights))
-            acc_rest = values_rest
-        return acc, acc_rest, weights
-
-    @gluon.jit
-    def _added_values(before, product, pending):
-        """``before`` times the factor of each row that its sums were behind, and ``product``, which has it already."""
-        return before * gl.convert_layout(pending, gl.SliceLayout(1, before.type.layout))[:, None] + product
-
-    @gluon.jit
-    def _rescaled(acc, acc_rest, rescale, FORM: gl.constexpr):
-        REST_DV: gl.constexpr = FORM.rest_dv
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, acc.type.layout))[:, None]
-        if REST_DV > 0:
-            acc_rest = acc_rest * gl.convert_layout(rescale, gl.SliceLayout(1, acc_rest.type.layout))[:, None]
-        return acc, acc_rest
-
-    @gluon.jit
     def _visit(
         WHO: gl.constexpr, BOUNDED: gl.constexpr, PARTIAL: gl.constexpr, begin, end, state, at, q, q_scale, shared,
         barriers, keys, FORM: gl.constexpr,
@@ -160,9 +99,8 @@ if HAS_GLUON:
         """Blocks of keys from the ``begin``-th, before which ``state`` holds the weights; the new state and place."""
         k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, bias, logit_scale = keys
         acc, acc_rest, total, top, weights, pending = state
-        slot, phase, next_slot, next_phase, turn = at
-        _, _, k_ready, k_free, v_ready, v_free, turns = barriers
-        TURNS: gl.constexpr = FORM.turns
+        slot, phase, next_slot, next_phase = at
+        _, _, k_ready, k_free, v_ready, v_free = barriers
         DV: gl.constexpr = FORM.block_dv
         BLOCK_N: gl.constexpr = FORM.block_n
         STAGES: gl.constexpr = FORM.stages
@@ -191,9 +129,9 @@ if HAS_GLUON:
             before_phase = phase
             slot = next_slot
             phase = next_phase
-            products = _products(q, shared, slot, no_scores, FORM)
+            products = products_of(q, shared, slot, no_scores, FORM)
             mbarrier.wait(v_ready.index(before), before_phase)
-            values, values_rest = _start_values(weights, shared, before, acc, acc_rest, FORM)
+            values, values_rest = start_values(weights, shared, before, acc, acc_rest, FORM)
             if NATURAL and not LATE:
                 added = bias_of(WHO, block, slot, bias, shared, NK, no_scores, False, FORM)
             products = warpgroup_mma_wait(VALUE_SLICES, deps=(products,))
@@ -203,9 +141,6 @@ if HAS_GLUON:
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
-            if TURNS:
-                mbarrier.wait(turns.index(WHO), turn)
-                turn = turn ^ 1
             keep = scores == scores
             if PARTIAL:
                 if MASKED_FORM:
@@ -227,19 +162,17 @@ if HAS_GLUON:
             # Waiting ends a basic block, below which ptxas does not move the exponentials: they overlap P V.
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=i + 1 < blocks)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - WHO), count=1)
-            acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
+            acc, acc_rest, weights = finish_values(values, values_rest, weights, FORM)
             mbarrier.arrive(v_free.index(before), count=1)
             if FP8:
-                acc = _added_values(acc, acc_rest, pending)
+                acc = added_values(acc, acc_rest, pending)
                 pending = rescale
                 weights = settled(p)  # in words, which warpgroup_mma_wait takes
             else:
                 if not BOUNDED:
-                    acc, acc_rest = _rescaled(acc, acc_rest, rescale, FORM)
+                    acc, acc_rest = rescaled(acc, acc_rest, rescale, FORM)
                 weights = left_operand(p, DTYPE, SCORES, WEIGHTS)
-        return (acc, acc_rest, total, top, weights, pending), (slot, phase, next_slot, next_phase, turn)
+        return (acc, acc_rest, total, top, weights, pending), (slot, phase, next_slot, next_phase)
 
     @gluon.jit
     def _visit_all(
@@ -255,32 +188,12 @@ if HAS_GLUON:
         return _visit(WHO, BOUNDED, False, begin, blocks, state, at, q, q_scale, shared, barriers, keys, FORM)
 
     @gluon.jit
-    def _store(result, sums, v_scale_ptr, tile, desc, place):
-        """The accumulator divided by the sums of its rows, times scales of channels if any, through shared memory."""
-        result = result * (1.0 / gl.convert_layout(sums, gl.SliceLayout(1, result.type.layout)))[:, None]
-        if v_scale_ptr is not None:
-            d = gl.arange(0, result.shape[1], layout=gl.SliceLayout(0, result.type.layout))
-            result = result * gl.load(v_scale_ptr + d, mask=d < desc.shape[len(desc.shape) - 1], other=0.0)[None, :]
-        tile.reshape((result.shape[0], result.shape[1])).store(result.to(desc.dtype))
-        fence_async_shared()
-        tma_store(desc, place, tile)
-
-    @gluon.jit
-    def _store_lse(lse_ptr, sums, top, rows):
-        """The natural log-sum-exp of a warpgroup's first ``rows`` queries, from maxima in base 2."""
-        row = gl.arange(0, _ROWS, layout=top.type.layout)
-        lse = (top + gl.log2(gl.convert_layout(sums, top.type.layout))) * _NATURAL
-        gl.store(lse_ptr + row, lse, mask=row < rows)
-
-    @gluon.jit
     def _consume(
         WHO: gl.constexpr, descs, shared, barriers, scales, sizes, plan_ptr, mask, bias, CAUSAL: gl.constexpr,
         FORM: gl.constexpr,
     ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
-        q_ready, q_free, k_ready, k_free, v_ready, v_free, turns = barriers
-        TURNS: gl.constexpr = FORM.turns
-        FLOAT: gl.constexpr = FORM.float_queries
+        q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
         q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale = scales
         H, GROUP, ITEMS = sizes[0], sizes[1], sizes[4]
         bias_ptr, bias_batch, bias_head, bias_token = bias
@@ -315,7 +228,6 @@ if HAS_GLUON:
         slot = 0
         phase = 0
         q_phase = 0
-        turn = 1 - WHO  # the first has the first turn
         for work in range(gl.program_id(0), number_of_items(plan_ptr, ITEMS, FORM), gl.num_programs(0)):
             tile, h, b, q_start, N, _k_start, NK = item_of(work, plan_ptr, sizes, FORM)
             first = tile * _BLOCK_M + WHO * _ROWS
@@ -328,31 +240,23 @@ if HAS_GLUON:
                 bits_ptr = mask[0] + entry * gl.cdiv(NK, _BLOCK_M) * _MASK_WORDS + WHO * (_MASK_WORDS // 2)
             here = head_bias_of(bias_ptr, bias_batch, bias_head, bias_token, b, h, first, mask, FORM)
             head_bias = (here, bias_token, N - first)
-            q_tile = shared[9 if FLOAT else 0].index(WHO).reshape((_ROWS, D))
+            q_tile = shared[0].index(WHO).reshape((_ROWS, D))
             q_rest = q_tile
             if REST > 0:
-                q_rest = shared[10 if FLOAT else 1].index(WHO).reshape((_ROWS, REST))
+                q_rest = shared[1].index(WHO).reshape((_ROWS, REST))
             q = (q_tile, q_rest)
 
             # The first visit, masked.
-            if FLOAT:
-                q_scale = quantize_queries(WHO, q, shared, barriers, q_phase, logit_scale, halves(no_scores), FORM)
-            else:
-                mbarrier.wait(q_ready.index(WHO), q_phase)
-                q_scale = scale_of_queries(
-                    q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM
-                )
+            mbarrier.wait(q_ready.index(WHO), q_phase)
+            q_scale = scale_of_queries(q, q_scale_ptr, b, h, H, row, N, q_groups, logit_scale, halves(no_scores), FORM)
             q_phase = q_phase ^ 1
             mbarrier.wait(k_ready.index(slot), phase)
-            products = warpgroup_mma_wait(0, deps=(_products(q, shared, slot, no_scores, FORM),))
+            products = warpgroup_mma_wait(0, deps=(products_of(q, shared, slot, no_scores, FORM),))
             if NATURAL:
                 added = bias_of(WHO, block, slot, head_bias, shared, NK, no_scores, True, FORM)
                 products = products * (logit_scale * _NATURAL) + added
             scores = halves(products)
             mbarrier.arrive(k_free.index(slot), count=1)
-            if TURNS:
-                mbarrier.wait(turns.index(WHO), turn)
-                turn = turn ^ 1
             if MASKED_FORM:
                 keep = kept_keys(bits_ptr, block, no_scores) | (partial == 0)
             else:
@@ -387,14 +291,12 @@ if HAS_GLUON:
                 acc_rest = gl.zeros((_ROWS, DV), gl.float32, RESULT)
             next_slot, next_phase = next_stage(slot, phase, STAGES)
             mbarrier.wait(k_ready.index(next_slot), next_phase, pred=blocks > 1)
-            if TURNS:
-                mbarrier.arrive(turns.index(1 - WHO), count=1)
 
             pending = logit_scale  # stands for nothing
             if FP8:
                 pending = gl.full((_ROWS,), 1.0, gl.float32, ROW)
             state = (acc, acc_rest, total, top, weights, pending)
-            at = (slot, phase, next_slot, next_phase, turn)
+            at = (slot, phase, next_slot, next_phase)
             keys = (k_scales, k_groups, blocks, bits_ptr, entry, NK, mask, first, head_bias, logit_scale)
             if INTEGER and INT8:
                 if bounded:
@@ -410,30 +312,32 @@ if HAS_GLUON:
                     WHO, False, partial, state, at, q, q_scale, shared, barriers, keys, SEVERAL, FORM
                 )
             acc, acc_rest, total, top, weights, pending = state
-            slot, phase, next_slot, next_phase, turn = at
+            slot, phase, next_slot, next_phase = at
 
-            if not SHARES_OUT and not FLOAT:
+            if not SHARES_OUT:
                 mbarrier.arrive(q_free.index(WHO), count=1)
             mbarrier.wait(v_ready.index(slot), phase)
-            values, values_rest = _start_values(weights, shared, slot, acc, acc_rest, FORM)
-            acc, acc_rest, weights = _finish_values(values, values_rest, weights, FORM)
+            values, values_rest = start_values(weights, shared, slot, acc, acc_rest, FORM)
+            acc, acc_rest, weights = finish_values(values, values_rest, weights, FORM)
             if FP8:
-                acc = _added_values(acc, acc_rest, pending)
+                acc = added_values(acc, acc_rest, pending)
             mbarrier.arrive(v_free.index(slot), count=1)
             slot = next_slot
             phase = next_phase
             sums = gl.sum(total, 1)
             if LSE:
-                _store_lse(lse_ptr + (b * H + h).to(gl.int64) * N + first, sums, top, N - first)
+                store_lse(lse_ptr + (b * H + h).to(gl.int64) * N + first, sums, top, N - first)
             if SEVERAL or NATURAL or PACKED:
                 sums = gl.where(sums == 0.0, 1.0, sums)  # a query without keys
             if not SHARES_OUT:
                 tma.store_wait(0)  # the result before has left
             v_scales = v_scale_ptr + (b * (H // GROUP) + h // GROUP) * descs[6].shape[3] if FP8 else None
-            _store(acc, sums, v_scales, shared[6].index(WHO), descs[6], place_of(b, h, q_start, N, first, 0, FORM))
+            store_result(
+                acc, sums, v_scales, shared[6].index(WHO), descs[6], place_of(b, h, q_start, N, first, 0, FORM)
+            )
             if REST_DV > 0:
                 place = place_of(b, h, q_start, N, first, DV, FORM)
-                _store(acc_rest, sums, None, shared[7].index(WHO), descs[7], place)
+                store_result(acc_rest, sums, None, shared[7].index(WHO), descs[7], place)
             if SHARES_OUT:
                 tma.store_wait(0)
                 mbarrier.arrive(q_free.index(WHO), count=1)
@@ -444,7 +348,7 @@ if HAS_GLUON:
 
     @gluon.jit(do_not_specialize=_UNSPECIALIZED)
     def _specialized_attention_kernel(
-        q_desc,  # (B, H, N, D) int8, or as V or, with `float_queries`, 16 bit; blocks of (1, 1, ROWS, block_d)
+        q_desc,  # (B, H, N, D) int8, or as V; blocks of (1, 1, ROWS, block_d)
         q_rest_desc,  # the same with blocks of (1, 1, ROWS, rest_d); q_desc again without a second slice
         k_desc,  # (B, Hkv, Nk, D) int8 or as V, blocks of (1, 1, block_n, block_d)
         k_rest_desc,
@@ -491,8 +395,6 @@ if HAS_GLUON:
         SHARES_OUT: gl.constexpr = FORM.shares_out
         TILE: gl.constexpr = FORM.bias == "tile"
         FACTORS: gl.constexpr = FORM.bias == "factors"
-        TURNS: gl.constexpr = FORM.turns
-        FLOAT: gl.constexpr = FORM.float_queries
         q_tiles = buffers(2, q_desc)
         k_stages = buffers(STAGES, k_desc)
         v_stages = buffers(STAGES, v_desc)
@@ -519,12 +421,6 @@ if HAS_GLUON:
         if FACTORS:
             COLUMNS: gl.constexpr = FORM.columns
             bias_tiles = gl.allocate_shared_memory(bias_desc.dtype, [2, 1, 1, _ROWS, COLUMNS], bias_desc.layout)
-        q_integers = q_tiles
-        q_integers_rest = q_tiles
-        if FLOAT:
-            q_integers = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _ROWS, FORM.block_d], k_desc.layout)
-            if REST > 0:
-                q_integers_rest = gl.allocate_shared_memory(gl.int8, [2, 1, 1, _ROWS, REST], k_rest_desc.layout)
         q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -533,27 +429,19 @@ if HAS_GLUON:
         v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(q_ready.index(i), count=1)
-            mbarrier.init(q_free.index(i), count=2 if FLOAT else 1)
+            mbarrier.init(q_free.index(i), count=1)
         for i in gl.static_range(STAGES):
             mbarrier.init(k_ready.index(i), count=1)
             mbarrier.init(v_ready.index(i), count=1)
             mbarrier.init(k_free.index(i), count=2)
             mbarrier.init(v_free.index(i), count=2)
-        turns = q_free
-        if TURNS:
-            turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(2):
-                mbarrier.init(turns.index(i), count=1)
         fence_async_shared()
         wait_for_previous_kernel(OVERLAP)
         descs = (
             q_desc, q_rest_desc, k_desc, k_rest_desc, v_desc, v_rest_desc, out_desc, out_rest_desc, bias_desc,
         )  # fmt: skip
-        shared = (
-            q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles, q_integers,
-            q_integers_rest,
-        )  # fmt: skip
-        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, turns)
+        shared = (q_tiles, q_rest, k_stages, k_rest, v_stages, v_rest, out_tiles, out_rest, bias_tiles)
+        barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
         scales = (q_scale_ptr, k_scale_ptr, k_norm_ptr, v_scale_ptr, lse_ptr, q_groups, k_groups, logit_scale)
         sizes = (H, GROUP, N, NK, ITEMS, HEADS_AT_ONCE, BATCHES_AT_ONCE)
         mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)

@@ -38,8 +38,6 @@ class Form(NamedTuple):
     of_threads: bool = False  # 8 queries' scales in q_span and 4 keys' in k_span, as variants.py has them per thread
     fp8: bool = False  # P and V in E4M3, V transposed with its keys PAIRED
     p_shift: float = 0.0  # log2 of the quantized 1 in P
-    turns: bool = False  # one warpgroup at a time computes its weights
-    float_queries: bool = False  # Q is in 16 bit; its integers and their scale, one for a tile, are found here
     packed: bool = False  # sequences follow each other in memory, and items are those of packed_items.py
     lse: bool = False  # the log-sum-exp of logits is stored, too; without bias and mask, and with exact exponentials
 
@@ -172,7 +170,7 @@ if HAS_GLUON:
         _, _, k_desc, k_rest_desc, v_desc, v_rest_desc, _, _, bias_desc = descs
         k_stages, k_rest, v_stages, v_rest = shared[2], shared[3], shared[4], shared[5]
         bias_stages = shared[8]
-        _, _, k_ready, k_free, v_ready, v_free, _ = barriers
+        _, _, k_ready, k_free, v_ready, v_free = barriers
         GROUP, ITEMS = sizes[1], sizes[4]
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv

@@ -8,7 +8,6 @@ from __future__ import annotations
 from qframework.kernels.attention.hopper_softmax import ROWS
 from qframework.kernels.attention.variants import KEY_BLOCK
 from qframework.kernels.runtime.gluon import HAS_GLUON
-from qframework.numerics import MIN_SCALE
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_softmax import (
@@ -22,10 +21,9 @@ if HAS_GLUON:
         of_threads,
         whole,
     )
-    from qframework.kernels.runtime.gluon import barrier, fence_async_shared, gl, gluon, mbarrier
+    from qframework.kernels.runtime.gluon import gl, gluon
 
-    _ROWS, _KEY_BLOCK, _MIN_SCALE = gl.constexpr(ROWS), gl.constexpr(KEY_BLOCK), gl.constexpr(MIN_SCALE)
-    _INFINITE = gl.constexpr(0x7F800000)  # the bits of infinity; as integers, those of NaN are larger
+    _ROWS, _KEY_BLOCK = gl.constexpr(ROWS), gl.constexpr(KEY_BLOCK)
 
     @gluon.jit
     def bias_of(WHO: gl.constexpr, block, slot, bias, shared, NK, no_scores, FIRST: gl.constexpr, FORM: gl.constexpr):
@@ -156,53 +154,3 @@ if HAS_GLUON:
         else:
             q_scale = gl.full((_ROWS,), 0.0, gl.float32, ROW) + logit_scale
         return gl.convert_layout(q_scale, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout)))
-
-    @gluon.jit
-    def _float_queries(tile, factor, WIDTH: gl.constexpr):
-        """A warpgroup's queries (ROWS, WIDTH) times ``factor``, float32, and the bits of each row's magnitude."""
-        PLACES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
-        x = tile.reshape((_ROWS, WIDTH)).load(PLACES).to(gl.float32) * factor
-        return x, gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-
-    @gluon.jit
-    def _row_bits(WHO: gl.constexpr, shared, factor, FORM: gl.constexpr):
-        """The bits of the magnitudes of the queries of warpgroup ``WHO``."""
-        REST: gl.constexpr = FORM.rest_d
-        _, bits = _float_queries(shared[0].index(WHO), factor, FORM.block_d)
-        if REST > 0:
-            _, more = _float_queries(shared[1].index(WHO), factor, REST)
-            bits = gl.maximum(bits, gl.convert_layout(more, bits.type.layout))
-        return bits
-
-    @gluon.jit
-    def _store_integers(tile, x, inverse):
-        """``x`` times ``inverse`` rounded half to even and saturated, as int8."""
-        x = gl.minimum(gl.maximum(x * inverse, -127.0), 127.0) + 12582912.0  # the integer is in the lowest byte
-        tile.store(x.to(gl.int32, bitcast=True).to(gl.int8))
-
-    @gluon.jit
-    def quantize_queries(WHO: gl.constexpr, q, shared, barriers, phase, factor, like, FORM: gl.constexpr):
-        """This warpgroup's queries times ``factor`` as integers in ``q``; their scale by row, as `scale_of_queries`.
-
-        All 128 queries of the tile share it, those that are not finite excluded, as quantize_qk.py has it per block.
-        """
-        q_ready, q_free = barriers[0], barriers[1]
-        REST: gl.constexpr = FORM.rest_d
-        for who in gl.static_range(2):
-            mbarrier.wait(q_ready.index(who), phase)
-        bits = _row_bits(WHO, shared, factor, FORM)
-        others = _row_bits(1 - WHO, shared, factor, FORM)
-        largest = gl.max(gl.maximum(gl.where(bits < _INFINITE, bits, 0), gl.where(others < _INFINITE, others, 0)), 0)
-        scale = gl.maximum(gl.div_rn(largest.to(gl.float32, bitcast=True), gl.to_tensor(127.0)), _MIN_SCALE)
-        inverse = gl.div_rn(gl.to_tensor(1.0), scale)
-        x, _ = _float_queries(shared[0].index(WHO), factor, FORM.block_d)
-        _store_integers(q[0], x, inverse)
-        if REST > 0:
-            x, _ = _float_queries(shared[1].index(WHO), factor, REST)
-            _store_integers(q[1], x, inverse)
-        fence_async_shared()
-        barrier()
-        for who in gl.static_range(2):
-            mbarrier.arrive(q_free.index(who), count=1)
-        rows = gl.where(bits < _INFINITE, scale, float("nan"))
-        return gl.convert_layout(rows, gl.SliceLayout(1, gl.SliceLayout(2, like.type.layout)))

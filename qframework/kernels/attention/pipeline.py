@@ -197,8 +197,7 @@ def _prepared(
         if blocks is None or blocks.seen is None:
             blocks = mask_blocks_triton(bias.mask, q.shape[2], k.shape[2], bias.causal, k.shape[1])
         bias, seen = bias._replace(blocks=blocks), blocks.seen
-    float_queries = hopper.quantizes_queries(q, v.shape[3], variant, seen is not None)
-    qk, values = prepare_triton(q, k, v, variant, scale, smooth_k, seen, float_queries)
+    qk, values = prepare_triton(q, k, v, variant, scale, smooth_k, seen)
     return _attend_triton(qk, values, bias, variant, q.dtype, False, None)
 
 

@@ -149,11 +149,11 @@ def _prepare_kernel(
     q,  # Heads
     k,  # Heads
     v,  # Heads, or None where V is in bfloat16 already
-    q8,  # Heads, int8, or None: Q stays as it is
+    q8,  # Heads, int8
     k8,  # Heads, int8
     v_out,  # Heads, bfloat16, or E4M3 (B, Hkv, Dv, P); or None
     seen,  # Seen, or None: all keys
-    q_scale_ptr,  # (B, H, Gq) fp32, or None
+    q_scale_ptr,  # (B, H, Gq) fp32
     k_scale_ptr,  # (B, Hkv, Gk) fp32
     v_scale_ptr,  # (B, Hkv, Dv) fp32, of E4M3, or None
     sums_ptr,  # (B, Hkv, PARTS, D) fp32, or None: K is not smoothed
@@ -182,13 +182,12 @@ def _prepare_kernel(
     d = tl.arange(0, BLOCK_D)
     k_tiles = tl.cdiv(NK, TILE)
     if pid < Q_PROGRAMS:
-        if q8 is not None:
-            tiles = tl.cdiv(N, TILE)
-            no_mean = tl.zeros((BLOCK_D,), tl.float32)
-            head = (pid // tiles).to(tl.int64)
-            _quantized_tile(
-                q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_GROUPS, True, TILE, BLOCK_D
-            )
+        tiles = tl.cdiv(N, TILE)
+        no_mean = tl.zeros((BLOCK_D,), tl.float32)
+        head = (pid // tiles).to(tl.int64)
+        _quantized_tile(
+            q, q8, None, q_scale_ptr, no_mean, factor, pid % tiles, head, H, N, D, Q_GROUPS, True, TILE, BLOCK_D
+        )
     elif pid < Q_PROGRAMS + K_PROGRAMS:
         item = pid - Q_PROGRAMS
         head = (item // k_tiles).to(tl.int64)
@@ -320,12 +319,10 @@ def prepare_triton(
     scale: float,
     smooth_k: bool,
     seen: Tensor | None = None,
-    float_queries: bool = False,
 ) -> tuple[QuantizedQK, Values]:
     """Quantized Q and K, and V in bfloat16 with K's norm, or in E4M3, for a variant that :func:`can_prepare` accepts.
 
-    ``float_queries`` leaves Q as it is, for a kernel that quantizes it. ``seen (M, Hkv or 1, Nk)`` int32 is 0 for
-    keys that no query attends to; batch b uses b % M.
+    ``seen (M, Hkv or 1, Nk)`` int32 is 0 for keys that no query attends to; batch b uses b % M.
     """
     check_device(q.device)
     q, k, v = last_contiguous(q), last_contiguous(k), last_contiguous(v)
@@ -335,10 +332,8 @@ def prepare_triton(
     fp8 = variant.pv == "fp8"
     seen_keys = None if seen is None else Seen(seen, *seen.shape[:2])
     k8 = torch.empty(k.shape, dtype=torch.int8, device=q.device)
-    q8, q_scale = q, None
-    if not float_queries:
-        q8 = torch.empty(q.shape, dtype=torch.int8, device=q.device)
-        q_scale = q.new_empty((batch, heads, groups[0].count(tokens)), dtype=torch.float32)
+    q8 = torch.empty(q.shape, dtype=torch.int8, device=q.device)
+    q_scale = q.new_empty((batch, heads, groups[0].count(tokens)), dtype=torch.float32)
     k_scale = q.new_empty((batch, key_heads, groups[1].count(keys)), dtype=torch.float32)
     statistics = _statistics(k, v, smooth_k, fp8, seen_keys)
     out, v_scale = v, None
@@ -351,12 +346,11 @@ def prepare_triton(
     cast = out is not v
     block_d = max(power_of_2(max(channels, values)), 16)
     q_programs, k_programs = cdiv(tokens, TILE) * heads * batch, cdiv(keys, TILE) * key_heads * batch
-    q_programs = 0 if float_queries else q_programs
     launch(_prepare_kernel, (q_programs + k_programs * (2 if cast else 1),))(
         _heads(q),
         _heads(k),
         _heads(v) if cast else None,
-        None if float_queries else _heads(q8),
+        _heads(q8),
         _heads(k8),
         _heads(out) if cast else None,
         seen_keys,
@@ -383,8 +377,7 @@ def prepare_triton(
         BLOCK_D=block_d,
         num_warps=warps(block_d),
     )
-    factor = scale * LOG2_E if float_queries else 1.0
-    qk = QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm, factor=factor)
+    qk = QuantizedQK(q8, q_scale, k8, k_scale, channels, k_norm=statistics.norm)
     return qk, Values(out, v_scale, paired=fp8)
 
 

@@ -108,10 +108,8 @@ def quantized_attention_triton(
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
-    floats = variant.quantizes_qk and qk.q_scale is None and lengths is None
-    floats = floats and hopper.quantizes_queries(qk.q, channels, variant, bias.mask is not None)
     # Hopper's kernel takes maxima of products before it scales them.
-    readable = normed and (int8 or floats or not variant.quantizes_qk) and logit_scale > 0
+    readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
     at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
     if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, stored=values.paired):
         return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype, lse)

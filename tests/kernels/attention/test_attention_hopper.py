@@ -213,16 +213,6 @@ def test_compiles_with_scales_per_thread_and_fp8_values(variant, width, causal, 
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
-@pytest.mark.sample(1 / 4)
-@pytest.mark.parametrize(("causal", "masked"), [(False, False), (True, False), (False, True)])
-@pytest.mark.parametrize(("width", "kind"), [(64, "fp16"), (96, "bf16"), (128, "bf16")])
-def test_compiles_that_quantizes_queries(width, kind, causal, masked, tmp_path) -> None:
-    """With a mask a register or two may be spilled once in a tile of queries."""
-    allowed = MAX_STACK if masked else 0
-    _compiles_without_spilling(width, kind, causal, "integer_exp", masked, tmp_path, allowed=allowed, floats=True)
-
-
-@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("width", [64, 80, 128, 256])
 def test_compiles_for_packed_sequences(width, causal, tmp_path) -> None:
@@ -262,7 +252,7 @@ def _more_by_new_triton(masked: bool, added: Added) -> int:
 
 
 def _compiles_without_spilling(
-    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, floats=False, lse=False
+    width, kind, causal, variant, masked, tmp_path, added=NOTHING, allowed=0, packed=False, lse=False
 ) -> None:
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "i8": torch.int8, "fp32": torch.float32}
     dtypes |= {"fp8e4nv": torch.float8_e4m3fn}
@@ -273,13 +263,13 @@ def _compiles_without_spilling(
         return f"tensordesc<{kind}[{ones}{rows}, {channels}],{hopper.layout(rows, channels, dtypes[kind], rank)!r}>"
 
     form = hopper.form_of(resolve(variant), width, width, masked, added, packed)
-    form = form._replace(float_queries=floats, lse=lse)
+    form = form._replace(lse=lse)
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in hopper.kernel.arg_names}
     stored = "i8" if resolve(variant).quantizes_qk else kind
     values = "bf16" if resolve(variant).exponential == "integer" else "fp8e4nv" if form.fp8 else kind
     of_keys, of_values = (form.block_d, form.rest_d), (form.block_dv, form.rest_dv)
     for name, (dtype, rows, (first, rest)) in {
-        "q": (kind if floats else stored, hopper.ROWS, of_keys),
+        "q": (stored, hopper.ROWS, of_keys),
         "k": (stored, form.block_n, of_keys),
         "v": (values, form.block_n, of_values),
         "out": (kind, hopper.ROWS, of_values),
@@ -387,42 +377,6 @@ def test_integer_exponential_agrees_with_the_reference(problem: Problem, times: 
     # Beside the result's own rounding: eight weights are summed in BF16. A weight's place on the scale of 128 steps to
     # an octave is off by up to half a step of the integer factor, so that it may be rounded to the other side.
     assert_kernel_close(out.nan_to_num(0), expected.nan_to_num(0), exact, UNIT[problem.dtype] * 3 + 2.0**-9, 2.0**-6)
-
-
-@pytest.mark.parametrize("times", [1.0, 12.0], ids=["bounded", "unbounded"])
-@pytest.mark.parametrize("problem", INTEGER_PROBLEMS, ids=lambda problem: problem.name)
-@pytest.mark.gpu
-def test_queries_quantized_by_the_kernel(problem: Problem, times: float, monkeypatch) -> None:
-    """Equal to those of the pass, infinite and NaN ones as well."""
-    monkeypatch.setattr(hopper, "LEAST_TOKENS", 1)
-    monkeypatch.setattr(hopper, "FLOAT_QUERIES", True)
-    q, k, v = problem.operands("cuda")
-    q *= times
-    q[0, 1, 5, 0], q[1, 0, 70, 3] = torch.nan, torch.inf
-    mask, variant = problem.masked("cuda"), resolve("integer_exp")
-    bias, outputs = Bias(mask, causal=problem.causal), []
-    for floats in (False, ON_HOPPER):
-        assert hopper.quantizes_queries(q, problem.value_dim, variant, mask is not None)
-        qk, values = prepare_triton(q, k, v, variant, problem.head_dim**-0.5, True, None, floats)
-        assert (qk.q_scale is None) == floats
-        outputs.append(quantized_attention_triton(qk, values, bias, variant, qk.factor, problem.dtype)[0])
-    assert outputs[0][0, 1, 5].isnan().all()
-    assert torch.equal(outputs[0].isnan(), outputs[1].isnan())
-    assert torch.equal(outputs[0].nan_to_num(0), outputs[1].nan_to_num(0))
-
-
-def test_which_queries_the_kernel_quantizes(monkeypatch) -> None:
-    """Those in 16 bit with one scale for a tile, if they fit beside their integers."""
-    monkeypatch.setattr(hopper, "addressable", lambda x: x.stride(3) == 1)
-    monkeypatch.setattr(hopper, "FLOAT_QUERIES", True)
-    q, variant = torch.empty(2, 4, 256, 128, dtype=torch.float16, device="meta"), resolve("integer_exp")
-    assert hopper.quantizes_queries(q, 128, variant, False)
-    assert hopper.quantizes_queries(q[..., :64], 64, variant, True)
-    assert not hopper.quantizes_queries(q.float(), 128, variant, False)
-    assert not hopper.quantizes_queries(q.mT.contiguous().mT, 128, variant, False)
-    assert not hopper.quantizes_queries(torch.cat([q, q], -1), 256, variant, False)
-    for other in ("8-per_warp-fp16-fp32-integer", "sage2_int8", SPEC, "unquantized"):
-        assert not hopper.quantizes_queries(q, 128, resolve(other), False)
 
 
 def in_order(v: torch.Tensor) -> torch.Tensor:

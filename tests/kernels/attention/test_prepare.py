@@ -59,23 +59,6 @@ def test_agrees_with_the_references(size, granularity, dtype, smooth_k, place):
 
 
 @kernel_only
-@pytest.mark.parametrize("size", SIZES)
-def test_queries_that_the_kernel_quantizes_stay(size, place):
-    """And K and V are as beside integers."""
-    q, k, v = operands(size, place)
-    variant = resolve("integer_exp")
-    got, values = prepare_triton(q, k, v, variant, 0.3, True, float_queries=True)
-    expected, expected_values = prepare_triton(q, k, v, variant, 0.3, True)
-    assert got.q_scale is None
-    assert torch.equal(got.q, q)
-    assert got.factor == pytest.approx(0.3 * LOG2_E)
-    assert expected.factor == 1.0
-    for name in ("k", "k_scale", "k_norm"):
-        assert torch.equal(getattr(got, name), getattr(expected, name))
-    assert torch.equal(values.v, expected_values.v)
-
-
-@kernel_only
 @pytest.mark.parametrize("smooth_k", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("size", SIZES)
