@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.fx import Node
 
 from qframework.backend.lowering import Lowering
-from qframework.graph.nodes import add_call, fake_value
+from qframework.graph.nodes import add_call, argument, fake_value, is_sage_attention
 from qframework.graph.writes import written_between
+from qframework.kernels.attention.arguments import SageAttentionArguments
 from qframework.kernels.attention.auto import hopper_of, reads_blocks
 from qframework.kernels.attention.mask_blocks import MaskSizes
 
@@ -45,7 +46,7 @@ class _Shared(NamedTuple):
 def share_mask_blocks(lowering: Lowering) -> None:
     """Compute the blocks of each mask that several layers attend with before the first of them."""
     layers: dict[_Shared, list[Node]] = defaultdict(list)
-    for node in lowering.gm.graph.find_nodes(op="call_function", target=_ours.sage_attention.default):
+    for node in filter(is_sage_attention, lowering.gm.graph.nodes):
         if (shared := _blocks_of(node)) is not None:
             layers[shared].append(node)
     for shared, nodes in layers.items():
@@ -55,10 +56,12 @@ def share_mask_blocks(lowering: Lowering) -> None:
 
 def _blocks_of(node: Node) -> _Shared | None:
     """The blocks that Hopper's kernel reads in this call; None where it reads none, or if that is unknown."""
-    mask, causal, gqa, variant = node.args[3], node.args[4], node.args[6], str(node.args[7])
-    with_others = node.args[9] or (len(node.args) > 10 and node.args[10] is not None)  # LSE, relative positions
-    fakes = [fake for x in (*node.args[:3], mask) if isinstance(x, Node) and (fake := fake_value(x)) is not None]
-    if with_others or not isinstance(mask, Node) or len(fakes) < 4:
+    x = _arguments(node)
+    mask, causal = x.attn_mask, x.is_causal
+    fakes = [fake for each in x[:4] if isinstance(each, Node) and (fake := fake_value(each)) is not None]
+    if x.return_lse or x.rel_h is not None or not isinstance(mask, Node) or len(fakes) < 4:
+        return None
+    if any(user.target is not operator.getitem or user.args[1] != 0 for user in node.users):
         return None
     query, key, value, kept = fakes
     sizes = [size for fake in fakes for size in (*fake.shape, *fake.stride())]
@@ -67,11 +70,18 @@ def _blocks_of(node: Node) -> _Shared | None:
     if not static or chip is None or query.ndim != 4 or kept.dtype != torch.bool or _needs_gradients(*fakes):
         return None
     queries, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
-    if (causal and keys > queries) or not (gqa or query.shape[1] == key_heads):
+    if (causal and keys > queries) or not (x.enable_gqa or query.shape[1] == key_heads):
         return None
-    reading = reads_blocks(query, key, value, variant, chip)
+    reading = reads_blocks(query, key, value, x.variant, chip)
     seen = key_heads if reading == "seen" else 0
     return None if reading == "nothing" else _Shared(mask, queries, keys, bool(causal), seen)
+
+
+def _arguments(node: Node) -> SageAttentionArguments:
+    """The arguments of a call, nodes for tensors."""
+    fields, defaults = SageAttentionArguments._fields, SageAttentionArguments._field_defaults
+    given = [argument(node, i, name, default=defaults.get(name)) for i, name in enumerate(fields)]
+    return SageAttentionArguments(*given)
 
 
 def _needs_gradients(*operands: Tensor) -> bool:
@@ -87,9 +97,9 @@ def _share(shared: _Shared, nodes: list[Node]) -> None:
         both = add_call(first, _ours.mask_blocks.default, (shared.mask, list(sizes), *shared[1:]))
         blocks = [add_call(first, operator.getitem, (both, place)) for place in range(4)]
     for node in nodes:
-        query, key, value, mask, causal, scale, gqa, variant, smooth_k = node.args[:9]
+        given = _arguments(node)
         with node.graph.inserting_before(node):
-            operands = (query, key, value, mask, *blocks, causal, scale, gqa, variant, smooth_k)
+            operands = (*given[:4], *blocks, *given[4:9])
             new = add_call(node, _ours.masked_attention.default, operands)
         for user in list(node.users):  # getitem 0: the result
             user.replace_all_uses_with(new)

@@ -9,7 +9,8 @@ To::
     scaled_dot_product_attention(..., attn_mask=None, is_causal=True)
 
 as language models of transformers build it for a prompt without padding. No kernel then reads a mask, and those that
-leave out hidden blocks need not search for them. index_values.py says what a mask holds, for all sizes at once.
+leave out hidden blocks need not search for them. The same for calls of ``qframework::sage_attention``. index_values.py
+says what a mask holds, for all sizes at once.
 """
 
 from __future__ import annotations
@@ -22,27 +23,34 @@ from torch.fx import GraphModule, Node
 from qframework.graph.attention_patterns import NO_WEIGHT, AttentionCall, Summand
 from qframework.graph.index_formulas import Line, Number, Piecewise
 from qframework.graph.index_values import Values, fixed_until, index_values
-from qframework.graph.nodes import argument, fake_value, operation
+from qframework.graph.nodes import argument, fake_value, is_sage_attention, operation
 from qframework.graph.replace_attention import erase_unread
 
 _FULL, _CAUSAL = "full", "causal"
 
 
 def use_causal_flag(gm: GraphModule) -> None:
-    """Rewrite, in place, every ``scaled_dot_product_attention`` whose mask is causal or hides nothing."""
-    calls = [node for node in gm.graph.nodes if operation(node) == "scaled_dot_product_attention"]
-    masked = [node for node in calls if isinstance(argument(node, 3, "attn_mask"), Node)]
+    """Rewrite, in place, every attention whose mask is causal or hides nothing."""
+    calls = [(node, place) for node in gm.graph.nodes if (place := _place_of_flag(node)) is not None]
+    masked = [(node, place) for node, place in calls if isinstance(argument(node, 3, "attn_mask"), Node)]
     values = index_values(gm) if masked else {}
-    for node in masked:
-        mask, flag = argument(node, 3, "attn_mask"), argument(node, 5, "is_causal", default=False)
+    for node, place in masked:
+        mask, flag = argument(node, 3, "attn_mask"), argument(node, place, "is_causal", default=False)
         if mask not in values or flag is not False:
             continue
         fake = fake_value(mask)
         kind = _kind(mask, values, False if fake is not None and fake.dtype == torch.bool else None)
         if kind is None or not fixed_until(mask, node, values):
             continue
-        _set_flag(node, kind == _CAUSAL)
+        _set_flag(node, place, kind == _CAUSAL)
         erase_unread(gm, mask)
+
+
+def _place_of_flag(node: Node) -> int | None:
+    """The place of ``is_causal`` among the arguments of an attention with ``attn_mask`` in place 3; None for others."""
+    if is_sage_attention(node):
+        return 4
+    return 5 if operation(node) == "scaled_dot_product_attention" else None
 
 
 def with_causal_flag(call: AttentionCall, values: Values) -> AttentionCall:
@@ -87,11 +95,11 @@ def _keeps(number: Number, hidden: bool | None, factor: float) -> bool | None:
     return True if added == 0 else False if added <= NO_WEIGHT else None
 
 
-def _set_flag(node: Node, causal: bool) -> None:
-    """Give ``node`` no mask, and the flag if ``causal``."""
+def _set_flag(node: Node, flag: int, causal: bool) -> None:
+    """Give ``node`` no mask, and the flag, its argument in place ``flag``, if ``causal``."""
     args = list(node.args)
     kwargs = dict(node.kwargs)
-    for place, name, value in ((3, "attn_mask", None), (5, "is_causal", causal)):
+    for place, name, value in ((3, "attn_mask", None), (flag, "is_causal", causal)):
         if place < len(args):
             args[place] = value
         else:

@@ -105,6 +105,12 @@ def linear_call(node: Node) -> LinearCall | None:
     return LinearCall(argument(node, 0, "input"), argument(node, 1, "weight"), argument(node, 2, "bias"))
 
 
+def is_sage_attention(node: Node) -> bool:
+    """Whether the node calls ``qframework::sage_attention``, which Dynamo records without its overload."""
+    packet = torch.ops.qframework.sage_attention
+    return node.op == "call_function" and node.target in (packet, packet.default)
+
+
 def activation_name(node: Node) -> str | None:
     """``int8_linear``'s name of the activation this node computes, None for any other node."""
     if node.op != "call_function":

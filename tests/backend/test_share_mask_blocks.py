@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from attention_models import SAGE, Capture, compiled, randomize
 
+from qframework import sage_attention
 from qframework.backend import lower_attention, share_mask_blocks
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.auto import Hopper
@@ -52,6 +53,31 @@ def test_the_blocks_are_found_once() -> None:
     assert sqnr_db(layers(*(x.float() if x.is_floating_point() else x for x in given)), out.float()) > 30
     (blocks,) = [node for node in capture.graphs[-1].graph.nodes if node.target is MASK_BLOCKS]
     assert blocks.args[1:] == ([2, 1, 1], 400, 400, False, 0)
+
+
+@pytest.mark.parametrize("exported", [False, True])
+def test_calls_that_a_model_makes_itself(exported: bool) -> None:
+    class Layers(torch.nn.Module):
+        def forward(self, q, k, v, keep):
+            mask = keep[:, None, None, :]
+            q = sage_attention(q, k, v, mask, variant="integer_exp")
+            return torch.ops.qframework.sage_attention(q, k, v, attn_mask=mask, variant="integer_exp")[0]
+
+    given = operands(512)
+    model = torch.export.export(Layers(), given).module() if exported else Layers()
+    out, capture = compiled(model, *given, attention="off")
+    assert targets(capture) == [MASK_BLOCKS, MASKED, MASKED]
+    torch.testing.assert_close(out, Layers()(*given))
+
+
+def test_a_log_sum_exp_keeps_its_operator() -> None:
+    def both(q, k, v, keep):
+        for _ in range(2):
+            q, lse = sage_attention(q, k, v, keep[:, None, None, :], variant="integer_exp", return_lse=True)
+        return q, lse
+
+    _, capture = compiled(both, *operands(512), attention="off")
+    assert MASK_BLOCKS not in targets(capture)
 
 
 def test_one_layer_alone_finds_its_own() -> None:

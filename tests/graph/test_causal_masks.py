@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from attention_models import Capture, compiled, error_bound, product, qkv, randomize
 from test_index_values import CAUSAL_MASKS, float_mask, transformers_mask
 
+from qframework import sage_attention
+from qframework.graph.nodes import argument, is_sage_attention
 from qframework.numerics import sqnr_db
 
 N = 17
@@ -149,6 +151,21 @@ def test_spelled_out_attention_gets_the_flag(form: str) -> None:
     assert call["is_causal"]
     assert (call["attn_mask"] is not None) == (form == "with a bias")
     assert (out - attend(q, k, v)).abs().max() < error_bound(q, k, v, 0.25)
+
+
+def test_calls_of_the_package_get_the_flag() -> None:
+    q, k, v = qkv()
+
+    def attend(q, k, v):
+        mask = torch.ones(N, N, dtype=torch.bool).tril()
+        q = sage_attention(q, k, v, mask, variant="sage_b")
+        return torch.ops.qframework.sage_attention(q, k, v, attn_mask=mask, variant="sage_b", smooth_k=False)[0]
+
+    out, capture = compiled(attend, q, k, v, attention="off")
+    nodes = [node for node in capture.graphs[-1].graph.nodes if is_sage_attention(node)]
+    assert [argument(node, 3, "attn_mask") for node in nodes] == [None, None]
+    assert [argument(node, 4, "is_causal") for node in nodes] == [True, True]
+    torch.testing.assert_close(out, attend(q, k, v))
 
 
 def test_a_mask_that_changes_between_layers() -> None:
