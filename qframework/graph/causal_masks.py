@@ -34,14 +34,16 @@ def use_causal_flag(gm: GraphModule) -> None:
     calls = [(node, place) for node in gm.graph.nodes if (place := _place_of_flag(node)) is not None]
     masked = [(node, place) for node, place in calls if isinstance(argument(node, 3, "attn_mask"), Node)]
     values = index_values(gm) if masked else {}
+    unchanged: dict[Node, Node] = {}  # up to which reader a mask is
     for node, place in masked:
         mask, flag = argument(node, 3, "attn_mask"), argument(node, place, "is_causal", default=False)
         if mask not in values or flag is not False:
             continue
         fake = fake_value(mask)
         kind = _kind(mask, values, False if fake is not None and fake.dtype == torch.bool else None)
-        if kind is None or not fixed_until(mask, node, values):
+        if kind is None or not fixed_until(mask, node, values, unchanged.get(mask)):
             continue
+        unchanged[mask] = node
         _set_flag(node, place, kind == _CAUSAL)
         erase_unread(gm, mask)
 

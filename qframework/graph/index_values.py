@@ -55,15 +55,18 @@ def index_values(gm: GraphModule) -> Values:
     return values
 
 
-def fixed_until(node: Node, end: Node, values: Values) -> bool:
-    """Whether nothing before ``end`` writes into a node of ``values`` or into the values that it was computed from."""
+def fixed_until(node: Node, end: Node, values: Values, since: Node | None = None) -> bool:
+    """Whether nothing before ``end`` writes into a node of ``values`` or into the values that it was computed from.
+
+    ``since`` is a node before which that is known.
+    """
     sources = {node}
     waiting = [node]
     while waiting:
         new = [x for x in waiting.pop().all_input_nodes if x in values and x not in sources]
         sources.update(new)
         waiting += new
-    return written_between(min(sources), end, sources) is None
+    return written_between(since or min(sources), end, sources) is None
 
 
 def _stored(formula: Formula, fake: Tensor) -> Formula | None:

@@ -37,14 +37,27 @@ def written_between(first: Node, last: Node, operands: Iterable[Node], own: Coll
     An operand without a recorded value may alias any memory. An operator of another library may write whatever it
     reads, whatever its schema declares.
     """
-    memory = [_memory(node) for node in operands]
+    operands = list(operands)
+    if not operands:
+        return None
+    memory = _union(map(_memory, operands))
     node = first
     while node is not last:
-        written = node.all_input_nodes if _is_of_another_library(node) else written_inputs(node)
-        if node not in own and any(_overlap(_memory(x), m) for x in written for m in memory):
+        touched = [] if node in own else [x for x in node.all_input_nodes if _overlap(_memory(x), memory)]
+        # What a node writes takes long to find out: only for those that read such memory.
+        if touched and (_is_of_another_library(node) or not written_inputs(node).isdisjoint(touched)):
             return node
         node = node.next
     return None
+
+
+def _union(several: Iterable[set[int] | None]) -> set[int] | None:
+    found: set[int] = set()
+    for one in several:
+        if one is None:
+            return None
+        found |= one
+    return found
 
 
 def _is_of_another_library(node: Node) -> bool:
