@@ -54,7 +54,7 @@ from qframework.kernels.attention.arguments import (
 from qframework.kernels.attention.int8_gradient_forward import Dropout, forward_ref, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
 from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
-from qframework.kernels.attention.operands import LOG2_E, Bias
+from qframework.kernels.attention.operands import LOG2_E, Bias, last_contiguous
 from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
     TRITON_STEPS,
@@ -261,6 +261,7 @@ def _fused_gradients(
     scale = default_scale(x.query, x.scale)
     shape = call.q.shape[:3]
     grad, out = (t.reshape(*shape, -1) for t in (x.grad_out, x.out))
+    grad = last_contiguous(grad)  # of a sum it is one number, expanded
     return backward(grad, *_rounded_qk(x, call, scale, steps), call.v, out, x.lse.reshape(shape), x.is_causal, scale)
 
 

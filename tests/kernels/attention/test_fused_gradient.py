@@ -93,6 +93,21 @@ def test_a_fused_kernel_gets_the_rounded_operands(causal: bool, keys: int) -> No
         assert (mine.double() - theirs.double()).norm() <= 2.0**-9 * theirs.double().norm()
 
 
+def test_a_fused_kernel_gets_contiguous_channels_of_the_gradient() -> None:
+    """The gradient of a sum is one number, expanded."""
+    call = Call(40, 40)
+    results = attend_cpu(call.arguments("mixed"))
+    call.grad = torch.ones(()).half().expand(call.grad.shape)
+    strides: list[int] = []
+
+    def fused(grad: Any, *rest: Any) -> Any:
+        strides.append(grad.stride(-1))
+        return in_float64(grad, *rest)
+
+    gradients(call.backward("mixed", *results), int8_gradient._TORCH._replace(fused=lambda *given: fused))
+    assert strides == [1]
+
+
 @pytest.mark.parametrize("why", ["int8", "dropout", "lse"])
 def test_what_no_fused_kernel_computes(why: str) -> None:
     call = Call(40, 40)
