@@ -16,6 +16,9 @@ from qframework.compat.dynamo import add_source, record_value
 from qframework.graph.nodes import Constants
 
 
+_PREFIX = "_qframework_scale_"  # of the names of buffers
+
+
 class ScaleConstants:
     """Turns scales and zero points that are numbers in the graph into one-element buffers on the layer's device."""
 
@@ -45,7 +48,7 @@ class ScaleConstants:
 
     def buffer(self, value: torch.Tensor) -> Node:
         """A node that reads ``value`` from a new buffer."""
-        gm, name = self._gm, f"_qframework_scale_{next(self._numbers)}"
+        gm, name = self._gm, f"{_PREFIX}{next(self._numbers)}"
         gm.register_buffer(name, value)
         add_source(gm, name)
         with gm.graph.inserting_before(self._first):
@@ -53,6 +56,16 @@ class ScaleConstants:
         record_value(node, value)
         node.meta["val"] = value
         return node
+
+    def owns(self, node: object) -> bool:
+        """Whether ``node`` reads a buffer that was made here."""
+        return isinstance(node, Node) and node.op == "get_attr" and str(node.target).startswith(_PREFIX)
+
+    def remove(self, node: Node) -> None:
+        """Free a buffer that was made here, unless something reads it."""
+        if not node.users:
+            self._gm.graph.erase_node(node)
+            delattr(self._gm, str(node.target))
 
 
 def erase_unused(gm: GraphModule, node: Node) -> None:

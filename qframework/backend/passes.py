@@ -20,6 +20,7 @@ from qframework.backend.lower_linear import lower_linear
 from qframework.backend.lower_quantize import lower_quantize
 from qframework.backend.lower_static_attention import lower_static_attention
 from qframework.backend.lowering import Lowering, Pass
+from qframework.backend.merge_linears import merge_linears
 from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
@@ -80,6 +81,7 @@ LOWERING: tuple[Pass, ...] = (
     fuse_epilogue,
     lower_linear,
     lower_float_linear,
+    merge_linears,
     on_graph(expand_patch_embedding),  # after the linears: its product stays in float
     lower_quantize,
     keep_zero_point_biases,

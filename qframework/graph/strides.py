@@ -80,7 +80,8 @@ class _Replay:
     def _result(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._operand)
         run: Any = getattr(Tensor, node.target) if isinstance(node.target, str) else node.target
-        return run(*args, **kwargs)
+        with self._mode:  # in which operators make constants of their own
+            return run(*args, **kwargs)
 
     def _operand(self, node: Node) -> Any:
         if node in self.moved:
