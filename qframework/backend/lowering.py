@@ -15,7 +15,6 @@ from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import add_source, record_value
 from qframework.graph.nodes import Constants
 
-
 _PREFIX = "_qframework_scale_"  # of the names of buffers
 
 

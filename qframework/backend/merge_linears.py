@@ -45,12 +45,18 @@ class _Call(NamedTuple):
     a_scale: Node
     b: Node
     b_scale: Node
-    bias: Node | None
-    activation: str
-    residual: Node | None
-    out_scale: Node | None
-    out_dtype: torch.dtype | None
+    bias: Node | None = None
+    activation: str = "none"
+    residual: Node | None = None
+    out_scale: Node | None = None
+    out_dtype: torch.dtype | None = None
     out_zero_point: Node | None = None
+
+    @classmethod
+    def of(cls, node: Node) -> _Call:
+        """The arguments of a node, which the lowering gave by position."""
+        args: Any = node.args
+        return cls(*args)
 
     @property
     def is_plain(self) -> bool:
@@ -74,8 +80,10 @@ def merge_linears(lowering: Lowering) -> None:
 
 def _key(node: Node, lowering: Lowering) -> Any:
     """Equal for linears that can be one product; None for one that must stay alone."""
-    call = _Call(*node.args)
-    if not call.is_plain or not (lowering.scales.owns(call.b) and lowering.scales.owns(call.b_scale)):
+    if node.kwargs or not all(map(lowering.scales.owns, node.args[2:4])):  # a user's own call, or weights not frozen
+        return None
+    call = _Call.of(node)
+    if not call.is_plain:
         return None
     if call.bias is not None:
         nodes = node.graph.nodes
@@ -97,7 +105,7 @@ def _slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
     before: dict[Node, Any] = {}
     values: list[Any] = []
     for node, part in zip(nodes, whole.split(widths, -1), strict=True):
-        moved = follow_strides(node, part)  # type: ignore[arg-type]
+        moved = follow_strides(node, part)
         if moved is None:
             for each, value in before.items():
                 record_value(each, value)
@@ -111,7 +119,7 @@ def _slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
 
 def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, biases: WatchedValues) -> None:
     """Replace the linears by one at the place of the first, and its slices."""
-    graph, scales, calls = nodes[0].graph, lowering.scales, [_Call(*node.args) for node in nodes]
+    graph, scales, calls = nodes[0].graph, lowering.scales, [_Call.of(node) for node in nodes]
     with torch.no_grad():
         b = scales.buffer(torch.cat([_value(call.b, lowering) for call in calls]))
         b_scale = scales.buffer(torch.cat([_value(call.b_scale, lowering) for call in calls]))
