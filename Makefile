@@ -18,9 +18,19 @@ NIGHTLY_VENV := .venv-nightly
 NIGHTLY_INDEX ?= https://download.pytorch.org/whl/nightly/cpu
 NIGHTLY_PIP := $(NIGHTLY_VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off
 
+# make test-oldest too, with the oldest versions of pyproject.toml; NumPy's is the newest that interprets Triton 3.6.
+OLDEST_VENV := .venv-oldest
+OLDEST_PIP := $(OLDEST_VENV)/bin/python -m pip install --disable-pip-version-check --quiet --progress-bar off
+OLDEST := 'torch==2.11.*' 'torchao==0.17.*' 'triton==3.6.*' 'transformers==5.0.*' 'diffusers==0.39.*' 'timm==1.0.20' \
+	'torchvision==0.26.*' 'numpy<2.4'
+# What differs between versions: private names, captured graphs, exported models, and loading with transformers.
+OLDEST_TESTS := tests/compat tests/conversion/test_in_place.py tests/integrations/test_transformers_loading.py \
+	tests/backend/test_compile.py tests/backend/test_lower_linear.py tests/graph/test_inline_grad_scopes.py \
+	tests/kernels/runtime
+
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test test-all test-nightly check format test-gpu bench-smoke docs dist clean
+.PHONY: help demo test test-all test-nightly test-oldest check format test-gpu bench-smoke docs dist clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,6 +71,15 @@ test-nightly:  ## the newest pre-releases of PyTorch and Triton: every private n
 	OMP_NUM_THREADS=1 $(NIGHTLY_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) tests/compat
 	$(MAKE) VENV=$(NIGHTLY_VENV) test
 
+test-oldest: $(OLDEST_VENV)/.stamp-oldest  ## tests with the oldest supported PyTorch, Triton, torchao and transformers: 4 minutes
+	OMP_NUM_THREADS=1 $(OLDEST_VENV)/bin/python -m pytest -n $(PYTEST_JOBS) --dist worksteal \
+		-m "not gpu and not full and not interpreter" $(OLDEST_TESTS)
+
+$(OLDEST_VENV)/.stamp-oldest: pyproject.toml Makefile
+	$(MAKE) VENV=$(OLDEST_VENV) $(OLDEST_VENV)/.stamp-venv
+	$(OLDEST_PIP) $(OLDEST) --editable '.[vision,transformers,diffusers]' 'pytest>=9' pytest-xdist hypothesis expecttest
+	@touch $@
+
 check: $(DEV_STAMP)  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -87,7 +106,7 @@ dist: $(DEV_STAMP)  ## build the sdist, and the wheel from it, into dist/
 	$(BIN)/python -m build
 
 clean:  ## remove .venv and everything that was built
-	rm -rf $(VENV) $(NIGHTLY_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NIGHTLY_VENV) $(OLDEST_VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.stamp-venv:

@@ -453,6 +453,7 @@ _RULES: dict[str, _Rule] = {
     "mul": _product,
     "neg": _negative,
     **_COMPARISONS,
+    **{f"__{name}__": rule for name, rule in _COMPARISONS.items()},  # as Dynamo of torch 2.11 records them
     **dict.fromkeys(("and", "iand", "__and__", "bitwise_and", "logical_and"), _and),
     **dict.fromkeys(("or", "ior", "__or__", "bitwise_or", "logical_or"), _or),
     **dict.fromkeys(("invert", "__invert__", "bitwise_not", "logical_not"), _not),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 from names_helpers import is_there, needed, resolve
 
 from qframework.compat.missing import sentence
-from qframework.compat.names import NAMES, Name
+from qframework.compat.names import KNOWN, NAMES, Name
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("name", needed(), ids=lambda name: name.path)
@@ -40,3 +45,13 @@ def test_messages_say_what_breaks_and_what_to_do() -> None:
         assert (name.instead or "install one of these") in text
     with pytest.raises(AttributeError):
         resolve("torch._C._no_such_name")
+
+
+@pytest.mark.parametrize("library", KNOWN)
+def test_the_oldest_versions_agree(library: str) -> None:
+    """Those of ``KNOWN``, of pyproject.toml and of make test-oldest."""
+    oldest = KNOWN[library][0]
+    (declared,) = set(re.findall(rf'"{library}>=([\d.]+)', (ROOT / "pyproject.toml").read_text()))
+    (installed,) = re.findall(rf"'{library}==([\d.]+)\.\*'", (ROOT / "Makefile").read_text())
+    assert declared == oldest
+    assert installed == oldest if "." in oldest else installed.startswith(f"{oldest}.")

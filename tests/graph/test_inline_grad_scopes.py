@@ -122,3 +122,16 @@ def test_layers_beside_and_inside_scopes_are_lowered(case):
             ("last", True),
         ]
         assert (found - expected).abs().max() < 0.05 * expected.abs().max()
+
+
+def test_every_linear_of_a_static_llama_is_lowered():
+    """Its rotary embedding is computed without gradients, in torch 2.11 in a graph of its own."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, vocab_size=50, use_cache=False)).eval()
+    inputs = {"input_ids": torch.arange(12).view(2, 6)}
+    quantized = quantize(model, inputs, "static_int8", calibration_data=[inputs], skip=())
+    report = quantized.explain()
+    assert report.total == 2 * 7 + 1
+    assert report.lowered == report.total, report
