@@ -12,7 +12,7 @@ from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_piece_form import result_layout, scores_layout
-    from qframework.kernels.attention.hopper_softmax import LOWEST, in_octaves, natural_rescale
+    from qframework.kernels.attention.hopper_softmax import LOWEST, apart, in_octaves, natural_rescale, sums_of_two
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
     _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(HALF)
@@ -47,31 +47,17 @@ if HAS_GLUON:
         return gl.max(gl.max(by_thread, 3), 1)
 
     @gluon.jit
-    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
-        """(M, COUNT, 4) words to (M, COUNT // 2, 4): sums of two, in 16 bit."""
-        M: gl.constexpr = words.shape[0]
-        a, b = gl.split(gl.permute(gl.reshape(words, (M, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
-        ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
-        return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
-
-    @gluon.jit
-    def _apart(words, DTYPE: gl.constexpr):
-        """The low and the high halves of words as DTYPE."""
-        low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
-        return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
-
-    @gluon.jit
     def _thread_sums(words, KEYS: gl.constexpr, DTYPE: gl.constexpr):
         """(M, 4): sums of the weights of each of the four threads of a row; up to eight are summed in 16 bit."""
         M: gl.constexpr = words.shape[0]
         words = gl.reshape(words, (M, KEYS // 8, 4))
         if KEYS >= 16:
-            words = _added(words, KEYS // 8, DTYPE)
+            words = sums_of_two(words, KEYS // 8, DTYPE)
         if KEYS >= 32:
-            words = _added(words, KEYS // 16, DTYPE)
+            words = sums_of_two(words, KEYS // 16, DTYPE)
         if KEYS >= 64:
-            words = _added(words, KEYS // 32, DTYPE)
-        low, high = _apart(words, DTYPE)
+            words = sums_of_two(words, KEYS // 32, DTYPE)
+        low, high = apart(words, DTYPE)
         return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
 
     @gluon.jit
@@ -97,7 +83,7 @@ if HAS_GLUON:
     def _left_operand(words, s, KEYS: gl.constexpr, DTYPE: gl.constexpr, RESULT: gl.constexpr):
         """Words as the left operand (M, KEYS) of P V; no value moves to another thread."""
         M: gl.constexpr = words.shape[0]
-        low, high = _apart(words, DTYPE)
+        low, high = apart(words, DTYPE)
         p = gl.convert_layout(gl.reshape(gl.join(low, high), (M, KEYS)), s.type.layout, assert_trivial=True)
         return gl.convert_layout(p, gl.DotOperandLayout(0, RESULT, 2))
 

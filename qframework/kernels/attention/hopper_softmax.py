@@ -181,7 +181,7 @@ if HAS_GLUON:
         return gl.convert_layout(p, LAYOUT, assert_trivial=True)
 
     @gluon.jit
-    def _apart(words, DTYPE: gl.constexpr):
+    def apart(words, DTYPE: gl.constexpr):
         """The low and the high halves of words as DTYPE."""
         low, high = words.to(gl.int16), (words >> 16).to(gl.int16)
         return low.to(DTYPE, bitcast=True), high.to(DTYPE, bitcast=True)
@@ -189,14 +189,15 @@ if HAS_GLUON:
     @gluon.jit
     def left_operand(words, DTYPE: gl.constexpr, SCORES: gl.constexpr, LAYOUT: gl.constexpr):
         """Words as the left operand (ROWS, BLOCK_N) of P V; no value moves to another thread."""
-        low, high = _apart(words, DTYPE)
+        low, high = apart(words, DTYPE)
         p = gl.convert_layout(gl.reshape(gl.join(low, high), (_ROWS, words.shape[1] * 2)), SCORES, assert_trivial=True)
         return gl.convert_layout(p, LAYOUT)
 
     @gluon.jit
-    def _added(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
-        """(ROWS, COUNT, 4) words to (ROWS, COUNT // 2, 4): sums of two, in 16 bit."""
-        a, b = gl.split(gl.permute(gl.reshape(words, (_ROWS, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
+    def sums_of_two(words, COUNT: gl.constexpr, DTYPE: gl.constexpr):
+        """(M, COUNT, 4) words to (M, COUNT // 2, 4): sums of two, in 16 bit."""
+        M: gl.constexpr = words.shape[0]
+        a, b = gl.split(gl.permute(gl.reshape(words, (M, 2, COUNT // 2, 4)), (0, 2, 3, 1)))
         ADD: gl.constexpr = "add.rn.f16x2 $0, $1, $2;" if gl.float16 == DTYPE else "add.rn.bf16x2 $0, $1, $2;"
         return gl.inline_asm_elementwise(ADD, "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -208,10 +209,10 @@ if HAS_GLUON:
         """
         COUNT: gl.constexpr = words.shape[1] // 4
         words = gl.reshape(words, (_ROWS, COUNT, 4))
-        words = _added(words, COUNT, DTYPE)
-        words = _added(words, COUNT // 2, DTYPE)
-        words = _added(words, COUNT // 4, DTYPE)
-        low, high = _apart(words, DTYPE)
+        words = sums_of_two(words, COUNT, DTYPE)
+        words = sums_of_two(words, COUNT // 2, DTYPE)
+        words = sums_of_two(words, COUNT // 4, DTYPE)
+        low, high = apart(words, DTYPE)
         return gl.sum(low.to(gl.float32) + high.to(gl.float32), 1)
 
     @gluon.jit
