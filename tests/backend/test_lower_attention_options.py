@@ -183,7 +183,7 @@ class TestWherePyTorchIsFaster:
     @pytest.mark.parametrize(
         ("shape", "taken"),
         [
-            *[((2, 16, 4096, 128), True), ((4, 16, 4095, 128), False), ((1, 31, 4096, 128), False)],
+            *[((2, 16, 4096, 128), True), ((4, 16, 4095, 96), False), ((1, 31, 4096, 128), False)],
             *[((2, 16, 4096, 72), False), ((2, 16, 8192, 256), True), ((2, 16, 8191, 256), False)],
             *[((4, 16, 4096, 160), True), ((8, 16, 4095, 160), False), ((2, 16, 8192, 192), False)],
         ],
@@ -211,12 +211,17 @@ class TestWherePyTorchIsFaster:
             (causal, (16, 32, 512, 64), True),
             (causal, (16, 32, 511, 64), False),
             (causal, (1, 2, 2048, 64), False),
-            (causal, (8, 32, 1024, 128), False),
+            (causal, (8, 32, 1024, 128), True),
+            (causal, (8, 32, 1023, 128), False),
+            (causal, (4, 31, 1024, 128), False),
+            (causal, (8, 32, 1024, 96), False),
+            (F.scaled_dot_product_attention, (8, 32, 1024, 128), False),
         ],
         ids=[
             *["part of a block", "odd heads", "less than the host", "whole blocks", "wide heads"],
             *["many whole blocks", "few whole blocks", "causal", "causal, long", "causal, shorter"],
-            *["causal, less than the host", "causal, wide heads"],
+            *["causal, less than the host", "causal, wide heads", "causal, wide, shorter", "causal, wide, few blocks"],
+            *["causal, 96 channels", "wide heads, not causal"],
         ],
     )
     def test_auto_takes_calls_for_small_programs(self, fn, shape, taken):

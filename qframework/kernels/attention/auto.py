@@ -81,6 +81,7 @@ _SLICED = 1024  # tokens from which heads of 136 to 160 channels are faster unqu
 _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 12 heads the result varied
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
 _CAUSAL = 512  # tokens from which hopper_dense.py is faster than cuDNN under causality
+_WIDE_CAUSAL = 1024  # the same for heads of 120 and 128 channels
 _WHOLE = 1024  # tokens from which it is faster at whole blocks of 128 keys, with many blocks of queries
 _FLASH = 1024  # tokens up to which flash attention is faster, where cuDNN is switched off
 _PADDED = 512  # tokens from which PyTorch is faster though it pads the channels to a multiple of 8
@@ -228,6 +229,9 @@ def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal:
         causal: which halves the logits.
     """
     logits, shortest = heads * queries * keys, min(queries, keys)
+    if causal and channels in hopper_dense.WIDE and channels % 8 == 0:
+        blocks = heads * shortest // QUERY_BLOCK
+        return shortest >= _WIDE_CAUSAL and queries <= hopper_dense.WIDE_QUERIES and blocks >= _MANY_BLOCKS
     if channels > hopper_dense.MAX_CHANNELS or channels % 8 or logits < _MANY_LOGITS * (2 if causal else 1):
         return False
     if causal:

@@ -2,9 +2,9 @@
 
 hopper_window_kernel.py computes many windows one after the other, hopper_resident_kernel.py keeps all keys of a head in
 shared memory, hopper_stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias.
-Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency, but for short
-causal ones, and with a mask or bias. Scales are one per tensor or head, and their product with the softmax scale must
-be positive: maxima are taken before scaling.
+Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency, but for causal
+ones of about 128, and with a mask or bias. Scales are one per tensor or head, and their product with the softmax scale
+must be positive: maxima are taken before scaling.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 MAX_CHANNELS = 64
 MAX_SLICED = 96  # channels with a mask or relative positions in 16 bit, as slices of 64 and 16 or 32
 MAX_COLUMNS = 128  # heights and widths of relative positions
-_WIDE = range(113, 129)  # channels of causal heads in 16 bit that stream as well, in blocks of 64 keys,
-_WIDE_QUERIES = 0  # up to so many queries: none, until the version without spills is timed (docs/experiments.md)
+WIDE = range(113, 129)  # channels of causal heads in 16 bit that stream as well, in blocks of 64 keys,
+WIDE_QUERIES = 8192  # up to so many queries, the most that were timed
 _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
 _REGISTERS = {1: 168, 2: 248, 3: 168, 4: 128, 5: 96}  # per thread, with so many warpgroups at work on a multiprocessor
@@ -92,7 +92,7 @@ def fits(
     int8 = q.dtype == torch.int8
     if bias is None or not HAS_GLUON or capability_of(q.device) != (9, 0):
         return False
-    wide = causal and not int8 and q.shape[3] == v.shape[3] and q.shape[3] in _WIDE and q.shape[2] <= _WIDE_QUERIES
+    wide = causal and not int8 and q.shape[3] == v.shape[3] and q.shape[3] in WIDE and q.shape[2] <= WIDE_QUERIES
     if max(q.shape[3], v.shape[3]) > (MAX_CHANNELS if int8 or bias.is_empty else MAX_SLICED) and not wide:
         return False
     if not q.dtype == k.dtype == v.dtype or (dtype != q.dtype if not int8 else dtype == torch.float32):

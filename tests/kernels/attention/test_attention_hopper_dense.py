@@ -86,10 +86,11 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     assert not fits(wide, wide, wide, torch.float16)
     assert not fits(odd, odd, odd, torch.float16)
     wider = operand(1, 4, 300, 128)
-    assert not fits(wider, wider, wider, torch.float16, causal=True)  # not timed in this version
+    assert fits(wider, wider, wider, torch.float16, causal=True)
     assert not fits(wider, wider, wider, torch.float16)
+    assert not fits(wider, wider, operand(1, 4, 300, 120), torch.float16, causal=True)
     assert not fits(wide, wide, wide, torch.float16, causal=True)
-    longer = operand(1, 4, 1025, 128)
+    longer = operand(1, 4, 8193, 128)
     assert not fits(longer, longer, longer, torch.float16, causal=True)
     assert not fits(wider.to(torch.int8), wider.to(torch.int8), wider.to(torch.int8), torch.float16, causal=True)
     monkeypatch.setattr(hopper_dense, "capability_of", lambda device: (10, 0))
