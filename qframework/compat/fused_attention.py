@@ -40,9 +40,20 @@ def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -
     return None
 
 
+_GAP = 7  # tokens between the keys of two sequences; any number that nobody else has
+
+
 def _by_cudnn(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch keeps cuDNN's plans by the strides of query, key and value only, and a plan reads the result and its
+    gradient by the strides that it was made with. All calls from here have one layout for each of these strides, and a
+    gap between sequences of keys, so that no plan of another call of attention fits them.
+    """
+    query, out, grad = (_tokens_first(x) for x in (query, out, grad))
+    batch, heads, tokens, channels = key.shape
+    apart = key.new_empty((batch, tokens + _GAP, heads, channels))[:, :tokens].transpose(1, 2)
+    key = apart.copy_(key)
     none = _no_dropout(query)
     sizes = (None, None, None, query.shape[2], key.shape[2])
     return _CUDNN(grad, query, key, value, out, lse.unsqueeze(-1), none, none, *sizes, 0.0, is_causal, scale=scale)
@@ -54,6 +65,11 @@ def _by_flash(
     none = _no_dropout(query)
     sizes = (None, None, query.shape[2], key.shape[2])
     return _FLASH(grad, query, key, value, out, lse, *sizes, 0.0, is_causal, none, none, scale=scale)
+
+
+def _tokens_first(x: Tensor) -> Tensor:
+    """``(B, H, N, D)`` as (B, N, H, D) in memory, without gaps."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _no_dropout(like: Tensor) -> Tensor:

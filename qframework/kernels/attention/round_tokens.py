@@ -2,15 +2,14 @@
 
 Formula: ``q s`` with the integers ``q`` and scales ``s`` of :mod:`~qframework.kernels.attention.quantize_qk` for
 ``(x - mean) * factor``, times ``back``. A row that holds NaN or infinity is 0, since its integers only mark it.
-Layout: ``x (B, H, N, D)``, the result like it, contiguous. Reference: ``round_tokens_ref``.
+Layout: ``x (B, H, N, D)``, the result like it, (B, N, H, D) in memory. Reference: ``round_tokens_ref``.
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from qframework.kernels.attention.operands import check_offsets, last_contiguous
+from qframework.kernels.attention.operands import check_offsets, last_contiguous, query_memory_order
 from qframework.kernels.attention.quantize_qk import (
     finite_rows,
     group_scale,
@@ -81,7 +80,7 @@ def round_tokens_triton(x: Tensor, mean: Tensor | None, factor: float, back: flo
     x = last_contiguous(x)
     check_offsets("attention", x=x)
     batch, heads, tokens, channels = x.shape
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = query_memory_order(batch, heads, tokens, channels, x, x.dtype)
     block_d = max(power_of_2(channels), 16)
     launch(_round_tokens_kernel, (cdiv(tokens, QUERY_BLOCK) * heads * batch,))(
         Heads(x, *x.stride()[:3]),
