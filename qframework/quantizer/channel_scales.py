@@ -16,7 +16,8 @@ elsewhere the compiler fuses it with the operation that it reads, or with dynami
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -26,19 +27,32 @@ from qframework.graph.attention_patterns import COPIES, VIEWS
 from qframework.graph.attributes import add_attribute, attribute
 from qframework.graph.channel_groups import Parameter, find_channel_groups, multiply, only_reader
 from qframework.graph.nodes import fake_value, is_inactive_dropout, operation
+from qframework.numerics import affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
-from qframework.quantizer.channel_statistics import channel_statistics
-from qframework.quantizer.config import LinearConfig
+from qframework.quantizer.channel_statistics import ChannelStatistics, channel_statistics
+from qframework.quantizer.config import ActivationConfig, LinearConfig
+from qframework.quantizer.observers import WeightObserver
+from qframework.quantizer.output_error import (
+    Parameters,
+    Run,
+    fake_quantized,
+    first_examples,
+    floats,
+    relative_error,
+    rounded_linear,
+)
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
-from qframework.quantizer.smooth import CalibratedLinear, search_smoothing
+from qframework.quantizer.smooth import smoothing_scales
 
 _ATTENTION = {"scaled_dot_product_attention", "matmul", "bmm", "sage_attention"}
 _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack")
 # A product must reduce the squared error by at least this share.
 _GAIN = 0.05
+_EXAMPLES = 4
 
 
+@torch.no_grad()
 def scale_channels(
     exported: GraphModule,
     quantizer: QFrameworkQuantizer,
@@ -47,20 +61,27 @@ def scale_channels(
     strengths: Sequence[float],
     samples: int = 1024,
     batches: int | None = None,
+    zero_points: bool = False,
+    rounding: float = 1.0,
+    corrects_bias: bool = False,
 ) -> dict[str, float]:
     """Multiply the inputs of linears by a constant per channel where that reduces their error, in place.
 
     Considered are static inputs with one scale and dynamic ones with a scale per token. Excluded are inputs that a
     layer before can scale, which ``smooth`` does at no cost, and outputs of attention, which static attention writes in
-    INT8.
+    INT8. Strengths are chosen by the error of the model's output for a few examples: that of a layer consists of the
+    few outlier tokens, which matter less.
 
     Args:
         exported: from ``torch.export.export(...).module()``. It gets new parameters; those of the original model stay.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
         strengths: candidates for the strength ``a`` of the scales, as in ``smooth``.
-        samples: rows of calibration data on which errors are measured.
+        samples: rows of calibration data on which the layers' errors are measured.
         batches: use only this many batches.
+        zero_points: whether static inputs may get zero points afterwards.
+        rounding: the share of the error of weights rounded to nearest that is left in the end.
+        corrects_bias: whether biases will take the mean error that rounded weights cause.
 
     Returns:
         The strength of each linear that now reads a product, by its layer's name.
@@ -69,16 +90,29 @@ def scale_channels(
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
     """
     readers = _readers(exported, quantizer)
-    statistics = channel_statistics(exported, data, readers, samples, batches) if readers else {}
+    if not readers:
+        return {}
+    statistics = channel_statistics(exported, data, readers, samples, batches)
+    example = first_examples(exported, data, _EXAMPLES)
+    expected = floats(Run(exported).start(example).finish({}))
+    run, chosen = Run(exported).start(example), {}
+    rounded = functools.partial(_outputs, rounding=rounding, corrects_bias=corrects_bias)
+    for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
+        run.advance(linears[0][0])
+        errors: dict[float | None, float] = {}
+        scales = _candidates(exported, linears, statistics[x], strengths)
+        for strength, scale in scales.items():
+            errors[strength] = min(
+                relative_error(floats(run.finish(rounded(run, linears, run.value(x), scale, parameters))), expected)
+                for parameters in _parameters(linears[0][1].activation, statistics[x], scale, zero_points)
+            )
+        best = min(errors, key=lambda strength: errors[strength])
+        if best is not None and errors[best] < (1 - _GAIN) * errors[None]:
+            chosen[x] = best, scales[best]
     found: dict[str, float] = {}
-    for x, linears in readers.items():
-        channels = torch.arange(statistics[x].amax.numel())
-        layers = [CalibratedLinear.of(exported, node, config, channels, statistics[x]) for node, config in linears]
-        free = torch.ones(channels.numel(), dtype=torch.bool, device=layers[0].weight.device)
-        smoothing = search_smoothing(layers, free, strengths, gain=_GAIN)
-        if smoothing is not None:
-            _scale(exported, x, [node for node, _ in linears], smoothing.scales)
-            found.update((layer.name, smoothing.strength) for layer in layers)
+    for x, (strength, scale) in chosen.items():
+        _scale(exported, x, [node for node, _ in readers[x]], scale)
+        found.update((layer_name(node), strength) for node, _ in readers[x])
     exported.recompile()
     return found
 
@@ -99,6 +133,56 @@ def _readers(exported: GraphModule, quantizer: QFrameworkQuantizer) -> dict[Node
         ):
             found.setdefault(x, []).append((node, config))
     return found
+
+
+def _candidates(
+    exported: GraphModule,
+    linears: Sequence[tuple[Node, LinearConfig]],
+    seen: ChannelStatistics,
+    strengths: Sequence[float],
+) -> dict[float | None, Tensor]:
+    """Scales ``(K,)`` by strength, and ones for None."""
+    weights = [attribute(exported, node.args[1]).detach().float() for node, _ in linears]  # type: ignore[arg-type]
+    amax_w = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    free = torch.ones(amax_w.numel(), dtype=torch.bool, device=amax_w.device)
+    found: dict[float | None, Tensor] = {None: torch.ones_like(amax_w)}
+    return found | {strength: smoothing_scales(seen.amax, amax_w, free, strength) for strength in strengths}
+
+
+def _parameters(
+    config: ActivationConfig, seen: ChannelStatistics, scales: Tensor, zero_points: bool
+) -> Iterator[Parameters | None]:
+    """How an input divided by ``scales`` may be quantized; None for scales per token."""
+    if config.dynamic:
+        yield None
+        return
+    low, high = (seen.low / scales).min(), (seen.high / scales).max()
+    if config.symmetric:
+        yield Parameters(scale_from_amax(torch.maximum(-low, high)))
+    if zero_points or not config.symmetric:
+        yield Parameters(*affine_parameters(low, high))
+
+
+def _outputs(
+    run: Run,
+    linears: Sequence[tuple[Node, LinearConfig]],
+    x: Tensor,
+    scales: Tensor,
+    parameters: Parameters | None,
+    *,
+    rounding: float,
+    corrects_bias: bool,
+) -> dict[Node, Tensor]:
+    """The outputs of linears in INT8 whose input is divided by ``scales``."""
+    moved = x / scales.to(x)
+    rows = fake_quantized(moved, parameters or Parameters(dynamic_scale(moved, "per_token")))
+    outputs = {}
+    for node, config in linears:
+        weight = run.value(node.args[1]) * scales.to(x)  # type: ignore[arg-type]
+        steps = WeightObserver(layer_name(node), config.weight).broadcast_scale(weight)
+        bias = None if len(node.args) < 3 or node.args[2] is None else run.value(node.args[2])  # type: ignore[arg-type]
+        outputs[node] = rounded_linear(rows, weight, Parameters(steps), bias, rounding, corrects_bias)
+    return outputs
 
 
 def _is_attention(node: Node) -> bool:

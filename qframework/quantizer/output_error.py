@@ -75,10 +75,7 @@ class OutputError:
             bias = None if call.bias is None else run.value(call.bias)
             dynamic = Parameters(dynamic_scale(x, config.activation.granularity))
             rows = fake_quantized(x, scales.get(node, dynamic))
-            wrong = (fake_quantized(weight, Parameters(steps)) - weight) * self._rounding
-            output = nn.functional.linear(rows, weight + wrong, bias)
-            if self._corrects_bias:
-                output = output - wrong @ rows.reshape(-1, rows.shape[-1]).mean(0)
+            output = rounded_linear(rows, weight, Parameters(steps), bias, self._rounding, self._corrects_bias)
             run.skip(node, output)
         return typical_error(floats(run.finish({})), self._expected)
 
@@ -250,6 +247,18 @@ def typical_error(actual: list[Tensor], expected: list[Tensor]) -> float:
         logs += [(wrong[kept] / size[kept]).clamp(min=_EXACT).log()]
     every = torch.cat(logs) if logs else torch.empty(0)
     return float(every.mean().exp()) if every.numel() else 0.0
+
+
+def rounded_linear(
+    rows: Tensor, weight: Tensor, by: Parameters, bias: Tensor | None, rounding: float, corrects_bias: bool
+) -> Tensor:
+    """A linear with ``rounding`` times the error of its weight rounded to nearest.
+
+    With ``corrects_bias``, the bias takes the mean error of the output.
+    """
+    wrong = (fake_quantized(weight, by) - weight) * rounding
+    output = nn.functional.linear(rows, weight + wrong, bias)
+    return output - wrong @ rows.reshape(-1, rows.shape[-1]).mean(0) if corrects_bias else output
 
 
 class Run:

@@ -226,8 +226,16 @@ class Recipe(JsonConfig):
         if self.smooth is not None:
             before["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
         if self.channel_scales:
-            before["channel_scales"] = lambda data: scale_channels(exported, quantizer, data, **search)
+            before["channel_scales"] = lambda data: scale_channels(
+                exported, quantizer, data, zero_points=self.zero_points, **self._fitted_later, **search
+            )
         return before, after
+
+    @property
+    def _fitted_later(self) -> dict[str, Any]:
+        """What the steps after calibration will do about the errors of rounded weights."""
+        rounding = 1.0 if self.weight_rounding == "nearest" else _GPTQ_ERROR
+        return {"rounding": rounding, "corrects_bias": self.bias_correction}
 
     @property
     def _chooses(self) -> bool:
@@ -288,8 +296,7 @@ class _Guard:
         self, exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch], recipe: Recipe
     ) -> None:
         judged, self.fitted = held_out(exported, data, recipe.batches)
-        rounding = 1.0 if recipe.weight_rounding == "nearest" else _GPTQ_ERROR
-        learned: dict[str, Any] = {"rounding": rounding, "corrects_bias": recipe.bias_correction}
+        learned = recipe._fitted_later
         self.exported, self.error = (
             exported,
             OutputError(exported, quantizer, self.fitted, judged or self.fitted, **learned),
