@@ -39,6 +39,7 @@ from qframework.quantizer.output_error import (
     fake_quantized,
     first_examples,
     floats,
+    held_out,
     relative_error,
     rounded_linear,
 )
@@ -92,10 +93,12 @@ def scale_channels(
     readers = _readers(exported, quantizer)
     if not readers:
         return {}
-    statistics = channel_statistics(exported, data, readers, samples, batches)
-    example = first_examples(exported, data, _EXAMPLES)
+    judged, fitted = held_out(exported, data, batches)  # ranges of channels that fit only their own data show
+    statistics = channel_statistics(exported, fitted, readers, samples)
+    example = first_examples(exported, judged or fitted, _EXAMPLES)
     expected = floats(Run(exported).start(example).finish({}))
-    run, chosen = Run(exported).start(example), {}
+    run = Run(exported).start(example)
+    chosen: dict[Node, float] = {}
     rounded = functools.partial(_outputs, rounding=rounding, corrects_bias=corrects_bias)
     for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
         run.advance(linears[0][0])
@@ -108,9 +111,11 @@ def scale_channels(
             )
         best = min(errors, key=lambda strength: errors[strength])
         if best is not None and errors[best] < (1 - _GAIN) * errors[None]:
-            chosen[x] = best, scales[best]
+            chosen[x] = best
     found: dict[str, float] = {}
-    for x, (strength, scale) in chosen.items():
+    whole = channel_statistics(exported, data, chosen, samples, batches) if chosen and judged else statistics
+    for x, strength in chosen.items():
+        scale = _candidates(exported, readers[x], whole[x], (strength,))[strength]
         _scale(exported, x, [node for node, _ in readers[x]], scale)
         found.update((layer_name(node), strength) for node, _ in readers[x])
     exported.recompile()
