@@ -35,6 +35,7 @@ MASKS = {
 }
 
 
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("option", ["off", "8-per_token-fp16-fp32"])
 @pytest.mark.parametrize("form", MASKS)
 def test_sdpa_gets_the_flag(form: str, option: str) -> None:
@@ -201,6 +202,7 @@ transformers_missing = pytest.mark.skipif(
 
 
 @transformers_missing
+@pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("dialect", ["functional", "aten"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", ["Llama", "GPT2"])
