@@ -11,12 +11,11 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
               dV = P^T dO,  dK = s dS^T Q,  dQ = s dS (K - mean(K))
 
 The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
-K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. PyTorch's fused kernels compute
-that from O and L where they take the call (:mod:`~qframework.compat.fused_attention`), the kernels of this package
-where they do not: with dropout or a gradient of L, float32, and sizes that differ. As integers, dO has one scale for 64
-queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block
-of queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale
-for a block, and costs less: the largest of a row needs no exchange between warps.
+K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. PyTorch's fused kernels can
+compute that from O and L (FUSED_BACKWARD, off), but not with dropout or a gradient of L. As integers, dO has one scale
+for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of queries in dV
+and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for a block, and
+costs less: the largest of a row needs no exchange between warps.
 
 dQ has no term ``rowsum(dS) mean(K)``: exact rows of dS sum to zero, and what is left of the sums after rounding, times
 a large mean, is all error. A gradient of L is one of the logits of K - mean(K), too, so rows then sum to dL rightly.
@@ -73,6 +72,10 @@ from qframework.numerics import FLOAT_DTYPES
 
 Gradient = Literal["int8", "mixed"]
 _QuantizedQK = tuple[Tensor, Tensor, Tensor, Tensor]
+FUSED_BACKWARD = False
+"""Whether ``"mixed"`` uses cuDNN's or flash attention's backward pass. cuDNN's gradients were wrong on a GPU where
+PyTorch reused a plan for another memory order; :mod:`~qframework.compat.fused_attention` avoids that, which was not run
+yet."""
 PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
 """What ``"auto"`` means here: P V in 16 bit."""
 
@@ -305,7 +308,9 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
 
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
-    """PyTorch's fused kernel; None in Triton's interpreter, too."""
+    """PyTorch's fused kernel; None if it is off, and in Triton's interpreter."""
+    if not FUSED_BACKWARD:
+        return None
     current = recording()
     if current is not None:
         current.refuse("PyTorch's settings decide which of its kernels are used")

@@ -147,8 +147,14 @@ def test_what_no_fused_kernel_computes(why: str) -> None:
     assert all(t.isfinite().all() for t in gradients(arguments, refused))
 
 
-def test_the_choice_of_a_kernel_is_not_replayed() -> None:
+def test_fused_kernels_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8_gradient, "fused_backward", lambda *call: pytest.fail("asked"))
+    assert int8_gradient._on_gpu(*Call(40, 40).inputs, False) is None
+
+
+def test_the_choice_of_a_kernel_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It depends on PyTorch's settings, which may change between calls."""
+    monkeypatch.setattr(int8_gradient, "FUSED_BACKWARD", True)
     with Recording([]) as recorded:
         assert int8_gradient._on_gpu(*Call(40, 40).inputs, False) is None
     with pytest.raises(Exception, match="PyTorch's settings decide"):
@@ -178,6 +184,7 @@ def test_fused_kernels_agree_with_the_reference(
     channels: int, key_heads: int, causal: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They compute the weights of the forward pass from the log-sum-exp that they are given."""
+    monkeypatch.setattr(int8_gradient, "FUSED_BACKWARD", True)
     ran: list[str] = []
     for name in ("_by_cudnn", "_by_flash"):
         run = getattr(fused_attention, name)
