@@ -42,7 +42,7 @@ _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
 FASTER_FROM = 1024
 """Channels from which blocks were measured to train faster in INT8 than in BF16; see docs/training.md."""
-_NARROW = f"narrower than {FASTER_FROM} channels, where INT8 is not faster"
+_NARROW = f"narrower than {FASTER_FROM} channels, for which INT8 was not measured to be faster"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION, _NARROW)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
