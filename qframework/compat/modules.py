@@ -23,9 +23,9 @@ def parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     return module._parameters
 
 
-def buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own buffers by name, as a mutable dictionary."""
-    return module._buffers
+def buffers_and_parameters(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, nn.Parameter | None]]:
+    """The module's own buffers and parameters by name, as mutable dictionaries."""
+    return module._buffers, module._parameters
 
 
 def submodules(module: nn.Module) -> dict[str, nn.Module | None]:
@@ -67,7 +67,7 @@ def with_parameters(probe: nn.Module, module: nn.Module, /, **changed: Any) -> N
 
 __all__ = [
     "SPACES",
-    "buffers",
+    "buffers_and_parameters",
     "has_hooks",
     "names",
     "parameters",

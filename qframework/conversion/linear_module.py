@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from qframework import numerics
-from qframework.compat.modules import buffers, parameters
+from qframework.compat.modules import buffers_and_parameters
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
 from qframework.kernels.runtime.direct import DirectCalls
@@ -19,8 +20,9 @@ from qframework.quantizer.observers import WeightObserver
 from qframework.training.linear import result_dtype
 
 _ours = torch.ops.qframework
-_DISPATCHED = _ours.quantize.default, _ours.dynamic_quantize.default, _ours.int8_linear.default
-_ON_GPU = QUANTIZE.cuda, DYNAMIC_QUANTIZE.cuda, INT8_LINEAR.cuda
+Operators = tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]
+_DISPATCHED: Operators = _ours.quantize.default, _ours.dynamic_quantize.default, _ours.int8_linear.default
+_ON_GPU: Operators = QUANTIZE.cuda, DYNAMIC_QUANTIZE.cuda, INT8_LINEAR.cuda
 # Elements of a weight that are quantized at once: float32 copies of whole weights would fragment the memory in which a
 # loaded model grows layer by layer, up to several times its size.
 _AT_ONCE = 2**20
@@ -71,31 +73,38 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x (..., in_features)`` float to ``(..., out_features)`` of its dtype, or of that of autocast."""
-        if torch.compiler.is_compiling() or type(x) is not Tensor or not x.is_cuda:
+        # Other compilers and torch.export trace subclasses of Tensor, or under a mode.
+        if torch.compiler.is_dynamo_compiling() or type(x) is not Tensor or not x.is_cuda:
             return self._linear(_DISPATCHED, x, self.weight_int8, self.weight_scale, self.input_scale, self.bias)
         return self._eager(x)
 
     def _eager(self, x: Tensor) -> Tensor:
         """``forward`` on a GPU, where the host's time limits models that are not compiled."""
-        held, bias, activation = buffers(self), parameters(self)["bias"], self.activation
-        given: tuple[Any, ...] = x, held["weight_int8"], held["weight_scale"], held["input_scale"], bias
-        operands = [each for each in given if each is not None]
-        kind = activation, given[3] is None, bias is None
-        found = self._direct.find(operands, kind)
-        if found is not None:
-            y: Tensor = found(operands)
-            return y
+        held, parameters = buffers_and_parameters(self)
+        scale, bias = held["input_scale"], parameters["bias"]
+        operands: tuple[Any, ...] = x, held["weight_int8"], held["weight_scale"]
+        if scale is not None:
+            operands += (scale,)
+        if bias is not None:
+            operands += (bias,)
+        kind = self.activation, scale is None, bias is None
+        y: Tensor | None = self._direct.repeat(operands, kind)
+        return self._once(operands, kind) if y is None else y
 
-        def direct(*tensors: Tensor) -> Tensor:
-            rest = iter(tensors)
-            arguments: Iterator[Any] = (None if each is None else next(rest) for each in given)
-            return self._linear(_ON_GPU, *arguments)
+    def _once(self, operands: tuple[Any, ...], kind: tuple[Any, bool, bool]) -> Tensor:
+        """A call that is not known yet. ``operands`` leave out the scale and the bias that are None."""
+        _, dynamic, unbiased = kind
 
-        return self._direct.run(operands, kind, lambda: self._linear(_DISPATCHED, *given), direct)
+        def compute(operators: Operators, x: Tensor, weight: Tensor, weight_scale: Tensor, *rest: Tensor) -> Tensor:
+            scale = None if dynamic else rest[0]
+            return self._linear(operators, x, weight, weight_scale, scale, None if unbiased else rest[-1])
+
+        y: Tensor = self._direct.run(operands, kind, partial(compute, _DISPATCHED), partial(compute, _ON_GPU))
+        return y
 
     def _linear(
         self,
-        operators: tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]],
+        operators: Operators,
         x: Tensor,
         weight: Tensor,
         weight_scale: Tensor,

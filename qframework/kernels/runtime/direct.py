@@ -22,16 +22,16 @@ from qframework.compat.dispatch import (
     only_usual_keys,
     profiler_enabled,
 )
+from qframework.kernels.runtime.address_replay import AddressRecording, misaligned
 from qframework.kernels.runtime.recognition import kind_of
-from qframework.kernels.runtime.replay import NotReplayableError, Recording, Replay, recording
+from qframework.kernels.runtime.replay import NotReplayableError, Replay, recording
 
 _MAX_KINDS = 32  # of calls of one module
-_ALIGNMENT = 16  # bytes; what the choice of a kernel depends on
 
 
 class _Known(NamedTuple):
     check: Callable[..., bool]
-    device: int | None
+    device: int | None  # that must be the current one; None: there is only one
     replay: Replay
 
 
@@ -48,44 +48,45 @@ class DirectCalls:
     def __reduce__(self) -> tuple[type[DirectCalls], tuple[()]]:
         return DirectCalls, ()
 
-    def find(self, operands: list[Tensor], others: Hashable) -> Replay | None:
-        """The replay of a call with such tensors, as a function of ``operands``; ``others``: all that is not a tensor.
+    def repeat(self, operands: tuple[Tensor, ...], others: Hashable) -> Any:
+        """The result of a call that is known; ``others`` is all that is not a tensor.
 
-        None if there is none, and where the dispatcher has something to do.
+        None for other calls, and where the dispatcher has something to do.
         """
         known = self._known.get(others)
         if known is None or _observed(operands):
             return None
         for each in known:
             if each.check(*operands):
-                here = each.device is None or each.device == torch.cuda.current_device()
-                return each.replay if here and _aligned(operands) else None
+                if each.device is not None and each.device != torch.cuda.current_device():
+                    return None
+                return each.replay(operands)
         return None
 
     def run(
         self,
-        operands: list[Tensor],
+        operands: tuple[Tensor, ...],
         others: Hashable,
-        dispatched: Callable[[], Any],
+        dispatched: Callable[..., Any],
         direct: Callable[..., Any],
     ) -> Any:
-        """The result of ``dispatched``, which calls the operators; recorded if this is the second call of a kind.
+        """The result of ``dispatched(*operands)``, which calls operators; recorded in the second call of a kind.
 
         ``direct(*operands)`` calls the operators' GPU implementations, with the same result.
         """
         if not _recordable(operands):
-            return dispatched()
+            return dispatched(*operands)
         kind = _kind(operands, others)
         seen = self._seen.get(kind)
         if not seen:
-            result = dispatched()  # raises the errors of wrong arguments
+            result = dispatched(*operands)  # raises the errors of wrong arguments
             if len(self._seen) >= _MAX_KINDS:
                 self._seen.clear()
                 self._known.clear()
             self._seen.setdefault(kind, True)
             return result
-        check = metadata_check(operands)
-        with Recording(operands) as recorded:
+        check = metadata_check(list(operands))
+        with AddressRecording(operands) as recorded:
             result = direct(*operands)
         self._seen[kind] = False  # from now on it is found, or it cannot be
         try:
@@ -93,24 +94,26 @@ class DirectCalls:
         except NotReplayableError:
             return result
         if check is not None:
-            self._known.setdefault(others, []).append(_Known(check, operands[0].device.index, replay))
+            device = operands[0].device
+            several = device.type == "cuda" and torch.cuda.device_count() > 1
+            self._known.setdefault(others, []).append(_Known(check, device.index if several else None, replay))
         return result
 
 
-def _observed(operands: list[Tensor]) -> bool:
+def _observed(operands: tuple[Tensor, ...]) -> bool:
     """Whether modes, derivatives or a profiler take part in a call, which the check in C++ does not see."""
     if dispatch_modes() or function_modes() or forward_level() >= 0 or profiler_enabled():
         return True
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
-def _kind(operands: list[Tensor], others: Hashable) -> Hashable:
+def _kind(operands: tuple[Tensor, ...], others: Hashable) -> Hashable:
     """Everything that the check in C++ may tell apart, and what ``kind_of`` does."""
     more = [(type(x), x.is_inference()) for x in operands]
     return kind_of((*operands, others), ())[0], *more, torch.is_inference_mode_enabled()
 
 
-def _recordable(operands: list[Tensor]) -> bool:
+def _recordable(operands: tuple[Tensor, ...]) -> bool:
     """Whether the dispatcher would call the GPU's implementations with these tensors and do nothing else."""
     if not all(type(x) in (Tensor, torch.nn.Parameter) for x in operands):  # subclasses see operators
         return False
@@ -121,9 +124,5 @@ def _recordable(operands: list[Tensor]) -> bool:
         and not _observed(operands)
         and not torch.is_autocast_enabled(device.type)
         and (device.type != "cuda" or device.index == torch.cuda.current_device())
-        and _aligned(operands)
+        and not misaligned(operands)
     )
-
-
-def _aligned(operands: list[Tensor]) -> bool:
-    return not sum([x.data_ptr() % _ALIGNMENT for x in operands])

@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from qframework import quantize_
 from qframework.compat import dispatch
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
+from qframework.kernels.runtime import address_replay
 from qframework.kernels.runtime import direct as _direct
 from qframework.kernels.runtime.direct import DirectCalls
 from qframework.quantizer import dynamic_int8, static_int8
@@ -32,19 +34,17 @@ class Scaled:
         self.weight, self.calls, self.counts = weight, DirectCalls(), {"dispatched": 0, "direct": 0, "replayed": 0}
 
     def __call__(self, x: torch.Tensor, n: int = 0) -> torch.Tensor:
-        operands = [x, self.weight]
-        found = self.calls.find(operands, n)
-        if found is not None:
+        operands = x, self.weight
+        y = self.calls.repeat(operands, n)
+        if y is not None:
             self.counts["replayed"] += 1
-            return found(operands)
+            return y
 
         def compute(kind: str, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             self.counts[kind] += 1
             return x * weight + n
 
-        return self.calls.run(
-            operands, n, lambda: compute("dispatched", *operands), lambda *tensors: compute("direct", *tensors)
-        )
+        return self.calls.run(operands, n, partial(compute, "dispatched"), partial(compute, "direct"))
 
 
 @pytest.fixture
@@ -202,8 +202,8 @@ def test_what_cannot_be_recorded_goes_through_the_dispatcher() -> None:
     calls, counts, elsewhere = DirectCalls(), [], torch.ones(4)
     x = torch.ones(4)
     for _ in range(5):
-        assert calls.find([x], None) is None
-        y = calls.run([x], None, lambda: counts.append("dispatched") or x + elsewhere, lambda x: x + elsewhere)
+        assert calls.repeat((x,), None) is None
+        y = calls.run((x,), None, lambda x: counts.append("dispatched") or x + elsewhere, lambda x: x + elsewhere)
         assert y.tolist() == [2.0] * 4
     assert counts == ["dispatched"] * 4
 
@@ -217,8 +217,8 @@ def test_errors_are_those_of_the_dispatched_call(scaled) -> None:
 def test_copies_and_pickles_are_empty(scaled) -> None:
     for made in (copy.copy(scaled.calls), copy.deepcopy(scaled.calls), pickle.loads(pickle.dumps(scaled.calls))):
         assert isinstance(made, DirectCalls)
-        assert made.find([torch.ones(4), scaled.weight], 0) is None
-    assert scaled.calls.find([torch.ones(4), scaled.weight], 0) is not None
+        assert made.repeat((torch.ones(4), scaled.weight), 0) is None
+    assert scaled.calls.repeat((torch.ones(4), scaled.weight), 0) is not None
 
 
 def test_no_tensor_is_kept() -> None:
@@ -254,8 +254,10 @@ def test_without_the_private_names_nothing_is_passed_by(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "config", [static_int8(), dynamic_int8(), dynamic_int8("per_tensor")], ids=["static", "dynamic", "one scale"]
 )
+@pytest.mark.parametrize("by_addresses", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @torch.no_grad()
-def test_a_quantized_linear_is_its_two_operators(config, rows, bias) -> None:
+def test_a_quantized_linear_is_its_two_operators(config, rows, bias, by_addresses, monkeypatch) -> None:
+    monkeypatch.setattr(address_replay, "ENABLED", by_addresses)
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def inputs() -> torch.Tensor:
