@@ -81,7 +81,7 @@ def log_sum_exp() -> None:
 
 
 def hessian() -> None:
-    weight_rounding._outer_product([torch.randn(50, 16)], None)
+    weight_rounding._outer_product([torch.randn(50, 16)], None, True)
 
 
 def smoothing() -> None:
