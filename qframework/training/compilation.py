@@ -26,8 +26,7 @@ def register_fallbacks() -> None:
     was computed from. An INT8 tensor is two inputs of the same origin, so the message doubles in length with every
     operator, and compilation takes hours from the second block on.
     """
-    if torch.cuda.is_available():
-        register_call_sites()
+    register_call_sites()
     if tuple(map(int, torch.__version__.split(".")[:2])) >= _FIXED:
         return
     from qframework.compat.inductor import keep_whole
