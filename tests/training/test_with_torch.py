@@ -192,7 +192,7 @@ def test_an_existing_optimizer_keeps_working() -> None:
 # Several processes
 
 SCRIPT = """
-import json, sys, torch
+import json, os, sys, torch
 from pathlib import Path
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -222,7 +222,9 @@ for name, block_size in CASES:
 assert fallbacks == {}, fallbacks
 if rank == 0:
     Path(sys.argv[1]).write_text(json.dumps(found))
+distributed.barrier()
 distributed.destroy_process_group()
+os._exit(0)  # past the end of the interpreter, where C++ threads of PyTorch sometimes call terminate
 """
 
 
