@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,35 +33,21 @@ from qframework.compat.dynamo import record_value, recorded_value
 from qframework.graph.nodes import fake_value
 from qframework.graph.strides import follow_strides
 from qframework.graph.writes import written_between
+from qframework.kernels.linear.arguments import Int8LinearArguments
 
 _int8_linear = torch.ops.qframework.int8_linear.default
 _slice = torch.ops.aten.slice.Tensor
 
 
-class _Call(NamedTuple):
-    """The arguments of ``int8_linear`` in the graph."""
+def _call(node: Node) -> Any:
+    """The ``Int8LinearArguments`` of a node that the lowering made, with nodes for tensors."""
+    args: Any = node.args
+    return Int8LinearArguments(*args)
 
-    a: Node
-    a_scale: Node
-    b: Node
-    b_scale: Node
-    bias: Node | None = None
-    activation: str = "none"
-    residual: Node | None = None
-    out_scale: Node | None = None
-    out_dtype: torch.dtype | None = None
-    out_zero_point: Node | None = None
 
-    @classmethod
-    def of(cls, node: Node) -> _Call:
-        """The arguments of a node, which the lowering gave by position."""
-        args: Any = node.args
-        return cls(*args)
-
-    @property
-    def is_plain(self) -> bool:
-        """Without an epilogue."""
-        return self.activation == "none" and self.residual is self.out_scale is self.out_zero_point is None
+def _is_plain(call: Any) -> bool:
+    """Whether a linear has no epilogue."""
+    return call.activation == "none" and call.residual is call.out_scale is call.out_zero_point is None
 
 
 def merge_linears(lowering: Lowering) -> None:
@@ -82,8 +68,8 @@ def _key(node: Node, lowering: Lowering) -> Any:
     """Equal for linears that can be one product; None for one that must stay alone."""
     if node.kwargs or not all(map(lowering.scales.owns, node.args[2:4])):  # a user's own call, or weights not frozen
         return None
-    call = _Call.of(node)
-    if not call.is_plain:
+    call = _call(node)
+    if not _is_plain(call):
         return None
     if call.bias is not None:
         nodes = node.graph.nodes
@@ -119,7 +105,7 @@ def _slices(nodes: Sequence[Node]) -> list[FakeTensor] | None:
 
 def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, biases: WatchedValues) -> None:
     """Replace the linears by one at the place of the first, and its slices."""
-    graph, scales, calls = nodes[0].graph, lowering.scales, [_Call.of(node) for node in nodes]
+    graph, scales, calls = nodes[0].graph, lowering.scales, [_call(node) for node in nodes]
     with torch.no_grad():
         b = scales.buffer(torch.cat([_value(call.b, lowering) for call in calls]))
         b_scale = scales.buffer(torch.cat([_value(call.b_scale, lowering) for call in calls]))
@@ -135,12 +121,11 @@ def _merge(nodes: list[Node], values: list[FakeTensor], lowering: Lowering, bias
         record_value(part, value)
         node.replace_all_uses_with(part)
         graph.erase_node(node)
-    for call in calls:
-        scales.remove(call.b)
-        scales.remove(call.b_scale)
+    for buffer in dict.fromkeys(buffer for call in calls for buffer in (call.b, call.b_scale)):
+        scales.remove(buffer)
 
 
-def _merged_bias(calls: Sequence[_Call], lowering: Lowering, biases: WatchedValues) -> Node | None:
+def _merged_bias(calls: Sequence[Any], lowering: Lowering, biases: WatchedValues) -> Node | None:
     """The buffer that holds all biases, with zeros for those that are missing."""
     operands = [Operand(call.bias, lowering.constants) for call in calls]
     if all(operand.value is None for operand in operands):

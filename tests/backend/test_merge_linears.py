@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from qframework.backend.compile import run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.merge_linears import merge_linears
 from qframework.backend.options import BackendOptions
+from qframework.numerics import sqnr_db
 
 INT8_LINEAR = torch.ops.qframework.int8_linear.default
 FROZEN = {"linear": "int8_dynamic", "freeze_weights": True}
@@ -83,8 +86,10 @@ def products(graphs):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_projections_are_one_product_with_the_same_result(bias, dynamic):
-    model, x = nn.Sequential(Attention(bias=bias), Attention(4, 4, bias=bias)), torch.randn(2, 7, 32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_projections_are_one_product_with_the_same_result(bias, dynamic, dtype):
+    model = nn.Sequential(Attention(bias=bias), Attention(4, 4, bias=bias)).to(dtype)
+    x = torch.randn(2, 7, 32, dtype=dtype)
     apart, run_apart = lowered(model, x, merged=False, dynamic=dynamic)
     expected = run_apart(x)
     together, run = lowered(model, x, dynamic=dynamic)
@@ -98,7 +103,8 @@ def test_inductor_compiles_the_same():
     model, x = Attention().eval(), torch.randn(2, 7, 32)
     expected = lowered(model, x, merged=False)[1](x)
     torch._dynamo.reset()
-    assert torch.allclose(torch.compile(model, backend="qframework", options=FROZEN)(x), expected, atol=2e-2)
+    compiled = torch.compile(model, backend="qframework", options=FROZEN)(x)
+    assert sqnr_db(expected, compiled) > 50, "the same integers but for a few ties"
 
 
 def test_biases_follow_writes_and_new_parameters():
@@ -126,9 +132,9 @@ def test_what_needs_its_own_result_keeps_it(read):
     model, x = Reads(READS[read]), torch.randn(2, 7, 32)
     graphs, run = lowered(model, x)
     assert products(graphs) == 2
-    got, expected = run(x), model(x)
+    got, expected = run(x), lowered(model, x, merged=False)[1](x)
     for mine, theirs in zip(got, expected, strict=True) if isinstance(got, tuple) else [(got, expected)]:
-        assert torch.allclose(mine, theirs, atol=0.1)
+        assert torch.equal(mine, theirs)
 
 
 def test_results_that_only_float_operations_read_are_merged():
@@ -136,6 +142,40 @@ def test_results_that_only_float_operations_read_are_merged():
     graphs, run = lowered(model, x)
     assert products(graphs) == 1
     assert torch.equal(run(x), lowered(model, x, merged=False)[1](x))
+
+
+class Repeated(nn.Module):
+    """A layer that is called twice, and one with its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 24), nn.Linear(32, 24, bias=False)
+        self.b.weight = self.a.weight
+
+    def forward(self, x):
+        return self.a(x).sin() * self.a(x).cos() * self.b(x).exp()
+
+
+class WritesItsBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 24), nn.Linear(32, 24)
+
+    def forward(self, x):
+        y = self.a(x).sin()
+        self.b.bias.add_(1.0)
+        return y * self.b(x).cos()
+
+
+@pytest.mark.parametrize(("kind", "number"), [(Repeated, 1), (WritesItsBias, 2)])
+def test_layers_that_share_or_write_their_parameters(kind, number):
+    model, x = kind(), torch.randn(2, 7, 32)
+    other = copy.deepcopy(model)
+    graphs, run = lowered(model, x)
+    assert products(graphs) == number
+    results = [run(x) for _ in range(2)]
+    run = lowered(other, x, merged=False)[1]
+    assert all(torch.equal(result, run(x)) for result in results)
 
 
 def test_weights_that_are_not_frozen_stay_apart():
