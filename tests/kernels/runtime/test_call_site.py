@@ -16,7 +16,11 @@ from qframework.kernels.runtime.replay import replayed
 
 
 class Counted:
-    """``x * factor + y`` as an operator: how often it was called itself, and how often its implementation ran."""
+    """``x * factor + y`` as an operator: how often it was called itself, and how often its implementation ran.
+
+    Tensors that do not begin at 16 bytes, and a tensor that is given twice, are computed in other steps, which give one
+    and two more.
+    """
 
     def __init__(self) -> None:
         self.calls = self.runs = 0
@@ -25,7 +29,11 @@ class Counted:
     def implementation(self, x: Tensor, y: Tensor | None, factor: int) -> Tensor:
         self.runs += 1
         product = torch.mul(x, factor)
-        return product if y is None else torch.add(product, y)
+        if x.data_ptr() % 16:
+            product = torch.add(product, 1)
+        if y is None:
+            return product
+        return torch.add(torch.add(product, 2) if y.data_ptr() == x.data_ptr() else product, y)
 
     def __call__(self, *args):
         self.calls += 1
@@ -60,7 +68,7 @@ def test_another_alignment_is_recorded_anew(operator, site):
     for _ in range(3):
         for start in (0, 1):
             x = memory[start : start + 16]
-            assert torch.equal(site(x, None, 2), 2 * x)
+            assert torch.equal(site(x, None, 2), 2 * x + start)
     assert operator.runs == 4  # two of each alignment
 
 
@@ -68,7 +76,7 @@ def test_a_tensor_given_twice_is_another_kind(operator, site):
     x, y = torch.ones(4), torch.full((4,), 5.0)
     for _ in range(3):
         assert site(x, y, 1).tolist() == [6.0] * 4
-        assert site(x, x, 1).tolist() == [2.0] * 4
+        assert site(x, x, 1).tolist() == [4.0] * 4
     assert operator.runs == 4
 
 
