@@ -25,9 +25,13 @@ class LayerReport:
 
 @dataclass
 class Report:
-    """The linear layers and attentions of a model in the order of the graph. ``str()`` gives a table."""
+    """The linear layers and attentions of a model in the order of the graph. ``str()`` gives a table.
+
+    ``notes`` are sentences on the model as a whole.
+    """
 
     layers: list[LayerReport] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
 
     def of(self, kind: str) -> Report:
         """The layers of one kind, ``"linear"`` or ``"attention"``."""
@@ -76,4 +80,6 @@ class Report:
         console = Console(width=120, record=False, color_system=None)
         with console.capture() as capture:
             console.print(table)
+            for note in self.notes:
+                console.print(note, markup=False)
         return capture.get().rstrip("\n")

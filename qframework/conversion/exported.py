@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -12,9 +13,15 @@ from torch import Tensor, fx, nn
 from torch.export import Dim
 
 from qframework.backend.release import release_prepared_models
+from qframework.conversion.recipe_check import RECIPE_NOTE, compare
 from qframework.errors import CalibrationError
 from qframework.quantizer import QFrameworkQuantizer, Recipe, calibrate
+from qframework.quantizer.output_error import first_examples, floats, held_out
 
+logger = logging.getLogger(__name__)
+
+# A recipe is compared with no recipe on so many examples, or on the first batch of a model with a fixed batch size.
+_JUDGED = 16
 BATCH_IS_DYNAMIC = ({0: Dim.DYNAMIC},)
 
 
@@ -54,7 +61,8 @@ def quantize_exported(
         quantizer: the rules of what is quantized and how.
         calibration: batches as ``calibrate`` takes them, moved to the device of the graph; None if every activation is
             dynamic.
-        recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times.
+        recipe: steps around the calibration that keep accuracy; they read ``calibration`` several times. With
+            ``guard``, the result is compared with a model without the recipe, and the better one is returned.
         batches: maximum number of calibration batches.
         show_progress: draw a progress bar while calibrating.
 
@@ -76,12 +84,29 @@ def _quantized(
     rewritten: Callable[[fx.GraphModule], None],
 ) -> fx.GraphModule:
     """``quantize_exported``; ``rewritten`` gets the float graph before it is prepared."""
-    from qframework.compat.torchao import convert_pt2e, prepare_pt2e
-
     weights = sum(tensor.nbytes for tensor in exported.state_dict().values())
     data = None if calibration is None else _FirstBatches(calibration, batches)
-    if recipe is not None:
+    if recipe is None:
+        found = _once(exported, quantizer, data, None, show_progress, rewritten)
+    else:
         _check_can_be_read_again(data)
+        assert data is not None
+        found = _with_recipe(exported, quantizer, data, recipe, show_progress, rewritten)
+    release_prepared_models(of_bytes=weights)
+    return found
+
+
+def _once(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    data: _FirstBatches | None,
+    recipe: Recipe | None,
+    show_progress: bool,
+    rewritten: Callable[[fx.GraphModule], None],
+) -> fx.GraphModule:
+    from qframework.compat.torchao import convert_pt2e, prepare_pt2e
+
+    if recipe is not None:
         recipe.before_prepare(exported, quantizer, data)  # type: ignore[arg-type]
     rewritten(exported)
     prepared = prepare_pt2e(exported, quantizer)
@@ -89,9 +114,45 @@ def _quantized(
         calibrate(prepared, data, progress=show_progress)
     if recipe is not None:
         recipe.after_calibrate(prepared, data)  # type: ignore[arg-type]
-    converted = convert_pt2e(prepared)
-    release_prepared_models(of_bytes=weights)
-    return converted
+    return convert_pt2e(prepared)
+
+
+def _with_recipe(
+    exported: fx.GraphModule,
+    quantizer: QFrameworkQuantizer,
+    data: _FirstBatches,
+    recipe: Recipe,
+    show_progress: bool,
+    rewritten: Callable[[fx.GraphModule], None],
+) -> fx.GraphModule:
+    """With ``guard``, the better of the models with and without the recipe, which notes that in its meta."""
+    if not recipe.guard:
+        return _once(exported, quantizer, data, recipe, show_progress, rewritten)
+    untouched = _sharing_tensors(exported)
+    judged, fitted = held_out(exported, data, recipe.batches)
+    inputs = first_examples(exported, judged or fitted, _JUDGED)
+    expected = _outputs(exported, inputs)
+    graphs: list[fx.GraphModule] = []
+    keep: Callable[[fx.GraphModule], None] = lambda graph: graphs.append(_sharing_tensors(graph))  # noqa: E731
+    with_recipe = _once(exported, quantizer, data, recipe, show_progress, keep)
+    plain = _once(untouched, quantizer, data, None, False, keep)
+    found = compare(expected, _outputs(plain, inputs), _outputs(with_recipe, inputs))
+    (logger.info if found.kept else logger.warning)("qframework: %s", found.note)
+    chosen = with_recipe if found.kept else plain
+    chosen.meta[RECIPE_NOTE] = found.note
+    rewritten(graphs[0 if found.kept else 1])
+    return chosen
+
+
+def _sharing_tensors(exported: fx.GraphModule) -> fx.GraphModule:
+    """A copy with the same parameters and buffers, which steps of recipes replace and never change."""
+    tensors = [*exported.parameters(), *exported.buffers()]
+    return copy.deepcopy(exported, {id(tensor): tensor for tensor in tensors})
+
+
+@torch.no_grad()
+def _outputs(graph: fx.GraphModule, inputs: list[Any]) -> list[Tensor]:
+    return floats(fx.Interpreter(graph).run(*inputs, enable_io_processing=False))
 
 
 def _check_can_be_read_again(data: _FirstBatches | None) -> None:

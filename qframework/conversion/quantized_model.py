@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -12,6 +13,7 @@ from torch.fx import GraphModule
 
 from qframework.backend import Report, explain
 from qframework.compat import pytree
+from qframework.conversion.recipe_check import RECIPE_NOTE
 from qframework.errors import UnsupportedError
 from qframework.export.onnx_export import write_onnx
 from qframework.export.package import write_package
@@ -31,6 +33,7 @@ class QuantizedModel(GraphModule):
         self.training = False
         self._call = pytree.tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), call)
         self._dynamic_shapes, self._config = dynamic_shapes, config
+        self._notes = (converted.meta[RECIPE_NOTE],) if RECIPE_NOTE in converted.meta else ()
 
     def save(self, path: str | os.PathLike[str], config: Mapping[str, Any] | None = None) -> None:
         """Write the model to one file, which ``qframework.load`` reads without the model's code.
@@ -63,8 +66,11 @@ class QuantizedModel(GraphModule):
         return write_package(self, path, *self._example(), self._dynamic_shapes, options)
 
     def explain(self) -> Report:
-        """Report which layers run in INT8 under ``backend="qframework"``, and why the others do not."""
-        return explain(self, ())
+        """Report which layers run in INT8 under ``backend="qframework"``, and why the others do not.
+
+        Its ``notes`` say whether a recipe was kept, and the errors with and without it.
+        """
+        return replace(explain(self, ()), notes=self._notes)
 
     def train(self, mode: bool = True) -> Self:
         """Only ``eval()``, which changes nothing. Raises UnsupportedError for ``train()``."""
@@ -78,7 +84,7 @@ class QuantizedModel(GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedModel:
         copied: Any = super().__deepcopy__(memo)
         copied._call, copied._dynamic_shapes, copied._config = self._call, self._dynamic_shapes, self._config
-        copied.training = False
+        copied.training, copied._notes = False, self._notes
         return copied
 
     def _example(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -28,6 +28,7 @@ from qframework.graph.nodes import fake_value, linear_call
 from qframework.numerics import affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
+from qframework.quantizer.channel_scales import LOPSIDED
 from qframework.quantizer.config import ActivationConfig, LinearConfig
 from qframework.quantizer.histogram_observers import AffineMSEObserver, MSEObserver, PercentileObserver
 from qframework.quantizer.observers import activation_observer
@@ -40,6 +41,7 @@ from qframework.quantizer.output_error import (
     held_out,
     observe,
     relative_error,
+    typical_error,
 )
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, override_config
 
@@ -55,8 +57,6 @@ _OBSERVERS: dict[str, ActivationConfig] = {
     "mse": ActivationConfig(observer="mse"),
 }
 _ZERO_POINT = "zero_point"
-# With a zero point the scale must be at most this share of the symmetric one.
-_LOPSIDED = 0.8
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
 
@@ -130,7 +130,7 @@ def choose_activations(
     allowed = harmless | ({*_OBSERVERS} if observers and judged else set())
     _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
-    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES))
+    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES), dynamic=dynamic_share > 0)
     proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
@@ -185,7 +185,10 @@ def _groups(exported: GraphModule, quantizer: QFrameworkQuantizer) -> list[_Grou
 def _most_harmful(groups: list[_Group], share: float, best: list[str]) -> list[int]:
     """The places of the groups that a dynamic scale helps most for its cost, within the budget."""
     static = [group.errors[name] for group, name in zip(groups, best, strict=True)]
-    gains = {i: error - group.errors["dynamic"] for i, (group, error) in enumerate(zip(groups, static, strict=True))}
+    gains = {
+        i: error - group.errors.get("dynamic", error)
+        for i, (group, error) in enumerate(zip(groups, static, strict=True))
+    }
     total, budget = sum(static), share * sum(group.width for group in groups)
     chosen = []
     for i in sorted(gains, key=lambda i: gains[i] / max(groups[i].width, 1), reverse=True):
@@ -240,24 +243,36 @@ def _parameters(both_ends: AffineMSEObserver) -> dict[str, Parameters]:
         name: Parameters(scale_from_amax(amax.new_tensor(value).minimum(amax))) for name, value in thresholds.items()
     }
     scale, zero_point = affine_parameters(both_ends.low, both_ends.high)
-    if float(scale) <= _LOPSIDED * float(found["minmax"].scale):
+    if float(scale) <= LOPSIDED * float(found["minmax"].scale):
         found[_ZERO_POINT] = Parameters(scale, zero_point)
     return found
 
 
 @torch.no_grad()
-def _measure(exported: GraphModule, groups: list[_Group], example: list[Any]) -> None:
-    """Sets the errors at the output of each group with each of its candidates, and with dynamic scales."""
+def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, dynamic: bool) -> None:
+    """Sets the errors at the output of each group with each of its candidates, and with dynamic scales on request."""
     expected = floats(Run(exported).start(example).finish({}))
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
-        candidates = {name: fake_quantized(x, each) for name, each in group.parameters.items()}
-        candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
+        candidates = _promising(x, group.parameters)
+        if dynamic:
+            candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
         for name, value in candidates.items():
             outputs = {node: _linear(run, node, value) for node in group.linears}
             group.errors[name] = relative_error(floats(run.finish(outputs)), expected)
+
+
+def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Tensor]:
+    """``x`` quantized with each candidate, without clipping that typical tokens do not gain from.
+
+    Each costs a run of the rest of the model.
+    """
+    values = {name: fake_quantized(x, each) for name, each in parameters.items()}
+    errors = {name: typical_error([value], [x]) for name, value in values.items()}
+    enough = (1 - _GAIN / 2) * errors[""]
+    return {name: value for name, value in values.items() if name not in _OBSERVERS or errors[name] < enough}
 
 
 def _linear(run: Run, node: Node, x: Tensor) -> Tensor:

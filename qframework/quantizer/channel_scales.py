@@ -17,7 +17,7 @@ elsewhere the compiler fuses it with the operation that it reads, or with dynami
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -51,6 +51,8 @@ _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_st
 # A product must reduce the squared error by at least this share.
 _GAIN = 0.05
 _EXAMPLES = 4
+# With a zero point the scale must be at most this share of the symmetric one to be worth its cost.
+LOPSIDED = 0.8
 
 
 @torch.no_grad()
@@ -65,6 +67,7 @@ def scale_channels(
     zero_points: bool = False,
     rounding: float = 1.0,
     corrects_bias: bool = False,
+    chosen: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Multiply the inputs of linears by a constant per channel where that reduces their error, in place.
 
@@ -83,6 +86,7 @@ def scale_channels(
         zero_points: whether static inputs may get zero points afterwards.
         rounding: the share of the error of weights rounded to nearest that is left in the end.
         corrects_bias: whether biases will take the mean error that rounded weights cause.
+        chosen: a former result for this graph; its strengths are applied to the ranges of ``data`` without a search.
 
     Returns:
         The strength of each linear that now reads a product, by its layer's name.
@@ -91,35 +95,72 @@ def scale_channels(
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
     """
     readers = _readers(exported, quantizer)
-    if not readers:
+    if chosen is None:
+        search = functools.partial(_outputs, rounding=rounding, corrects_bias=corrects_bias)
+        judged, fitted = held_out(exported, data, batches)  # ranges of channels that fit only their own data show
+        taken = _search(exported, readers, (judged or fitted, fitted), strengths, samples, zero_points, search)
+    else:
+        names = {x: layer_name(linears[0][0]) for x, linears in readers.items()}
+        taken = {x: chosen[name] for x, name in names.items() if name in chosen}
+    if not taken:
         return {}
-    judged, fitted = held_out(exported, data, batches)  # ranges of channels that fit only their own data show
-    statistics = channel_statistics(exported, fitted, readers, samples)
-    example = first_examples(exported, judged or fitted, _EXAMPLES)
-    expected = floats(Run(exported).start(example).finish({}))
-    run = Run(exported).start(example)
-    chosen: dict[Node, float] = {}
-    rounded = functools.partial(_outputs, rounding=rounding, corrects_bias=corrects_bias)
-    for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
-        run.advance(linears[0][0])
-        errors: dict[float | None, float] = {}
-        scales = _candidates(exported, linears, statistics[x], strengths)
-        for strength, scale in scales.items():
-            errors[strength] = min(
-                relative_error(floats(run.finish(rounded(run, linears, run.value(x), scale, parameters))), expected)
-                for parameters in _parameters(linears[0][1].activation, statistics[x], scale, zero_points)
-            )
-        best = min(errors, key=lambda strength: errors[strength])
-        if best is not None and errors[best] < (1 - _GAIN) * errors[None]:
-            chosen[x] = best
     found: dict[str, float] = {}
-    whole = channel_statistics(exported, data, chosen, samples, batches) if chosen and judged else statistics
-    for x, strength in chosen.items():
-        scale = _candidates(exported, readers[x], whole[x], (strength,))[strength]
+    seen = channel_statistics(exported, data, taken, 1, batches)
+    for x, strength in taken.items():
+        scale = _candidates(exported, readers[x], seen[x], (strength,))[strength]
         _scale(exported, x, [node for node, _ in readers[x]], scale)
         found.update((layer_name(node), strength) for node, _ in readers[x])
     exported.recompile()
     return found
+
+
+def _search(
+    exported: GraphModule,
+    readers: dict[Node, list[tuple[Node, LinearConfig]]],
+    data: tuple[list[Batch], list[Batch]],
+    strengths: Sequence[float],
+    samples: int,
+    zero_points: bool,
+    outputs: Callable[..., dict[Node, Tensor]],
+) -> dict[Node, float]:
+    """The strength for each input that a product helps; ``data`` is what is judged and what ranges come from."""
+    if not readers:
+        return {}
+    statistics = channel_statistics(exported, data[1], readers, samples)
+    example = first_examples(exported, data[0], _EXAMPLES)
+    expected = floats(Run(exported).start(example).finish({}))
+    run = Run(exported).start(example)
+    taken: dict[Node, float] = {}
+    for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
+        run.advance(linears[0][0])
+        scales = _candidates(exported, linears, statistics[x], strengths)
+        config = linears[0][1].activation
+
+        @functools.cache
+        def error(strength: float | None) -> float:
+            scale = scales[strength]  # noqa: B023
+            parameters = _parameters(config, statistics[x], scale, zero_points)  # noqa: B023
+            changed = outputs(run, linears, run.value(x), scale, parameters)  # noqa: B023
+            return relative_error(floats(run.finish(changed)), expected)
+
+        best = _least(error, sorted(strengths))
+        if error(best) < (1 - _GAIN) * error(None):
+            taken[x] = best
+    return taken
+
+
+def _least(error: Callable[[float], float], strengths: Sequence[float]) -> float:
+    """The strength of least error: the best of every third, or a neighbour of it, as far as errors fall.
+
+    Each error costs a run of the rest of the model, and errors are smooth in the strength.
+    """
+    at = min(range(len(strengths) // 6 and 2, len(strengths), 3), key=lambda i: error(strengths[i]))
+    while True:
+        near = [i for i in (at - 1, at, at + 1) if 0 <= i < len(strengths)]
+        best = min(near, key=lambda i: error(strengths[i]))
+        if best == at:
+            return strengths[at]
+        at = best
 
 
 def _readers(exported: GraphModule, quantizer: QFrameworkQuantizer) -> dict[Node, list[tuple[Node, LinearConfig]]]:
@@ -156,16 +197,15 @@ def _candidates(
 
 def _parameters(
     config: ActivationConfig, seen: ChannelStatistics, scales: Tensor, zero_points: bool
-) -> Iterator[Parameters | None]:
-    """How an input divided by ``scales`` may be quantized; None for scales per token."""
+) -> Parameters | None:
+    """How an input divided by ``scales`` will be quantized; None for scales per token."""
     if config.dynamic:
-        yield None
-        return
+        return None
     low, high = (seen.low / scales).min(), (seen.high / scales).max()
-    if config.symmetric:
-        yield Parameters(scale_from_amax(torch.maximum(-low, high)))
-    if zero_points or not config.symmetric:
-        yield Parameters(*affine_parameters(low, high))
+    symmetric = Parameters(scale_from_amax(torch.maximum(-low, high)))
+    affine = Parameters(*affine_parameters(low, high))
+    lopsided = zero_points and float(affine.scale) <= LOPSIDED * float(symmetric.scale)
+    return affine if lopsided or not config.symmetric else symmetric
 
 
 def _outputs(

@@ -29,8 +29,10 @@ from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name
 from qframework.quantizer.static_observer import StaticObserver
 
 _EXAMPLES = 8
-# The relative squared error of an example that counts as none.
+# The relative squared error of a token that counts as none.
 _EXACT = 1e-12
+# A token counts as at least this share of the mean squared size.
+_SMALLEST_TOKEN = 0.01
 
 
 class OutputError:
@@ -224,29 +226,36 @@ def floats(output: Any) -> list[Tensor]:
     return [each for each in pytree.tree_leaves(output) if isinstance(each, Tensor) and each.is_floating_point()]
 
 
+def token_errors(actual: list[Tensor], expected: list[Tensor]) -> Tensor:
+    """The squared error of each token relative to its squared size, ``(n,)`` float64; without tokens that are zero.
+
+    Tokens are the vectors along the last dimension, those of all outputs. They count alike: what reads a model's output
+    mostly reads directions of tokens, and a few large ones would hide what happens to the others. A token counts as at
+    least a hundredth of the mean size, since the direction of a tiny one means little.
+    """
+    found = []
+    for a, b in zip(actual, expected, strict=True):
+        rows = (-1, b.shape[-1] if b.dim() else 1)
+        wrong, size = ((x.double().reshape(rows)).square().sum(1) for x in (a.double() - b.double(), b))
+        kept = size > 0
+        found += [wrong[kept] / size[kept].clamp(min=_SMALLEST_TOKEN * float(size[kept].mean()))] if kept.any() else []
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.float64)
+
+
 def relative_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The mean over outputs of the squared error relative to the squared output."""
-    pairs = zip(actual, expected, strict=True)
-    errors = [
-        float((a.double() - b.double()).square().sum() / b.double().square().sum().clamp(min=1e-30)) for a, b in pairs
-    ]
-    return sum(errors) / max(len(errors), 1)
+    """The mean of ``token_errors``, in which errors of different layers nearly add up; 0 without tokens."""
+    errors = token_errors(actual, expected)
+    return float(errors.mean()) if errors.numel() else 0.0
 
 
 def typical_error(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """The geometric mean over examples, along the first dimension, of the squared error relative to the squared output.
+    """The geometric mean of ``token_errors``; 0 without tokens.
 
     In a model with everything quantized, a few examples have errors ten times those of the others, and which ones these
     are changes with every rounding: a token just becomes an outlier, or does not. A sum would judge little else.
     """
-    logs = []
-    for a, b in zip(actual, expected, strict=True):
-        rows = (len(b), -1) if b.dim() > 1 else (1, -1)
-        wrong, size = ((x.double().reshape(rows)).square().sum(1) for x in (a.double() - b.double(), b))
-        kept = size > 0
-        logs += [(wrong[kept] / size[kept]).clamp(min=_EXACT).log()]
-    every = torch.cat(logs) if logs else torch.empty(0)
-    return float(every.mean().exp()) if every.numel() else 0.0
+    errors = token_errors(actual, expected)
+    return float(errors.clamp(min=_EXACT).log().mean().exp()) if errors.numel() else 0.0
 
 
 def rounded_linear(

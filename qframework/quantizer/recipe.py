@@ -39,7 +39,8 @@ from qframework.quantizer.shift import shift_channels, shift_dynamic_inputs
 from qframework.quantizer.smooth import smooth
 
 WeightRounding = Literal["nearest", "gptq"]
-_Steps = dict[str, Callable[[Iterable[Batch]], dict[str, Any]]]
+# A step on data; with a former result for the same graph, it applies that instead of searching again.
+_Steps = dict[str, Callable[[Iterable[Batch], dict[str, Any] | None], dict[str, Any]]]
 # The share of the error of weights rounded to nearest that GPTQ leaves, by amplitude: 1/4 of the squared error.
 _GPTQ_ERROR = 0.5
 # With guard, a step must reduce the squared error of the output, by this share if it may fit noise.
@@ -104,6 +105,7 @@ class Recipe(JsonConfig):
         guard: hold the first batch, or half of the only one, out from all steps that fit data, and undo each that does
             not reduce the error of the model's output for that batch; ``smooth`` and ``channel_scales`` by 5 percent.
             ``shift`` is kept up to 10 percent more, which is noise: it costs nothing, and layers are judged alone.
+            ``qframework.quantize`` also compares the whole with no recipe (qframework/conversion/recipe_check.py).
         weight_rounding: ``"nearest"`` or ``"gptq"``.
         bias_correction: subtract the mean quantization error of each layer's output from its bias.
         batches: how many batches of the calibration data these steps use; None for all.
@@ -220,14 +222,17 @@ class Recipe(JsonConfig):
         before: _Steps = {}
         after: _Steps = {}
         if self.shift:
-            before["shift"] = lambda data: shift_channels(exported, quantizer, data, **once)
+            before["shift"] = lambda data, known: shift_channels(exported, quantizer, data, **once)
             once_corrected = {**once, "corrects_bias": self.bias_correction}
-            after["dynamic_shift"] = lambda data: shift_dynamic_inputs(exported, quantizer, data, **once_corrected)
+            after["dynamic_shift"] = lambda data, known: shift_dynamic_inputs(
+                exported, quantizer, data, chosen=known, **once_corrected
+            )
         if self.smooth is not None:
-            before["smooth"] = lambda data: smooth(exported, quantizer, data, **search)
+            before["smooth"] = lambda data, known: smooth(exported, quantizer, data, chosen=known, **search)
         if self.channel_scales:
-            before["channel_scales"] = lambda data: scale_channels(
-                exported, quantizer, data, zero_points=self.zero_points, **self._fitted_later, **search
+            fitted = {"zero_points": self.zero_points, **self._fitted_later}
+            before["channel_scales"] = lambda data, known: scale_channels(
+                exported, quantizer, data, chosen=known, **fitted, **search
             )
         return before, after
 
@@ -310,14 +315,15 @@ def _run(steps: _Steps, data: Iterable[Batch], guard: _Guard | None) -> dict[str
     of channels that it did not see would otherwise widen the scales that ``calibrate`` finds.
     """
     if guard is None:
-        return {name: step(data) for name, step in steps.items()}
+        return {name: step(data, None) for name, step in steps.items()}
     done: dict[str, dict[str, Any]] = {}
     least = guard.error.measure() if steps else 0.0
     for name, step in steps.items():
         before = Snapshot(guard.exported)
-        after = guard.error.measure() if step(guard.fitted) else least
+        known = step(guard.fitted, None)
+        after = guard.error.measure() if known else least
         before.restore()
         done[name] = {}
         if after < (1 - _GAINS.get(name, 0.0)) * least:
-            least, done[name] = after, step(data)
+            least, done[name] = after, step(data, known)
     return done

@@ -17,7 +17,7 @@ quantization. It is chosen by the error of the model's output, for dynamic input
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -194,23 +194,45 @@ def shift_dynamic_inputs(
     samples: int = 1024,
     batches: int | None = None,
     corrects_bias: bool = False,
+    chosen: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Subtract a number from lopsided inputs with scales per token where the model's output gains, in place.
 
     Arguments and errors are those of ``shift_channels``. The model's output is that for the first examples. Products of
-    rounded weights with the number are a constant error, which counts unless ``corrects_bias``.
+    rounded weights with the number are a constant error, which counts unless ``corrects_bias``. Numbers of a former
+    result for this graph, ``chosen``, are subtracted without a search.
 
     Returns:
         The number for each linear whose input was shifted, by its layer's name.
     """
     readers = _dynamic_readers(exported, quantizer)
-    statistics = channel_statistics(exported, data, readers, samples, batches) if readers else {}
-    candidates = {x: shifts for x in readers if (shifts := _numbers(statistics[x].rows))}
-    if not candidates:
-        return {}
+    if chosen is None:
+        statistics = channel_statistics(exported, data, readers, samples, batches) if readers else {}
+        candidates = {x: numbers for x in readers if (numbers := _numbers(statistics[x].rows))}
+        taken = _search(exported, quantizer, data, readers, candidates, corrects_bias) if candidates else {}
+    else:
+        names = {x: layer_name(linears[0]) for x, linears in readers.items()}
+        taken = {x: chosen[name] for x, name in names.items() if name in chosen}
+    done: dict[str, float] = {}
+    for x, number in taken.items():
+        _insert(exported, x, readers[x], number)
+        done.update((layer_name(node), number) for node in readers[x])
+    exported.recompile()
+    return done
+
+
+def _search(
+    exported: GraphModule,
+    quantizer: QFrameworkQuantizer,
+    data: Iterable[Batch],
+    readers: dict[Node, list[Node]],
+    candidates: dict[Node, list[float]],
+    corrects_bias: bool,
+) -> dict[Node, float]:
+    """The number for each input where one helps the model's output."""
     example = first_examples(exported, data, _EXAMPLES)
     expected = floats(Run(exported).start(example).finish({}))
-    run, chosen = Run(exported).start(example), {}
+    run, taken = Run(exported).start(example), {}
     for x in sorted(candidates, key=lambda x: readers[x][0]):
         run.advance(readers[x][0])
         weights = [_weight(run, node, quantizer, exact=corrects_bias) for node in readers[x]]
@@ -220,13 +242,8 @@ def shift_dynamic_inputs(
         }
         best = min(errors, key=errors.__getitem__)
         if errors[best] < (1 - _GAIN) * errors[0.0]:
-            chosen[x] = best
-    done: dict[str, float] = {}
-    for x, number in chosen.items():
-        _insert(exported, x, readers[x], number)
-        done.update((layer_name(node), number) for node in readers[x])
-    exported.recompile()
-    return done
+            taken[x] = best
+    return taken
 
 
 def _dynamic_readers(exported: GraphModule, quantizer: QFrameworkQuantizer) -> dict[Node, list[Node]]:

@@ -11,7 +11,7 @@ of linears that share their input channels; it is the one whose quantized output
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -59,6 +59,7 @@ def smooth(
     strengths: Sequence[float],
     samples: int = 1024,
     batches: int | None = None,
+    chosen: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Smooth every group of channels in which ``quantizer`` quantizes a linear, in place; the function stays the same.
 
@@ -69,6 +70,7 @@ def smooth(
         strengths: candidates for ``a``.
         samples: rows of calibration data on which errors are measured.
         batches: use only this many batches.
+        chosen: a former result for this graph; its strengths are applied to the ranges of ``data`` without a search.
 
     Returns:
         The strength of each quantized linear that was smoothed, by its layer's name.
@@ -77,8 +79,13 @@ def smooth(
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
     """
     groups = [(group, _quantized(group, quantizer)) for group in find_channel_groups(exported)]
-    groups = [(group, linears) for group, linears in groups if linears]
+    groups = [
+        (group, linears)
+        for group, linears in groups
+        if linears and (chosen is None or layer_name(linears[0][0]) in chosen)
+    ]
     nodes = {linear.args[0]: None for _, linears in groups for linear, _, _ in linears}
+    samples = samples if chosen is None else 1
     statistics = channel_statistics(exported, data, nodes, samples, batches) if nodes else {}  # type: ignore[arg-type]
     strengths_found: dict[str, float] = {}
     for group, linears in groups:
@@ -86,10 +93,17 @@ def smooth(
             CalibratedLinear.of(exported, linear, config, channels, statistics[linear.args[0]])  # type: ignore[index]
             for linear, config, channels in linears
         ]
-        found = search_smoothing(layers, group.free.to(layers[0].weight.device), strengths)
-        if found is not None:
-            fold(exported, group, found.scales)
-            strengths_found.update((layer.name, found.strength) for layer in layers)
+        free = group.free.to(layers[0].weight.device)
+        if chosen is None:
+            found = search_smoothing(layers, free, strengths)
+            if found is None:
+                continue
+            strength, scales = found.strength, found.scales
+        else:
+            strength = chosen[layers[0].name]
+            scales = smoothing_scales(*_extremes(layers, group.free.numel()), free, strength)
+        fold(exported, group, scales)
+        strengths_found.update((layer.name, strength) for layer in layers)
     return strengths_found
 
 

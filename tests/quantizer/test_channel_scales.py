@@ -14,8 +14,16 @@ from torch.nn import functional as F
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from qframework.numerics import sqnr_db
-from qframework.quantizer import QFrameworkQuantizer, Recipe, Smooth, calibrate, dynamic_int8, static_int8
-from qframework.quantizer.channel_scales import scale_channels
+from qframework.quantizer import (
+    QFrameworkQuantizer,
+    Recipe,
+    Smooth,
+    calibrate,
+    channel_scales,
+    dynamic_int8,
+    static_int8,
+)
+from qframework.quantizer.channel_scales import _least, scale_channels
 
 MUL = torch.ops.aten.mul.Tensor
 DIM, HIDDEN = 8, 16
@@ -172,3 +180,34 @@ def test_even_channels_get_no_product() -> None:
         "smooth": {},
         "channel_scales": {},
     }
+
+
+def test_the_search_finds_the_least_error_with_few_measurements() -> None:
+    strengths = [k / 10 for k in range(11)]
+    for least in strengths:
+        measured: list[float] = []
+
+        def error(strength: float, least: float = least, measured: list[float] = measured) -> float:
+            measured.append(strength)
+            return (strength - least) ** 2
+
+        assert _least(error, strengths) == least
+        assert len(set(measured)) <= 6
+    assert _least(lambda strength: strength, [0.3]) == 0.3
+
+
+def test_a_former_result_is_applied_to_other_ranges_without_a_search(monkeypatch) -> None:
+    data = batches()
+    graph = exported(UnevenMlp(), data[0])
+    found = scale_channels(graph, quantizer(), data, strengths=STRENGTHS)
+    monkeypatch.setattr(channel_scales, "relative_error", lambda *_: pytest.fail("searched"))
+    again = exported(UnevenMlp(), data[0])
+    assert scale_channels(again, quantizer(), data, strengths=STRENGTHS, chosen=found) == found
+    assert torch.equal(again(data[0]), graph(data[0]))
+    scaled = {}
+    for factor in (1, 10):  # ranges are those of the data given
+        other = exported(UnevenMlp(), data[0])
+        scale_channels(other, quantizer(), [factor * x for x in data], strengths=STRENGTHS, chosen={"fc2": 1.0})
+        scaled[factor] = next(value for name, value in other.named_buffers() if "channel_scale" in name)
+    assert not torch.allclose(scaled[1], scaled[10])
+    assert scale_channels(exported(UnevenMlp(), data[0]), quantizer(), data, strengths=STRENGTHS, chosen={}) == {}

@@ -19,6 +19,7 @@ from qframework.quantizer import (
     Recipe,
     calibrate,
     dynamic_int8,
+    shift,
     static_attention,
     static_int8,
 )
@@ -166,3 +167,14 @@ def test_shifted_layers_stay_int8_when_compiled(caplog) -> None:
         got = fast(data[0])
     assert "2 of 2 linear layers lowered" in caplog.text
     assert sqnr_db(converted(data[0]), got) > 45
+
+
+def test_numbers_of_a_former_result_are_subtracted_without_a_search(monkeypatch) -> None:
+    data, model = batches(), nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.GELU(), nn.Linear(4 * DIM, DIM))
+    graph = exported(model, data[0], dynamic_batch=True)
+    found = shift_dynamic_inputs(graph, quantizer(), data, corrects_bias=True)
+    monkeypatch.setattr(shift, "relative_error", lambda *_: pytest.fail("searched"))
+    again = exported(model, data[0], dynamic_batch=True)
+    assert shift_dynamic_inputs(again, quantizer(), data, corrects_bias=True, chosen=found) == found != {}
+    assert torch.equal(again(data[0]), graph(data[0]))
+    assert subtractions(again) == 1

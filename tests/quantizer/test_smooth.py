@@ -229,3 +229,16 @@ def test_statistics_errors() -> None:
         graph.get_parameter("norm.weight")[0] = torch.nan
     with pytest.raises(CalibrationError, match="layer_norm: the activation must be finite"):
         channel_statistics(graph, data(), [norm], 8)
+
+
+def test_a_former_result_is_applied_to_the_ranges_of_other_data() -> None:
+    graph = exported(NormLinear(), data()[0])
+    found = smooth(graph, quantizer(), data(), strengths=STRENGTHS)
+    assert found
+    again = exported(NormLinear(), data()[0])
+    assert smooth(again, quantizer(), data(), strengths=(), chosen=found) == found  # nothing to search
+    assert torch.equal(again.get_parameter("norm.weight"), graph.get_parameter("norm.weight"))
+    other = exported(NormLinear(), data()[0])
+    assert smooth(other, quantizer(), [x**3 for x in data()], strengths=(), chosen=found) == found
+    assert not torch.allclose(other.get_parameter("norm.weight"), graph.get_parameter("norm.weight"))
+    assert smooth(exported(NormLinear(), data()[0]), quantizer(), data(), strengths=STRENGTHS, chosen={}) == {}
