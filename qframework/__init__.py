@@ -97,3 +97,4 @@ def _register_with(library: str) -> None:
 import_hook.watch(transformers_modules.SAM, transformers_modules.SAM_HQ)
 import_hook.when_imported(transformers_modules.MODELS, partial(_register_with, "transformers"))
 import_hook.when_imported(diffusers_modules.QUANTIZERS, partial(_register_with, "diffusers"))
+import_hook.when_imported(diffusers_modules.ATTENTION, partial(_register_with, "diffusers_attention"))

@@ -18,6 +18,7 @@ from qframework.attention.api import Backward, attend, autocast, check_backward,
 from qframework.attention.handover import to_run_inside
 from qframework.attention.layer_choice import OFF
 from qframework.compat.dispatch import FakeTensor
+from qframework.compat.functions import function_mode_stack
 from qframework.errors import UnsupportedError
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.int8_gradient import check_forward
@@ -48,7 +49,7 @@ class use_sage_attention(TorchFunctionMode):
 
     Calls that a variant does not support fall back to PyTorch: dropout, float64, tensor subclasses, head dimensions
     above 256, transforms of ``torch.func``, forward-mode derivatives, devices other than CPU and CUDA. Each reason is
-    logged once and counted in :data:`fallbacks`.
+    logged once and counted in :data:`fallbacks`, as are calls of diffusers' other backends.
 
     Args:
         variant: ``"auto"``, a name of ``qframework.kernels.attention.variants.VARIANTS``, an ``AttentionVariant``, or
@@ -96,6 +97,15 @@ class use_sage_attention(TorchFunctionMode):
         if self.variant == OFF:
             return _pytorch(func, args, kwargs)
         return attention_or_fallback(self.variant, self.smooth_k, func, *args, backward=self.backward, **kwargs)
+
+
+def attention_elsewhere(reason: str) -> None:
+    """To be called where attention runs that no scope can intercept: counts ``reason`` if there is a scope."""
+    for mode in reversed(function_mode_stack()):
+        if isinstance(mode, use_sage_attention):
+            if mode.variant != OFF:
+                _note_elsewhere(reason)
+            return
 
 
 def attention_or_fallback(
@@ -174,6 +184,11 @@ def why_not(
 def note_fallback(reason: str) -> None:
     """Count a fallback and log the first for each reason."""
     fallbacks.note(reason, f"use_sage_attention: {reason}; falling back to PyTorch's attention")
+
+
+@torch.compiler.assume_constant_result
+def _note_elsewhere(reason: str) -> None:
+    fallbacks.note(reason, f"use_sage_attention: {reason}, so the scope has no effect on it")
 
 
 def _pytorch(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

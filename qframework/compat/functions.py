@@ -14,6 +14,7 @@ from qframework.compat.missing import explained, note_missing
 
 with explained():
     from torch.overrides import _get_current_function_mode as current_function_mode
+    from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 
 _QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
@@ -35,4 +36,4 @@ def without_handover(function: Any, name: str) -> Callable[..., Any] | None:
     return copy
 
 
-__all__ = ["current_function_mode", "without_handover"]
+__all__ = ["current_function_mode", "function_mode_stack", "without_handover"]

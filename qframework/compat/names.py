@@ -54,6 +54,7 @@ _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
 _CACHE = "models of transformers cannot keep keys and values in INT8 (Int8Cache)"
 _QUANTIZER = "models of transformers cannot be quantized while they are loaded (QFrameworkConfig)"
+_DIFFUSERS_ATTENTION = "use_sage_attention does not count calls of other attention backends of diffusers"
 _DIFFUSERS = "models of diffusers cannot be quantized while they are loaded (QFrameworkConfig)"
 _COMPILED = "a compiled model cannot be distinguished from the model itself"
 _TRITON_LAUNCH = "Triton kernels cannot be launched"
@@ -126,6 +127,7 @@ _ROWS = (
     ),
     # functions.py
     Name("torch.overrides._get_current_function_mode", "attention scopes of single layers do not work"),
+    Name("torch.overrides._get_current_function_mode_stack", "attention scopes do not count what they cannot quantize"),
     *(
         Name(
             f"has_torch_function in {function}",
@@ -373,6 +375,8 @@ _ROWS = (
     Name("diffusers.quantizers.base.DiffusersQuantizer", _DIFFUSERS),
     Name("diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN", _DIFFUSERS),
     Name("diffusers.models.modeling_utils.ModelMixin._skip_layerwise_casting_patterns", _DIFFUSERS),
+    # diffusers_attention.py
+    Name("diffusers.models.attention_dispatch._AttentionBackendRegistry._backends", _DIFFUSERS_ATTENTION),
     # transformers_quantizers.py
     Name("transformers.core_model_loading.ConversionOps", _QUANTIZER),
     Name("transformers.quantizers.HfQuantizer", _QUANTIZER),

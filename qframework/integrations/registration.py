@@ -11,8 +11,9 @@ import logging
 logger = logging.getLogger("qframework")
 
 _OFFERED = {
-    "transformers": "attn_implementation='qframework' and quantization_config=QFrameworkConfig() do not",
-    "diffusers": "quantization_config=QFrameworkConfig() does not",
+    "transformers": "attn_implementation='qframework' and quantization_config=QFrameworkConfig() do not work",
+    "diffusers": "quantization_config=QFrameworkConfig() does not work",
+    "diffusers_attention": "Attention backends that use_sage_attention cannot quantize are not counted",
 }
 
 
@@ -21,6 +22,4 @@ def register_with(library: str) -> None:
     try:
         importlib.import_module(f"qframework.integrations.{library}")
     except (ImportError, AttributeError, ValueError) as error:
-        logger.warning(
-            "qframework: cannot register with %s: %s. %s work in this process", library, error, _OFFERED[library]
-        )
+        logger.warning("qframework: cannot register with %s: %s. %s in this process", library, error, _OFFERED[library])

@@ -20,6 +20,7 @@ LIBRARIES = ("torch", "triton", "torchao", "transformers", "diffusers")
 UNSTABLE = (
     "diffusers.hooks.layerwise_casting",
     "diffusers.quantizers",
+    "diffusers.models.attention_dispatch",
     "torch.ao",
     "torch.fx.experimental",
     "torchao",

@@ -201,6 +201,15 @@ transformers_missing = pytest.mark.skipif(
 )
 
 
+def unknown_number(program: torch.nn.Module) -> bool:
+    """Whether a program's masks are filled with ``torch.tensor(0.0)``, as in "eager" of transformers before 5.24.
+
+    Export makes an attribute of it, and Dynamo an input of the graph, whose value may change without a recompilation.
+    """
+    graph = getattr(program, "graph", None)
+    return graph is not None and any("lift_fresh" in str(node.target) for node in graph.nodes)
+
+
 @transformers_missing
 @pytest.mark.sample(1 / 2)
 @pytest.mark.parametrize("dialect", ["functional", "aten"])
@@ -224,4 +233,10 @@ def test_prompts_of_transformers(family: str, implementation: str, dialect: str)
         program = model if dialect == "functional" else torch.export.export(model, (ids,)).module()
         out = torch.compile(program, backend=capture)(ids).last_hidden_state
         assert sqnr_db(model(ids).last_hidden_state, out) > 25
-    assert [(call["attn_mask"], call["is_causal"]) for call in capture.calls] == [(None, True)] * 2
+    found = [(call["attn_mask"] is None, call["is_causal"]) for call in capture.calls]
+    if unknown_number(program):
+        assert found == [(False, False)] * 2
+    elif implementation == "eager" and any(name.endswith("attn.bias") for name, _ in model.named_buffers()):
+        assert found == [(False, True)] * 2  # GPT-2 of transformers 5.0 has a second mask, in a buffer
+    else:
+        assert found == [(True, True)] * 2

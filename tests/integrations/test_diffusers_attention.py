@@ -12,7 +12,7 @@ from torch import Tensor
 pytest.importorskip("diffusers")
 pytest.importorskip("accelerate")
 
-from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry, attention_backend
 from diffusers_models import MODELS, cast, output
 
 from qframework import QFrameworkConfig, calibrate_attention, use_sage_attention
@@ -82,6 +82,40 @@ def test_backends_of_diffusers_that_call_pytorch(name: str) -> None:
     exact = output(model, batch)
     with attention_backend(name):
         assert 48 < sqnr_db(exact, quantized(model, batch)) < 100
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.full])])
+def test_other_backends_are_counted(compiled: bool) -> None:
+    """They run as without the scope; FlexAttention is the one that needs no GPU and no other package."""
+    model, batch = built("Flux")
+    with attention_backend("flex"):  # set_attention_backend would set it for all models made from here on
+        model.set_attention_backend("flex")
+        exact = output(model, batch)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+
+    def found(variant: str) -> Tensor:
+        with torch.no_grad(), use_sage_attention(variant):
+            return call(**batch).sample
+
+    fallbacks.clear()
+    torch.testing.assert_close(found("sage_t"), exact)
+    layers = len(model.transformer_blocks) + len(model.single_transformer_blocks)
+    reason = "diffusers' attention backend 'flex' does not call PyTorch's function"
+    assert fallbacks == {reason: layers}
+    torch.testing.assert_close(found("off"), exact)
+    with use_sage_attention("off"):
+        output(model, batch)
+    output(model, batch)  # in no scope
+    assert fallbacks == {reason: layers}
+
+
+def test_every_backend_of_diffusers_is_counted_or_quantized() -> None:
+    """By its name: those that are called native call PyTorch's function, but for the ones of other devices."""
+    counted = {name.value for name, each in _AttentionBackendRegistry._backends.items() if hasattr(each, "__wrapped__")}
+    native = {"native", "_native_cudnn", "_native_efficient", "_native_flash", "_native_math"}
+    assert {"flash", "flex", "sage", "xformers"} <= counted
+    assert counted == {name.value for name in _AttentionBackendRegistry._backends} - native
 
 
 def test_diffusers_takes_no_backend_but_its_own() -> None:
