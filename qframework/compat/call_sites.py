@@ -7,7 +7,7 @@ from typing import Any
 
 from qframework.compat.inductor import V, keep_whole
 from qframework.compat.missing import note_error
-from qframework.compat.operators import schema
+from qframework.compat.operators import schema, with_dtype
 from qframework.compat.pytree import tree_map
 
 DEVICES = ("cuda",)  # whose operators repeat their steps
@@ -66,9 +66,10 @@ def _lowering(target: Any, import_line: str, made_by: str) -> Any:
 
 
 def _positional(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """All arguments of a call, without their names."""
-    rest = schema(target).arguments[len(args) :]
-    return (*args, *[kwargs.get(argument.name, argument.default_value) for argument in rest])
+    """All arguments of a call, without their names, as an implementation takes them."""
+    arguments = schema(target).arguments
+    rest = [kwargs.get(argument.name, argument.default_value) for argument in arguments[len(args) :]]
+    return tuple(with_dtype(argument, x) for argument, x in zip(arguments, (*args, *rest), strict=True))
 
 
 def _is_static(call: Any) -> bool:

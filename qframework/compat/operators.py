@@ -20,11 +20,21 @@ schema: Callable[[Any], Any] = operator.attrgetter("_schema")
 """The schema of an operator: arguments, results and mutations."""
 
 with explained():
-    schema(torch.ops.aten.detach.default)  # checked here instead of at every call
+    schema(torch.ops.aten.detach.default).arguments[0].real_type  # checked here instead of at every call
     TO_COPY: Any = torch.ops.aten._to_copy.default
     ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # in exported graphs
     SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # called first by ``x.data = y``
     VIEWS: tuple[Any, ...] = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
+
+
+def with_dtype(argument: Any, value: Any) -> Any:
+    """What is passed for a schema's argument, a dtype where it is the number that schemas and graphs have for one.
+
+    The dispatcher converts numbers; implementations that are called without it get them as they are.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or "ScalarType" not in str(argument.real_type):
+        return value
+    return torch.ops.aten.empty.memory_format([0], dtype=value, device="meta").dtype
 
 
 def _no_int_mm(a: Tensor, b: Tensor) -> Tensor:
@@ -57,4 +67,5 @@ __all__ = [
     "on_tensors",
     "registered",
     "schema",
+    "with_dtype",
 ]

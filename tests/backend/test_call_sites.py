@@ -10,6 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from qframework.compat import call_sites
 from qframework.kernels.runtime import call_site as runtime
+from qframework.kernels.runtime.operator import OPERATORS
 
 OPTIONS = {"attention": "sage_b"}
 LINE = "= call_site('sage_attention')"
@@ -71,6 +72,16 @@ def test_symbolic_sizes_have_none(on_cpus):
     xs = inputs(56)
     with torch.no_grad():
         assert torch.allclose(compiled(*xs), Attention()(*xs), atol=0.03)
+
+
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.replayed is not None])
+def test_arguments_that_are_left_out_have_the_defaults_of_implementations(name):
+    """Which a site calls directly: there, no dispatcher makes a dtype of a number."""
+    record = OPERATORS[name].arguments
+    required = [field for field in record._fields if field not in record._field_defaults]
+    given = call_sites._positional(runtime.overload_of(name), tuple(required), {})
+    defaults = [record._field_defaults[field] for field in record._fields[len(required) : len(given)]]
+    assert [(type(x), x) for x in given[len(required) :]] == [(type(x), x) for x in defaults]
 
 
 def test_gpus_alone_have_sites(fresh_dynamo):
