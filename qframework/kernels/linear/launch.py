@@ -13,7 +13,7 @@ from qframework.kernels.linear import hopper
 from qframework.kernels.linear.arguments import Int8LinearArguments, is_per_channel
 from qframework.kernels.linear.few_rows import CHUNK, _add_parts_kernel, _int8_linear_few_rows_kernel
 from qframework.kernels.linear.local_tiles import ignore_tiles, tile_for
-from qframework.kernels.linear.tiles import Epilogue, FewRowsTile, Tile
+from qframework.kernels.linear.tiles import MAX_FEW_ROWS, Epilogue, FewRowsTile, Tile
 from qframework.kernels.linear.triton import _int8_linear_kernel
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, warm_up
@@ -272,16 +272,26 @@ def rows_apart(x: Tensor) -> int | None:
     return x.shape[-1] if x.is_contiguous() else None
 
 
+_WIDTH = 16  # bytes of a load; rows of other widths are read byte by byte
+
+
 def readable(x: Int8LinearArguments) -> Int8LinearArguments:
-    """Operands as the kernels can read them; only matrices whose rows are not evenly spaced are copied."""
+    """Operands as the kernels can read them. Matrices are copied if their rows are not evenly spaced, and with zeros
+    behind each row if there are many rows of a width that is no multiple of 16: that takes less time than to read them.
+    """
+    k = x.b.shape[1]
+    missing = -k % _WIDTH if x.a.shape[:-1].numel() > MAX_FEW_ROWS else 0
 
     def rows(t: Tensor) -> Tensor:
         return t if rows_apart(t) is not None else t.contiguous()
 
+    def wide(t: Tensor) -> Tensor:
+        return torch.nn.functional.pad(t, (0, missing)) if missing else rows(t)
+
     return x._replace(
-        a=rows(x.a),
+        a=wide(x.a),
         a_scale=x.a_scale.contiguous(),
-        b=rows(x.b),
+        b=wide(x.b),
         b_scale=x.b_scale.contiguous(),
         bias=None if x.bias is None else x.bias.contiguous(),
         residual=None if x.residual is None else rows(x.residual),
