@@ -28,6 +28,7 @@ SHAPES = [
     ((1, 64), 33),
     ((3, 5, 2, 40), 17),
     ((130, 256), 130),  # one past a tile
+    ((3, 32, 196), 49),  # an MLP-Mixer's tokens: many rows whose width is no multiple of 16 bytes
 ]
 
 
@@ -320,6 +321,15 @@ def test_strided_operands(run, case):
     assert torch.equal(plain, strided)
     sliced = run(a[::2, 1:9], a_scale[::2, 1:9], b, b_scale, bias)
     assert torch.equal(sliced, run(a, a_scale, b, b_scale, bias)[::2, 1:9])
+
+
+@pytest.mark.parametrize(("rows", "k", "width"), [(65, 196, 208), (64, 196, 196), (65, 208, 208), (500, 1, 16)])
+def test_many_rows_are_read_16_bytes_at_a_time(rows, k, width):
+    a, a_scale, b, b_scale, *_ = make_case(torch.device("cpu"), (rows, k), 8)
+    read = int8_linear_launch.readable(Int8LinearArguments(a, a_scale, b, b_scale))
+    assert (read.a.shape, read.b.shape) == ((rows, width), (8, width))
+    assert torch.equal(read.a[:, :k], a) and torch.equal(read.b[:, :k], b)
+    assert not read.b[:, k:].any() or not read.a[:, k:].any()
 
 
 def test_inputs_are_unchanged(run, case):
