@@ -154,6 +154,8 @@ def pytorch_is_faster(
         return False
     if longest <= _WINDOW:
         return not chip.cudnn or channels not in (32, 64)  # other heads do not fill a tile of the general kernel
+    if masking == "bool" and shortest >= _MASKED and hopper_dense.takes_mask(*sizes, chip.processors):
+        return False
     if shortest >= (_MASKED if masking == "bool" else _BIASED):
         added = hopper.NOTHING if masking == "bool" else hopper.Added("tile", 2)
         if hopper.takes(*sizes, unquantized, masking == "bool", chip.processors, added):
@@ -186,7 +188,8 @@ def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: 
     sizes = (batch, heads, queries, keys, channels, values)
     taken = [x for x in named if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors)]
     if not taken:
-        return "nothing"
+        streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2
+        return "mask" if streams and hopper_dense.takes_mask(*sizes, chip.processors) else "nothing"
     if taken[-1] == VARIANTS["unquantized"]:
         return "nothing" if hopper_dense.takes(queries, keys, channels, values, 1) else "mask"
     return "seen"

@@ -1,7 +1,8 @@
 """Attention for Hopper by many small programs: which calls, which of three kernels, and its launch.
 
 hopper_window_kernel.py computes many windows one after the other, hopper_resident_kernel.py keeps all keys of a head in
-shared memory, hopper_stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias.
+shared memory, hopper_stream_kernel.py lets them pass through and may be causal. The first two add a mask or bias, the
+third visits the blocks of a bool mask (mask_blocks.py), in 16 bit.
 Heads have up to 64 channels; wider ones leave too few programs per multiprocessor to hide their latency, but for causal
 ones of about 128, and with a mask or bias. Scales are one per tensor or head, and their product with the softmax scale
 must be positive: maxima are taken before scaling.
@@ -19,6 +20,7 @@ from torch import Tensor
 from qframework.kernels.attention import hopper
 from qframework.kernels.attention.hopper_bias import NO_BIAS, DenseBias
 from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS, PieceForm
+from qframework.kernels.attention.mask_blocks import MaskBlocks
 from qframework.kernels.attention.operands import LOG2_E, query_memory_order
 from qframework.kernels.runtime.chip import capability_of, chip_of
 from qframework.kernels.runtime.gluon import HAS_GLUON
@@ -133,6 +135,22 @@ def takes_bias(queries: int, keys: int, channels: int, int8: bool, itemsize: int
     return columns <= MAX_COLUMNS and not plan(1, queries, keys, channels, int8, 1, False, itemsize, columns).stream
 
 
+def fits_mask(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
+    """Whether the streaming kernel computes a call of :func:`fits` in 16 bit with the blocks of a bool mask."""
+    (batch, heads, queries, channels), keys = q.shape, k.shape[2]
+    if q.dtype == torch.int8 or not fits(q, k, v, dtype):
+        return False
+    return takes_mask(batch, heads, queries, keys, channels, v.shape[3], chip_of(q.device)[1])
+
+
+def takes_mask(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, processors: int) -> bool:
+    """Whether these sizes are large enough for the streaming kernel with a bool mask, whose blocks are a pass more."""
+    widest = max(channels, values)
+    large = cdiv(queries, 2 * ROWS) * heads * batch >= processors and min(queries, keys) > BLOCK_N
+    large = large and not takes_bias(queries, keys, widest, False, 2)
+    return HAS_GLUON and large and widest <= MAX_CHANNELS and channels % 8 == values % 8 == 0
+
+
 def takes(queries: int, keys: int, channels: int, values: int, itemsize: int, columns: int = 0) -> bool:
     """Whether a call in 16 bit with a mask or relative positions has a kernel here, if its strides can be addressed."""
     widest = max(channels, values)
@@ -226,6 +244,7 @@ def attention_dense(
     how: DensePlan | None = None,
     causal: bool = False,
     bias: DenseBias = NO_BIAS,
+    blocks: MaskBlocks | None = None,
 ) -> Tensor:
     """``softmax(q k^T logit_scale + bias) v`` with the scales, for operands that :func:`fits` accepts.
 
@@ -239,14 +258,15 @@ def attention_dense(
         how: by default chosen by :func:`plan_of`.
         causal: query ``i`` attends to keys ``0..i``, without a bias.
         bias: a mask or bias that :func:`fits` accepts with the operands, in natural logits.
+        blocks: of a bool mask and of causality, for a call of :func:`fits_mask` with neither here.
 
     Returns:
         ``(B, H, N, Dv)``, in memory (B, N, H, Dv). A row whose keys are all masked is zero.
     """
-    how = how or plan_of(q, k, v, bias, causal)
+    how = how or (plan_masked(q) if blocks is not None else plan_of(q, k, v, bias, causal))
     out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], v.shape[3], q, dtype)
     if how.stream:
-        _launch_streaming(q, k, v, scales, logit_scale, out, how, causal)
+        _launch_streaming(q, k, v, scales, logit_scale, out, how, causal, blocks)
     elif how.windows:
         _launch_windows(q, k, v, logit_scale, out, how, bias)
     else:
@@ -345,13 +365,22 @@ def _launch_resident(
 
 
 def streaming_form(
-    channels: int, values: int, queries: int, keys: int, int8: bool, same: bool, causal: bool, several: bool
+    channels: int,
+    values: int,
+    queries: int,
+    keys: int,
+    int8: bool,
+    same: bool,
+    causal: bool,
+    several: bool,
+    masked: bool = False,
 ) -> PieceForm:
     """The streaming kernel's form; ``same``: the result's dtype is that of queries; ``several`` tiles a program."""
     block_d, block_dv = (max(power_of_2(n), 32) for n in (channels, values))
     wide = max(block_d, block_dv) > 64
     pieces = split(keys)
-    first, second = (HALF, 0) if wide else (HALF, HALF) if causal else (pieces.first, pieces.second)
+    # With a mask the last block is one of those kept in part, and one form serves all lengths.
+    first, second = (HALF, 0) if wide else (HALF, HALF) if causal or masked else (pieces.first, pieces.second)
     return PieceForm(
         block_d,
         block_dv,
@@ -359,7 +388,7 @@ def streaming_form(
         first=first,
         second=second,
         halves=not wide,
-        masked=keys % HALF != 0 if wide else pieces.masked,
+        masked=keys % HALF != 0 if wide else pieces.masked and not masked,
         int8_values=int8,
         whole_values=values == block_dv,
         reuses_query=wide and same and block_d == block_dv,
@@ -367,6 +396,7 @@ def streaming_form(
         clipped=causal and queries > keys,
         block_n=HALF if wide else BLOCK_N,
         several=several,
+        by_mask=masked,
     )
 
 
@@ -379,12 +409,17 @@ def _launch_streaming(
     out: Tensor,
     how: DensePlan,
     causal: bool,
+    blocks: MaskBlocks | None,
 ) -> None:
     (batch, heads, queries, channels), keys, values = q.shape, k.shape[2], v.shape[3]
-    int8 = q.dtype == torch.int8
+    int8, masked = q.dtype == torch.int8, blocks is not None
+    uneven = blocks is not None and blocks.order.shape[2] > 1  # tiles of a head visit different blocks
     tiles = cdiv(queries, 2 * ROWS)
     items = tiles * heads * batch
-    form = streaming_form(channels, values, queries, keys, int8, out.dtype == q.dtype, causal, how.parts < items)
+    form = streaming_form(
+        channels, values, queries, keys, int8, out.dtype == q.dtype, causal, how.parts < items, masked
+    )
+    mask = (None,) * 6 if blocks is None else (blocks.bits, blocks.order, blocks.counts, *blocks.order.shape[:3])
     launch(streaming, (how.parts,))(
         _describe(q, ROWS, form.block_d),
         _describe(k, form.block_n, form.block_d),
@@ -397,8 +432,9 @@ def _launch_streaming(
         queries,
         keys,
         tiles,
-        hopper.heads_at_once(q, k, v) if causal else 1,
+        hopper.heads_at_once(q, k, v) if causal or uneven else 1,
         items,
+        *mask,
         V_LAYOUT=hopper.layout(form.block_n, form.block_dv, torch.float16 if int8 else v.dtype),
         PER_HEAD=_per_head(scales),
         FORM=form,
@@ -414,6 +450,11 @@ def _per_head(scales: DenseScales) -> tuple[bool, ...]:
 def _one(logit_scale: float) -> float:
     """A power of two about the inverse of the natural scale, in float16: factors times its inverse do not overflow."""
     return 2.0 ** min(max(math.ceil(math.log2(LOG2_E / logit_scale)), -14), 15)
+
+
+def plan_masked(q: Tensor) -> DensePlan:
+    """The plan for the blocks of a mask: each tile of queries has a program, since tiles differ."""
+    return DensePlan(True, 2, _REGISTERS[4], cdiv(q.shape[2], 2 * ROWS) * q.shape[1] * q.shape[0])
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, bias: DenseBias = NO_BIAS, causal: bool = False) -> DensePlan:

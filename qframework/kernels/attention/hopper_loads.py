@@ -43,6 +43,7 @@ class Form(NamedTuple):
 
 
 if HAS_GLUON:
+    from qframework.kernels.attention.hopper_mask import entry_of
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, next_stage, tma_load
 
     _ROWS, _BLOCK_M = gl.constexpr(ROWS), gl.constexpr(BLOCK_M)
@@ -117,10 +118,9 @@ if HAS_GLUON:
         BLOCK_N: gl.constexpr = FORM.block_n
         IN_ONE: gl.constexpr = _BLOCK_M // BLOCK_N  # blocks in a block of the mask
         if MASKED_FORM:
-            counts_ptr, MASKS, MASK_HEADS, MASK_TILES = mask[2:6]
-            entry = ((b % MASKS * MASK_HEADS + h % MASK_HEADS) * MASK_TILES + tile % MASK_TILES).to(gl.int64)
-            partial = gl.load(counts_ptr + entry * 2) * IN_ONE
-            blocks = gl.load(counts_ptr + entry * 2 + 1) * IN_ONE
+            entry = entry_of(tile, h, b, mask)
+            partial = gl.load(mask[2] + entry * 2) * IN_ONE
+            blocks = gl.load(mask[2] + entry * 2 + 1) * IN_ONE
         else:
             end = NK
             if CAUSAL:

@@ -298,6 +298,21 @@ if HAS_GLUON:
         return s, s2
 
     @gluon.jit
+    def no_visit(FORM: gl.constexpr):
+        """The state of ``visit_pieces`` before any visit, for whole blocks of 16-bit keys.
+
+        The maxima are finite, so that a row whose keys are all masked has weights of 0.
+        """
+        DV: gl.constexpr = FORM.block_dv
+        RESULT: gl.constexpr = result_layout(DV, FORM)
+        s = gl.zeros((FORM.warpgroups * _ROWS, _HALF), gl.float32, scores_layout(_HALF, False, FORM))
+        by_thread = _thread_maxima(s)
+        row = gl.max(by_thread, 1)
+        acc = gl.zeros((FORM.warpgroups * _ROWS, DV), gl.float32, RESULT)
+        total = gl.full(by_thread.shape, 0.0, gl.float32, by_thread.type.layout)
+        return acc, acc, total, gl.full(row.shape, -1e30, gl.float32, row.type.layout)
+
+    @gluon.jit
     def visit(s, s2, v_tile, state, scale, VALUES: gl.constexpr, FORM: gl.constexpr):
         """The state of ``visit_pieces`` with a whole block more, of products ``s`` and ``s2``."""
         acc, rest, total, top = state
@@ -341,7 +356,7 @@ if HAS_GLUON:
     def _store(tile, acc, total, factor, DV: gl.constexpr, FORM: gl.constexpr):
         """One slice of channels for ``store_result``."""
         sums = gl.convert_layout(gl.sum(total, 1), gl.SliceLayout(1, acc.type.layout))
-        if FORM.added != "none":
+        if FORM.added != "none" or FORM.by_mask:
             sums = gl.where(sums == 0.0, 1.0, sums)  # all keys are masked: zeros
         result = acc * (factor / sums)[:, None]
         place = tile.reshape((FORM.warpgroups * _ROWS, DV))

@@ -6,13 +6,15 @@ warpgroups in different phases share its tensor cores and special functions. The
 and across tiles. Of INT8 values each warpgroup converts half of a block to float16, a block ahead.
 
 The last keys that a tile attends to, which alone may need a mask, are visited first, in pieces as in
-hopper_resident_kernel.py: under causality those of the tile's own places.
+hopper_resident_kernel.py: under causality those of the tile's own places. With a bool mask the blocks of mask_blocks.py
+are visited instead: those kept in part, then those kept whole, whose instructions are those without a mask.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from qframework.kernels.attention import mask_blocks
 from qframework.kernels.attention.hopper_piece_form import BLOCK_N, ROWS
 from qframework.kernels.runtime.gluon import HAS_GLUON
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
@@ -23,10 +25,13 @@ REGISTERS = 128  # of a thread
 
 if HAS_GLUON:
     from qframework.kernels.attention.hopper_int8_values import as_float16, places_of_values
+    from qframework.kernels.attention.hopper_mask import entry_of, kept_scores, kept_words
+    from qframework.kernels.attention.hopper_piece_form import scores_layout
     from qframework.kernels.attention.hopper_pieces import (
         block_products,
         first_products,
         first_visit,
+        no_visit,
         scales_of,
         store_result,
         visit,
@@ -45,36 +50,76 @@ if HAS_GLUON:
     _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(BLOCK_N // 2)
     _KEY_STAGES, _VALUE_STAGES = gl.constexpr(KEY_STAGES), gl.constexpr(VALUE_STAGES)
     _REGISTERS = gl.constexpr(REGISTERS)
+    _MASK_BLOCK, _MASK_WORDS = gl.constexpr(mask_blocks.BLOCK), gl.constexpr(mask_blocks.WORDS)
+    assert mask_blocks.BLOCK == 2 * ROWS == BLOCK_N
 
     @gluon.jit
-    def _place(work, sizes, FORM: gl.constexpr):
-        """Item ``work``: (tile of queries, head, batch, head of keys, whole blocks of keys before the pieces).
+    def _place(work, sizes, mask, FORM: gl.constexpr):
+        """Item ``work``: (tile of queries, head, batch, head of keys, blocks of keys to visit but the first).
 
-        Under causality the last tiles take longest: they come first, of as many heads as share the L2 cache.
+        Under causality the last tiles take longest: they come first, of as many heads as share the L2 cache. The same
+        order serves masks, most of which are causal where tiles differ.
         """
         H, GROUP, NK, TILES, HEADS_AT_ONCE, _ITEMS = sizes
         CAUSAL: gl.constexpr = FORM.causal
+        BY_MASK: gl.constexpr = FORM.by_mask
         IN_TILE: gl.constexpr = 2 * _ROWS // FORM.block_n  # blocks of keys of a tile's own places
         blocks = (NK - 1) // FORM.block_n
-        if CAUSAL:
+        if CAUSAL or BY_MASK:
             within = work % (TILES * HEADS_AT_ONCE)
             tile = TILES - 1 - within // HEADS_AT_ONCE
             head = work // (TILES * HEADS_AT_ONCE) * HEADS_AT_ONCE + within % HEADS_AT_ONCE
-            blocks = gl.minimum(blocks, (tile + 1) * IN_TILE - 1)
         else:
             tile = work % TILES
             head = work // TILES
         h = head % H
-        return tile, h, head // H, h // GROUP, blocks
+        b = head // H
+        if CAUSAL:
+            blocks = gl.minimum(blocks, (tile + 1) * IN_TILE - 1)
+        if BY_MASK:
+            blocks = gl.load(mask[2] + entry_of(tile, h, b, mask) * 2 + 1) - 1
+        return tile, h, b, h // GROUP, blocks
 
     @gluon.jit
-    def _ahead(work, tile, h, b, kv, blocks, sizes, FORM: gl.constexpr):
+    def _visits(WHO: gl.constexpr, tile, h, b, NK, mask, FORM: gl.constexpr):
+        """Of a warpgroup's part of a tile: (its blocks in the order of visits, their bits, how many are partial)."""
+        BY_MASK: gl.constexpr = FORM.by_mask
+        order = tile  # stands for nothing, as the others
+        bits = tile
+        partial = tile
+        if BY_MASK:
+            entry = entry_of(tile, h, b, mask)
+            before = entry * gl.cdiv(NK, _MASK_BLOCK)
+            order = mask[1] + before
+            bits = mask[0] + before * (_MASK_BLOCK * _MASK_WORDS) + WHO * (_ROWS * _MASK_WORDS)
+            partial = gl.load(mask[2] + entry * 2)
+        return order, bits, partial
+
+    @gluon.jit
+    def _block(i, blocks, order, FORM: gl.constexpr):
+        """The block of keys of a tile's ``i``-th visit."""
+        BY_MASK: gl.constexpr = FORM.by_mask
+        return gl.load(order + i) if BY_MASK else blocks - i
+
+    @gluon.jit
+    def _following(WHO: gl.constexpr, i, blocks, order, ahead, FORM: gl.constexpr):
+        """The block to load during the ``i``-th visit, of this tile or the next. Early: with a mask it is a load."""
+        BY_MASK: gl.constexpr = FORM.by_mask
+        block = 0
+        if BY_MASK and WHO == 0:
+            block = _block(gl.minimum(i + 1, blocks), blocks, order, FORM)
+        if not BY_MASK:
+            block = gl.where(i == blocks, ahead[5], blocks - i - 1)
+        return block
+
+    @gluon.jit
+    def _ahead(work, tile, h, b, kv, blocks, sizes, mask, FORM: gl.constexpr):
         """(whether this program has an item after ``work``, its place)."""
         more = False
         if FORM.several:
             after = work + gl.num_programs(0)
             more = after < sizes[5]
-            tile, h, b, kv, blocks = _place(after, sizes, FORM)
+            tile, h, b, kv, blocks = _place(after, sizes, mask, FORM)
         return more, tile, h, b, kv, blocks
 
     @gluon.jit
@@ -86,13 +131,13 @@ if HAS_GLUON:
         return begin
 
     @gluon.jit
-    def _load(i, b, kv, blocks, key_slot, value_slot, descs, shared, barriers, FORM: gl.constexpr):
-        """Keys and values of the ``i``-th visit of a tile."""
+    def _load(block, b, kv, key_slot, value_slot, descs, shared, barriers, FORM: gl.constexpr):
+        """Keys and values of a block."""
         k_desc, v_desc = descs[1], descs[2]
         k_ring, staged, v_ring = shared[1], shared[2], shared[3]
         k_ready, v_ready = barriers[1], barriers[3]
         INT8: gl.constexpr = FORM.int8_values
-        place = [b, kv, (blocks - i) * FORM.block_n, 0]
+        place = [b, kv, block * FORM.block_n, 0]
         ready = k_ready.index(key_slot)
         if INT8:
             mbarrier.expect(ready, k_desc.block_type.nbytes + v_desc.block_type.nbytes)
@@ -112,10 +157,12 @@ if HAS_GLUON:
         tma_load(descs[0], [b, h, (tile * 2 + WHO) * _ROWS, 0], ready, shared[0].index(WHO))
 
     @gluon.jit
-    def _after_products(WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr):
+    def _after_products(
+        WHO: gl.constexpr, i, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr
+    ):  # fmt: skip
         """Q K^T of the ``i``-th visit is done: load what the next one needs, this tile's or the next tile's."""
         key_slot, key_phase, value_slot, value_phase = at
-        more, next_tile, next_h, next_b, next_kv, next_blocks = ahead
+        more, next_tile, next_h, next_b, next_kv, _next_blocks = ahead
         k_free, v_free = barriers[2], barriers[4]
         mbarrier.arrive(k_free.index(key_slot), count=1)
         last = i == blocks
@@ -126,8 +173,8 @@ if HAS_GLUON:
                 mbarrier.wait(k_free.index(key_slot), key_phase ^ 1)
                 mbarrier.wait(v_free.index(value_slot), value_phase ^ 1)
                 _load(
-                    gl.where(last, 0, i + 1), gl.where(last, next_b, b), gl.where(last, next_kv, kv),
-                    gl.where(last, next_blocks, blocks), key_slot, value_slot, descs, shared, barriers, FORM,
+                    following, gl.where(last, next_b, b), gl.where(last, next_kv, kv), key_slot, value_slot, descs,
+                    shared, barriers, FORM,
                 )  # fmt: skip
         REUSES: gl.constexpr = FORM.reuses_query
         if not REUSES:  # noqa: SIM102  (at compile time)
@@ -149,10 +196,13 @@ if HAS_GLUON:
         return at
 
     @gluon.jit
-    def _keep_pace(WHO: gl.constexpr, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM: gl.constexpr):
+    def _keep_pace(
+        WHO: gl.constexpr, i, kv, b, blocks, order, at, ahead, descs, shared, barriers, FORM: gl.constexpr
+    ):  # fmt: skip
         """The ``i``-th visit of a warpgroup without queries that attend to its keys."""
+        following = _following(WHO, i, blocks, order, ahead, FORM)
         mbarrier.wait(barriers[1].index(at[0]), at[1])
-        _after_products(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+        _after_products(WHO, i, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
         mbarrier.wait(barriers[3].index(at[2]), at[3])
         return _after_values(WHO, i, blocks, ahead[0], at, shared, barriers, FORM)
 
@@ -169,14 +219,39 @@ if HAS_GLUON:
         mbarrier.arrive(barriers[3].index(value_slot), count=1)
 
     @gluon.jit
+    def _visit(
+        WHO: gl.constexpr, PARTIAL: gl.constexpr, i, kv, b, blocks, order, bits, q, scale, state, at, ahead, descs,
+        shared, barriers, VALUES: gl.constexpr, FORM: gl.constexpr,
+    ):  # fmt: skip
+        """The ``i``-th visit, of a whole block, of which a mask may keep a PARTIAL: (the state after it, the place)."""
+        following = _following(WHO, i, blocks, order, ahead, FORM)
+        if PARTIAL:
+            block = _block(i, blocks, order, FORM)
+            no_scores = gl.zeros((_ROWS, _HALF), gl.float32, scores_layout(_HALF, False, FORM))
+            words = kept_words(bits, block, 0, no_scores)
+            words2 = kept_words(bits, block, _HALF, no_scores)
+        mbarrier.wait(barriers[1].index(at[0]), at[1])
+        keys = shared[1].index(at[0])
+        s, s2 = block_products((q, q), (keys, keys), FORM)
+        _after_products(WHO, i, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+        if PARTIAL:
+            s = kept_scores(s, words)
+            s2 = kept_scores(s2, words2)
+        mbarrier.wait(barriers[3].index(at[2]), at[3])
+        values = shared[3].index(at[2])
+        state = visit(s, s2, (values, values), state, scale, VALUES, FORM)
+        return state, _after_values(WHO, i, blocks, ahead[0], at, shared, barriers, FORM)
+
+    @gluon.jit
     def _compute(
-        WHO: gl.constexpr, descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD: gl.constexpr,
-        FORM: gl.constexpr,
+        WHO: gl.constexpr, descs, shared, barriers, reads, N, logit_scale, PER_HEAD: gl.constexpr, FORM: gl.constexpr
     ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
+        scales, sizes, mask = reads
         q_tiles, k_ring, _staged, v_ring, out_tiles = shared
         q_ready, k_ready, _k_free, v_ready, _v_free = barriers
         INT8: gl.constexpr = FORM.int8_values
+        BY_MASK: gl.constexpr = FORM.by_mask
         VALUES: gl.constexpr = v_ring.dtype
         NK, ITEMS = sizes[2], sizes[5]
         q = q_tiles.index(WHO).reshape((_ROWS, FORM.block_d))
@@ -186,8 +261,9 @@ if HAS_GLUON:
         if INT8:
             _convert(WHO, at, shared, barriers, FORM)
         for work in range(gl.program_id(0), ITEMS, gl.num_programs(0)):
-            tile, h, b, kv, blocks = _place(work, sizes, FORM)
-            ahead = _ahead(work, tile, h, b, kv, blocks, sizes, FORM)
+            tile, h, b, kv, blocks = _place(work, sizes, mask, FORM)
+            order, bits, partial = _visits(WHO, tile, h, b, NK, mask, FORM)
+            ahead = _ahead(work, tile, h, b, kv, blocks, sizes, mask, FORM)
             more = ahead[0]
             scale, factor = scales_of(scales, h, kv, logit_scale, PER_HEAD)
             row = (tile * 2 + WHO) * _ROWS
@@ -195,24 +271,31 @@ if HAS_GLUON:
             q_phase = q_phase ^ 1
             begin = _begin(WHO, tile, blocks, FORM)
             if begin == 1:
-                at = _keep_pace(WHO, 0, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                at = _keep_pace(WHO, 0, kv, b, blocks, order, at, ahead, descs, shared, barriers, FORM)
             if row < N:
-                mbarrier.wait(k_ready.index(at[0]), at[1])
-                first, second = first_products(WHO, q, k_ring.index(at[0]), FORM)
-                _after_products(WHO, begin, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
-                mbarrier.wait(v_ready.index(at[2]), at[3])
-                start = (blocks - begin) * FORM.block_n
-                state = first_visit(WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, FORM)
-                at = _after_values(WHO, begin, blocks, more, at, shared, barriers, FORM)
-                for i in range(begin + 1, blocks + 1):
+                if BY_MASK:
+                    state = no_visit(FORM)
+                    for i in range(partial):
+                        state, at = _visit(
+                            WHO, True, i, kv, b, blocks, order, bits, q, scale, state, at, ahead, descs, shared,
+                            barriers, VALUES, FORM,
+                        )  # fmt: skip
+                    begin = partial
+                else:
+                    following = _following(WHO, begin, blocks, order, ahead, FORM)
                     mbarrier.wait(k_ready.index(at[0]), at[1])
-                    keys = k_ring.index(at[0])
-                    s, s2 = block_products((q, q), (keys, keys), FORM)
-                    _after_products(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                    first, second = first_products(WHO, q, k_ring.index(at[0]), FORM)
+                    _after_products(WHO, begin, following, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
                     mbarrier.wait(v_ready.index(at[2]), at[3])
-                    values = v_ring.index(at[2])
-                    state = visit(s, s2, (values, values), state, scale, VALUES, FORM)
-                    at = _after_values(WHO, i, blocks, more, at, shared, barriers, FORM)
+                    start = (blocks - begin) * FORM.block_n
+                    state = first_visit(WHO, first, second, v_ring.index(at[2]), scale, start, NK, row, VALUES, FORM)
+                    at = _after_values(WHO, begin, blocks, more, at, shared, barriers, FORM)
+                    begin = begin + 1
+                for i in range(begin, blocks + 1):
+                    state, at = _visit(
+                        WHO, False, i, kv, b, blocks, order, bits, q, scale, state, at, ahead, descs, shared,
+                        barriers, VALUES, FORM,
+                    )  # fmt: skip
                 if not FORM.reuses_query:
                     tma.store_wait(0)  # the result before has left
                 store_result((out_tile, out_tile), state, factor, FORM)
@@ -222,13 +305,15 @@ if HAS_GLUON:
                     tma.store_wait(0)
             else:  # no queries: keep pace
                 for i in range(blocks + 1):
-                    at = _keep_pace(WHO, i, kv, b, blocks, at, ahead, descs, shared, barriers, FORM)
+                    at = _keep_pace(WHO, i, kv, b, blocks, order, at, ahead, descs, shared, barriers, FORM)
             if FORM.reuses_query:  # noqa: SIM102  (at compile time)
                 if more:
                     _load_queries(WHO, ahead[1], ahead[2], ahead[3], descs, shared, barriers)
         tma.store_wait(0)
 
-    @gluon.jit(do_not_specialize=["H", "GROUP", "N", "NK", "TILES", "HEADS_AT_ONCE", "ITEMS"])
+    _UNSPECIALIZED = ["H", "GROUP", "N", "NK", "TILES", "HEADS_AT_ONCE", "ITEMS", "MASKS", "MASK_HEADS", "MASK_TILES"]
+
+    @gluon.jit(do_not_specialize=_UNSPECIALIZED)
     def _streaming_attention_kernel(
         q_desc,  # (B, H, N, D) int8 or 16 bit; blocks of (1, 1, 64, block_d)
         k_desc,  # (B, Hkv, Nk, D) as Q; blocks of 128 keys
@@ -244,14 +329,20 @@ if HAS_GLUON:
         N,
         NK,
         TILES,  # of 128 queries of a head
-        HEADS_AT_ONCE,  # under causality; divides B H
+        HEADS_AT_ONCE,  # under causality and with a mask; divides B H
         ITEMS,  # tiles of all heads
+        bits_ptr,  # MaskBlocks, or None as the next five
+        order_ptr,
+        counts_ptr,
+        MASKS,  # batches of the mask; batch b uses b % MASKS
+        MASK_HEADS,
+        MASK_TILES,
         V_LAYOUT: gl.constexpr,  # of values in shared memory
         PER_HEAD: gl.constexpr,  # whether each of the scales is one per head
         FORM: gl.constexpr,
         OVERLAP: gl.constexpr = False,
     ):
-        """Grid of any size up to ITEMS: each program computes every ``num_programs``-th tile."""
+        """Grid of any size up to ITEMS: each program computes every ``num_programs``-th tile; ITEMS with a mask."""
         INT8: gl.constexpr = FORM.int8_values
         D: gl.constexpr = FORM.block_d
         DV: gl.constexpr = FORM.block_dv
@@ -285,15 +376,18 @@ if HAS_GLUON:
         shared = (q_tiles, k_ring, staged, v_ring, out_tiles)
         barriers = (q_ready, k_ready, k_free, v_ready, v_free)
         scales = (q_scale_ptr, k_scale_ptr, v_scale_ptr, out_scale_ptr)
-        tile, h, b, kv, blocks = _place(gl.program_id(0), sizes, FORM)
+        mask = (bits_ptr, order_ptr, counts_ptr, MASKS, MASK_HEADS, MASK_TILES)
         wait_for_previous_kernel(OVERLAP)
+        tile, h, b, kv, blocks = _place(gl.program_id(0), sizes, mask, FORM)
+        order, _bits, _partial = _visits(0, tile, h, b, NK, mask, FORM)
         for i in gl.static_range(2):
             _load_queries(i, tile, h, b, descs, shared, barriers)
-        _load(0, b, kv, blocks, 0, 0, descs, shared, barriers, FORM)
+        _load(_block(0, blocks, order, FORM), b, kv, 0, 0, descs, shared, barriers, FORM)
+        reads = (scales, sizes, mask)
         gl.warp_specialize(
             [
-                (_compute, (gl.constexpr(0), descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD, FORM)),
-                (_compute, (gl.constexpr(1), descs, shared, barriers, scales, sizes, N, logit_scale, PER_HEAD, FORM)),
+                (_compute, (gl.constexpr(0), descs, shared, barriers, reads, N, logit_scale, PER_HEAD, FORM)),
+                (_compute, (gl.constexpr(1), descs, shared, barriers, reads, N, logit_scale, PER_HEAD, FORM)),
             ],
             [4],  # warps of the second
             [_REGISTERS],

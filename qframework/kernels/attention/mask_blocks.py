@@ -26,6 +26,7 @@ from qframework.kernels.runtime.triton import tl, triton
 
 BLOCK = 128
 WORDS = BLOCK // 32
+_ROW_BLOCKS = 64  # of a mask that broadcasts over queries, up to which one program reads all of them
 _NONE, _PARTIAL, _WHOLE = (tl.constexpr(n) for n in range(3))
 
 
@@ -95,13 +96,56 @@ def _order_kernel(
     tile = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, PADDED)
     kind = tl.load(kinds_ptr + tile * BLOCKS + block, mask=block < BLOCKS, other=0).to(tl.int32)
+    _store_order(kind, block, order_ptr + tile * BLOCKS, counts_ptr + tile * 2)
+
+
+@triton.jit(do_not_specialize=["H", "GROUP", "NK", "BLOCKS"])
+def _row_kernel(
+    mask_ptr,  # (M, H, 1, Nk) bool
+    bits_ptr,
+    order_ptr,
+    counts_ptr,
+    seen_ptr,  # as in _classify_kernel, with the next two
+    H,
+    GROUP,
+    NK,
+    BLOCKS,
+    stride_m,
+    stride_h,
+    stride_k,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """Grid (H * M,); all blocks of a mask that broadcasts over queries, such as that of padding, in one launch."""
+    wait_for_previous_kernel(OVERLAP)
+    WORDS: tl.constexpr = BLOCK // 32
+    head = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, PADDED)
+    key = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    ptrs = mask_ptr + head // H * stride_m + head % H * stride_h + key.to(tl.int64) * stride_k
+    kept = tl.load(ptrs, mask=key < NK, other=0).to(tl.int32)
+    kind = tl.where(tl.min(kept, 1) == 1, _WHOLE, tl.where(tl.max(kept, 1) == 1, _PARTIAL, _NONE))
+    if seen_ptr is not None:
+        tl.atomic_max(seen_ptr + head // GROUP * NK + key, 1, mask=kept == 1, sem="relaxed")
+    _store_order(kind, block, order_ptr + head * BLOCKS, counts_ptr + head * 2)
+    words = tl.sum(tl.reshape(kept, (PADDED, WORDS, 32)) << tl.arange(0, 32)[None, None, :], 2)
+    out = bits_ptr + (head * BLOCKS + block[:, None]) * (BLOCK * WORDS) + tl.arange(0, WORDS)[None, :]
+    stored = ((kind == _PARTIAL) | (block == 0))[:, None] & (words == words)
+    for row in range(BLOCK):
+        tl.store(out + row * WORDS, words, mask=stored)
+
+
+@triton.jit
+def _store_order(kind, block, order_ptr, counts_ptr):
+    """The order and the counts of a tile, of the kinds of its blocks."""
     kind = tl.where((tl.max(kind, 0) == _NONE) & (block == 0), _PARTIAL, kind)
     partial, whole = (kind == _PARTIAL).to(tl.int32), (kind == _WHOLE).to(tl.int32)
     partials = tl.sum(partial, 0)
     at = tl.where(kind == _PARTIAL, tl.cumsum(partial, 0), partials + tl.cumsum(whole, 0)) - 1
-    tl.store(order_ptr + tile * BLOCKS + at, block, mask=kind != _NONE)
-    tl.store(counts_ptr + tile * 2, partials)
-    tl.store(counts_ptr + tile * 2 + 1, partials + tl.sum(whole, 0))
+    tl.store(order_ptr + at, block, mask=kind != _NONE)
+    tl.store(counts_ptr, partials)
+    tl.store(counts_ptr + 1, partials + tl.sum(whole, 0))
 
 
 class MaskSizes(NamedTuple):
@@ -163,9 +207,15 @@ def mask_blocks_triton(
     mask = mask[:, :, :rows].expand(*mask.shape[:2], queries, keys)
     blocks = cdiv(keys, BLOCK)
     found = _empty_blocks(mask, MaskSizes(batch, heads, rows), queries, keys)
-    kinds = torch.empty(found.order.shape, dtype=torch.int8, device=mask.device)
     group = _group(heads, key_heads)
     seen = mask.new_zeros((batch, heads // group, keys), dtype=torch.int32) if key_heads else None
+    if found.order.shape[2] == 1 and rows == 1 and not causal and blocks <= _ROW_BLOCKS:
+        launch(_row_kernel, (batch * heads,))(
+            mask, *found[:3], seen, heads, group, keys, blocks, *mask.stride()[:2], mask.stride(3),
+            PADDED=max(power_of_2(blocks), 16), BLOCK=BLOCK, num_warps=8,
+        )  # fmt: skip
+        return found._replace(seen=seen)
+    kinds = torch.empty(found.order.shape, dtype=torch.int8, device=mask.device)
     launch(_classify_kernel, (kinds.numel(),))(
         mask, found.bits, kinds, seen, heads, group, queries, keys, kinds.shape[2], blocks, *mask.stride(),
         CAUSAL=causal, BLOCK=BLOCK, num_warps=4,

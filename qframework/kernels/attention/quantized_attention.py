@@ -28,6 +28,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.hopper_bias import dense_bias
+from qframework.kernels.attention.mask_blocks import mask_blocks_triton
 from qframework.kernels.attention.operands import (
     AttentionShape,
     Bias,
@@ -99,18 +100,24 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
-    added = dense_bias(bias) if lengths is None and not lse and logit_scale > 0 else None
+    dense = lengths is None and not lse and logit_scale > 0
+    added = dense_bias(bias) if dense else None
     exact = variant == VARIANTS["unquantized"]
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
         operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
         return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
+    masked = bias.mask is not None and bias.only_bool
+    if bias.mask is not None and masked and exact and dense and hopper_dense.fits_mask(qk.q, qk.k, values.v, dtype):
+        operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
+        blocks = bias.blocks or mask_blocks_triton(bias.mask, tokens, k_shape.tokens, bias.causal)
+        return hopper_dense.attention_dense(*operands, blocks=blocks), None
     plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None
     normed = variant.exponential == "exact" or qk.k_norm is not None
     # Hopper's kernel takes maxima of products before it scales them.
     readable = normed and (int8 or not variant.quantizes_qk) and logit_scale > 0
-    at = (capability_of(qk.q.device), bias.mask is not None and bias.only_bool, hopper.added_by(bias, k_shape.tokens))
+    at = (capability_of(qk.q.device), masked, hopper.added_by(bias, k_shape.tokens))
     if plain and readable and hopper.fits(qk.q, qk.k, values.v, variant, dtype, *at, stored=values.paired):
         return hopper.attention_hopper(qk, values, variant, logit_scale, bias, dtype, lse)
     if values.paired:

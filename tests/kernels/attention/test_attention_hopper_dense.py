@@ -131,10 +131,19 @@ def compile_resident(kind: str, out: str, keys: int, width: int, registers: int)
     return compile_for("sm_90", hopper_dense.resident, types, constants, num_warps=4, maxnreg=registers)
 
 
-def compile_streaming(kind: str, out: str, keys: int, width: int, causal: bool, several: bool, queries: int = 1):
+MASK = ("bits_ptr", "order_ptr", "counts_ptr", "MASKS", "MASK_HEADS", "MASK_TILES")
+
+
+def compile_streaming(
+    kind: str, out: str, keys: int, width: int, causal: bool, several: bool, queries: int = 1, masked: bool = False
+):
     int8 = kind == "i8"
-    form = streaming_form(width, width, queries, keys, int8, out == kind, causal, several)
+    form = streaming_form(width, width, queries, keys, int8, out == kind, causal, several, masked)
     types, constants = common(hopper_dense.streaming, kind, out)
+    types |= dict.fromkeys(MASK[:3], "*i32")
+    if not masked:
+        constants |= dict.fromkeys(MASK)
+        types = {name: types[name] for name in types if name not in MASK}
     types |= {f"{role}_desc": described(kind, form.block_n, width) for role in ("k", "v")}
     types |= {"q_desc": described(kind, 64, width), "out_desc": described(out, 64, width)}
     layout = hopper.layout(form.block_n, width, torch.float16 if int8 else KINDS[kind])
