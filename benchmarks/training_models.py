@@ -121,7 +121,18 @@ class Provider:
 def _fp8(model: nn.Module) -> nn.Module:
     if not torch.cuda.is_available():
         raise UnavailableError("torchao's FP8 training needs a GPU")
-    return quantize_for_fp8_training(model)
+    return quantize_for_fp8_training(linears_for_conv1d(model))
+
+
+def linears_for_conv1d(model: nn.Module) -> nn.Module:
+    """Replace GPT-2's Conv1D, which torchao does not convert, by linears with the same weights, in place."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "Conv1D":
+                linear = nn.Linear(*child.weight.shape, device="meta")
+                linear.weight, linear.bias = nn.Parameter(child.weight.detach().mT.contiguous()), child.bias
+                setattr(module, name, linear)
+    return model
 
 
 PROVIDERS = {
@@ -163,6 +174,7 @@ class Training:
         loss = self.loss()
         (found,) = torch.autograd.grad(loss, [_first_weight(self.model)])
         expected, gradient = self.expected
+        found = found if found.shape == gradient.shape else found.mT  # of a linear instead of a Conv1D
         precision = self.provider.precision
         off = abs(loss.item() - expected) / expected
         if not off <= LOSS_TOLERANCE[precision]:
