@@ -127,7 +127,7 @@ class Provider:
 
 
 def _ours(block_size: BlockSize = DEFAULT_BLOCK_SIZE, mode: Any = "per_block") -> Callable[[nn.Module], nn.Module]:
-    return lambda model: convert_to_int8_training(model, block_size, mode)
+    return lambda model: convert_to_int8_training(model, block_size, mode, skip_slower=False)
 
 
 def compiled_in_blocks(block_size: BlockSize) -> str:

@@ -78,7 +78,7 @@ def int8(model: nn.Module, configuration: str) -> nn.Module:
     """A copy converted to INT8 training."""
     options = {name: value for name, value in CONFIGURATIONS[configuration].items() if name != "precision"}
     converted = copy.deepcopy(model)
-    convert_to_int8_training(converted, **options)
+    convert_to_int8_training(converted, **options, skip_slower=False)
     return converted
 
 

@@ -124,6 +124,11 @@ def _fp8(model: nn.Module) -> nn.Module:
     return quantize_for_fp8_training(linears_for_conv1d(model))
 
 
+def _int8(model: nn.Module, **options: Any) -> nn.Module:
+    """All blocks, those too that a conversion leaves in 16 bits unless it is told otherwise."""
+    return convert_to_int8_training(model, skip_slower=False, **options)
+
+
 def linears_for_conv1d(model: nn.Module) -> nn.Module:
     """Replace GPT-2's Conv1D, which torchao does not convert, by linears with the same weights, in place."""
     for module in list(model.modules()):
@@ -137,8 +142,8 @@ def linears_for_conv1d(model: nn.Module) -> nn.Module:
 
 PROVIDERS = {
     "bf16": Provider(lambda model: model, "bf16"),
-    "qframework": Provider(convert_to_int8_training, "int8"),
-    "qframework_mixed_attention": Provider(lambda model: convert_to_int8_training(model, attention="mixed"), "int8"),
+    "qframework": Provider(_int8, "int8"),
+    "qframework_mixed_attention": Provider(lambda model: _int8(model, attention="mixed"), "int8"),
     "torchao_fp8": Provider(_fp8, "fp8"),
 }
 

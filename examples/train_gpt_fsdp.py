@@ -53,7 +53,7 @@ def train(task: TextTask, config: RunConfig, device: torch.device, optimizer: st
     """The loss of each step, the mean over all processes of ``torch.distributed`` if it is initialized."""
     processes, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     torch.manual_seed(config.seed)
-    model = convert_to_int8_training(task.build(config.seed).to(device), config.block_size)
+    model = convert_to_int8_training(task.build(config.seed).to(device), config.block_size, skip_slower=False)
     if processes > 1:
         sharded(model)
     update = OPTIMIZERS[optimizer]()(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)

@@ -50,7 +50,7 @@ class ConversionReport:
     converted: tuple[Converted, ...] = ()
     kept: tuple[Kept, ...] = ()
     narrow: tuple[str, ...] = ()
-    """Blocks of fewer channels than INT8 was measured to be faster with; ``skip_slower`` leaves them in 16 bits."""
+    """Converted blocks of fewer channels than INT8 is faster with, where ``skip_slower`` is False."""
 
     def __str__(self) -> str:
         size = ", blocks of {} x {}".format(*block_shape(self.block_size)) if self.mode == "per_block" else ""
@@ -63,8 +63,9 @@ class ConversionReport:
             lines.append(f"  {len(names):4} {kind} kept, {reason}: {names[0]}" + (", ..." if len(names) > 1 else ""))
         if self.narrow:
             what = f"{len(self.narrow)} blocks narrower than {FASTER_FROM} channels"
-            known = "for which INT8 was not measured to be faster"
-            lines.append(f"  {what}, {known}: {self.narrow[0]}" + (", ..." if len(self.narrow) > 1 else ""))
+            lines.append(
+                f"  {what}, where INT8 is not faster: {self.narrow[0]}" + (", ..." if len(self.narrow) > 1 else "")
+            )
         return "\n".join(lines)
 
 
@@ -78,7 +79,7 @@ def convert_to_int8_training(
     check_finite: bool = False,
     stochastic_gradients: bool = False,
     attention: AttentionGradient = "float",
-    skip_slower: bool = False,
+    skip_slower: bool = True,
 ) -> nn.Module:
     """Make the modules of ``model``'s transformer blocks compute in INT8, in place, and return ``model``.
 
@@ -112,11 +113,12 @@ def convert_to_int8_training(
             at a shape measured; see docs/attention.md.
         skip_slower: leave blocks in 16 bits that are narrower than
             :data:`~qframework.training.plan.FASTER_FROM` channels, from which INT8 was measured to be faster than BF16
-            on an H100. The report names them.
+            on an H100; the log and the report name them. A model of such blocks alone does not change. False converts
+            them too, which saves memory for activations. The baselines convert all blocks.
 
     Raises:
-        UnsupportedError: an unknown block size, mode or attention; stochastic gradients or skip_slower in a mode other
-            than per_block; no block found, or nothing in it to convert; a block with modules that cannot be converted
+        UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than
+            per_block; no block found, or nothing in it to convert; a block with modules that cannot be converted
             and must be named in ``keep_float``.
         QFrameworkError: the model is converted already, or wrapped by something that must come later; a name in
             ``blocks`` or ``keep_float`` matches no module.
@@ -130,21 +132,20 @@ def convert_to_int8_training(
         raise UnsupportedError(
             f"convert_to_int8_training: mode must be 'per_block' for stochastic_gradients=True, got {mode!r}"
         )
-    if skip_slower and mode != "per_block":
-        raise UnsupportedError(f"convert_to_int8_training: mode must be 'per_block' for skip_slower=True, got {mode!r}")
     if attention not in get_args(AttentionGradient):
         raise UnsupportedError(
             f"convert_to_int8_training: attention must be {either(get_args(AttentionGradient))}, got {attention!r}"
         )
     plan = make_plan(model, mode, size, blocks, keep_float, attention, skip_slower)
-    register_fallbacks()
+    if plan.blocks:
+        register_fallbacks()
     with ExitStack() as undo:
         undo.callback(_undo, model)
         _apply(model, plan, stochastic_gradients)
         if check_finite:
             watch(model)
         undo.pop_all()
-    if mode == "per_block":
+    if plan.blocks and mode == "per_block":
         keep_graphs_whole()
     _log_kept(model, plan.kept)
     return model
@@ -192,7 +193,7 @@ def _apply(model: nn.Module, plan: ConversionPlan, stochastic_gradients: bool) -
             ) from error
         if stochastic_gradients and new.settings.get("output") == "float":  # the others' gradients come in blocks
             module.__dict__["stochastic_gradients"] = True
-    if plan.mode == "per_block":
+    if plan.blocks and plan.mode == "per_block":
         _set_boundaries(model, plan, stochastic_gradients)
 
 
@@ -236,7 +237,8 @@ def _undo(model: nn.Module) -> None:
 
 def _log_kept(model: nn.Module, kept: list[Kept]) -> None:
     """Log the modules that unexpectedly stay in float: not those in keep_float and inside attention."""
-    rows = [row for row in kept if row.reason not in MEANT]
-    if rows:
-        told = "; ".join(f"{row.name} ({row.kind}), {row.reason}" for row in rows[:8])
-        log.warning("%s: %d modules stay in float: %s", type(model).__name__, len(rows), told)
+    unexpected = [row for row in kept if row.reason not in MEANT]
+    for reason in dict.fromkeys(row.reason for row in unexpected):
+        rows = [row for row in unexpected if row.reason == reason]
+        told = ", ".join(f"{row.name} ({row.kind})" for row in rows[:8]) + (", ..." if len(rows) > 8 else "")
+        log.warning("%s: %d modules stay in float, %s: %s", type(model).__name__, len(rows), reason, told)

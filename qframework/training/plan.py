@@ -42,8 +42,8 @@ _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
 FASTER_FROM = 1024
 """Channels from which blocks were measured to train faster in INT8 than in BF16; see docs/training.md."""
-_NARROW = f"narrower than {FASTER_FROM} channels, for which INT8 was not measured to be faster"
-MEANT = (_ON_REQUEST, _INSIDE_ATTENTION, _NARROW)
+_NARROW = f"narrower than {FASTER_FROM} channels, where INT8 is not faster; skip_slower=False converts it"
+MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
 _NO_MODULE = "no INT8 module computes the same"
@@ -90,6 +90,11 @@ class ConversionPlan:
     obstacles: list[Kept] = field(default_factory=list)
 
     @property
+    def all_narrow(self) -> bool:
+        """Whether no block is left to convert, since those that nobody asked to keep would be slower in INT8."""
+        return not self.blocks and any(row.reason == _NARROW for row in self.kept)
+
+    @property
     def converted(self) -> tuple[Converted, ...]:
         """The rows of a report."""
         return tuple(
@@ -104,9 +109,11 @@ def make_plan(
     blocks: Sequence[str] | None,
     keep_float: Sequence[str],
     attention: AttentionGradient = "float",
-    skip_slower: bool = False,
+    skip_slower: bool = True,
 ) -> ConversionPlan:
     """Decide for every module of ``model``'s blocks.
+
+    A plan without any block is one of a model whose blocks are all narrow.
 
     Raises:
         UnsupportedError: no block, nothing to convert, or modules that cannot be converted.
@@ -262,7 +269,7 @@ def _raise_on_obstacles(plan: ConversionPlan) -> None:
             f"SiLU, ReLU, Dropout, LayerScale or DropPath, got {told}{more}. To leave modules in 16 bits, name them in "
             "keep_float="
         )
-    if not plan.news:
+    if not plan.news and not plan.all_narrow:
         kept = "".join(f"; {row.name} ({row.kind}) stays in float, {row.reason}" for row in plan.kept[:8])
         raise UnsupportedError(f"convert_to_int8_training: blocks must have modules to convert, got none{kept}")
 

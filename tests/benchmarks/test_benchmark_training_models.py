@@ -58,4 +58,16 @@ def test_every_model_of_the_comparison_has_blocks_to_convert() -> None:
         with torch.device("meta"):
             model = subject.build(2)
         assert min(training_models._first_weight(model).shape) in (384, 768, 1024, 2048, 4096), name
-        assert len(conversion_report(convert_to_int8_training(model)).blocks) == 2
+        assert len(conversion_report(convert_to_int8_training(model, skip_slower=False)).blocks) == 2
+
+
+def test_linears_instead_of_conv1d_compute_the_same() -> None:
+    """And are the same parameters' values and gradients, transposed."""
+    model = training_models.SMOKE["gpt2_medium"].build(None).eval()
+    x = torch.randint(0, 8192, (2, 16))
+    with torch.no_grad():
+        expected, name = model(x).logits, type(model.transformer.h[0].mlp.c_fc).__name__
+        training_models.linears_for_conv1d(model)
+        assert (name, type(model.transformer.h[0].mlp.c_fc).__name__) == ("Conv1D", "Linear")
+        torch.testing.assert_close(model(x).logits, expected)
+    assert not any(p.is_meta for p in model.parameters())

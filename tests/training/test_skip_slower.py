@@ -1,11 +1,13 @@
-"""Blocks that INT8 is not expected to make faster: in the report, and left in 16 bits on request."""
+"""Blocks that INT8 is not expected to make faster: left in 16 bits unless they are asked for, and in the report."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Literal
 
 import pytest
 import torch
+from model_state import everything
 from torch import nn
 from training_models import MODELS, gpt2, inputs, llama, loss_of, vit
 
@@ -39,13 +41,14 @@ def test_the_width_of_a_block_is_that_of_its_residual_stream(name: str) -> None:
     assert plan.width_of(nn.LayerNorm(8)) == 0
 
 
-def test_only_wide_blocks_are_converted_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_wide_blocks_are_converted(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Between blocks in INT8 and in 16 bits everything is float; the others train as before."""
     monkeypatch.setattr(plan, "FASTER_FROM", 128)
     model, x = Pyramid(64, 128, 128), torch.randn(2, 40, 64)
     expected = model(x)
-    convert_to_int8_training(model, skip_slower=True)
+    convert_to_int8_training(model)
     report = conversion_report(model)
+    assert "Pyramid: 1 modules stay in float, narrower than" in caplog.text
     assert report.blocks == ("blocks.1", "blocks.2")
     assert [row.name for row in report.kept if "narrower" in row.reason] == ["blocks.0"]
     assert report.narrow == ()
@@ -60,10 +63,29 @@ def test_only_wide_blocks_are_converted_on_request(monkeypatch: pytest.MonkeyPat
     assert torch.equal(model(x), expected)
 
 
-def test_a_conversion_converts_narrow_blocks_and_reports_them() -> None:
-    model = convert_to_int8_training(vit())
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_narrow_blocks_does_not_change(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Not even a hook; the log and the report say so, and it can still be restored and converted."""
+    model, x = MODELS[name]().eval(), inputs(name)
+    expected, before = loss_of(model, x), everything(model)
+    assert convert_to_int8_training(model) is model
+    report = conversion_report(model)
+    assert (report.blocks, report.converted, len(report.kept)) == ((), (), 2)
+    assert "2 modules stay in float, narrower than 1024 channels, where INT8 is not faster; skip_slower=False" in (
+        caplog.text
+    )
+    assert "0 modules in 0 blocks" in str(report)
+    assert "kept, narrower than 1024 channels" in str(report)
+    assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+    assert torch.equal(loss_of(model, x), expected)
+    assert everything(restore_float(model)) == before
+    assert conversion_report(convert_to_int8_training(model, skip_slower=False)).blocks
+
+
+def test_narrow_blocks_are_converted_on_request() -> None:
+    model = convert_to_int8_training(vit(), skip_slower=False)
     assert conversion_report(model).narrow == ("blocks.0", "blocks.1")
-    assert "2 blocks narrower than 1024 channels, for which INT8 was not measured to be faster: blocks.0, ..." in str(
+    assert "2 blocks narrower than 1024 channels, where INT8 is not faster: blocks.0, ..." in str(
         conversion_report(model)
     )
 
@@ -71,25 +93,21 @@ def test_a_conversion_converts_narrow_blocks_and_reports_them() -> None:
 def test_wide_blocks_are_not_reported() -> None:
     with torch.device("meta"):
         model = nn.Sequential(Block(plan.FASTER_FROM, 8))
-    report = conversion_report(convert_to_int8_training(model, skip_slower=True))
+    report = conversion_report(convert_to_int8_training(model))
     assert report.narrow == ()
     assert report.blocks == ("0",)
     assert "narrower" not in str(report)
 
 
-def test_baselines_are_not_reported() -> None:
-    assert conversion_report(convert_to_int8_training(llama(), mode="per_token")).narrow == ()
+@pytest.mark.parametrize("mode", ["per_token", "per_tensor"])
+def test_baselines_convert_every_width(mode: Literal["per_token", "per_tensor"]) -> None:
+    report = conversion_report(convert_to_int8_training(llama(), mode=mode))
+    assert len(report.blocks) == 2
+    assert report.narrow == ()
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "per_token"}, "mode must be 'per_block' for skip_slower=True, got 'per_token'"),
-        ({}, "blocks must have modules to convert, got none; .* stays in float, narrower than 1024 channels"),
-    ],
-)
-def test_errors_of_skip_slower(options: dict[str, str], message: str) -> None:
-    model = gpt2()
-    with pytest.raises(UnsupportedError, match=message):
-        convert_to_int8_training(model, skip_slower=True, **options)  # type: ignore[arg-type]
-    loss_of(model, inputs("gpt2")).backward()
+def test_a_conversion_that_has_nothing_to_do_but_for_its_width_is_no_error() -> None:
+    report = conversion_report(convert_to_int8_training(gpt2(), keep_float=["transformer.h.0"]))
+    assert [row.name for row in report.kept] == ["transformer.h.0", "transformer.h.1"]
+    with pytest.raises(UnsupportedError, match=r"blocks must have modules to convert, got none; .* keep_float"):
+        convert_to_int8_training(gpt2(), keep_float=["transformer.h.*"])
