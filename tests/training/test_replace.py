@@ -83,7 +83,7 @@ def test_a_replaced_forward_still_runs_in_float(kind: str, name: str, caplog: py
     with caplog.at_level(logging.WARNING, "qframework"):
         close_in_int8_and_the_same_when_restored(model, x)
     assert reasons(model) == {name: "its forward was replaced on the module itself"}
-    assert f"{name} ({before.__name__}), its forward was replaced" in caplog.text
+    assert f"its forward was replaced on the module itself: {name} ({before.__name__})" in caplog.text
     assert type(model.get_submodule(name)) is before
     calls.clear()
     logits_of(model, x)
