@@ -20,7 +20,7 @@ schema: Callable[[Any], Any] = operator.attrgetter("_schema")
 """The schema of an operator: arguments, results and mutations."""
 
 with explained():
-    schema(torch.ops.aten.detach.default).arguments[0].real_type  # checked here instead of at every call
+    _ = schema(torch.ops.aten.detach.default).arguments[0].real_type  # checked here instead of at every call
     TO_COPY: Any = torch.ops.aten._to_copy.default
     ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # in exported graphs
     SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # called first by ``x.data = y``

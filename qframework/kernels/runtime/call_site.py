@@ -73,7 +73,7 @@ def repeating(operator: Callable[..., Any], implementation: Any) -> Callable[...
 
     def first(args: tuple[Any, ...]) -> Any:
         nonlocal pick
-        if any(isinstance(x, list) for x in args):  # of tensors, perhaps
+        if any(isinstance(x, list) and any(isinstance(member, Tensor) for member in x) for x in args):
             return implementation(*args)
         places = [i for i, x in enumerate(args) if isinstance(x, Tensor)]
         pick = itemgetter(*places) if len(places) > 1 else lambda args: (args[places[0]],)

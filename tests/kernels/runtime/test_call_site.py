@@ -91,6 +91,24 @@ def test_lists_of_tensors_are_passed_on(operator):
     assert operator.calls == 4
 
 
+def test_lists_of_numbers_are_as_any_other_argument(operator):
+    def scaled(x, factors):
+        operator.runs += 1
+        return torch.mul(x, factors[0] * factors[1])
+
+    run = replayed(scaled)
+
+    def implementation(*args):
+        operator.calls += 1
+        return run(*args)
+
+    implementation.replays = run.replays
+    site = repeating(operator, implementation)
+    for i in range(6):
+        assert float(site(torch.full((2,), float(i)), [2, 5])[0]) == 10.0 * i
+    assert (operator.calls, operator.runs) == (2, 2)
+
+
 def test_what_cannot_be_replayed_is_called(operator):
     def reads(x):
         operator.calls += 1
