@@ -12,12 +12,16 @@ range is lopsided, a zero point: behind GELU, which never goes below -0.17, symm
 come from at most 4 examples of the first batch, scales from the other batches: a range that fits only the data it was
 found on shows. Errors of different groups nearly add up. The few groups that contribute most, the input of ``fc2`` in
 the first blocks of DINOv2 for example, may compute their scales per token at run time instead, within a budget.
+
+Where channels were scaled to equal ranges, each of them ends where calibration data did, and other data exceeds many:
+clipping then makes more error than rounding. A margin for ranges from extremes is found by the error of the layer's own
+output on the examples that ranges do not come from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -50,13 +54,15 @@ _PERCENTILE = 99.99
 _GAIN = 0.2
 _EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
-_DYNAMIC_GAIN = 0.02
+_DYNAMIC_GAIN = 0.005
 _OBSERVERS: dict[str, ActivationConfig] = {
     "minmax": ActivationConfig(),
     "percentile": ActivationConfig(observer="percentile", observer_args={"percentile": _PERCENTILE}),
     "mse": ActivationConfig(observer="mse"),
 }
 _ZERO_POINT = "zero_point"
+# Shares by which a range may be wider than the calibration data.
+MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
 
@@ -70,6 +76,7 @@ class _Group:
     config: ActivationConfig
     parameters: dict[str, Parameters]
     errors: dict[str, float]
+    margins: dict[str, float] = field(default_factory=dict)  # by candidate, those that are not 0
 
     @property
     def names(self) -> list[str]:
@@ -80,6 +87,13 @@ class _Group:
         names = [name for name in self.errors if name in allowed]
         best = min(names, key=self.errors.__getitem__, default="")
         return best if self.errors[best] < (1 - _GAIN) * self.errors[""] else ""
+
+    def activation(self, name: str) -> tuple[ActivationConfig, str]:
+        """The configuration of a candidate with its margin, and what it is called."""
+        config, margin = _CANDIDATES.get(name, self.config), self.margins.get(name, 0.0)
+        if not margin:
+            return config, name
+        return replace(config, observer_args={"margin": margin}), f"{name} + {margin}".lstrip()
 
     @property
     def width(self) -> int:
@@ -94,6 +108,7 @@ def choose_activations(
     *,
     observers: bool = True,
     zero_points: bool = False,
+    margins: bool = False,
     dynamic_share: float = 0.0,
     batches: int | None = None,
     judge: Callable[[], float] | None = None,
@@ -109,6 +124,7 @@ def choose_activations(
         data: calibration batches as ``calibrate`` takes them.
         observers: whether to choose observers; needs at least two batches, or one that can be divided.
         zero_points: whether a lopsided input may have a zero point, an addition in the layer before; needs the same.
+        margins: whether ranges from extremes may be wider than calibration data; needs the same.
         dynamic_share: dynamic inputs may have at most this share of the channels of all groups, which bounds their
             cost: quantization in a pass of its own, instead of in the layer before.
         batches: use only this many batches.
@@ -117,7 +133,7 @@ def choose_activations(
 
     Returns:
         ``"minmax"``, ``"percentile"``, ``"mse"``, ``"zero_point"`` (min-max with one) or ``"dynamic"`` for each layer
-        that does not keep its configuration.
+        that does not keep its configuration; with a margin such as ``"zero_point + 0.2"``, or ``"+ 0.2"``.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an activation.
@@ -130,7 +146,8 @@ def choose_activations(
     allowed = harmless | ({*_OBSERVERS} if observers and judged else set())
     _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
-    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES), dynamic=dynamic_share > 0)
+    example = first_examples(exported, judged or fitted, _EXAMPLES)
+    _measure(exported, groups, example, margins=margins and bool(judged), dynamic=dynamic_share > 0)
     proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
@@ -149,7 +166,7 @@ def _proposal(groups: list[_Group], dynamic_share: float, allowed: set[str]) -> 
     """The choice for each group that does not keep its configuration, by its place, among ``allowed`` candidates."""
     best = [group.best(allowed) for group in groups]
     dynamic = _most_harmful(groups, dynamic_share, best)
-    chosen = {i: name for i, name in enumerate(best) if name}
+    chosen = {i: name for i, name in enumerate(best) if name or groups[i].margins.get(name)}
     return chosen | dict.fromkeys(dynamic, "dynamic")
 
 
@@ -160,11 +177,11 @@ def _apply(groups: list[_Group], quantizer: QFrameworkQuantizer, proposal: dict[
         for node in group.linears:
             override_config(node, None)
             if i in proposal:
-                activation = _CANDIDATES[proposal[i]]
+                activation, name = group.activation(proposal[i])
                 config = quantizer.config_for(node)
                 assert isinstance(config, LinearConfig)
                 override_config(node, replace(config, activation=activation))
-                chosen[layer_name(node)] = proposal[i]
+                chosen[layer_name(node)] = name
     return chosen
 
 
@@ -249,19 +266,39 @@ def _parameters(both_ends: AffineMSEObserver) -> dict[str, Parameters]:
 
 
 @torch.no_grad()
-def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, dynamic: bool) -> None:
+def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, margins: bool, dynamic: bool) -> None:
     """Sets the errors at the output of each group with each of its candidates, and with dynamic scales on request."""
     expected = floats(Run(exported).start(example).finish({}))
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
+        if margins:
+            _widen(group, x, [run.value(node.args[1]) for node in group.linears])  # type: ignore[arg-type]
         candidates = _promising(x, group.parameters)
         if dynamic:
             candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
         for name, value in candidates.items():
             outputs = {node: _linear(run, node, value) for node in group.linears}
             group.errors[name] = relative_error(floats(run.finish(outputs)), expected)
+
+
+def _widen(group: _Group, x: Tensor, weights: list[Tensor]) -> None:
+    """Set the margins of least error of the layers' outputs for inputs ``x`` that the ranges do not come from."""
+    rows = x.reshape(-1, x.shape[-1])
+    for name, narrow in group.parameters.items():
+        config = _CANDIDATES.get(name, group.config)
+        if config.observer != "minmax" or config.observer_args:
+            continue
+        errors = {}
+        for margin in MARGINS:
+            by = narrow._replace(scale=narrow.scale * (1 + margin))
+            wrong = fake_quantized(rows, by) - rows
+            errors[margin] = sum(float((wrong @ weight.T).double().square().sum()) for weight in weights)
+        best = min(errors, key=errors.__getitem__)
+        if best:
+            group.margins[name] = best
+            group.parameters[name] = narrow._replace(scale=narrow.scale * (1 + best))
 
 
 def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 
 from qframework.errors import UnsupportedError
 from qframework.graph.nodes import fake_value
+from qframework.quantizer.activation_choice import MARGINS
 from qframework.quantizer.annotate_attention import attention_call, check_attention, is_attention
 from qframework.quantizer.attention_config import PER_HEAD_OBSERVERS, AttentionConfig
 from qframework.quantizer.calibration import Batch
@@ -53,7 +54,13 @@ class _Attention:
 
 
 def choose_heads(
-    exported: GraphModule, quantizer: QFrameworkQuantizer, data: Iterable[Batch], *, batches: int | None = None
+    exported: GraphModule,
+    quantizer: QFrameworkQuantizer,
+    data: Iterable[Batch],
+    *,
+    heads: bool = True,
+    margins: bool = False,
+    batches: int | None = None,
 ) -> dict[str, str]:
     """Give static attention with one scale per tensor scales per head where the model's output gains, in place.
 
@@ -64,10 +71,13 @@ def choose_heads(
         exported: from ``torch.export.export(...).module()``.
         quantizer: the one the graph will be prepared with.
         data: calibration batches as ``calibrate`` takes them.
+        heads: whether to consider scales per head.
+        margins: whether ranges from extremes may be wider than calibration data, where that reduces the error of the
+            attention's own output on examples that ranges do not come from.
         batches: use only this many batches.
 
     Returns:
-        ``"per_head"`` for each layer that changed.
+        ``"per_head"``, ``"per_head + 0.2"`` or ``"+ 0.2"`` for each layer that changed.
 
     Raises:
         CalibrationError: no data, a batch that does not fit, or NaN or infinity in an operand.
@@ -77,7 +87,8 @@ def choose_heads(
         return {}
     judged, fitted = held_out(exported, data, batches)
     _observe(exported, found, fitted)
-    return _choose(exported, found, first_examples(exported, judged or fitted, _EXAMPLES))
+    example = first_examples(exported, judged or fitted, _EXAMPLES)
+    return _choose(exported, found, example, heads=heads, margins=margins and bool(judged))
 
 
 def _candidates(exported: GraphModule, quantizer: QFrameworkQuantizer) -> Iterable[_Attention]:
@@ -114,31 +125,54 @@ def _observer(each: _Attention, operand: Node, granularity: str) -> Any:
 
 
 @torch.no_grad()
-def _choose(exported: GraphModule, found: list[_Attention], example: list[Any]) -> dict[str, str]:
+def _choose(
+    exported: GraphModule, found: list[_Attention], example: list[Any], *, heads: bool, margins: bool
+) -> dict[str, str]:
     expected = floats(Run(exported).start(example).finish({}))
     run, chosen = Run(exported).start(example), {}
     for each in found:
         run.advance(each.node)
         if not all(observer.has_scale() for kind in each.observers.values() for observer in kind.values()):
             continue
-        errors = {
-            kind: relative_error(floats(run.finish({each.node: _attention(run, each.node, observers)})), expected)
-            for kind, observers in each.observers.items()
-        }
-        if errors["per_head"] < errors["per_tensor"]:
-            override_config(each.node, each.per_head)
-            chosen[layer_name(each.node)] = "per_head"
+        kind = _better_granularity(run, each, expected) if heads else "per_tensor"
+        margin = _best_margin(run, each, kind) if margins and each.config.observer == "minmax" else 0.0
+        config = each.per_head if kind == "per_head" else each.config
+        if margin:
+            config = replace(config, observer_args={"margin": margin})
+        if config != each.config:
+            override_config(each.node, config)
+            names = ["per_head"] * (kind == "per_head") + [f"+ {margin}"] * bool(margin)
+            chosen[layer_name(each.node)] = " ".join(names)
     return chosen
 
 
-def _attention(run: Run, node: Node, observers: dict[Node, Any]) -> Tensor:
-    """The output of an attention with quantized operands."""
+def _better_granularity(run: Run, each: _Attention, expected: list[Tensor]) -> str:
+    """The granularity of less error at the model's output."""
+    errors = {
+        kind: relative_error(floats(run.finish({each.node: _attention(run, each.node, observers)})), expected)
+        for kind, observers in each.observers.items()
+    }
+    return "per_head" if errors["per_head"] < errors["per_tensor"] else "per_tensor"
+
+
+def _best_margin(run: Run, each: _Attention, kind: str) -> float:
+    """The margin of least error at the output of the attention itself."""
+    exact = _attention(run, each.node, {})
+    errors = {
+        margin: float((_attention(run, each.node, each.observers[kind], margin) - exact).double().square().sum())
+        for margin in MARGINS
+    }
+    return min(errors, key=errors.__getitem__)
+
+
+def _attention(run: Run, node: Node, observers: dict[Node, Any], margin: float = 0.0) -> Tensor:
+    """The output of an attention with quantized operands, those that have an observer."""
 
     def value(operand: Node) -> Any:
         x = run.value(operand)
         if operand not in observers:
             return x
-        return fake_quantized(x, Parameters(observers[operand].broadcast_scale(x)))
+        return fake_quantized(x, Parameters(observers[operand].broadcast_scale(x) * (1 + margin)))
 
     args: Any = map_arg(node.args, value)
     kwargs: Any = map_arg(node.kwargs, value)

@@ -9,7 +9,10 @@ to the same function, with ``c = 1 / s``::
     x -> mul(c) -> linear(W * s)
 
 Quantized with one scale S, ``round(x * c / S)`` is ``x`` quantized with a separate scale ``S / c`` for each channel. A
-matrix product cannot undo scales of channels, but the weights here do. After a linear and its activation, the backend
+matrix product cannot undo scales of channels, but the weights here do. Where the input may have a zero point, as behind
+GELU, scales make one range of all channels: with scales from largest magnitudes, channels whose largest value is small
+would take up as much room below zero as above. The short side gets a share of the long one instead, which is the one of
+least rounding error for independent errors. After a linear and its activation, the backend
 computes the product before static quantization in the linear's epilogue (qframework/backend/fold_channel_scale.py);
 elsewhere the compiler fuses it with the operation that it reads, or with dynamic quantization.
 """
@@ -51,6 +54,8 @@ _KEPT_META = ("val", "nn_module_stack", "stack_trace", "torch_fn", "source_fn_st
 # A product must reduce the squared error by at least this share.
 _GAIN = 0.05
 _EXAMPLES = 4
+# With a zero point: how many times less the short side of the range, -0.17 behind GELU, may have than the long one.
+_SHARES = (1.0, 0.5, 0.25, 0.12, 0.06, 0.03)
 # With a zero point the scale must be at most this share of the symmetric one to be worth its cost.
 LOPSIDED = 0.8
 
@@ -107,7 +112,7 @@ def scale_channels(
     found: dict[str, float] = {}
     seen = channel_statistics(exported, data, taken, 1, batches)
     for x, strength in taken.items():
-        scale = _candidates(exported, readers[x], seen[x], (strength,))[strength]
+        scale = _candidates(exported, readers[x], seen[x], (strength,), zero_points)[strength]
         _scale(exported, x, [node for node, _ in readers[x]], scale)
         found.update((layer_name(node), strength) for node, _ in readers[x])
     exported.recompile()
@@ -133,7 +138,7 @@ def _search(
     taken: dict[Node, float] = {}
     for x, linears in sorted(readers.items(), key=lambda each: each[1][0][0]):
         run.advance(linears[0][0])
-        scales = _candidates(exported, linears, statistics[x], strengths)
+        scales = _candidates(exported, linears, statistics[x], strengths, zero_points)
         config = linears[0][1].activation
 
         @functools.cache
@@ -186,13 +191,38 @@ def _candidates(
     linears: Sequence[tuple[Node, LinearConfig]],
     seen: ChannelStatistics,
     strengths: Sequence[float],
+    zero_points: bool,
 ) -> dict[float | None, Tensor]:
     """Scales ``(K,)`` by strength, and ones for None."""
-    weights = [attribute(exported, node.args[1]).detach().float() for node, _ in linears]  # type: ignore[arg-type]
-    amax_w = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0)
+    weights = torch.cat([attribute(exported, node.args[1]).detach().float() for node, _ in linears])  # type: ignore[arg-type]
+    amax_w, size_w = weights.abs().amax(0), weights.double().square().sum(0)
     free = torch.ones(amax_w.numel(), dtype=torch.bool, device=amax_w.device)
+    config = linears[0][1].activation
+    shares = _SHARES if zero_points and not config.dynamic else (1.0,)
     found: dict[float | None, Tensor] = {None: torch.ones_like(amax_w)}
-    return found | {strength: smoothing_scales(seen.amax, amax_w, free, strength) for strength in strengths}
+    for strength in strengths:
+        scales = [smoothing_scales(_reach(seen, share), amax_w, free, strength) for share in shares]
+        found[strength] = min(scales, key=lambda scale: _noise(config, seen, scale, size_w, zero_points))
+    return found
+
+
+def _reach(seen: ChannelStatistics, share: float) -> Tensor:
+    """The larger end of each channel's range, where the lower half of the integers is ``share`` of the upper one."""
+    longer_up = seen.high.max() >= -seen.low.min()
+    long, short = (seen.high, -seen.low) if longer_up else (-seen.low, seen.high)
+    return torch.maximum(long, short / share).clamp(min=0)
+
+
+def _noise(
+    config: ActivationConfig, seen: ChannelStatistics, scales: Tensor, size_w: Tensor, zero_points: bool
+) -> float:
+    """The variance of the output's error if rounding errors of inputs divided by ``scales`` are independent.
+
+    The step is squared and multiplied by the squared weights of each channel, ``size_w (K,)``.
+    """
+    parameters = _parameters(config, seen, scales, zero_points)
+    step = 1.0 if parameters is None else float(parameters.scale)
+    return step**2 * float((scales.double().square() * size_w).sum())
 
 
 def _parameters(

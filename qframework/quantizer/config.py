@@ -28,6 +28,10 @@ def _is_share(value: object) -> bool:
     return is_number(value) and 0 < value <= 1
 
 
+def _is_margin(value: object) -> bool:
+    return is_number(value) and 0 <= value <= 10
+
+
 def _is_percentile(value: object) -> bool:
     return is_number(value) and 0 < value <= 100
 
@@ -52,7 +56,7 @@ class _ObserverRule:
 
 
 ACTIVATION_OBSERVERS: dict[str, _ObserverRule] = {
-    "minmax": _ObserverRule(("per_tensor", "per_token")),
+    "minmax": _ObserverRule(("per_tensor", "per_token"), {"margin": _ArgRule(_is_margin, "a number from 0 to 10")}),
     "moving_average": _ObserverRule(
         ("per_tensor", "per_token"), {"averaging_constant": _ArgRule(_is_share, "a number in (0, 1]")}
     ),
@@ -263,7 +267,8 @@ def static_int8(
         weight: ``"per_channel"`` or ``"per_tensor"``.
         observer: see ActivationConfig.
         symmetric: False for activations with a zero point, see ActivationConfig.
-        **observer_args: its arguments: ``averaging_constant`` of ``"moving_average"``, ``percentile`` of
+        **observer_args: its arguments: ``margin`` of ``"minmax"``, the share by which the range is wider than what
+            calibration saw, ``averaging_constant`` of ``"moving_average"``, ``percentile`` of
             ``"percentile"``, ``bins`` of ``"percentile"``, ``"mse"`` and ``"entropy"``.
 
     Raises:

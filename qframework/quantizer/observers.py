@@ -4,7 +4,8 @@ They are symmetric INT8 with ``scale = threshold / 127`` (qframework.numerics) a
 ``entropy`` also have a form with a zero point, for ranges that are not symmetric:
 
 ===================  =================================================================================================
-``minmax``           largest magnitude seen (torchao's MinMaxObserver and PerChannelMinMaxObserver)
+``minmax``           largest magnitude seen, with a ``margin`` on request (torchao's MinMaxObserver and
+                     PerChannelMinMaxObserver)
 ``moving_average``   moving average of each batch's extremes (torchao's)
 ``percentile``       magnitude below which a given percentage of the nonzero values lie
 ``mse``              threshold of least mean squared quantization error
@@ -83,9 +84,9 @@ class _ExtremesObserver(StaticObserver):
     min_val: Tensor
     max_val: Tensor
 
-    def __init__(self, layer: str, **kwargs: Any) -> None:
+    def __init__(self, layer: str, margin: float = 0.0, **kwargs: Any) -> None:
         super().__init__(eps=MIN_SCALE, **kwargs)  # type: ignore[call-arg]  # of torchao's observer
-        self.layer = layer
+        self.layer, self.margin = layer, margin
 
     def _is_new(self) -> bool:
         return bool(self.min_val.numel() == 0 or (self.min_val > self.max_val).all())
@@ -94,7 +95,8 @@ class _ExtremesObserver(StaticObserver):
         return None if self._is_new() else torch.maximum(-self.min_val, self.max_val).float()
 
     def threshold(self) -> Tensor | None:
-        return self.magnitude()
+        magnitude = self.magnitude()
+        return magnitude if magnitude is None or not self.margin else magnitude * (1 + self.margin)
 
     def nonfinite(self) -> Tensor:
         held = torch.isfinite(self.min_val) & torch.isfinite(self.max_val)
@@ -144,7 +146,7 @@ class _AffineObserver(AsymmetricObserver, _ExtremesObserver):
     """One scale and a zero point, from both ends of the range."""
 
     def ends(self) -> tuple[Tensor, Tensor]:
-        return self.min_val, self.max_val
+        return self.min_val * (1 + self.margin), self.max_val * (1 + self.margin)
 
 
 class PerTensorAffineMinMax(_AffineObserver, MinMaxObserver):

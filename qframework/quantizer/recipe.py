@@ -35,6 +35,7 @@ from qframework.quantizer.config import JsonConfig, check_bool, check_choice
 from qframework.quantizer.output_error import OutputError, Snapshot, held_out
 from qframework.quantizer.quantizer import QFrameworkQuantizer, check_quantizer
 from qframework.quantizer.rotate import rotate
+from qframework.quantizer.rotate_heads import rotate_heads
 from qframework.quantizer.shift import shift_channels, shift_dynamic_inputs
 from qframework.quantizer.smooth import smooth
 
@@ -98,6 +99,10 @@ class Recipe(JsonConfig):
             (qframework/quantizer/activation_choice.py).
         zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
             error of the model's output. Costs an addition in the layer before; all else is symmetric.
+        margins: widen ranges from extremes where other data than that they come from exceeds them, by the error of the
+            layer's output there. Costs nothing at run time.
+        rotate_heads: change the basis of queries and keys of static attention, head by head, where linears compute them
+            and that reduces the error of the logits (qframework/quantizer/rotate_heads.py). Costs nothing at run time.
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
             the error of the model's output (qframework/quantizer/attention_choice.py).
         dynamic_share: the inputs that harm the output most may have scales per token, computed at run time, with at
@@ -121,6 +126,8 @@ class Recipe(JsonConfig):
     shift: bool = False
     choose_observers: bool = False
     zero_points: bool = False
+    margins: bool = False
+    rotate_heads: bool = False
     attention_heads: bool = False
     dynamic_share: float = 0.0
     guard: bool = False
@@ -133,7 +140,7 @@ class Recipe(JsonConfig):
         if self.smooth is not None and not isinstance(self.smooth, Smooth):
             raise UnsupportedError(f"Recipe: smooth must be a Smooth or None, got {self.smooth!r}")
         switches = ("channel_scales", "split_gelu", "rotate", "shift", "choose_observers", "zero_points")
-        for name in (*switches, "attention_heads", "guard", "bias_correction"):
+        for name in (*switches, "margins", "rotate_heads", "attention_heads", "guard", "bias_correction"):
             check_bool("Recipe", name, getattr(self, name))
         if not is_number(self.dynamic_share) or not 0 <= self.dynamic_share <= 1:
             raise UnsupportedError(f"Recipe: dynamic_share must be a number from 0 to 1, got {self.dynamic_share!r}")
@@ -151,8 +158,10 @@ class Recipe(JsonConfig):
             channel_scales=True,
             choose_observers=True,
             zero_points=True,
+            margins=True,
+            rotate_heads=True,
             attention_heads=True,
-            dynamic_share=0.2,
+            dynamic_share=0.25,
             guard=True,
             weight_rounding="gptq",
             bias_correction=True,
@@ -174,7 +183,8 @@ class Recipe(JsonConfig):
             A JSON-able summary of the enabled steps: ``{"rotate": [a RotatedStream as a mapping for each],
             "shift": {layer: what was subtracted}, "dynamic_shift": {layer: the number},
             "split_gelu": number of split layers, "smooth": {layer: strength}, "channel_scales": {layer: strength},
-            "activations": {layer: observer, "zero_point" or "dynamic"}, "attention": {layer: "per_head"}}``.
+            "activations": {layer: observer, "zero_point" or "dynamic", "+ margin"}, "rotate_heads": {layer: error},
+            "attention": {layer: "per_head"}}``.
 
         Raises:
             UnsupportedError: ``exported`` is not an exported model, or ``quantizer`` not a QFrameworkQuantizer.
@@ -206,13 +216,18 @@ class Recipe(JsonConfig):
                 data,
                 observers=self.choose_observers,
                 zero_points=self.zero_points,
+                margins=self.margins,
                 dynamic_share=self.dynamic_share,
                 batches=self.batches,
                 judge=None if guard is None else guard.error.measure,
             )
         done.update(_run(after, data, guard))
-        if self.attention_heads:
-            done["attention"] = choose_heads(exported, quantizer, data, batches=self.batches)
+        if self.rotate_heads:
+            done["rotate_heads"] = rotate_heads(exported, quantizer, data, batches=self.batches)
+        if self.attention_heads or self.margins:
+            done["attention"] = choose_heads(
+                exported, quantizer, data, heads=self.attention_heads, margins=self.margins, batches=self.batches
+            )
         return done
 
     def _rewrites(self, exported: GraphModule, quantizer: QFrameworkQuantizer) -> tuple[_Steps, _Steps]:
@@ -244,7 +259,7 @@ class Recipe(JsonConfig):
 
     @property
     def _chooses(self) -> bool:
-        return self.choose_observers or self.zero_points or self.dynamic_share > 0
+        return self.choose_observers or self.zero_points or self.margins or self.dynamic_share > 0
 
     def after_calibrate(self, prepared: GraphModule, data: Iterable[Batch]) -> None:
         """Round the weights and correct the biases of the calibrated graph, in place, before ``convert_pt2e``.

@@ -216,3 +216,47 @@ def test_fake_quantization_rounds_to_the_grid() -> None:
     assert float((per_token - x)[1].abs().max()) <= 0.2 / 127 / 2 * 1.001
     shifted = fake_quantized(x, Parameters(scale, torch.tensor(-126, dtype=torch.int32)))
     assert shifted.tolist() == [[1.0, 0.0, 253.0], [0.0, 0.0, 0.0]]
+
+
+# Margins
+
+
+class Even(nn.Module):
+    """All channels end at the same value in the data that ranges come from, and go beyond in other data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.read = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.read(x)
+
+
+def ending_at(*ends: float) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [(2 * torch.rand(8, 64, DIM, generator=generator) - 1) * end for end in ends]
+
+
+def test_ranges_get_a_margin_where_other_data_exceeds_them() -> None:
+    batches = ending_at(1.25, 1.0, 1.0)  # the first is what is judged
+    graph = exported(Even(), batches[0], dynamic_batch=True)
+    assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False) == {}
+    chosen = choose_activations(graph, QUANTIZER, batches, observers=False, margins=True)
+    assert chosen["read"] in ("+ 0.2", "+ 0.3")
+    prepared = prepare_pt2e(graph, QUANTIZER)
+    calibrate(prepared, batches[1:], progress=False)
+    scales = [n.args[1] for n in convert_pt2e(prepared).graph.nodes if "quantize_per_tensor" in str(n.target)]
+    margin = float(chosen["read"].removeprefix("+ "))
+    assert scales[0] == pytest.approx(float(torch.cat(batches[1:]).abs().amax()) * (1 + margin) / 127, rel=1e-6)
+
+
+def test_ranges_stay_where_nothing_exceeds_them_or_the_observer_is_another() -> None:
+    within = ending_at(0.99, 1.0, 1.0)
+    graph = exported(Even(), within[0], dynamic_batch=True)
+    assert choose_activations(graph, QUANTIZER, within, observers=False, margins=True) == {}
+    beyond = ending_at(1.25, 1.0, 1.0)
+    other = QFrameworkQuantizer().set_global(static_int8(observer="mse"))
+    assert choose_activations(graph, other, beyond, observers=False, margins=True) == {}
+    single = exported(Even(), beyond[0])  # nothing can be held out
+    assert choose_activations(single, QUANTIZER, beyond[:1], observers=False, margins=True) == {}

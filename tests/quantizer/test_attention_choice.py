@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from quantizer_models import exported
 from torch import Tensor, nn
@@ -85,3 +86,19 @@ def test_a_recipe_says_which_attention_has_scales_per_head() -> None:
     quantizer = QFrameworkQuantizer().set_global(QuantizationConfig(static_int8(), static_attention()))
     done = Recipe(attention_heads=True).before_prepare(graph, quantizer, data())
     assert list(done["attention"].values()) == ["per_head"]
+
+
+def test_attention_gets_a_margin_where_other_data_exceeds_its_ranges() -> None:
+    x = data()[0]
+    batches = [1.4 * x, x, x]  # the first is what is judged
+    graph = exported(Heads(1.0), x, dynamic_batch=True)
+    assert choose_heads(graph, QUANTIZER, batches, heads=False) == {}
+    ((_, name),) = choose_heads(graph, QUANTIZER, batches, heads=False, margins=True).items()
+    margin = float(name.removeprefix("+ "))
+    assert margin >= 0.2
+    observed = [n.args[1] for n in converted(graph).graph.nodes if "quantize_per_tensor" in str(n.target)]
+    plain = converted(exported(Heads(1.0), x, dynamic_batch=True))
+    narrow = [n.args[1] for n in plain.graph.nodes if "quantize_per_tensor" in str(n.target)]
+    assert observed == pytest.approx([(1 + margin) * scale for scale in narrow], rel=1e-5)
+    same = exported(Heads(1.0), x, dynamic_batch=True)
+    assert choose_heads(same, QUANTIZER, [x, x, x], heads=False, margins=True) == {}

@@ -80,7 +80,7 @@ def test_order_of_observer_arguments_is_irrelevant():
         (lambda: static_int8(observer="entropy", symmetric=False), ["one of 'minmax', ", "got False", "'entropy'"]),
         (lambda: static_int8(symmetric=1), ["symmetric must be True or False, got 1"]),
         (lambda: ActivationConfig(dynamic=1), ["dynamic must be True or False, got 1"]),
-        (lambda: static_int8(percentile=99.0), ["observer 'minmax'", "must have no arguments, got 'percentile'"]),
+        (lambda: static_int8(percentile=99.0), ["observer 'minmax'", "arguments must be 'margin', got 'percentile'"]),
         (
             lambda: static_int8(observer="percentile", percent=99.0),
             ["must be one of 'percentile', 'bins', got 'percent'"],

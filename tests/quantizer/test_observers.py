@@ -371,3 +371,16 @@ def test_mse_weight_scale_of_zeros_and_nothing():
     for granularity in ("per_tensor", "per_channel"):
         empty = torch.empty(3, 0)
         assert torch.equal(mse_weight_scale(empty, granularity), weight_scale(empty, granularity))
+
+
+def test_a_margin_widens_the_range_by_a_share():
+    x = torch.tensor([[-2.0, 0.5], [4.0, 1.0]])
+    assert make(margin=0.25)(x) is x
+    observers = [make(margin=margin) for margin in (0.0, 0.25)]
+    both_ends = [affine(margin=margin) for margin in (0.0, 0.25)]
+    for observer in (*observers, *both_ends):
+        observer(x)
+    assert float(observers[1].scale()) == pytest.approx(1.25 * float(observers[0].scale()))
+    assert float(both_ends[1].scale()) == pytest.approx(1.25 * float(both_ends[0].scale()))
+    assert both_ends[1].zero_point() == both_ends[0].zero_point()
+    assert float(observers[1].magnitude()) == 4.0  # what was seen
