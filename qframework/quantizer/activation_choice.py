@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from qframework.graph.nodes import fake_value, linear_call
-from qframework.numerics import affine_parameters, dynamic_scale, scale_from_amax
+from qframework.numerics import MIN_AMAX, affine_parameters, dynamic_scale, scale_from_amax
 from qframework.quantizer.annotate_linear import is_linear
 from qframework.quantizer.calibration import Batch
 from qframework.quantizer.channel_scales import LOPSIDED
@@ -63,6 +63,8 @@ _OBSERVERS: dict[str, ActivationConfig] = {
 _ZERO_POINT = "zero_point"
 # Shares by which a range may be wider than the calibration data.
 MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+# By how much the range of a channel may seem to grow with new data; it was nearly zero before if by more.
+_LARGEST_GROWTH = 4.0
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
 _CANDIDATES = {**_OBSERVERS, _ZERO_POINT: ActivationConfig(symmetric=False), "dynamic": _DYNAMIC}
 
@@ -146,8 +148,9 @@ def choose_activations(
     allowed = harmless | ({*_OBSERVERS} if observers and judged else set())
     _observe(exported, groups, fitted, {"", *allowed})
     groups = [group for group in groups if group.parameters]
-    example = first_examples(exported, judged or fitted, _EXAMPLES)
-    _measure(exported, groups, example, margins=margins and bool(judged), dynamic=dynamic_share > 0)
+    if margins and judged:
+        _widen(exported, groups, fitted, first_examples(exported, judged, 2 * _EXAMPLES))
+    _measure(exported, groups, first_examples(exported, judged or fitted, _EXAMPLES), dynamic=dynamic_share > 0)
     proposals = [_proposal(groups, dynamic_share, allowed)]
     if judge is None:
         return _apply(groups, quantizer, proposals[0])
@@ -266,39 +269,70 @@ def _parameters(both_ends: AffineMSEObserver) -> dict[str, Parameters]:
 
 
 @torch.no_grad()
-def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, margins: bool, dynamic: bool) -> None:
+def _widen(exported: GraphModule, groups: list[_Group], fitted: list[Batch], example: list[Any]) -> None:
+    """Set the margins of least error of the layers' outputs for an ``example`` that ranges do not come from.
+
+    Scales of channels may come from all data, the example included. Values are therefore multiplied by what scales from
+    ``fitted`` alone would have multiplied them by, were all channels scaled to equal ranges.
+    """
+    seen = {group.input: _LargestMagnitudes(group.names[0]) for group in groups}
+    observe(exported, {node: [each] for node, each in seen.items()}, fitted)
+    run = Run(exported).start(example)
+    for group in sorted(groups, key=lambda group: group.linears[0]):
+        run.advance(group.linears[0])
+        rows = run.value(group.input).reshape(-1, group.width)
+        weights = [run.value(node.args[1]) for node in group.linears]  # type: ignore[arg-type]
+        amax = seen[group.input].amax.clamp(min=MIN_AMAX)
+        whole = torch.maximum(amax, rows.abs().amax(0))
+        growth = (whole / amax).clamp(max=_LARGEST_GROWTH)
+        for name, narrow in group.parameters.items():
+            config = _CANDIDATES.get(name, group.config)
+            if config.observer == "minmax" and not config.observer_args:
+                fits = narrow._replace(scale=narrow.scale * float(whole.amax() / amax.amax()))
+                margin = _best_margin(rows * growth, [weight / growth for weight in weights], fits)
+                group.margins[name] = margin
+                group.parameters[name] = narrow._replace(scale=narrow.scale * (1 + margin))
+
+
+class _LargestMagnitudes:
+    """Observes the largest magnitude of each channel."""
+
+    def __init__(self, layer: str) -> None:
+        self.layer, self.amax = layer, torch.zeros(())
+
+    def to(self, device: torch.device) -> _LargestMagnitudes:
+        return self
+
+    def __call__(self, x: Tensor) -> None:
+        self.amax = torch.maximum(self.amax.to(x), x.reshape(-1, x.shape[-1]).abs().amax(0)) if x.numel() else self.amax
+
+    def nonfinite(self) -> Tensor:
+        return ~self.amax.isfinite().all()
+
+
+def _best_margin(rows: Tensor, weights: list[Tensor], narrow: Parameters) -> float:
+    """The margin of least error of the outputs for ``rows (n, K)``."""
+    errors = {}
+    for margin in MARGINS:
+        wrong = fake_quantized(rows, narrow._replace(scale=narrow.scale * (1 + margin))) - rows
+        errors[margin] = sum(float((wrong @ weight.T).double().square().sum()) for weight in weights)
+    return min(errors, key=errors.__getitem__)
+
+
+@torch.no_grad()
+def _measure(exported: GraphModule, groups: list[_Group], example: list[Any], *, dynamic: bool) -> None:
     """Sets the errors at the output of each group with each of its candidates, and with dynamic scales on request."""
     expected = floats(Run(exported).start(example).finish({}))
     run = Run(exported).start(example)
     for group in sorted(groups, key=lambda group: group.linears[0]):
         run.advance(group.linears[0])
         x = run.value(group.input)
-        if margins:
-            _widen(group, x, [run.value(node.args[1]) for node in group.linears])  # type: ignore[arg-type]
         candidates = _promising(x, group.parameters)
         if dynamic:
             candidates["dynamic"] = fake_quantized(x, Parameters(dynamic_scale(x, "per_token")))
         for name, value in candidates.items():
             outputs = {node: _linear(run, node, value) for node in group.linears}
             group.errors[name] = relative_error(floats(run.finish(outputs)), expected)
-
-
-def _widen(group: _Group, x: Tensor, weights: list[Tensor]) -> None:
-    """Set the margins of least error of the layers' outputs for inputs ``x`` that the ranges do not come from."""
-    rows = x.reshape(-1, x.shape[-1])
-    for name, narrow in group.parameters.items():
-        config = _CANDIDATES.get(name, group.config)
-        if config.observer != "minmax" or config.observer_args:
-            continue
-        errors = {}
-        for margin in MARGINS:
-            by = narrow._replace(scale=narrow.scale * (1 + margin))
-            wrong = fake_quantized(rows, by) - rows
-            errors[margin] = sum(float((wrong @ weight.T).double().square().sum()) for weight in weights)
-        best = min(errors, key=errors.__getitem__)
-        if best:
-            group.margins[name] = best
-            group.parameters[name] = narrow._replace(scale=narrow.scale * (1 + best))
 
 
 def _promising(x: Tensor, parameters: dict[str, Parameters]) -> dict[str, Tensor]:

@@ -260,3 +260,13 @@ def test_ranges_stay_where_nothing_exceeds_them_or_the_observer_is_another() -> 
     assert choose_activations(graph, other, beyond, observers=False, margins=True) == {}
     single = exported(Even(), beyond[0])  # nothing can be held out
     assert choose_activations(single, QUANTIZER, beyond[:1], observers=False, margins=True) == {}
+
+
+def test_margins_do_not_trust_channels_that_were_scaled_with_the_judged_data() -> None:
+    """Every channel ends at 1 in all data, as smoothing leaves it, but half of them only in the judged batch."""
+    batches = ending_at(1.0, 1.0, 1.0)
+    for batch in batches[1:]:
+        batch[..., ::2] *= 0.7
+    graph = exported(Even(), batches[0], dynamic_batch=True)
+    chosen = choose_activations(graph, QUANTIZER, batches, observers=False, margins=True)
+    assert chosen["read"] in ("+ 0.2", "+ 0.3", "+ 0.5")
