@@ -56,7 +56,15 @@ below_autograd = optional(torch._C, "torch._C._AutoDispatchBelowAutograd", conte
 current_graph_task = optional(torch._C, "torch._C._current_graph_task_id", lambda: -1)
 # The fast allocation of Inductor's own code: (size, stride, dtype) on the current device; None without CUDA.
 empty_strided_cuda: Any = None
+
+
+def current_stream(device: int) -> int:
+    """The current stream of a GPU by its number, as an integer; 0 is the default stream."""
+    return torch.cuda.current_stream(device).cuda_stream
+
+
 if torch.version.cuda is not None:
+    current_stream = optional(torch._C, "torch._C._cuda_getCurrentRawStream", current_stream)
     empty_strided_cuda = optional(
         getattr(torch._C._dynamo, "guards", None), "torch._C._dynamo.guards._empty_strided_cuda", None
     )
@@ -129,6 +137,7 @@ __all__ = [
     "TorchDispatchMode",
     "below_autograd",
     "current_graph_task",
+    "current_stream",
     "disabled_torch_function",
     "dispatch_modes",
     "empty_strided_cuda",

@@ -93,6 +93,11 @@ _ROWS = (
         "gradients are copied when autograd converts their dtype",
     ),
     Name(
+        "torch._C._cuda_getCurrentRawStream",
+        "replayed calls on a GPU find the current stream more slowly",
+        "torch.cuda.current_stream finds it",
+    ),
+    Name(
         "torch._C._dynamo.guards._empty_strided_cuda",
         "replayed calls on a GPU cannot use the fast allocation",
         "torch.empty_strided allocates, which takes twice as long",

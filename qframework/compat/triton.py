@@ -115,11 +115,12 @@ def finished(kernel: Any) -> Any:
 _STREAM = -1  # stands for the stream while a launch is caught
 
 
-def launch_of_addresses(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[[], None] | None:
+def launch_of_addresses(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> Callable[..., None] | None:
     """A function that launches a compiled kernel with the addresses that ``arguments`` have now, on the current stream.
 
-    Triton builds every tensor map again at each launch, in Python; this does it once. Keeps no tensor alive. None where
-    the kernel needs scratch memory, the chip is not NVIDIA's, or this Triton launches in another way.
+    It may be given that stream, as an integer. Triton builds every tensor map again at each launch, in Python; this
+    does it once. Keeps no tensor alive. None where the kernel needs scratch memory, the chip is not NVIDIA's, or this
+    Triton launches in another way.
     """
     run = kernel.run
     if current_target().backend != "cuda" or any(
@@ -141,8 +142,8 @@ def launch_of_addresses(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any
     active = triton.runtime.driver.active
     current_stream, device = active.get_current_stream, active.get_current_device()
 
-    def launch() -> None:
-        target(*head, current_stream(device), *tail)
+    def launch(stream: int | None = None) -> None:
+        target(*head, current_stream(device) if stream is None else stream, *tail)
 
     return launch
 

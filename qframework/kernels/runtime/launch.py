@@ -56,7 +56,7 @@ class Relaunch:
     def __call__(self, *arguments: Any) -> None:
         self._run(*arguments)
 
-    def bind(self, arguments: tuple[Any, ...]) -> Callable[[], None] | None:
+    def bind(self, arguments: tuple[Any, ...]) -> Callable[..., None] | None:
         """A launch with the addresses that ``arguments`` have now, in a fraction of the time; None if impossible."""
         return launch_of_addresses(self._compiled, self._grid, arguments)
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
+import threading
 import weakref
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from qframework import quantize_
 from qframework.kernels.runtime import address_replay
 from qframework.kernels.runtime.address_replay import AddressRecording, misaligned
 from qframework.kernels.runtime.replay import recording
-
-
-@pytest.fixture(autouse=True)
-def _enabled(monkeypatch) -> None:
-    monkeypatch.setattr(address_replay, "ENABLED", True)
+from qframework.quantizer import dynamic_int8
 
 
 def floats(address: int, n: int) -> Any:
@@ -51,7 +49,7 @@ class Add:
         self.binds += 1
         pair, y, out = arguments
         given = pair.x.data_ptr(), y.data_ptr(), out.data_ptr(), out.numel(), pair.n
-        return (lambda: self.at(*given)) if self.bindable else None
+        return (lambda stream: self.at(*given)) if self.bindable else None
 
 
 SIZE = 64
@@ -180,3 +178,108 @@ def test_addresses_are_bounded_and_no_tensor_is_kept(monkeypatch) -> None:
     del tensors, results
     gc.collect()
     assert not [reference for reference in references if reference() is not None]
+
+
+# Memory between launches ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def blocks(monkeypatch) -> dict[Any, Any]:
+    """What this thread keeps, at first nothing."""
+    monkeypatch.setattr(address_replay, "_kept", address_replay._Kept())
+    return address_replay._kept.blocks
+
+
+def test_calls_of_a_stream_share_what_lies_between_launches(blocks, monkeypatch) -> None:
+    streams = [0]
+    monkeypatch.setattr(address_replay, "_no_stream", lambda: streams[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    replays = [replay_of(Add()) for _ in range(2)]
+    kept = []
+    for streams[0] in (0, 7, 0, 7):
+        for i, replay in enumerate(replays):
+            assert float(replay((tensor(i), tensor(2)))[0, 0]) == i + 4 + 3
+        kept.append(blocks[torch.device("cpu"), streams[0]][0])
+    assert kept[:2] == kept[2:]
+    assert len(set(kept)) == len(blocks) == 2
+
+
+def test_threads_share_nothing(blocks) -> None:
+    """One may launch between two launches of another."""
+    replay = replay_of(Add())
+    replay((tensor(1), tensor(2)))
+    other: list[Any] = []
+
+    def run() -> None:
+        replay((tensor(1), tensor(2)))
+        other.extend(address_replay._kept.blocks.values())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    ((mine, *_),) = blocks.values()
+    assert [address for address, *_ in other] != [mine]
+    assert len(other) == 1
+
+
+def test_a_larger_call_replaces_the_memory_and_the_largest_keep_none(blocks, monkeypatch) -> None:
+    def large(add: Add, x: Tensor, y: Tensor) -> Tensor:
+        between, out = torch.empty(4 * SIZE), torch.empty(SIZE)
+        for arguments in ((Pair(x, 1), y, between[:SIZE]), (Pair(between[:SIZE], 2), y, out)):
+            add(*arguments)
+            recorded = recording()
+            if recorded is not None:
+                recorded.launch(add, arguments)
+        return out
+
+    sizes = []
+    for call in (twice, large, twice):
+        replay = replay_of(Add(), call)
+        assert float(replay((tensor(5), tensor(2))).view(-1)[0]) == 5 + 4 + 3
+        sizes.append(next(iter(blocks.values()))[1])
+    assert sizes[0] < sizes[1] == sizes[2]
+    blocks.clear()
+    monkeypatch.setattr(address_replay, "_MAX_KEPT", SIZE)
+    replay = replay_of(Add())
+    for i in range(5):
+        assert float(replay((tensor(i), tensor(2)))[0, 0]) == i + 4 + 3
+    assert not blocks
+
+
+def test_a_captured_stream_has_no_replay(monkeypatch) -> None:
+    """What a CUDA graph writes, and when, is not in the order of later calls."""
+    monkeypatch.setattr(address_replay, "_no_stream", lambda: 7)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    add = Add()
+    replay = replay_of(add)
+    launches = add.launches
+    assert replay((tensor(1), tensor(2))) is None
+    assert add.launches == launches
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_layers_on_several_streams_and_in_a_graph() -> None:
+    """A graph that runs beside eager calls, and two streams that do."""
+    torch.manual_seed(0)
+    layers = quantize_(nn.Sequential(*[nn.Linear(512, 512, device="cuda") for _ in range(4)]).half(), dynamic_int8())
+    inputs = [torch.randn(512, 512, device="cuda", dtype=torch.float16) for _ in range(2)]
+    expected = [layers(x) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    graph, static = torch.cuda.CUDAGraph(), inputs[1].clone()
+    for _ in range(4):
+        layers(static)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        captured = layers(static)
+    for _ in range(20):
+        found = []
+        for stream, x in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(layers(x))
+        with torch.cuda.stream(streams[1]):
+            graph.replay()
+        found.append(layers(inputs[0]))
+        torch.cuda.synchronize()
+        for y, wanted in zip([*found, captured], [*expected, expected[0], expected[1]], strict=True):
+            assert torch.equal(y, wanted)

@@ -21,7 +21,6 @@ from qframework import quantize_
 from qframework.compat import dispatch
 from qframework.kernels.linear.int8_linear import INT8_LINEAR
 from qframework.kernels.quantize import DYNAMIC_QUANTIZE, QUANTIZE
-from qframework.kernels.runtime import address_replay
 from qframework.kernels.runtime import direct as _direct
 from qframework.kernels.runtime.direct import DirectCalls
 from qframework.quantizer import dynamic_int8, static_int8
@@ -254,10 +253,8 @@ def test_without_the_private_names_nothing_is_passed_by(monkeypatch) -> None:
 @pytest.mark.parametrize(
     "config", [static_int8(), dynamic_int8(), dynamic_int8("per_tensor")], ids=["static", "dynamic", "one scale"]
 )
-@pytest.mark.parametrize("by_addresses", [False, pytest.param(True, marks=pytest.mark.gpu)])
 @torch.no_grad()
-def test_a_quantized_linear_is_its_two_operators(config, rows, bias, by_addresses, monkeypatch) -> None:
-    monkeypatch.setattr(address_replay, "ENABLED", by_addresses)
+def test_a_quantized_linear_is_its_two_operators(config, rows, bias) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def inputs() -> torch.Tensor:
