@@ -66,7 +66,7 @@ def benchmark(
     """Measure images per second on random images: float and INT8, compiled, and on a GPU also under CUDA graphs.
 
     Float is FP16 on a GPU, FP32 and BF16 on a CPU, compiled by Inductor. Without --checkpoint the weights are random,
-    since speed does not depend on them. A saved model is measured alone, compiled.
+    since speed does not depend on them. A saved model is measured beside the float model that it was made of.
     """
     on, used = device_and_dtype(device, dtype)
     size, found = _saved(target, checkpoint, on) if is_file(target) else _of_model(target, checkpoint, on, used)
@@ -159,8 +159,18 @@ def _saved(target: str, checkpoint: Path | None, on: Any) -> tuple[tuple[int, ..
     if on.type == "cuda":
         variants["saved, CUDA graphs"] = _GRAPHS
     dtype = dtype_of(description)
-    found = [BenchmarkedModel(name, dtype, False, partial(make, more)) for name, more in variants.items()]
-    return input_size(description), found
+    saved = [BenchmarkedModel(name, dtype, False, partial(make, more)) for name, more in variants.items()]
+    return input_size(description), [*_beside_saved(description, on, dtype), *saved]
+
+
+def _beside_saved(description: dict[str, Any], on: Any, dtype: str) -> list[BenchmarkedModel]:
+    """The float model of a saved one, with random weights; none, with a sentence, where timm has no such model."""
+    try:
+        model = random_classifier(description["model"], None).model.to(on)
+    except QFrameworkError as error:
+        typer.echo(f"qframework: nothing to compare with: {command.one_line(error)}", err=True)
+        return []
+    return list(_float_configurations(model, on, dtype))
 
 
 def _of_model(
@@ -176,13 +186,8 @@ def _configurations(model: nn.Module, on: Any, dtype: str) -> Iterator[Benchmark
     """Float in ``dtype`` and in those that people use on the device, then INT8 with ``dtype`` around it."""
     from qframework.quantizer import QuantizationConfig, static_attention, static_int8
 
-    on_gpu = on.type == "cuda"
-    ways: dict[str, dict[str, Any]] = {"": {}, **({", CUDA graphs": _GRAPHS} if on_gpu else {})}
-    yield BenchmarkedModel(f"{_SHORT[dtype]} eager", dtype, True, partial(_cast, model))
-    for kind in dict.fromkeys((dtype, "float16") if on_gpu else (dtype, "float32", "bfloat16")):
-        for suffix, options in ways.items():
-            name = f"{_SHORT[kind]} compiled{suffix}"
-            yield BenchmarkedModel(name, kind, True, partial(_compiled, model, "inductor", options))
+    yield from _float_configurations(model, on, dtype)
+    ways = _ways(on)
     both = QuantizationConfig(linear=static_int8(), attention=static_attention())
     for name, config in {"static INT8": static_int8(), "static INT8 with attention": both}.items():
         for suffix, options in ways.items():
@@ -190,6 +195,20 @@ def _configurations(model: nn.Module, on: Any, dtype: str) -> Iterator[Benchmark
     for suffix, options in ways.items():
         make = partial(_compiled, model, "qframework", {"linear": "int8_dynamic", **options})
         yield BenchmarkedModel(f"dynamic INT8{suffix}", dtype, False, make)
+
+
+def _float_configurations(model: nn.Module, on: Any, dtype: str) -> Iterator[BenchmarkedModel]:
+    """Float in ``dtype`` and in those that people use on the device."""
+    yield BenchmarkedModel(f"{_SHORT[dtype]} eager", dtype, True, partial(_cast, model))
+    for kind in dict.fromkeys((dtype, "float16") if on.type == "cuda" else (dtype, "float32", "bfloat16")):
+        for suffix, options in _ways(on).items():
+            name = f"{_SHORT[kind]} compiled{suffix}"
+            yield BenchmarkedModel(name, kind, True, partial(_compiled, model, "inductor", options))
+
+
+def _ways(on: Any) -> dict[str, dict[str, Any]]:
+    """Options of compiled configurations by what is added to their names."""
+    return {"": {}, **({", CUDA graphs": _GRAPHS} if on.type == "cuda" else {})}
 
 
 def _cast(model: nn.Module, images: Tensor) -> nn.Module:

@@ -29,10 +29,11 @@ def small_model(monkeypatch: pytest.MonkeyPatch) -> None:
         digits_vit, "build_model", lambda: original(digits_vit.TrainingConfig(embed_dim=24, depth=1, num_heads=3))
     )
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise AssertionError("the digits were trained")
-
     monkeypatch.setattr(digits_vit, "load_or_train", fail)
+
+
+def fail(*_: Any, **__: Any) -> None:
+    raise AssertionError("the digits were trained")
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,19 @@ def test_a_sentence_where_int8_is_slower(speed: float, sentence: str | None) -> 
 def test_benchmark_a_saved_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digits_vit, "load_or_train", lambda _: digits_vit.build_model().eval())
     run_json("quantize", "digits", "--output", "digits.pt2", "--device", "cpu")
-    result = run("benchmark", "digits.pt2", "--repeats", "1", "--device", "cpu")
+    monkeypatch.setattr(digits_vit, "load_or_train", fail)
+    arguments = ("--repeats", "1", "--device", "cpu")
+    rows = run_json("benchmark", "digits.pt2", *arguments, "--only", "eager,saved")
+    assert [row["configuration"] for row in rows] == ["FP32 eager", "saved, compiled"]
+    assert rows[0]["times_the_fastest_float"] == 1
+    every = benchmark._saved("digits.pt2", None, torch.device("cpu"))[1]
+    assert [each.name for each in every] == [*CPU[:3], "saved, compiled"]
+
+    def unknown(name: str, _: Any) -> None:
+        raise benchmark.QFrameworkError(f"no model {name}")
+
+    monkeypatch.setattr(benchmark, "random_classifier", unknown)
+    result = run("benchmark", "digits.pt2", *arguments)
     assert result.exit_code == 0, result.output
-    assert "saved, compiled" in result.stdout
+    assert "nothing to compare with: no model digits" in result.stderr
+    assert "times" not in result.stdout
