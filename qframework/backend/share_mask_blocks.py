@@ -72,7 +72,7 @@ def _blocks_of(node: Node) -> _Shared | None:
     queries, keys, key_heads = query.shape[2], key.shape[2], key.shape[1]
     if (causal and keys > queries) or not (x.enable_gqa or query.shape[1] == key_heads):
         return None
-    reading = reads_blocks(query, key, value, x.variant, chip)
+    reading = reads_blocks(query, key, value, x.variant, chip, _sizes_of(kept).rows == 1 and not causal)
     seen = key_heads if reading == "seen" else 0
     return None if reading == "nothing" else _Shared(mask, queries, keys, bool(causal), seen)
 
@@ -88,10 +88,14 @@ def _needs_gradients(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in operands)
 
 
+def _sizes_of(mask: Tensor) -> MaskSizes:
+    return MaskSizes.of(mask.reshape(*[1] * (4 - mask.ndim), *mask.shape))
+
+
 def _share(shared: _Shared, nodes: list[Node]) -> None:
     fake = fake_value(shared.mask)
     assert fake is not None
-    sizes = MaskSizes.of(fake.reshape(*[1] * (4 - fake.ndim), *fake.shape))
+    sizes = _sizes_of(fake)
     first = nodes[0]
     with first.graph.inserting_before(first):
         both = add_call(first, _ours.mask_blocks.default, (shared.mask, list(sizes), *shared[1:]))

@@ -82,7 +82,8 @@ _MANY_BLOCKS = 1024  # blocks of queries, as in 32 heads of 4,096 tokens; with 1
 _MANY_LOGITS = 2**25  # logits of a call from which the GPU takes longer than the host, about 50 us
 _CAUSAL = 512  # tokens from which hopper_dense.py is faster than cuDNN under causality
 _WIDE_CAUSAL = 1024  # the same for heads of 120 and 128 channels
-_WHOLE = 1024  # tokens from which it is faster at whole blocks of 128 keys, with many blocks of queries
+_WHOLE = 512  # tokens from which it is faster at whole blocks of 128 keys,
+_WHOLE_BLOCKS = 768  # with so many blocks of queries
 _FLASH = 1024  # tokens up to which flash attention is faster, where cuDNN is switched off
 _PADDED = 512  # tokens from which PyTorch is faster though it pads the channels to a multiple of 8
 
@@ -167,7 +168,7 @@ Reading = Literal["nothing", "mask", "seen"]
 """What a kernel needs of a bool mask beside the mask itself: nothing, its blocks, or also the keys that are seen."""
 
 
-def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: Hopper) -> Reading:
+def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: Hopper, row: bool = False) -> Reading:
     """What Hopper's kernel needs of the bool mask of such a dense call.
 
     From sizes and dtypes alone: strides may rule out the kernel that is expected here.
@@ -178,6 +179,7 @@ def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: 
         value: ``(B, Hkv, Nk, Dv)``.
         variant: a name, a spec or ``"auto"``.
         chip: :func:`hopper_of` the device.
+        row: whether the mask is the same for all queries, and the call not causal.
     """
     (batch, heads, queries, channels), keys, values = query.shape, key.shape[2], value.shape[3]
     if variant == "auto" and query.dtype.itemsize != 2:
@@ -187,12 +189,12 @@ def reads_blocks(query: Tensor, key: Tensor, value: Tensor, variant: str, chip: 
         named.append(VARIANTS["integer_exp"])
     sizes = (batch, heads, queries, keys, channels, values)
     taken = [x for x in named if hopper.supports(query, value, x) and hopper.takes(*sizes, x, True, chip.processors)]
-    if not taken:
-        streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2
-        return "mask" if streams and hopper_dense.takes_mask(*sizes, chip.processors) else "nothing"
-    if taken[-1] == VARIANTS["unquantized"]:
-        return "nothing" if hopper_dense.takes(queries, keys, channels, values, 1) else "mask"
-    return "seen"
+    if taken and taken[-1] != VARIANTS["unquantized"]:
+        return "seen"
+    streams = named[0] == VARIANTS["unquantized"] and query.dtype == value.dtype and query.dtype.itemsize == 2
+    if streams and hopper_dense.takes_mask(*sizes, chip.processors, row):
+        return "mask"
+    return "mask" if taken and not hopper_dense.takes(queries, keys, channels, values, 1) else "nothing"
 
 
 def _takes_factors(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, chip: Hopper) -> bool:
@@ -240,5 +242,5 @@ def _dense_is_faster(heads: int, queries: int, keys: int, channels: int, causal:
     if causal:
         return shortest >= _CAUSAL
     pieces = hopper_dense.split(keys)
-    many = heads * shortest // QUERY_BLOCK >= _MANY_BLOCKS and shortest >= _WHOLE
+    many = heads * shortest // QUERY_BLOCK >= _WHOLE_BLOCKS and shortest >= _WHOLE
     return many or pieces.first + pieces.second < hopper_dense.BLOCK_N

@@ -35,7 +35,12 @@ _SHARED_BYTES = 227 * 1024  # of a multiprocessor, for all programs
 _PROGRAM_BYTES = 2048  # of each for barriers and the system
 _REGISTERS = {1: 168, 2: 248, 3: 168, 4: 128, 5: 96}  # per thread, with so many warpgroups at work on a multiprocessor
 _FEW_TILES = 16  # INT8: up to so many of a head, programs that stay are faster
+_FEW_HALF_TILES = 5  # the same in 16 bit, with more than 32 channels,
+_ROUNDS = 2.9  # if each of these programs computes so many tiles, since fewer end unevenly,
+_SOME_HALF_TILES, _MANY_ROUNDS = 8, 8.0  # and up to so many tiles of a head if it computes no more than these
 _FEW_CAUSAL_TILES = 8  # the same for programs of two tiles under causality
+_FEW_STAYING_TILES = 4  # up to so many, programs that stay are faster under causality as well, from _ROUNDS on
+_ROW_MASK_KEYS = 192  # up to which a mask without rows costs less where all keys stay in shared memory
 _LOADING = 0.7  # time to load a head's keys and values, in tiles of queries
 
 if HAS_GLUON:
@@ -135,19 +140,27 @@ def takes_bias(queries: int, keys: int, channels: int, int8: bool, itemsize: int
     return columns <= MAX_COLUMNS and not plan(1, queries, keys, channels, int8, 1, False, itemsize, columns).stream
 
 
-def fits_mask(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the streaming kernel computes a call of :func:`fits` in 16 bit with the blocks of a bool mask."""
+def fits_mask(q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype, row: bool = False) -> bool:
+    """Whether the streaming kernel computes a call of :func:`fits` in 16 bit with the blocks of a bool mask.
+
+    ``row``: the mask is the same for all queries, as that of padding.
+    """
     (batch, heads, queries, channels), keys = q.shape, k.shape[2]
     if q.dtype == torch.int8 or not fits(q, k, v, dtype):
         return False
-    return takes_mask(batch, heads, queries, keys, channels, v.shape[3], chip_of(q.device)[1])
+    return takes_mask(batch, heads, queries, keys, channels, v.shape[3], chip_of(q.device)[1], row)
 
 
-def takes_mask(batch: int, heads: int, queries: int, keys: int, channels: int, values: int, processors: int) -> bool:
-    """Whether these sizes are large enough for the streaming kernel with a bool mask, whose blocks are a pass more."""
+def takes_mask(
+    batch: int, heads: int, queries: int, keys: int, channels: int, values: int, processors: int, row: bool = False
+) -> bool:
+    """Whether these sizes are large enough for the streaming kernel with a bool mask, whose blocks are a pass more.
+
+    The kernel that keeps all keys of a head skips none, and is faster with few keys or a mask of each query.
+    """
     widest = max(channels, values)
     large = cdiv(queries, 2 * ROWS) * heads * batch >= processors and min(queries, keys) > BLOCK_N
-    large = large and not takes_bias(queries, keys, widest, False, 2)
+    large = large and ((row and keys > _ROW_MASK_KEYS) or not takes_bias(queries, keys, widest, False, 2))
     return HAS_GLUON and large and widest <= MAX_CHANNELS and channels % 8 == values % 8 == 0
 
 
@@ -221,13 +234,20 @@ def plan(
             key=lambda n: (cdiv(heads * n, slots) * (cdiv(cdiv(queries, ROWS), n) + _LOADING), n),
         )
         return DensePlan(False, 1, _REGISTERS[at_once], parts)
-    several = int8 and items // heads <= _FEW_TILES
+    tiles = items // heads
+    several = tiles <= _FEW_TILES if int8 else width >= 64 and _half_programs_stay(items, tiles, processors)
     return DensePlan(True, 2, _REGISTERS[4], min(items, 2 * processors) if several else items)
+
+
+def _half_programs_stay(items: int, tiles: int, processors: int) -> bool:
+    """Whether two programs on each multiprocessor that compute all tiles are faster than one for each, in 16 bit."""
+    rounds = items / (2 * processors)
+    return rounds >= _ROUNDS and (tiles <= _FEW_HALF_TILES or (tiles <= _SOME_HALF_TILES and rounds <= _MANY_ROUNDS))
 
 
 def _causal_programs(items: int, tiles: int, processors: int) -> int:
     """Programs for ``items`` tiles, ``tiles`` of each head. Where tiles are short, a program's start counts."""
-    if tiles <= 2:
+    if tiles <= 2 or (tiles <= _FEW_STAYING_TILES and items >= _ROUNDS * 2 * processors):
         return min(items, 2 * processors)
     if items > processors and (tiles <= _FEW_CAUSAL_TILES or items <= 2 * processors):
         return cdiv(items, 2)

@@ -28,7 +28,7 @@ from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.kernels.attention import hopper, hopper_dense, hopper_packed
 from qframework.kernels.attention.arguments import MAX_HEAD_DIM
 from qframework.kernels.attention.hopper_bias import dense_bias
-from qframework.kernels.attention.mask_blocks import mask_blocks_triton
+from qframework.kernels.attention.mask_blocks import MaskSizes, mask_blocks_triton
 from qframework.kernels.attention.operands import (
     AttentionShape,
     Bias,
@@ -103,14 +103,16 @@ def quantized_attention_triton(
     dense = lengths is None and not lse and logit_scale > 0
     added = dense_bias(bias) if dense else None
     exact = variant == VARIANTS["unquantized"]
-    if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
-        operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
-        return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
     masked = bias.mask is not None and bias.only_bool
-    if bias.mask is not None and masked and exact and dense and hopper_dense.fits_mask(qk.q, qk.k, values.v, dtype):
-        operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
-        blocks = bias.blocks or mask_blocks_triton(bias.mask, tokens, k_shape.tokens, bias.causal)
-        return hopper_dense.attention_dense(*operands, blocks=blocks), None
+    operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
+    if bias.mask is not None and masked and exact and dense:
+        found = bias.blocks
+        row = found.order.shape[2] == 1 if found else MaskSizes.of(bias.mask).rows == 1 and not bias.causal
+        if hopper_dense.fits_mask(qk.q, qk.k, values.v, dtype, row):
+            blocks = found or mask_blocks_triton(bias.mask, tokens, k_shape.tokens, bias.causal)
+            return hopper_dense.attention_dense(*operands, blocks=blocks), None
+    if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
+        return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
     plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None

@@ -569,6 +569,8 @@ def test_auto_on_hopper(monkeypatch) -> None:
         *[((8, 16, 1024, 160), "causal", True), ((4, 16, 4096, 160), "causal", False)],
         *[((8, 16, 1024, 192), "none", True), ((2, 16, 8192, 256), "none", False)],
         *[((8, 16, 1024, 64), "float", False), ((8, 16, 1023, 64), "float", True)],
+        *[((16, 16, 512, 64), "none", False), ((8, 12, 1024, 64), "none", False)],
+        *[((8, 12, 512, 64), "none", True), ((32, 12, 384, 64), "none", True)],
         *[((8, 16, 1024, 256), "float", False), ((1, 4, 1024, 64), "float", True)],
     ],
 )

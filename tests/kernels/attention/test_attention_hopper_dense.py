@@ -47,7 +47,13 @@ def test_plans() -> None:
     assert plan(6144, 197, 197, 64, False, 132) == DensePlan(False, 1, 168, 1)
     assert plan(12, 197, 197, 64, True, 132).parts == 4
     assert plan(2048, 577, 577, 64, True, 132) == DensePlan(True, 2, 128, 264)
-    assert plan(2048, 577, 577, 64, False, 132) == DensePlan(True, 2, 128, 2048 * 5)
+    assert plan(2048, 577, 577, 64, False, 132) == DensePlan(True, 2, 128, 264)
+    assert plan(1024, 785, 785, 64, False, 132) == DensePlan(True, 2, 128, 1024 * 7)
+    assert plan(256, 785, 785, 64, False, 132) == DensePlan(True, 2, 128, 264)
+    assert plan(256, 640, 640, 64, False, 132) == DensePlan(True, 2, 128, 264)
+    assert plan(96, 1024, 1024, 64, False, 132) == DensePlan(True, 2, 128, 264)
+    assert plan(48, 1024, 1024, 64, False, 132) == DensePlan(True, 2, 128, 384)  # two programs too few, or too many
+    assert plan(128, 1536, 1536, 64, False, 132) == DensePlan(True, 2, 128, 1536)
     assert plan(128, 4096, 4096, 64, False, 132) == DensePlan(True, 2, 128, 128 * 32)
     assert not plan(32768, 49, 49, 32, True, 132).stream
     for keys in range(1, 3000, 13):
@@ -58,7 +64,9 @@ def test_plans() -> None:
 def test_plans_under_causality() -> None:
     """Short tiles share a program; all keys stream, however few."""
     assert plan(1024, 256, 256, 64, False, 132, True) == DensePlan(True, 2, 128, 264)
-    assert plan(512, 512, 512, 64, False, 132, True) == DensePlan(True, 2, 128, 1024)
+    assert plan(512, 512, 512, 64, False, 132, True) == DensePlan(True, 2, 128, 264)
+    assert plan(96, 512, 512, 64, False, 132, True) == DensePlan(True, 2, 128, 192)
+    assert plan(256, 1024, 1024, 64, False, 132, True) == DensePlan(True, 2, 128, 1024)
     assert plan(128, 2048, 2048, 64, False, 132, True) == DensePlan(True, 2, 128, 2048)
     assert plan(12, 1024, 1024, 64, False, 132, True) == DensePlan(True, 2, 128, 96)
     assert plan(1, 1, 1, 64, True, 132, True) == DensePlan(True, 2, 128, 1)

@@ -51,6 +51,16 @@ def test_sizes_that_it_takes(sizes, taken, monkeypatch) -> None:
     assert takes_mask(*sizes, 132) == taken
 
 
+@pytest.mark.parametrize(("keys", "row", "taken"), [(256, True, True), (256, False, False), (192, True, False)])
+def test_padding_takes_it_with_fewer_keys(keys: int, row: bool, taken: bool, monkeypatch) -> None:
+    """From two blocks on it is faster than the kernel that keeps all keys of a head and skips none."""
+    monkeypatch.setattr(hopper_dense, "HAS_GLUON", True)
+    assert takes_mask(64, 16, keys, keys, 64, 64, 132, row) == taken
+    query = torch.empty(64, 16, keys, 64, dtype=torch.float16, device="meta")
+    expected = "mask" if taken else "nothing"
+    assert auto.reads_blocks(query, query, query, "auto", Hopper(132, cudnn=True), row) == expected
+
+
 @pytest.mark.parametrize(("channels", "left"), [(32, False), (64, False), (24, False), (48, False)])
 def test_auto_takes_masks_of_narrow_heads(channels: int, left: bool, monkeypatch) -> None:
     """The kernel with a loading warp takes up to 32 channels from 1,024 tokens on only."""
