@@ -8,9 +8,11 @@ To::
 
     x -> LayerNorm -> int8_linear -> ... -> int8_linear -> invoke_subgraph(block) -> invoke_subgraph(block) -> ...
 
-where ``block`` is a separate graph, whose inputs are what differs from block to block (weights, scales). Blocks are cut
-at results of ``int8_linear``: the operator is opaque, so that no fusion is lost across the cut, and its result is
-contiguous, so that the same code fits every block. Other blocks, such as the first of a model, stay inline.
+where ``block`` is a separate graph, whose inputs are what differs from block to block (weights, scales) and what the
+rest of the model computes for all of them (masks, rotary embeddings). Blocks are cut behind an ``int8_linear``: the
+operator is opaque, so that Inductor stores all values that cross the cut anyway, and no fusion is lost. These are the
+operator's result, which is contiguous, and perhaps the residual stream. Other blocks, such as the first of a model,
+stay inline.
 """
 
 from __future__ import annotations
@@ -36,6 +38,8 @@ _LEAST_SAVED = 40  # nodes that Inductor need not compile; with fewer, a subgrap
 _LONGEST = 200  # nodes of a block
 _RANDOM = {"dropout", "alpha_dropout", "bernoulli", "normal", "rand", "randn", "rand_like", "randn_like", "randint"}
 _int8_linear = torch.ops.qframework.int8_linear.default
+# Operations besides int8_linear whose results may leave a block: they allocate them, and never alias an input.
+_LEAVING = {"add", "sub", "mul", "layer_norm", "rms_norm"}
 
 
 class Repeat(NamedTuple):
@@ -126,7 +130,7 @@ def longest_repeat(kinds: Sequence[int]) -> Repeat:
 
 
 def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]) -> Repeat:
-    """Shift the repeat so that only results of ``int8_linear`` cross its cuts, and as few of them as possible.
+    """Shift the repeat so that its cuts lie behind an ``int8_linear``, and as few values as possible cross them.
 
     The shift may cost the last stretch.
     """
@@ -140,7 +144,7 @@ def _at_the_best_cut(repeat: Repeat, calls: Sequence[Node], kinds: Sequence[int]
         cut = begin + repeat.length  # between two stretches
         crossing = [node for node, last in zip(calls[:cut], last_use, strict=False) if last >= cut]
         crossing = [node for node in crossing if not reads_grouped_weight(node)]
-        return any(node.target is not _int8_linear for node in crossing), len(crossing)
+        return calls[cut - 1].target is not _int8_linear, len(crossing)
 
     begin = min(range(repeat.start, repeat.start + repeat.length), key=cost)
     return Repeat(begin, repeat.length, (end - begin) // repeat.length)
@@ -168,13 +172,35 @@ def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
         return None
     if not all(map(_may_come_from_outside, inputs)):
         return None
-    if not outputs or any(node.target is not _int8_linear for node in outputs):  # a view would alias memory
+    if not outputs or not all(map(_may_leave, outputs)):
         return None
     return operands, tuple(_like(fake[0]) for fake in fakes if fake), tuple(inside[node] for node in outputs)
 
 
 def _may_come_from_outside(node: Node) -> bool:
-    return node.op in ("placeholder", "get_attr") or node.target is _int8_linear or reads_grouped_weight(node)
+    """Whether a value has a fixed layout, or one that Inductor keeps: without gaps and repeated elements."""
+    if node.op in ("placeholder", "get_attr") or node.target is _int8_linear or reads_grouped_weight(node):
+        return True
+    fakes = _fakes(node)
+    return fakes is not None and all(map(_is_dense, fakes))
+
+
+def _is_dense(fake: Tensor) -> bool:
+    """Whether the elements fill one stretch of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(fake.stride(), fake.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size if size > 1 else 1
+    return True
+
+
+def _may_leave(node: Node) -> bool:
+    """Whether a value can be a result of a block: contiguous memory of its own, where a view would alias an input."""
+    if node.target is _int8_linear:
+        return True
+    fakes = _fakes(node)
+    return operation(node) in _LEAVING and fakes is not None and all(fake.is_contiguous() for fake in fakes)
 
 
 def _inputs(block: Sequence[Node]) -> list[Node]:

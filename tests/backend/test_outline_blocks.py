@@ -140,13 +140,90 @@ def test_blocks_of_different_sizes_are_not_merged():
     assert len(calls(gm, _int8_linear)) == 5
 
 
-def test_blocks_whose_inputs_have_no_fixed_layout_stay_inline():
+class Gaps(nn.Module):
+    """Values with gaps between their rows."""
+
+    def forward(self, x):
+        return torch.cat([x, x + 1], -1)[..., : x.shape[-1]]
+
+
+@pytest.mark.parametrize(("before", "outlined"), [(nn.LayerNorm(32), 4), (Gaps(), 3)])
+def test_only_a_block_whose_input_has_gaps_stays_inline(before, outlined):
     x = example()
-    model = nn.Sequential(nn.LayerNorm(32), *blocks(4))
-    gm, inputs = lowered_graph(converted(model, x), x)
+    gm, inputs = lowered_graph(converted(nn.Sequential(before, *blocks(4)), x), x)
     expected = run(gm, inputs)
-    assert outline(gm) == 3
-    assert len(calls(gm, _int8_linear)) == 2, "the first block's"
+    assert outline(gm) == outlined
+    assert len(calls(gm, _int8_linear)) == 2 * (4 - outlined), "of the blocks that stay"
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+class Stream(nn.Module):
+    """Blocks with a residual that their linears do not add, because a view is between, and what all blocks read."""
+
+    def __init__(self, shared) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+        self.shared = shared
+
+    def forward(self, x):
+        shared = self.shared(x)
+        for layer in self.layers:
+            rows = nn.functional.layer_norm(x * shared, (32,)).flatten(0, 1)
+            x = x + layer(rows).unflatten(0, x.shape[:2]).relu()
+        return x
+
+
+SHARED = {
+    "computed": (lambda x: x.sigmoid(), 4),
+    "permuted": (lambda x: x.sigmoid().transpose(1, 2).contiguous().transpose(1, 2), 4),
+    "a slice with gaps": (lambda x: torch.cat([x, x], -1)[..., :32], 0),
+    "expanded": (lambda x: x.amax(-1, keepdim=True).expand(x.shape), 0),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_blocks_read_what_the_model_computes_for_all_of_them(name):
+    shared, outlined = SHARED[name]
+    x = example()
+    model = converted(Stream(shared), x)
+    gm, inputs = lowered_graph(model, x)
+    expected = run(gm, inputs)
+    assert outline(gm) == outlined
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
+def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
+    x = example()
+    model, counts = converted(Stream(torch.sigmoid), x), []
+    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    with torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert counts == [4]
+    assert torch.equal(ours, wanted)
+
+
+def test_a_view_that_is_read_later_does_not_leave_a_block():
+    class Views(Stream):
+        def forward(self, x):
+            found = []
+            for layer in self.layers:
+                x = layer(nn.functional.layer_norm(x, (32,))).relu()
+                found.append(x.flatten(0, 1))
+            return found
+
+    x = example()
+    gm, inputs = lowered_graph(converted(Views(None), x), x)
+    expected = run(gm, inputs)
+    outline(gm)
+    for call in calls(gm, _invoke):
+        inside = gm.get_submodule(str(call.args[0].target))
+        (results,) = (node.args[0] for node in inside.graph.nodes if node.op == "output")
+        assert all(result.target is _int8_linear for result in results)
     for ours, wanted in zip(run(gm, inputs), expected, strict=True):
         assert torch.equal(ours, wanted)
 

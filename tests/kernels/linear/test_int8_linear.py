@@ -328,7 +328,8 @@ def test_many_rows_are_read_16_bytes_at_a_time(rows, k, width):
     a, a_scale, b, b_scale, *_ = make_case(torch.device("cpu"), (rows, k), 8)
     read = int8_linear_launch.readable(Int8LinearArguments(a, a_scale, b, b_scale))
     assert (read.a.shape, read.b.shape) == ((rows, width), (8, width))
-    assert torch.equal(read.a[:, :k], a) and torch.equal(read.b[:, :k], b)
+    assert torch.equal(read.a[:, :k], a)
+    assert torch.equal(read.b[:, :k], b)
     assert not read.b[:, k:].any() or not read.a[:, k:].any()
 
 
