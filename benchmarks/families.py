@@ -114,7 +114,9 @@ def build(family: Family, batch: int, device: str, smoke: bool) -> tuple[nn.Modu
     inputs = tuple(x.to(device) for x in family.inputs(model, batch, smoke))
     with torch.inference_mode(), allow_tf32(False):
         # one at a time, since the batch in float32 may take more memory than all providers
-        reference = torch.cat([_tensor(model(*(x[i : i + 1] for x in inputs))).cpu() for i in range(min(batch, COMPARED))])
+        reference = torch.cat(
+            [_tensor(model(*(x[i : i + 1] for x in inputs))).cpu() for i in range(min(batch, COMPARED))]
+        )
     return model, inputs, reference
 
 

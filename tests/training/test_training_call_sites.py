@@ -26,9 +26,7 @@ def step(name: str) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize("name", ["llama", *(pytest.param(name, marks=pytest.mark.full) for name in ("vit", "gpt2"))])
-def test_sites_pass_what_implementations_accept(
-    name: str, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None
-) -> None:
+def test_sites_pass_what_implementations_accept(name: str, monkeypatch: pytest.MonkeyPatch, fresh_dynamo: None) -> None:
     """The same bits as through the dispatcher, which converts arguments."""
     called: list[str] = []
 
