@@ -1,4 +1,4 @@
-"""The backward passes of PyTorch's fused attention, with the result and log-sum-exp of another forward pass."""
+"""The backward pass of cuDNN's attention, with the result and log-sum-exp of another forward pass."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention, can_use_flash_attention
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from qframework.compat.missing import optional
 
 _CUDNN: Any = optional(torch.ops.aten, "torch.ops.aten._scaled_dot_product_cudnn_attention_backward", None)
-_FLASH: Any = optional(torch.ops.aten, "torch.ops.aten._scaled_dot_product_flash_attention_backward", None)
 
 Backward = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
 """``(dQ, dK, dV)`` from the gradient of the result, query, key, value, the result, its log-sum-exp, whether attention
@@ -24,20 +23,20 @@ Weights are ``exp(scale Q K^T - lse)``; ``rowsum(out * grad)`` is subtracted in 
 
 
 def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
-    """The fastest backward pass without mask and dropout for such tensors on a GPU, or None: cuDNN's, from Hopper on,
-    or flash attention's.
+    """cuDNN's backward pass, without mask and dropout, for such tensors on a GPU from Hopper on.
+
+    None where it has none, and where deterministic algorithms are asked for: it adds in any order.
     """
     channels = query.shape[3]
     square = not is_causal or query.shape[2] == key.shape[2]
-    if value.shape[3] != channels or channels % 8 or not square or query.dtype.itemsize != 2:
+    if value.shape[3] != channels or channels % 8 or channels > 128 or not square or query.dtype.itemsize != 2:
+        return None
+    if _CUDNN is None or torch.are_deterministic_algorithms_enabled():
+        return None
+    if torch.cuda.get_device_capability(query.device) < (9, 0):
         return None
     params = SDPAParams(query, key, value, None, 0.0, is_causal, query.shape[1] != key.shape[1])
-    hopper = torch.cuda.get_device_capability(query.device) >= (9, 0)
-    if hopper and _CUDNN is not None and channels <= 128 and can_use_cudnn_attention(params):
-        return _by_cudnn
-    if _FLASH is not None and channels <= 192 and can_use_flash_attention(params):
-        return _by_flash
-    return None
+    return _by_cudnn if can_use_cudnn_attention(params) else None
 
 
 _GAP = 7  # tokens between the keys of two sequences; any number that nobody else has
@@ -57,14 +56,6 @@ def _by_cudnn(
     none = _no_dropout(query)
     sizes = (None, None, None, query.shape[2], key.shape[2])
     return _CUDNN(grad, query, key, value, out, lse.unsqueeze(-1), none, none, *sizes, 0.0, is_causal, scale=scale)
-
-
-def _by_flash(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    none = _no_dropout(query)
-    sizes = (None, None, query.shape[2], key.shape[2])
-    return _FLASH(grad, query, key, value, out, lse, *sizes, 0.0, is_causal, none, none, scale=scale)
 
 
 def _tokens_first(x: Tensor) -> Tensor:

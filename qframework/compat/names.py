@@ -48,7 +48,7 @@ _PYTREE = "nested inputs and outputs of models cannot be flattened"
 _OPTIONS = "options and modes of torch.compile(backend='qframework') cannot be checked"
 _CONVERTED = "modules cannot be converted to INT8 training in place"
 _HOOKS = "hooks of converted modules cannot be found, and INT8 training would skip them"
-_FUSED = "PyTorch's fused attention cannot compute gradients of a quantized forward pass (backward='mixed')"
+_FUSED = "cuDNN's attention cannot compute gradients of a quantized forward pass (backward='mixed')"
 _INT8_OPERATORS = "operators of INT8 training cannot be compiled by Inductor of this version"
 _PT2E = "convert_pt2e cannot write the operators of qframework"
 _SAM = "SAM's image encoder in transformers cannot get attn_implementation='qframework'"
@@ -151,8 +151,7 @@ _ROWS = (
     Name("torch._ops.OpOverload._schema", "an operator's arguments and mutations cannot be read"),
     Name("torch.ops.aten._assert_tensor_metadata", "attention in exported models cannot be found beside assertions"),
     Name("torch.ops.aten._has_compatible_shallow_copy_type", "writes to x.data of a BlockTensor cannot be detected"),
-    Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _FUSED, "flash attention or Triton kernels"),
-    Name("torch.ops.aten._scaled_dot_product_flash_attention_backward", _FUSED, "cuDNN's or Triton kernels"),
+    Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _FUSED, "Triton kernels"),
     Name("torch.ops.aten._to_copy", "BlockTensors cannot stay in INT8 when their dtype changes"),
     Name("torch.ops.aten._unsafe_view", "BlockTensors cannot stay in INT8 when they are viewed"),
     Name("torch.ops.aten._reshape_alias", "BlockTensors cannot stay in INT8 when they are viewed"),

@@ -379,3 +379,27 @@ def test_opcheck_of_the_backward_operators() -> None:
         torch.ops.qframework.sage_attention_varlen_backward.default,
         (*packed, starts(4, 5), starts(4, 5), False, None, [True, True, False]),
     )
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_pytorch_gets_gradients_in_the_memory_order_of_its_result(layout, monkeypatch):
+    """Whatever order they come in: its plans of cuDNN are found without the gradient's strides."""
+    asked = []
+    plain = torch.autograd.grad
+
+    def grad(outputs, inputs, grads, **options):
+        asked.extend((out.stride(), g.stride()) for out, g in zip(outputs, grads, strict=True))
+        return plain(outputs, inputs, grads, **options)
+
+    monkeypatch.setattr(torch.autograd, "grad", grad)
+    x = torch.randn(2, 3, 40, 16) if layout == "HND" else torch.randn(2, 40, 3, 16).transpose(1, 2)
+    g = torch.randn(2, 3, 40, 16)
+    found = []
+    for given in (g, g.transpose(1, 2).contiguous().transpose(1, 2), torch.stack([g, g], 2)[:, :, 1]):
+        q = x.detach().requires_grad_()
+        sage_attention(q, x, x, variant="sage_b").backward(given)
+        found.append(q.grad)
+    assert len(asked) == 3
+    assert all(out == g for out, g in asked)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])

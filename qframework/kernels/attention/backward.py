@@ -176,9 +176,20 @@ def _exact_gradients(
     if grad_lse is not None:
         outputs.append(_log_sum_exp(x, settings))
     grads = [g for g in (grad_out, grad_lse) if g is not None]
+    if grad_out is not None and not create_graph:
+        grads[0] = _in_order_of(outputs[0], grad_out)
     wanted = [t for t, need in zip(x, needed, strict=True) if need and t is not None]
     found = torch.autograd.grad(outputs, wanted, grads, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def _in_order_of(out: Tensor, grad: Tensor) -> Tensor:
+    """The gradient in ``out``'s memory order.
+
+    PyTorch finds cuDNN's plans by the strides of query, key and value, and a plan reads the gradient by the strides
+    that it was made with: gradients in changing orders gave wrong results on an H100 (PyTorch 2.11).
+    """
+    return grad if grad.stride() == out.stride() else torch.empty_like(out).copy_(grad)
 
 
 @contextmanager

@@ -11,8 +11,8 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
               dV = P^T dO,  dK = s dS^T Q,  dQ = s dS (K - mean(K))
 
 The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
-K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. PyTorch's fused kernels can
-compute that from O and L (FUSED_BACKWARD, off), but not with dropout or a gradient of L. As integers, dO has one scale
+K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. On Hopper cuDNN computes that
+from O and L, but not with dropout or a gradient of L. As integers, dO has one scale
 for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of queries in dV
 and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for a block, and
 costs less: the largest of a row needs no exchange between warps.
@@ -72,10 +72,6 @@ from qframework.numerics import FLOAT_DTYPES
 
 Gradient = Literal["int8", "mixed"]
 _QuantizedQK = tuple[Tensor, Tensor, Tensor, Tensor]
-FUSED_BACKWARD = False
-"""Whether ``"mixed"`` uses cuDNN's or flash attention's backward pass. cuDNN's gradients were wrong on a GPU where
-PyTorch reused a plan for another memory order; :mod:`~qframework.compat.fused_attention` avoids that, which was not run
-yet."""
 PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
 """What ``"auto"`` means here: P V in 16 bit."""
 
@@ -308,13 +304,13 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
 
 
 def _on_gpu(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
-    """PyTorch's fused kernel; None if it is off, and in Triton's interpreter."""
-    if not FUSED_BACKWARD:
+    """cuDNN's kernel; None where it does not compute the call, and in Triton's interpreter."""
+    if not query.is_cuda:
         return None
     current = recording()
     if current is not None:
         current.refuse("PyTorch's settings decide which of its kernels are used")
-    return fused_backward(query, key, value, is_causal) if query.is_cuda else None
+    return fused_backward(query, key, value, is_causal)
 
 
 _TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref, round_tokens_ref, lambda *call: None)

@@ -1,7 +1,8 @@
-"""Gradients of a quantized forward pass by PyTorch's fused kernels, and what they start from."""
+"""Gradients of a quantized forward pass by cuDNN's backward pass, and what it starts from."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,18 +148,32 @@ def test_what_no_fused_kernel_computes(why: str) -> None:
     assert all(t.isfinite().all() for t in gradients(arguments, refused))
 
 
-def test_fused_kernels_are_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8_gradient, "fused_backward", lambda *call: pytest.fail("asked"))
-    assert int8_gradient._on_gpu(*Call(40, 40).inputs, False) is None
-
-
 def test_the_choice_of_a_kernel_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It depends on PyTorch's settings, which may change between calls."""
-    monkeypatch.setattr(int8_gradient, "FUSED_BACKWARD", True)
+    """It depends on PyTorch's settings, which may change between calls. Elsewhere there is no choice."""
+    monkeypatch.setattr(int8_gradient, "fused_backward", lambda *call: None)
+    on_gpu: Any = SimpleNamespace(is_cuda=True)
     with Recording([]) as recorded:
         assert int8_gradient._on_gpu(*Call(40, 40).inputs, False) is None
+    recorded.finish(())
+    with Recording([]) as recorded:
+        assert int8_gradient._on_gpu(on_gpu, on_gpu, on_gpu, False) is None
     with pytest.raises(Exception, match="PyTorch's settings decide"):
         recorded.finish(())
+
+
+@pytest.mark.parametrize(
+    ("why", "capability", "deterministic"),
+    [("", (9, 0), False), ("another chip", (8, 0), False), ("an order of sums", (9, 0), True)],
+)
+def test_when_cudnn_computes_gradients(
+    why: str, capability: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not where results must repeat: it adds to dQ in any order."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    monkeypatch.setattr(fused_attention, "can_use_cudnn_attention", lambda params: True)
+    found = fused_attention.fused_backward(*Call(40, 40).inputs, False)
+    assert found is (None if why else fused_attention._by_cudnn)
 
 
 @pytest.mark.parametrize(
@@ -177,25 +192,20 @@ def test_calls_left_to_the_kernels_of_this_package(shapes: Any, dtype: torch.dty
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs PyTorch's kernels for a GPU")
-@pytest.mark.parametrize("kernel", ["cudnn", "flash"])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("channels", "key_heads"), [(64, 2), (64, 1), (128, 2), (72, 2)])
-def test_fused_kernels_agree_with_the_reference(
-    channels: int, key_heads: int, causal: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+def test_cudnn_agrees_with_the_reference(
+    channels: int, key_heads: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They compute the weights of the forward pass from the log-sum-exp that they are given."""
-    monkeypatch.setattr(int8_gradient, "FUSED_BACKWARD", True)
+    """It computes the weights of the forward pass from the log-sum-exp that it is given."""
     ran: list[str] = []
-    for name in ("_by_cudnn", "_by_flash"):
-        run = getattr(fused_attention, name)
-        monkeypatch.setattr(fused_attention, name, lambda *x, run=run, name=name: ran.append(name) or run(*x))
-    if kernel == "flash":
-        monkeypatch.setattr(fused_attention, "can_use_cudnn_attention", lambda params: False)
+    run = fused_attention._by_cudnn
+    monkeypatch.setattr(fused_attention, "_by_cudnn", lambda *x: ran.append("cudnn") or run(*x))
     call = Call(1000, 1000, channels, channels, key_heads, causal, torch.bfloat16, device="cuda")
     results = INT8_GRADIENT_ATTENTION.cuda(*call.arguments("mixed"))
     arguments = call.backward("mixed", *results)
     found = INT8_GRADIENT_ATTENTION_BACKWARD.cuda(*arguments)
-    assert ran == [f"_by_{kernel}"]
+    assert ran == (["cudnn"] if torch.cuda.get_device_capability() >= (9, 0) else [])
     for mine, theirs in zip(found, gradients_ref(gradient_operands_cpu(arguments)), strict=True):
         assert mine.shape == theirs.shape
         assert (mine - theirs).norm() <= 2.0**-7 * theirs.norm()
