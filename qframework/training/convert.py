@@ -32,7 +32,7 @@ from qframework.training.attention import AttentionGradient
 from qframework.training.boundaries import BOUNDARIES, EnterBlocks, FloatInputs, LeaveBlocks, WriteBack
 from qframework.training.check_finite import remove_checks, watch
 from qframework.training.compilation import keep_graphs_whole, register_fallbacks
-from qframework.training.plan import FASTER_FROM, MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
+from qframework.training.plan import MEANT, ConversionPlan, Converted, Kept, Mode, make_plan
 from qframework.training.replace import become, check_unchanged, float_again, is_converted
 from qframework.training.roles import held
 
@@ -62,10 +62,8 @@ class ConversionReport:
             names = [row.name for row in self.kept if (row.kind, row.reason) == (kind, reason)]
             lines.append(f"  {len(names):4} {kind} kept, {reason}: {names[0]}" + (", ..." if len(names) > 1 else ""))
         if self.narrow:
-            what = f"{len(self.narrow)} blocks narrower than {FASTER_FROM} channels"
-            lines.append(
-                f"  {what}, where INT8 is not faster: {self.narrow[0]}" + (", ..." if len(self.narrow) > 1 else "")
-            )
+            names = self.narrow[0] + (", ..." if len(self.narrow) > 1 else "")
+            lines.append(f"  {len(self.narrow)} blocks too narrow to be faster in INT8: {names}")
         return "\n".join(lines)
 
 
@@ -111,10 +109,11 @@ def convert_to_int8_training(
             ``backward`` of :func:`~qframework.attention.sage_attention` does, wherever a block calls
             ``F.scaled_dot_product_attention`` without a mask. In every mode. Neither is faster than cuDNN's attention
             at a shape measured; see docs/attention.md.
-        skip_slower: leave blocks in 16 bits that are narrower than
-            :data:`~qframework.training.plan.FASTER_FROM` channels, from which INT8 was measured to be faster than BF16
-            on an H100; the log and the report name them. A model of such blocks alone does not change. False converts
-            them too, which saves memory for activations. The baselines convert all blocks.
+        skip_slower: leave blocks in 16 bits that are too narrow to be faster in INT8: those with fewer channels than
+            :data:`~qframework.training.plan.FASTER_FROM`, or with a gated MLP
+            :data:`~qframework.training.plan.FASTER_FROM_GATED`. The log and the report name them, and a model of such
+            blocks alone does not change. False converts them too, which saves memory for activations and, under CUDA
+            graphs, also time from 768 channels on. The baselines convert all blocks.
 
     Raises:
         UnsupportedError: an unknown block size, mode or attention; stochastic gradients in a mode other than

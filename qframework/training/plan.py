@@ -40,9 +40,12 @@ from qframework.training.roles import (
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
-FASTER_FROM = 1024
-"""Channels from which blocks were measured to train faster in INT8 than in BF16; see docs/training.md."""
-_NARROW = f"narrower than {FASTER_FROM} channels, where INT8 is not faster; skip_slower=False converts it"
+FASTER_FROM = 1536
+"""Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs; see
+docs/training.md."""
+FASTER_FROM_GATED = 4096
+"""The same for blocks with gated MLPs, as in Llama, which were slower at 2,048 channels."""
+_NARROW = "too narrow to be faster in INT8"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
 _OUTSIDE = "also used outside the converted blocks"
@@ -92,7 +95,7 @@ class ConversionPlan:
     @property
     def all_narrow(self) -> bool:
         """Whether no block is left to convert, since those that nobody asked to keep would be slower in INT8."""
-        return not self.blocks and any(row.reason == _NARROW for row in self.kept)
+        return not self.blocks and any(row.reason.startswith(_NARROW) for row in self.kept)
 
     @property
     def converted(self) -> tuple[Converted, ...]:
@@ -125,11 +128,13 @@ def make_plan(
     plan, everywhere = ConversionPlan(mode, block_size), _places(model)
     for block in _find_blocks(model, blocks):
         asked = next((name for name in everywhere[block] if _matches(name, keep_float)), None)
-        narrow = mode == "per_block" and width_of(block) < FASTER_FROM
+        width, wanted = width_of(block), faster_from(block)
+        narrow = mode == "per_block" and width < wanted
         if asked is not None:
             _keep(plan, block, asked, _ON_REQUEST)
         elif narrow and skip_slower:
-            _keep(plan, block, everywhere[block][0], _NARROW)
+            sizes = f"{width} of {wanted} channels; skip_slower=False converts it"
+            _keep(plan, block, everywhere[block][0], f"{_NARROW}, {sizes}")
         else:
             plan.blocks[block] = everywhere[block][0]
             plan.narrow += [everywhere[block][0]] if narrow else []
@@ -156,6 +161,11 @@ def width_of(block: nn.Module) -> int:
         if role is not None and weight is not None and not is_lazy(weight):
             widths.append(weight.shape[1 if role == "linear" else 0])
     return statistics.mode(widths) if widths else 0
+
+
+def faster_from(block: nn.Module) -> int:
+    """The width from which blocks like this one were measured to be faster."""
+    return FASTER_FROM_GATED if any(is_gated_mlp(module) for module in block.modules()) else FASTER_FROM
 
 
 # Modules of a block

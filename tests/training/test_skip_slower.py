@@ -48,9 +48,9 @@ def test_only_wide_blocks_are_converted(monkeypatch: pytest.MonkeyPatch, caplog:
     expected = model(x)
     convert_to_int8_training(model)
     report = conversion_report(model)
-    assert "Pyramid: 1 modules stay in float, narrower than" in caplog.text
+    assert "Pyramid: 1 modules stay in float, too narrow to be faster in INT8, 64 of 128 channels" in caplog.text
     assert report.blocks == ("blocks.1", "blocks.2")
-    assert [row.name for row in report.kept if "narrower" in row.reason] == ["blocks.0"]
+    assert [row.name for row in report.kept if "narrow" in row.reason] == ["blocks.0"]
     assert report.narrow == ()
     fallbacks.clear()
     found = model(x)
@@ -71,11 +71,10 @@ def test_a_model_of_narrow_blocks_does_not_change(name: str, caplog: pytest.LogC
     assert convert_to_int8_training(model) is model
     report = conversion_report(model)
     assert (report.blocks, report.converted, len(report.kept)) == ((), (), 2)
-    assert "2 modules stay in float, narrower than 1024 channels, where INT8 is not faster; skip_slower=False" in (
-        caplog.text
-    )
+    sizes = "32 of 4096 channels" if name == "llama" else "32 of 1536 channels"
+    assert f"2 modules stay in float, too narrow to be faster in INT8, {sizes}; skip_slower=False" in caplog.text
     assert "0 modules in 0 blocks" in str(report)
-    assert "kept, narrower than 1024 channels" in str(report)
+    assert f"kept, too narrow to be faster in INT8, {sizes}" in str(report)
     assert not any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
     assert torch.equal(loss_of(model, x), expected)
     assert everything(restore_float(model)) == before
@@ -85,9 +84,7 @@ def test_a_model_of_narrow_blocks_does_not_change(name: str, caplog: pytest.LogC
 def test_narrow_blocks_are_converted_on_request() -> None:
     model = convert_to_int8_training(vit(), skip_slower=False)
     assert conversion_report(model).narrow == ("blocks.0", "blocks.1")
-    assert "2 blocks narrower than 1024 channels, where INT8 is not faster: blocks.0, ..." in str(
-        conversion_report(model)
-    )
+    assert "2 blocks too narrow to be faster in INT8: blocks.0, ..." in str(conversion_report(model))
 
 
 def test_wide_blocks_are_not_reported() -> None:
@@ -96,7 +93,15 @@ def test_wide_blocks_are_not_reported() -> None:
     report = conversion_report(convert_to_int8_training(model))
     assert report.narrow == ()
     assert report.blocks == ("0",)
-    assert "narrower" not in str(report)
+    assert "narrow" not in str(report)
+
+
+def test_gated_mlps_must_be_wider() -> None:
+    """As in Llama; a block of their widths without is converted."""
+    with torch.device("meta"):
+        narrow, wide = (llama(hidden_size=width, intermediate_size=2 * width) for width in (2048, 4096))
+    assert conversion_report(convert_to_int8_training(narrow)).blocks == ()
+    assert len(conversion_report(convert_to_int8_training(wide)).blocks) == 2
 
 
 @pytest.mark.parametrize("mode", ["per_token", "per_tensor"])
