@@ -62,8 +62,8 @@ class ConversionReport:
             names = [row.name for row in self.kept if (row.kind, row.reason) == (kind, reason)]
             lines.append(f"  {len(names):4} {kind} kept, {reason}: {names[0]}" + (", ..." if len(names) > 1 else ""))
         if self.narrow:
-            names = self.narrow[0] + (", ..." if len(self.narrow) > 1 else "")
-            lines.append(f"  {len(self.narrow)} blocks too narrow to be faster in INT8: {names}")
+            first = self.narrow[0] + (", ..." if len(self.narrow) > 1 else "")
+            lines.append(f"  {len(self.narrow)} blocks too narrow to be faster in INT8: {first}")
         return "\n".join(lines)
 
 
