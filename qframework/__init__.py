@@ -1,7 +1,7 @@
 """qframework: quantized transformers for PyTorch, in PyTorch's own workflow.
 
-Importing registers the operators ``torch.ops.qframework.*``, and with the libraries transformers and diffusers once
-they are imported; the rest loads at first use.
+Importing registers the operators ``torch.ops.qframework.*`` once torch is imported, and with the libraries transformers
+and diffusers once they are; the rest loads at first use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import importlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from qframework import import_hook, kernels
+from qframework import import_hook
 from qframework.compat import diffusers_modules, transformers_modules
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         errors,
         evaluation,
         export,
+        kernels,
         numerics,
         quantizer,
         serialization,
@@ -90,10 +91,16 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'qframework' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
+def _register_operators() -> None:
+    """Called once torch is imported, which takes a second or more: the command line shows its help without it."""
+    importlib.import_module("qframework.kernels")
+
+
 def _register_with(library: str) -> None:
     importlib.import_module("qframework.integrations.registration").register_with(library)
 
 
+import_hook.when_imported("torch", _register_operators)
 import_hook.watch(transformers_modules.SAM, transformers_modules.SAM_HQ)
 import_hook.when_imported(transformers_modules.MODELS, partial(_register_with, "transformers"))
 import_hook.when_imported(diffusers_modules.QUANTIZERS, partial(_register_with, "diffusers"))
