@@ -1,13 +1,15 @@
 """qframework: quantized transformers for PyTorch, in PyTorch's own workflow.
 
-Importing registers the operators ``torch.ops.qframework.*`` once torch is imported, and with the libraries transformers
-and diffusers once they are; the rest loads at first use.
+Importing registers the operators ``torch.ops.qframework.*``, and with the libraries transformers and diffusers once
+they are imported; the rest loads at first use.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import partial
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from qframework import import_hook
@@ -91,8 +93,15 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module 'qframework' has no attribute {name!r}; it offers {', '.join(__all__)}")
 
 
+def _is_command() -> bool:
+    """Whether this is the process of the command line, which shows its help without importing torch."""
+    program = "".join(
+        getattr(sys, "argv", [])[:1]
+    )  # "-m" until Python has found the module of ``python -m qframework``
+    return program == "-m" or PurePath(program).stem == "qframework"
+
+
 def _register_operators() -> None:
-    """Called once torch is imported, which takes a second or more: the command line shows its help without it."""
     importlib.import_module("qframework.kernels")
 
 
@@ -100,7 +109,10 @@ def _register_with(library: str) -> None:
     importlib.import_module("qframework.integrations.registration").register_with(library)
 
 
-import_hook.when_imported("torch", _register_operators)
+if _is_command():
+    import_hook.when_imported("torch", _register_operators)
+else:
+    _register_operators()
 import_hook.watch(transformers_modules.SAM, transformers_modules.SAM_HQ)
 import_hook.when_imported(transformers_modules.MODELS, partial(_register_with, "transformers"))
 import_hook.when_imported(diffusers_modules.QUANTIZERS, partial(_register_with, "diffusers"))

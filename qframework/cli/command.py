@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from qframework import __version__
 from qframework.compat.logs import silence_torchao_at_import
@@ -29,6 +30,14 @@ class _Commands(TyperGroup):
             # No markup, since the message may hold brackets, and no wrapping, so that grep finds one line.
             Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(f"qframework: {one_line(error)}")
             raise typer.Exit(BAD_INPUT) from error
+
+
+class Command(TyperCommand):
+    """Imports torch before anything of the package that needs it, which registers the operators."""
+
+    def invoke(self, ctx: Any) -> Any:
+        importlib.import_module("torch")
+        return super().invoke(ctx)
 
 
 app = typer.Typer(
