@@ -95,10 +95,10 @@ def __getattr__(name: str) -> Any:
 
 def _is_command() -> bool:
     """Whether this is the process of the command line, which shows its help without importing torch."""
-    program = "".join(
-        getattr(sys, "argv", [])[:1]
-    )  # "-m" until Python has found the module of ``python -m qframework``
-    return program == "-m" or PurePath(program).stem == "qframework"
+    program = "".join(getattr(sys, "argv", [])[:1])
+    if program == "-m":  # until Python has found the module, which may be another package that imports this one
+        return ("-m", "qframework") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    return PurePath(program).stem == "qframework"
 
 
 def _register_operators() -> None:

@@ -164,6 +164,17 @@ def test_help_needs_no_torch(tmp_path: Path) -> None:
     assert report["operators"]
 
 
+def test_packages_that_run_as_modules_get_the_operators(tmp_path: Path) -> None:
+    """While Python looks for the module of ``-m``, the program has no name yet."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from qframework.numerics import sqnr_db\nimport torch\n")
+    (package / "__main__.py").write_text("import torch\nprint(hasattr(torch.ops.qframework, 'int8_linear'))\n")
+    command = [sys.executable, "-m", "package"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert result.stdout == "True\n", result.stderr
+
+
 def test_the_entry_point_registers_the_backend(tmp_path: Path) -> None:
     report = run_python(COMPILE, tmp_path)
     assert not report["imported before"]
