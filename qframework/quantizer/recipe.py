@@ -99,8 +99,8 @@ class Recipe(JsonConfig):
             (qframework/quantizer/activation_choice.py).
         zero_points: give a static input a zero point where its range is lopsided, as behind GELU, and that reduces the
             error of the model's output. Costs an addition in the layer before; all else is symmetric.
-        margins: widen ranges from extremes where other data than that they come from exceeds them, by the error of the
-            layer's output there. Costs nothing at run time.
+        margins: widen ranges from extremes, by a fifth or more, chosen by the error of the layer's output on data that
+            they do not come from. Costs nothing at run time.
         rotate_heads: change the basis of queries and keys of static attention, head by head, where linears compute them
             and that reduces the error of the logits (qframework/quantizer/rotate_heads.py). Costs nothing at run time.
         attention_heads: give static attention a scale for each head instead of one for each tensor, where that reduces
