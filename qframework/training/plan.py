@@ -44,8 +44,8 @@ FASTER_FROM = 1536
 """Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs; see
 docs/training.md."""
 FASTER_FROM_GATED = 4096
-"""The same for blocks with gated MLPs, as in Llama: a user's Llama was slower at 2,048 channels and faster at 4,096. The
-project has no measurement of its own yet."""
+"""The same for blocks with gated MLPs, as in Llama: a user's Llama was slower at 2,048 channels and faster at 4,096.
+The project has no measurement of its own yet."""
 _NARROW = "too narrow to be faster in INT8"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
