@@ -50,8 +50,10 @@ from qframework.quantizer.output_error import (
 from qframework.quantizer.quantizer import QFrameworkQuantizer, layer_name, override_config
 
 _PERCENTILE = 99.99
-# Another observer must reduce the error at the output by this share; the errors come from few examples.
+# A zero point must reduce the error at the output by this share, clipping by another, since the errors come from few
+# examples, which do not show what clipping costs in rare tokens.
 _GAIN = 0.2
+_CLIPPING_GAIN = 0.5
 _EXAMPLES = 4
 # A dynamic scale must reduce the sum of all groups' errors by this share.
 _DYNAMIC_GAIN = 0.005
@@ -61,8 +63,9 @@ _OBSERVERS: dict[str, ActivationConfig] = {
     "mse": ActivationConfig(observer="mse"),
 }
 _ZERO_POINT = "zero_point"
-# Shares by which a range may be wider than the calibration data.
-MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)
+# Shares by which a range may be wider than the calibration data: at least the first, since rare tokens that go far
+# beyond it harm a model more than they count in the error of a few examples.
+MARGINS = (0.2, 0.3, 0.5)
 # By how much the range of a channel may seem to grow with new data; it was nearly zero before if by more.
 _LARGEST_GROWTH = 4.0
 _DYNAMIC = ActivationConfig("per_token", dynamic=True)
@@ -86,9 +89,9 @@ class _Group:
 
     def best(self, allowed: set[str]) -> str:
         """The static candidate to use: the configured observer, named ``""``, unless another is clearly better."""
-        names = [name for name in self.errors if name in allowed]
-        best = min(names, key=self.errors.__getitem__, default="")
-        return best if self.errors[best] < (1 - _GAIN) * self.errors[""] else ""
+        gains = {name: _CLIPPING_GAIN if name in _OBSERVERS else _GAIN for name in self.errors if name in allowed}
+        names = [name for name, gain in gains.items() if self.errors[name] < (1 - gain) * self.errors[""]]
+        return min(names, key=self.errors.__getitem__, default="")
 
     def activation(self, name: str) -> tuple[ActivationConfig, str]:
         """The configuration of a candidate with its margin, and what it is called."""

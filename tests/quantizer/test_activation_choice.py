@@ -239,11 +239,11 @@ def ending_at(*ends: float) -> list[Tensor]:
 
 
 def test_ranges_get_a_margin_where_other_data_exceeds_them() -> None:
-    batches = ending_at(1.25, 1.0, 1.0)  # the first is what is judged
+    batches = ending_at(1.4, 1.0, 1.0)  # the first is what is judged
     graph = exported(Even(), batches[0], dynamic_batch=True)
     assert choose_activations(copy.deepcopy(graph), QUANTIZER, batches, observers=False) == {}
     chosen = choose_activations(graph, QUANTIZER, batches, observers=False, margins=True)
-    assert chosen["read"] in ("+ 0.2", "+ 0.3")
+    assert chosen["read"] in ("+ 0.3", "+ 0.5")
     prepared = prepare_pt2e(graph, QUANTIZER)
     calibrate(prepared, batches[1:], progress=False)
     scales = [n.args[1] for n in convert_pt2e(prepared).graph.nodes if "quantize_per_tensor" in str(n.target)]
@@ -251,10 +251,10 @@ def test_ranges_get_a_margin_where_other_data_exceeds_them() -> None:
     assert scales[0] == pytest.approx(float(torch.cat(batches[1:]).abs().amax()) * (1 + margin) / 127, rel=1e-6)
 
 
-def test_ranges_stay_where_nothing_exceeds_them_or_the_observer_is_another() -> None:
+def test_margins_are_small_where_nothing_exceeds_ranges_and_others_observers_have_none() -> None:
     within = ending_at(0.99, 1.0, 1.0)
     graph = exported(Even(), within[0], dynamic_batch=True)
-    assert choose_activations(graph, QUANTIZER, within, observers=False, margins=True) == {}
+    assert choose_activations(graph, QUANTIZER, within, observers=False, margins=True) == {"read": "+ 0.2"}
     beyond = ending_at(1.25, 1.0, 1.0)
     other = QFrameworkQuantizer().set_global(static_int8(observer="mse"))
     assert choose_activations(graph, other, beyond, observers=False, margins=True) == {}
@@ -266,7 +266,7 @@ def test_margins_do_not_trust_channels_that_were_scaled_with_the_judged_data() -
     """Every channel ends at 1 in all data, as smoothing leaves it, but half of them only in the judged batch."""
     batches = ending_at(1.0, 1.0, 1.0)
     for batch in batches[1:]:
-        batch[..., ::2] *= 0.7
+        batch[..., ::2] *= 0.6
     graph = exported(Even(), batches[0], dynamic_batch=True)
     chosen = choose_activations(graph, QUANTIZER, batches, observers=False, margins=True)
-    assert chosen["read"] in ("+ 0.2", "+ 0.3", "+ 0.5")
+    assert chosen["read"] == "+ 0.5"
