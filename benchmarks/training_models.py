@@ -131,10 +131,12 @@ def _int8(model: nn.Module, **options: Any) -> nn.Module:
 
 def linears_for_conv1d(model: nn.Module) -> nn.Module:
     """Replace GPT-2's Conv1D, which torchao does not convert, by linears with the same weights, in place."""
+    child: Any
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__ == "Conv1D":
-                linear = nn.Linear(*child.weight.shape, device="meta")
+                inputs, outputs = child.weight.shape
+                linear = nn.Linear(inputs, outputs, device="meta")
                 linear.weight, linear.bias = nn.Parameter(child.weight.detach().mT.contiguous()), child.bias
                 setattr(module, name, linear)
     return model
