@@ -162,7 +162,7 @@ def _alike(blocks: Sequence[list[Node]]) -> list[list[Node]]:
 
 
 def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
-    """The sources of all operands, the inputs' shapes and the outputs; None if the block cannot be outlined."""
+    """The sources of all operands, the inputs' layouts and the outputs; None if the block cannot be outlined."""
     inside = {node: number for number, node in enumerate(block)}
     inputs = {node: number for number, node in enumerate(_inputs(block))}
     operands = tuple((inside.get(x, -1), inputs.get(x, -1)) for node in block for x in node.all_input_nodes)
@@ -174,7 +174,13 @@ def _wiring(block: Sequence[Node]) -> tuple[Any, ...] | None:
         return None
     if not outputs or not all(map(_may_leave, outputs)):
         return None
-    return operands, tuple(_like(fake[0]) for fake in fakes if fake), tuple(inside[node] for node in outputs)
+    places = tuple((_like(fake[0]), _alignment(fake[0])) for fake in fakes if fake)
+    return operands, places, tuple(inside[node] for node in outputs)
+
+
+def _alignment(fake: Tensor) -> Any:
+    """Where a tensor begins in its memory, modulo 16 bytes: what Inductor's kernels for a subgraph assume of inputs."""
+    return fake.storage_offset() * fake.element_size() % 16
 
 
 def _may_come_from_outside(node: Node) -> bool:

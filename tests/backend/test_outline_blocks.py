@@ -194,6 +194,31 @@ def test_blocks_read_what_the_model_computes_for_all_of_them(name):
         assert torch.equal(ours, wanted)
 
 
+class Prompts(nn.Module):
+    """Every block reads its own part of a tensor that the model computes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x):
+        prompts = torch.cat([x[None] * number for number in range(6)]).unbind(0)
+        for layer, prompt in zip(self.layers, prompts, strict=True):
+            x = layer(nn.functional.layer_norm(x + prompt, x.shape[-1:])).relu()
+        return x
+
+
+@pytest.mark.parametrize(("width", "outlined"), [(32, 5), (33, 0)])
+def test_inputs_of_a_block_begin_at_the_same_alignment(width, outlined):
+    """Inductor's kernels for a block assume the alignment of the first one's inputs."""
+    x = torch.randn(3, 7, width)
+    gm, inputs = lowered_graph(converted(Prompts(width), x), x)
+    expected = run(gm, inputs)
+    assert outline(gm) == outlined
+    for ours, wanted in zip(run(gm, inputs), expected, strict=True):
+        assert torch.equal(ours, wanted)
+
+
 def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
     x = example()
     model, counts = converted(Stream(torch.sigmoid), x), []
