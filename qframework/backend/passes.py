@@ -25,6 +25,7 @@ from qframework.backend.outline_blocks import outline_blocks
 from qframework.backend.share_mask_blocks import share_mask_blocks
 from qframework.backend.zero_point_bias import keep_zero_point_biases
 from qframework.compat.dispatch import set_grad_enabled
+from qframework.graph.attention_patterns import is_assertion
 from qframework.graph.causal_masks import use_causal_flag
 from qframework.graph.expand_addmm import expand_addmm
 from qframework.graph.expand_attention import expand_multi_head_attention
@@ -65,6 +66,12 @@ def forget_grad_mode(lowering: Lowering) -> None:
     lowering.gm.recompile()
 
 
+def forget_assertions(lowering: Lowering) -> None:
+    """Erase what exports assert of dtypes and devices: guards fix these, and no block with an assertion is outlined."""
+    for node in filter(is_assertion, list(lowering.gm.graph.nodes)):
+        lowering.gm.graph.erase_node(node)
+
+
 # Quantized layers become INT8 operators.
 LOWERING: tuple[Pass, ...] = (
     on_graph(inline_grad_scopes),  # all of them: a scope is opaque to the passes behind
@@ -90,4 +97,4 @@ LOWERING: tuple[Pass, ...] = (
 )
 
 # Prepare a graph with INT8 linears for Inductor.
-FOR_INDUCTOR: tuple[Pass, ...] = (forget_grad_mode, outline_blocks)
+FOR_INDUCTOR: tuple[Pass, ...] = (forget_grad_mode, forget_assertions, outline_blocks)

@@ -11,6 +11,7 @@ from qframework.backend import outline_blocks as module
 from qframework.backend.compile import lower
 from qframework.backend.options import BackendOptions
 from qframework.backend.outline_blocks import Repeat, longest_repeat, outline
+from qframework.compat.operators import ASSERT_METADATA
 from qframework.quantizer import dynamic_int8, static_int8
 
 _int8_linear = torch.ops.qframework.int8_linear.default
@@ -229,6 +230,29 @@ def test_a_compiled_residual_stream_computes_the_same(monkeypatch):
         monkeypatch.setattr(module, "outline", lambda gm: 0)
         wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
     assert counts == [4]
+    assert torch.equal(ours, wanted)
+
+
+class Casts(Stream):
+    """Exported, its casts assert what they read."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(nn.functional.layer_norm(x.to(torch.float32), (32,)).to(x.dtype)).relu()
+        return x
+
+
+def test_assertions_of_exports_do_not_keep_blocks_apart(monkeypatch):
+    x = example()
+    model, counts = converted(Casts(None), x), []
+    assert any(node.target is ASSERT_METADATA for node in model.graph.nodes)
+    monkeypatch.setattr(module, "outline", lambda gm: counts.append(outline(gm)))
+    with torch.no_grad():
+        ours = torch.compile(model, backend="qframework", dynamic=False)(x)
+        torch._dynamo.reset()
+        monkeypatch.setattr(module, "outline", lambda gm: 0)
+        wanted = torch.compile(model, backend="qframework", dynamic=False)(x)
+    assert counts == [5]
     assert torch.equal(ours, wanted)
 
 
