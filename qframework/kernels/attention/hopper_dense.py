@@ -86,7 +86,7 @@ def fits(
     causal: bool = False,
     bias: DenseBias | None = NO_BIAS,
 ) -> bool:
-    """Whether the kernels compute a dense call without log-sum-exp, on a Hopper GPU, and are the faster ones.
+    """Whether the kernels compute a dense call, without a bias also its log-sum-exp, and are the faster ones.
 
     Args:
         q: ``(B, H, N, D)`` int8, or in 16 bit, as the others.
@@ -265,6 +265,7 @@ def attention_dense(
     causal: bool = False,
     bias: DenseBias = NO_BIAS,
     blocks: MaskBlocks | None = None,
+    lse: Tensor | None = None,
 ) -> Tensor:
     """``softmax(q k^T logit_scale + bias) v`` with the scales, for operands that :func:`fits` accepts.
 
@@ -279,6 +280,7 @@ def attention_dense(
         causal: query ``i`` attends to keys ``0..i``, without a bias.
         bias: a mask or bias that :func:`fits` accepts with the operands, in natural logits.
         blocks: of a bool mask and of causality, for a call of :func:`fits_mask` with neither here.
+        lse: ``(B, H, N)`` float32, contiguous, is overwritten with the natural log-sum-exp of logits; without ``bias``.
 
     Returns:
         ``(B, H, N, Dv)``, in memory (B, N, H, Dv). A row whose keys are all masked is zero.
@@ -286,11 +288,11 @@ def attention_dense(
     how = how or (plan_masked(q) if blocks is not None else plan_of(q, k, v, bias, causal))
     out = query_memory_order(q.shape[0], q.shape[1], q.shape[2], v.shape[3], q, dtype)
     if how.stream:
-        _launch_streaming(q, k, v, scales, logit_scale, out, how, causal, blocks)
+        _launch_streaming(q, k, v, scales, logit_scale, out, lse, how, causal, blocks)
     elif how.windows:
         _launch_windows(q, k, v, logit_scale, out, how, bias)
     else:
-        _launch_resident(q, k, v, scales, logit_scale, out, how, bias)
+        _launch_resident(q, k, v, scales, logit_scale, out, lse, how, bias)
     return out
 
 
@@ -349,6 +351,7 @@ def _launch_resident(
     scales: DenseScales,
     logit_scale: float,
     out: Tensor,
+    lse: Tensor | None,
     how: DensePlan,
     bias: DenseBias,
 ) -> None:
@@ -364,6 +367,7 @@ def _launch_resident(
         v,
         *v.stride()[:3],
         *scales,
+        lse,
         logit_scale,
         heads,
         heads // k.shape[1],
@@ -427,6 +431,7 @@ def _launch_streaming(
     scales: DenseScales,
     logit_scale: float,
     out: Tensor,
+    lse: Tensor | None,
     how: DensePlan,
     causal: bool,
     blocks: MaskBlocks | None,
@@ -446,6 +451,7 @@ def _launch_streaming(
         _describe(v, form.block_n, form.block_dv),
         _describe(out, ROWS, form.block_dv),
         *scales,
+        lse,
         logit_scale,
         heads,
         heads // k.shape[1],

@@ -8,6 +8,7 @@ share a word of 32 bits, as P V reads them, so that one instruction rounds, adds
 from __future__ import annotations
 
 from qframework.kernels.attention.hopper_piece_form import BLOCK_N, HALF, ROWS
+from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 if HAS_GLUON:
@@ -15,7 +16,7 @@ if HAS_GLUON:
     from qframework.kernels.attention.hopper_softmax import LOWEST, apart, in_octaves, natural_rescale, sums_of_two
     from qframework.kernels.runtime.gluon import gl, gluon, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-    _ROWS, _BLOCK_N, _HALF = gl.constexpr(ROWS), gl.constexpr(BLOCK_N), gl.constexpr(HALF)
+    _ROWS, _BLOCK_N, _HALF, _NATURAL = (gl.constexpr(x) for x in (ROWS, BLOCK_N, HALF, 1 / LOG2_E))
     _LEAST = gl.constexpr(-(1 << 26))  # below all sums of INT8 products
 
     @gluon.jit
@@ -365,6 +366,14 @@ if HAS_GLUON:
             place.store(result.to(gl.int32, bitcast=True).to(gl.int8))
         else:
             place.store(result.to(tile.dtype))
+
+    @gluon.jit
+    def store_log_sum_exp(lse_ptr, state, rows):
+        """The natural log-sum-exp of the first ``rows`` queries, without a bias; -inf for a row without keys."""
+        _acc, _rest, total, top = state
+        sums = gl.convert_layout(gl.sum(total, 1), top.type.layout)
+        row = gl.arange(0, top.shape[0], layout=top.type.layout)
+        gl.store(lse_ptr + row, (top + gl.log2(sums)) * _NATURAL, mask=row < rows)
 
     @gluon.jit
     def scales_of(scales, h, kv, logit_scale, PER_HEAD: gl.constexpr):

@@ -33,6 +33,7 @@ if HAS_GLUON:
         block_products,
         piece_products,
         scales_of,
+        store_log_sum_exp,
         store_result,
         visit,
         visit_pieces,
@@ -117,6 +118,7 @@ if HAS_GLUON:
         k_scale_ptr,
         v_scale_ptr,
         out_scale_ptr,
+        lse_ptr,  # (B, H, N) fp32, or None; without a bias
         logit_scale,
         H,
         GROUP,  # query heads of a key head
@@ -311,6 +313,9 @@ if HAS_GLUON:
                         t, t2 = with_bias(t, t2, y, y2, scale, FORM.halves)
                     values_at = (v_blocks.index(block), v_rests[2].index(block))
                     state = visit(t, t2, values_at, state, scale, VALUES, FORM)
+            if lse_ptr is not None:
+                first = tile * M
+                store_log_sum_exp(lse_ptr + (b * H + h).to(gl.int64) * N + first, state, N - first)
             if FORM.reuses_query:
                 out_tile = q_tile
                 out_rest = q_rest

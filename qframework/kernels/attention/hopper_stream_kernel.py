@@ -33,6 +33,7 @@ if HAS_GLUON:
         first_visit,
         no_visit,
         scales_of,
+        store_log_sum_exp,
         store_result,
         visit,
     )
@@ -247,7 +248,7 @@ if HAS_GLUON:
         WHO: gl.constexpr, descs, shared, barriers, reads, N, logit_scale, PER_HEAD: gl.constexpr, FORM: gl.constexpr
     ):  # fmt: skip
         """Warpgroup 0 or 1: the first or last 64 queries of each tile."""
-        scales, sizes, mask = reads
+        scales, sizes, mask, lse_ptr = reads
         q_tiles, k_ring, _staged, v_ring, out_tiles = shared
         q_ready, k_ready, _k_free, v_ready, _v_free = barriers
         INT8: gl.constexpr = FORM.int8_values
@@ -296,6 +297,8 @@ if HAS_GLUON:
                         WHO, False, i, kv, b, blocks, order, bits, q, scale, state, at, ahead, descs, shared,
                         barriers, VALUES, FORM,
                     )  # fmt: skip
+                if lse_ptr is not None:
+                    store_log_sum_exp(lse_ptr + (b * sizes[0] + h).to(gl.int64) * N + row, state, N - row)
                 if not FORM.reuses_query:
                     tma.store_wait(0)  # the result before has left
                 store_result((out_tile, out_tile), state, factor, FORM)
@@ -323,6 +326,7 @@ if HAS_GLUON:
         k_scale_ptr,
         v_scale_ptr,
         out_scale_ptr,
+        lse_ptr,  # (B, H, N) fp32, or None
         logit_scale,
         H,
         GROUP,  # query heads of a key head
@@ -383,7 +387,7 @@ if HAS_GLUON:
         for i in gl.static_range(2):
             _load_queries(i, tile, h, b, descs, shared, barriers)
         _load(_block(0, blocks, order, FORM), b, kv, 0, 0, descs, shared, barriers, FORM)
-        reads = (scales, sizes, mask)
+        reads = (scales, sizes, mask, lse_ptr)
         gl.warp_specialize(
             [
                 (_compute, (gl.constexpr(0), descs, shared, barriers, reads, N, logit_scale, PER_HEAD, FORM)),

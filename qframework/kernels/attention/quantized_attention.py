@@ -100,8 +100,8 @@ def quantized_attention_triton(
     sums = torch.empty((batch, heads, tokens), dtype=torch.float32, device=qk.q.device) if lse else None
     if out.numel() == 0 or k_shape.tokens == 0:
         return out.zero_(), sums.fill_(-torch.inf) if sums is not None else None
-    dense = lengths is None and not lse and logit_scale > 0
-    added = dense_bias(bias) if dense else None
+    dense = lengths is None and logit_scale > 0
+    added = dense_bias(bias) if dense and (bias.adds_nothing or not lse) else None
     exact = variant == VARIANTS["unquantized"]
     masked = bias.mask is not None and bias.only_bool
     operands = (qk.q, qk.k, values.v, hopper_dense.DenseScales(), logit_scale, dtype)
@@ -110,9 +110,9 @@ def quantized_attention_triton(
         row = found.order.shape[2] == 1 if found else MaskSizes.of(bias.mask).rows == 1 and not bias.causal
         if hopper_dense.fits_mask(qk.q, qk.k, values.v, dtype, row):
             blocks = found or mask_blocks_triton(bias.mask, tokens, k_shape.tokens, bias.causal)
-            return hopper_dense.attention_dense(*operands, blocks=blocks), None
+            return hopper_dense.attention_dense(*operands, blocks=blocks, lse=sums), sums
     if added is not None and exact and hopper_dense.fits(qk.q, qk.k, values.v, dtype, bias.causal, added):
-        return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added), None
+        return hopper_dense.attention_dense(*operands, causal=bias.causal, bias=added, lse=sums), sums
     plain = lengths is None and out_scale is None and (values.scale is None or values.paired)
     plain = plain and (not lse or hopper.has_lse(variant, bias))
     int8 = qk.q_scale is not None and qk.marked and qk.row_bias is None

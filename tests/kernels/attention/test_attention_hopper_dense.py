@@ -10,7 +10,7 @@ from attention_oracle import assert_kernel_close, exact_attention
 from oracle import UNIT
 from test_compile_targets import compile_for, serializes_wgmma, stack_bytes
 
-from qframework.kernels.attention import hopper, hopper_dense
+from qframework.kernels.attention import hopper, hopper_dense, quantized_attention
 from qframework.kernels.attention.hopper_dense import (
     BLOCK_N,
     DensePlan,
@@ -22,6 +22,9 @@ from qframework.kernels.attention.hopper_dense import (
     streaming_form,
 )
 from qframework.kernels.attention.hopper_piece_form import PieceForm
+from qframework.kernels.attention.operands import Bias, QuantizedQK, Values
+from qframework.kernels.attention.quantized_attention import quantized_attention_triton
+from qframework.kernels.attention.variants import resolve
 from qframework.kernels.runtime.gluon import HAS_GLUON
 
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -105,6 +108,34 @@ def test_declines_what_it_cannot_compute(monkeypatch) -> None:
     assert not fits(q, q, q, torch.float16)
 
 
+def test_log_sum_exp_of_plain_and_masked_calls(monkeypatch) -> None:
+    """Without a GPU: the kernels are given where to store it, but with a bias, which they do not take then."""
+    calls = []
+
+    def attend(q, *given, causal=False, bias=hopper_dense.NO_BIAS, blocks=None, lse=None):
+        calls.append((bias.is_empty, blocks is not None))
+        lse.fill_(len(calls))
+        return torch.zeros_like(q)
+
+    monkeypatch.setattr(hopper_dense, "attention_dense", attend)
+    monkeypatch.setattr(hopper_dense, "fits", lambda *call: True)
+    monkeypatch.setattr(hopper_dense, "fits_mask", lambda *call: True)
+    launched = []
+    monkeypatch.setattr(quantized_attention, "launch", lambda kernel, grid: lambda *x, **named: launched.append(kernel))
+    monkeypatch.setattr(quantized_attention, "mask_blocks_triton", lambda *call: call)
+    q = torch.zeros(1, 2, 300, 64, dtype=torch.float16)
+    qk, variant = QuantizedQK(q, None, q, None, 64, marked=False), resolve("unquantized")
+    mask = torch.ones(1, 1, 300, 300, dtype=torch.bool)
+    for bias in (Bias(), Bias(causal=True), Bias(mask)):
+        _, lse = quantized_attention_triton(qk, Values(q), bias, variant, 0.1, q.dtype, lse=True)
+        assert lse is not None
+        assert lse.shape == (1, 2, 300)
+        assert (lse == len(calls)).all()
+    assert calls == [(True, False), (True, False), (True, True)]
+    quantized_attention_triton(qk, Values(q), Bias(mask.half()), variant, 0.1, q.dtype, lse=True)
+    assert (len(calls), len(launched)) == (3, 1)
+
+
 KINDS = {"i8": torch.int8, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -113,10 +144,12 @@ def described(kind: str, rows: int, width: int) -> str:
     return f"tensordesc<{kind}[1, 1, {rows}, {width}],{hopper.layout(rows, width, KINDS[kind])!r}>"
 
 
-def common(kernel, kind: str, out: str) -> tuple[dict, dict]:
+def common(kernel, kind: str, out: str, lse: bool = False) -> tuple[dict, dict]:
     """Types and constants that both kernels have."""
     types = {name: "*fp32" if name.endswith("_ptr") else "i32" for name in kernel.arg_names} | {"logit_scale": "fp32"}
     constants = {"PER_HEAD": (False, True, False, True)}
+    if not lse:
+        constants["lse_ptr"] = None
     if kind != "i8":
         constants |= {f"{name}_scale_ptr": None for name in ("q", "k", "v", "out")}
     elif out != "i8":
@@ -124,10 +157,10 @@ def common(kernel, kind: str, out: str) -> tuple[dict, dict]:
     return types, constants
 
 
-def compile_resident(kind: str, out: str, keys: int, width: int, registers: int):
+def compile_resident(kind: str, out: str, keys: int, width: int, registers: int, lse: bool = False):
     int8, pieces = kind == "i8", split(keys)
     sizes = {"first": pieces.first, "second": pieces.second or pieces.first, "": BLOCK_N}
-    types, constants = common(hopper_dense.resident, kind, out)
+    types, constants = common(hopper_dense.resident, kind, out, lse)
     for rest in ("", "_rest"):
         for role in ("k", "v"):
             types |= {f"{role}{'_' * bool(n)}{n}{rest}_desc": described(kind, rows, width) for n, rows in sizes.items()}
@@ -143,11 +176,19 @@ MASK = ("bits_ptr", "order_ptr", "counts_ptr", "MASKS", "MASK_HEADS", "MASK_TILE
 
 
 def compile_streaming(
-    kind: str, out: str, keys: int, width: int, causal: bool, several: bool, queries: int = 1, masked: bool = False
+    kind: str,
+    out: str,
+    keys: int,
+    width: int,
+    causal: bool,
+    several: bool,
+    queries: int = 1,
+    masked: bool = False,
+    lse: bool = False,
 ):
     int8 = kind == "i8"
     form = streaming_form(width, width, queries, keys, int8, out == kind, causal, several, masked)
-    types, constants = common(hopper_dense.streaming, kind, out)
+    types, constants = common(hopper_dense.streaming, kind, out, lse)
     types |= dict.fromkeys(MASK[:3], "*i32")
     if not masked:
         constants |= dict.fromkeys(MASK)
@@ -207,6 +248,26 @@ def test_streaming_kernel_compiles_for_128_channels(kind: str, tmp_path) -> None
     compiled = compile_streaming(kind, kind, 577, 128, causal=True, several=False)
     check_compiled(compiled, False, 16, tmp_path)
     assert compiled.metadata.shared <= 233472 // 2 - 1024
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize(
+    ("causal", "several", "width", "masked"),
+    [(False, False, 64, False), (False, True, 32, False), (True, True, 64, False), (True, False, 128, False),
+     (False, False, 64, True)],
+)  # fmt: skip
+def test_log_sum_exp_compiles_for_sm_90(causal: bool, several: bool, width: int, masked: bool, tmp_path) -> None:
+    """It is stored behind the loop, and spills no more than the kernel without."""
+    compiled = compile_streaming("fp16", "fp16", 577, width, causal, several, masked=masked, lse=True)
+    check_compiled(compiled, False, 16, tmp_path)
+    assert compiled.metadata.shared <= 233472 // 2 - 1024
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("keys", [49, 197])
+def test_log_sum_exp_of_few_keys_compiles_for_sm_90(keys: int, tmp_path) -> None:
+    how = plan(6144, keys, keys, 64, False, 132)
+    check_compiled(compile_resident("bf16", "bf16", keys, 64, how.registers, lse=True), False, 64, tmp_path)
 
 
 class Problem(NamedTuple):
@@ -307,6 +368,15 @@ def test_agrees_with_float64(problem: Problem) -> None:
         plans += [DensePlan(False, 1, 168, parts) for parts in (1, 2, 3) if parts <= -(-problem.queries // 64)]
     for how in plans:
         out = attention_dense(q, k, v, DenseScales(*given), scale, problem.out, how, problem.causal)
+        lse = q.new_full(q.shape[:3], 7.0, dtype=torch.float32)
+        again = attention_dense(q, k, v, DenseScales(*given), scale, problem.out, how, problem.causal, lse=lse)
+        assert torch.equal(out.nan_to_num(nan=9.0), again.nan_to_num(nan=9.0))
+        if not int8:
+            assert lse[0, 1, problem.queries // 2].isnan()
+            lse[0, 1, problem.queries // 2] = exact.lse[0, 1, problem.queries // 2]
+        # Every weight is rounded to the 16 bits of P, and so are sums of two, four and eight of them.
+        rounding = 4 * UNIT[torch.float16 if int8 else q.dtype] / 2
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=2e-6, atol=1.1 * rounding)
         if not int8:
             assert out[0, 1, problem.queries // 2].isnan().all()
             assert out.isnan().sum() == problem.value_dim

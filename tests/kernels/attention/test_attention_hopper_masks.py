@@ -113,7 +113,10 @@ def test_agrees_with_float64(kind, dtype, queries, keys, key_heads, channels, va
         out, _ = torch.ops.qframework.sage_attention(q, k, v, mask, causal, None, True, "unquantized")
         exact = exact_attention(q, k, v, attn_mask=mask, is_causal=causal)
         assert_kernel_close(out, exact.out, exact, UNIT[dtype] * 5, 0.0)
-    assert [blocks is not None for blocks in given] == [True] * 2 * ON_HOPPER
+        again, lse = torch.ops.qframework.sage_attention(q, k, v, mask, causal, None, True, "unquantized", True, True)
+        assert torch.equal(again, out)
+        torch.testing.assert_close(lse.double(), exact.lse, rtol=2e-6, atol=2.2 * UNIT[dtype])
+    assert [blocks is not None for blocks in given] == [True] * 4 * ON_HOPPER
     if ON_HOPPER:
         expected = mask_blocks_triton(mask, queries, keys, False)
         assert torch.equal(given[0].counts, expected.counts)
