@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,8 +104,12 @@ MODELS = {
     "deit_small": Subject(_vit("deit_small_patch16_224"), 128),
     "vit_base": Subject(_vit("vit_base_patch16_224"), 64),
     "vit_large": Subject(_vit("vit_large_patch16_224"), 64),
+    "vit_huge": Subject(_vit("vit_huge_patch14_224"), 48),
     "gpt2_medium": Subject(_gpt2(1024, 24, 16), 8, 1024),
+    "gpt2_large": Subject(_gpt2(1280, 36, 20), 8, 1024),
+    "gpt2_1536": Subject(_gpt2(1536, 24, 12), 8, 1024),
     "llama_2048": Subject(_llama(2048, 5632, 16), 4, 2048),
+    "llama_3072": Subject(_llama(3072, 8192, 8), 4, 2048),
     "llama_4096": Subject(_llama(4096, 11008, 4), 4, 2048),
 }
 SMOKE = {"gpt2_medium": Subject(_gpt2(64, 1, 2), 2, 16)}
@@ -176,11 +181,21 @@ class Training:
         self.loss().backward()
         self.optimizer.step()
 
+    def first_call(self) -> float:
+        """Seconds that the first forward and backward take, compilation included."""
+        start = time.perf_counter()
+        self.loss().backward()
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
     def error(self) -> float:
         """The relative error of the first gradient against FP32; raises WrongResultError."""
+        self.optimizer.zero_grad(set_to_none=True)
         loss = self.loss()
-        (found,) = torch.autograd.grad(loss, [_first_weight(self.model)])
-        expected, gradient = self.expected
+        loss.backward()
+        found, (expected, gradient) = _first_weight(self.model).grad, self.expected
+        assert found is not None
         found = found if found.shape == gradient.shape else found.mT  # of a linear instead of a Conv1D
         precision = self.provider.precision
         off = abs(loss.item() - expected) / expected
@@ -264,7 +279,8 @@ class Measurement:
         self.training = Training(
             _subjects(plan.options)[plan.model], PROVIDERS[plan.provider], plan.options, plan.device
         )
-        row = replace(plan.identities()[0], error=self.training.error())
+        first_call_s = self.training.first_call()
+        row = replace(plan.identities()[0], first_call_s=first_call_s, error=self.training.error())
         if plan.device == "cuda":
             torch.cuda.empty_cache()
         return row

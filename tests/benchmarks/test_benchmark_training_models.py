@@ -27,6 +27,7 @@ def test_models_smoke(tmp_path: Path) -> None:
     for provider in ("bf16", "qframework", "qframework_mixed_attention"):
         assert found[provider, "step"]["p50_ms"] > 0
     assert found["qframework", "step"]["error"] > training_models.INT8_LEAST > found["bf16", "step"]["error"]
+    assert found["qframework", "step"]["first_call_s"] > 0
     if not torch.cuda.is_available():
         assert found["torchao_fp8", "step"]["status"] == "unsupported"
 
@@ -57,7 +58,7 @@ def test_every_model_of_the_comparison_has_blocks_to_convert() -> None:
     for name, subject in training_models.MODELS.items():
         with torch.device("meta"):
             model = subject.build(2)
-        assert min(training_models._first_weight(model).shape) in (384, 768, 1024, 2048, 4096), name
+        assert min(training_models._first_weight(model).shape) in (384, 768, 1024, 1280, 1536, 2048, 3072, 4096), name
         assert len(conversion_report(convert_to_int8_training(model, skip_slower=False)).blocks) == 2
 
 
