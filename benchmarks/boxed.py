@@ -182,7 +182,9 @@ class Answers(Generic[Plan]):
 
     def complete(self, identities: Sequence[Record]) -> Iterator[Record]:
         """One record for each identity: timed, refused, or with the reason its process was killed; then all others."""
-        best = {record.key: record for record in [*self.checked, *self.timed]}
+        best: dict[tuple[Any, ...], Record] = {}
+        for record in [*self.checked, *self.timed]:
+            best[record.key] = _faster(best.get(record.key), record)
         status, reason = self.ended or ("failed", "no record")
         for identity in identities:
             record = best.pop(identity.key, identity)
@@ -191,15 +193,25 @@ class Answers(Generic[Plan]):
         yield from best.values()
 
 
+def _faster(old: Record | None, new: Record) -> Record:
+    """The faster of two timings, with their spread; ``new`` unless both hold a time."""
+    if old is None or old.p50_ms is None or new.p50_ms is None:
+        return new
+    fast, slow = sorted([old.p50_ms, new.p50_ms])
+    return replace(old if old.p50_ms == fast else new, spread=1 - fast / slow)
+
+
 def check_then_time(
     make: Callable[[Plan], Serve],
     plans: Sequence[Plan],
     limits: Limits,
     jobs: int,
     alone: Callable[[Plan], bool] = lambda plan: False,
+    rounds: int = 1,
 ) -> Iterator[Answers[Plan]]:
     """Check all plans, ``jobs`` at a time, then time them one after the other; yields in the order of ``plans``.
 
+    All are timed ``rounds`` times, so that a moment in which the machine is busy does not decide between two of them.
     An ``alone`` plan, which times kernels to choose between them, is checked after the others, alone on the machine.
     The others share the cores.
     """
@@ -216,9 +228,11 @@ def check_then_time(
     with ThreadPoolExecutor(max(jobs, 1)) as pool:
         checked = dict(zip(others, pool.map(check, [plans[index] for index in others]), strict=True))
     checked |= {index: check(plan, {}) for index, plan in enumerate(plans) if alone(plan)}
+    for worker, answers in [checked[index] for index in range(len(plans))] * (rounds - 1):
+        answers.timed += worker.request("time", limits.to_time())
     for index in range(len(plans)):
         worker, answers = checked[index]
-        answers.timed = list(worker.request("time", limits.to_time()))
+        answers.timed += worker.request("time", limits.to_time())
         answers.ended = worker.status
         worker.close()
         yield answers
@@ -232,9 +246,10 @@ def run_plans(
     limits: Limits,
     jobs: int,
     alone: Callable[[Plan], bool] = lambda plan: False,
+    rounds: int = 1,
 ) -> None:
     """``check_then_time``, adding the records of each plan to ``results``: one for each of its ``identities``."""
-    for answers in check_then_time(make, plans, limits, jobs, alone):
+    for answers in check_then_time(make, plans, limits, jobs, alone, rounds):
         results.add(*answers.complete(identities(answers.plan)))
 
 

@@ -1,9 +1,9 @@
 """Many transformer architectures on a GPU: INT8 against FP16 and FP8, compiled, whole models with random weights.
 
 Each architecture runs at a batch for throughput and at batch 1, there under CUDA graphs as well. Every provider runs in
-its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then timed alone.
-A record holds the time, the SQNR of the outputs, the first call, and the peak memory. The file is rewritten after every
-provider.
+its own process: it compiles and is checked against FP32 eager, ``--jobs`` at a time, and is then timed alone, twice;
+the faster time counts. A record holds the time, the SQNR of the outputs, the first call, and the peak memory. The file
+is rewritten after every provider.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ AT_ONCE = (
 )
 ALONE = ("fp16_compiled_graphs", "qframework_dynamic_frozen_graphs", "qframework_static_graphs")
 REP_MS, SMOKE_REP_MS, MIN_RUNS = 300.0, 10.0, 10
+ROUNDS = 2  # of timing, since the host of a shared machine varies
 COMPARED = 16  # samples of a batch whose outputs are compared with FP32
 
 
@@ -156,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for start in range(0, len(names), arguments.together):  # an early end leaves whole architectures
         group = names[start : start + arguments.together]
         plans = plans_of(group, arguments.providers, device, arguments.smoke, latency)
-        run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs)
+        run_plans(results, Measurement, plans, Plan.identities, limits, arguments.jobs, rounds=ROUNDS)
     return results.exit_code
 
 

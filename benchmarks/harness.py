@@ -79,7 +79,7 @@ class Record:
     worst_sqnr_db: float | None = None  # the image with the lowest
     prepare_s: float | None = None  # export, calibrate, convert
     first_call_s: float | None = None  # compilation included
-    spread: float | None = None  # of several runs, 1 - slowest / fastest; computed by the report
+    spread: float | None = None  # of several rounds or runs, 1 - fastest / slowest time
 
     def to_json(self) -> dict[str, Any]:
         return {key: _round(value) for key, value in asdict(self).items() if value is not None}

@@ -161,6 +161,25 @@ def test_timing_and_max_autotune_run_alone(tmp_path, monkeypatch):
     assert not any(overlap(a, b) for i, a in enumerate(names) for b in names[i + 1 :] if (a, b) not in together)
 
 
+class FasterLater:
+    """A worker whose second timing takes half of the first."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.timed = name, 0
+
+    def __call__(self, phase: str) -> Iterator[Record]:
+        self.timed += phase == "time"
+        took = 4.0 / self.timed if phase == "time" else None
+        yield Record(benchmark="b", provider=self.name, p50_ms=took)
+
+
+def test_the_fastest_of_several_rounds_counts():
+    for answers in check_then_time(FasterLater, ["a", "b"], limits(), jobs=2, rounds=2):
+        assert [record.p50_ms for record in answers.timed] == [4.0, 2.0]
+        (record,) = answers.complete([Record(benchmark="b", provider=answers.plan)])
+        assert (record.p50_ms, record.spread) == (2.0, 0.5)
+
+
 @pytest.mark.parametrize("alone", [False, True])
 def test_a_late_check_does_not_use_up_the_time_of_others(alone, tmp_path, capsys):
     plans = [("punctual", str(tmp_path), 0.1), ("late", str(tmp_path), 600.0)]
