@@ -50,12 +50,18 @@ def _by_cudnn(
     gap between sequences of keys, so that no plan of another call of attention fits them.
     """
     query, out, grad = (_tokens_first(x) for x in (query, out, grad))
-    batch, heads, tokens, channels = key.shape
-    apart = key.new_empty((batch, tokens + _GAP, heads, channels))[:, :tokens].transpose(1, 2)
-    key = apart.copy_(key)
+    _, heads, tokens, channels = key.shape
+    if key.stride() != ((tokens + _GAP) * heads * channels, channels, heads * channels, 1):
+        key = place_of_keys(key).copy_(key)
     none = _no_dropout(query)
     sizes = (None, None, None, query.shape[2], key.shape[2])
     return _CUDNN(grad, query, key, value, out, lse.unsqueeze(-1), none, none, *sizes, 0.0, is_causal, scale=scale)
+
+
+def place_of_keys(key: Tensor) -> Tensor:
+    """An uninitialized tensor like ``key (B, Hkv, N, D)`` in the layout that the backward pass reads without a copy."""
+    batch, heads, tokens, channels = key.shape
+    return key.new_empty((batch, tokens + _GAP, heads, channels))[:, :tokens].transpose(1, 2)
 
 
 def _tokens_first(x: Tensor) -> Tensor:
@@ -68,4 +74,4 @@ def _no_dropout(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
-__all__ = ["Backward", "fused_backward"]
+__all__ = ["Backward", "fused_backward", "place_of_keys"]

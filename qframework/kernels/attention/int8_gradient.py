@@ -11,8 +11,9 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
               dV = P^T dO,  dK = s dS^T Q,  dQ = s dS (K - mean(K))
 
 The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
-K - mean(K) are their integers times their scales: the gradient at the rounded Q and K. On Hopper cuDNN computes that
-from O and L, but not with dropout or a gradient of L. As integers, dO has one scale
+K - mean(K) are their integers times their scales, in 16 bit: the gradient at the rounded Q and K. On Hopper cuDNN
+computes that from O and L, but not with dropout or a gradient of L, and the forward pass multiplies the same rounded Q
+and K in 16 bit where that kernel is the faster one. As integers, dO has one scale
 for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of queries in dV
 and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for a block, and
 costs less: the largest of a row needs no exchange between warps.
@@ -40,8 +41,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.compat.fused_attention import Backward, fused_backward
+from qframework.compat.fused_attention import Backward, fused_backward, place_of_keys
 from qframework.errors import QFrameworkError, UnsupportedError, either
+from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -53,17 +55,18 @@ from qframework.kernels.attention.arguments import (
 from qframework.kernels.attention.int8_gradient_forward import Dropout, forward_ref, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
 from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
-from qframework.kernels.attention.operands import LOG2_E, Bias, last_contiguous
+from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, last_contiguous
 from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
     TRITON_STEPS,
     Steps,
+    mean_of_keys,
     quantized_qk,
     quantized_values,
     reached,
 )
 from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
-from qframework.kernels.attention.variants import AttentionVariant, resolve
+from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.operator import LIBRARY, declare
@@ -72,6 +75,7 @@ from qframework.numerics import FLOAT_DTYPES
 
 Gradient = Literal["int8", "mixed"]
 _QuantizedQK = tuple[Tensor, Tensor, Tensor, Tensor]
+_AS_GIVEN = VARIANTS["unquantized"]
 PER_BLOCK = AttentionVariant(8, "per_block", "fp16", "fp32")
 """What ``"auto"`` means here: P V in 16 bit."""
 
@@ -162,11 +166,11 @@ class GradientSteps(NamedTuple):
     forward: Steps
     delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
-    rounded: Callable[[Tensor, Tensor | None, float, float, str], Tensor]
+    rounded: Callable[[Tensor, Tensor | None, float, float, str, Tensor | None], Tensor]
     fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
-def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tensor]:
+def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tensor, Tensor]:
     """The forward pass: the result, the log-sum-exp for keys without their mean, and the mean."""
     out, lse, mean = x.empty_result()
     call = canonical(x.dense)
@@ -175,17 +179,28 @@ def attend(x: Int8GradientArguments, steps: Steps) -> tuple[Tensor, Tensor, Tens
     call = reached(call) if x.is_causal else call
     variant = check_forward(x.variant)
     scale = default_scale(x.query, x.scale)
-    qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps, None)
+    if _multiplies_rounded(x, call, variant, scale):
+        k_mean = mean_of_keys(call.k, steps.forward, None, call.k.shape[2]) if x.smooth_k else None
+        q, k = _rounded_qk(call, k_mean, scale, steps)
+        qk, variant = QuantizedQK(q, None, k, None, q.shape[3], factor=scale * LOG2_E, marked=False), _AS_GIVEN
+    else:
+        qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps.forward, None)
     if x.seed is not None:
-        forward = forward_ref if steps is TORCH_STEPS else forward_triton
+        forward = forward_ref if steps.forward is TORCH_STEPS else forward_triton
         result, sums = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
     else:
-        values = quantized_values(call.v, variant, steps, None)
-        result, found = steps.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
+        values = quantized_values(call.v, variant, steps.forward, None)
+        result, found = steps.forward.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
         assert found is not None, "the log-sum-exp is asked for"
         sums = found
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
     return result.view(out.shape), sums.view(lse.shape), mean
+
+
+def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: AttentionVariant, scale: float) -> bool:
+    """Whether the rounded Q and K, in 16 bit as the gradient has them, are multiplied faster than their integers."""
+    mixed = x.gradient == "mixed" and x.seed is None and variant == PER_BLOCK and scale > 0
+    return mixed and hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal)
 
 
 class Int8GradientBackwardArguments(NamedTuple):
@@ -226,8 +241,8 @@ class Int8GradientBackwardArguments(NamedTuple):
             check_shape(name, argument, x, shape)
 
     def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Uninitialized, contiguous gradients of query, key and value."""
-        query, key, value = (x.new_empty(x.shape) for x in (self.query, self.key, self.value))
+        """Uninitialized gradients of query, key and value, in the order of their dimensions in memory."""
+        query, key, value = (_dense_like(x) for x in (self.query, self.key, self.value))
         return query, key, value
 
 
@@ -242,10 +257,24 @@ def gradients(x: Int8GradientBackwardArguments, steps: GradientSteps) -> tuple[T
     dq, dk, dv = _fused_gradients(x, call, steps) or steps.gradients(gradient_operands(x, call, steps))
     unreached = keys - call.k.shape[2]
     dk, dv = (F.pad(t, (0, 0, 0, unreached)) if unreached else t for t in (dk, dv))
-    dq, dk, dv = (
-        t.to(like.dtype).reshape(like.shape).contiguous() for t, like in ((dq, x.query), (dk, x.key), (dv, x.value))
-    )
+    dq, dk, dv = (_ordered_as(like, t) for t, like in ((dq, x.query), (dk, x.key), (dv, x.value)))
     return dq, dk, dv
+
+
+def _dense_like(x: Tensor) -> Tensor:
+    """Uninitialized, without gaps: ``(..., H, N, D)`` with tokens before heads in memory where ``x`` has them so."""
+    if x.ndim < 4 or x.stride(-3) >= x.stride(-2):
+        return x.new_empty(x.shape)
+    *lead, heads, tokens, channels = x.shape
+    return x.new_empty((*lead, tokens, heads, channels)).transpose(-3, -2)
+
+
+def _ordered_as(like: Tensor, x: Tensor) -> Tensor:
+    """``x`` with the shape and dtype of ``like``, as :func:`_dense_like` has it in memory."""
+    x = x.reshape(like.shape)
+    turned = like.ndim >= 4 and like.stride(-3) < like.stride(-2)
+    ready = x.dtype == like.dtype and (x.transpose(-3, -2) if turned else x).is_contiguous()
+    return x if ready else _dense_like(like).copy_(x)
 
 
 def _fused_gradients(
@@ -261,24 +290,30 @@ def _fused_gradients(
     shape = call.q.shape[:3]
     grad, out = (t.reshape(*shape, -1) for t in (x.grad_out, x.out))
     grad = last_contiguous(grad)  # of a sum it is one number, expanded
-    return backward(grad, *_rounded_qk(x, call, scale, steps), call.v, out, x.lse.reshape(shape), x.is_causal, scale)
+    place = place_of_keys(call.k) if call.k.is_cuda else None
+    rounded = _rounded_qk(call, _mean_of(x, call), scale, steps, place)
+    return backward(grad, *rounded, call.v, out, x.lse.reshape(shape), x.is_causal, scale)
+
+
+def _mean_of(x: Int8GradientBackwardArguments, call: Canonical) -> Tensor:
+    return x.k_mean.reshape(*call.k.shape[:2], 1, -1)
 
 
 def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps) -> _QuantizedQK:
     """The integers of Q and K of the forward pass, and their scales."""
-    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+    k_mean = _mean_of(x, call)
     quantize = steps.forward.quantize
     q, q_scale = quantize(call.q, None, scale * LOG2_E, PER_BLOCK, "query", None, call.q.shape[2])
     return q, q_scale, *quantize(call.k, k_mean, 1.0, PER_BLOCK, "key", None, call.k.shape[2])
 
 
 def _rounded_qk(
-    x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps
+    call: Canonical, k_mean: Tensor | None, scale: float, steps: GradientSteps, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs."""
+    """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs; K in ``place`` if given."""
     factor = scale * LOG2_E
-    k_mean = x.k_mean.reshape(*call.k.shape[:2], 1, -1)
-    return steps.rounded(call.q, None, factor, 1.0 / factor, "query"), steps.rounded(call.k, k_mean, 1.0, 1.0, "key")
+    query = steps.rounded(call.q, None, factor, 1.0 / factor, "query", None)
+    return query, steps.rounded(call.k, k_mean, 1.0, 1.0, "key", place)
 
 
 def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps) -> GradientOperands:
@@ -296,7 +331,7 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
         seed=x.seed,
     )
     if x.gradient == "mixed":
-        q_float, k_float = _rounded_qk(x, call, scale, steps)
+        q_float, k_float = _rounded_qk(call, _mean_of(x, call), scale, steps)
         return operands._replace(q_float=q_float, k_float=k_float)
     # the same groups as keys: 64 tokens, and NaN where one is NaN
     grad_int8, grad_scale = steps.forward.quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
@@ -344,7 +379,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
 
 def attend_cpu(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     """The forward pass by the reference of every step."""
-    return attend(x, TORCH_STEPS)
+    return attend(x, _TORCH)
 
 
 def gradient_operands_cpu(x: Int8GradientBackwardArguments) -> GradientOperands:
@@ -354,7 +389,7 @@ def gradient_operands_cpu(x: Int8GradientBackwardArguments) -> GradientOperands:
 
 def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
     check_device(x.query.device)
-    return attend(x, TRITON_STEPS)
+    return attend(x, _TRITON)
 
 
 INT8_GRADIENT_ATTENTION = declare(

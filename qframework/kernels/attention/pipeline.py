@@ -116,6 +116,11 @@ def _block_means(sums: Tensor, tokens: int, starts: Tensor | None) -> Tensor:
     return sums / (_token_counts(tokens, starts) - first.view(1, 1, -1, 1)).clamp(1, QUERY_BLOCK)
 
 
+def mean_of_keys(k: Tensor, steps: Steps, starts: Tensor | None, longest: int) -> Tensor:
+    """K's mean over the tokens of each sequence, ``(B, Hkv, 1, D)`` float32."""
+    return steps.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
+
+
 def quantized_qk(
     q: Tensor,
     k: Tensor,
@@ -133,7 +138,7 @@ def quantized_qk(
     k_of = (lengths.k_starts, lengths.longest_k) if lengths else (None, k.shape[2])
     k_mean = q_mean = row_bias = None
     if smooth_k:
-        k_mean = steps.block_sums(k, *k_of).sum(2, keepdim=True) / _token_counts(k_of[1], k_of[0])
+        k_mean = mean_of_keys(k, steps, *k_of)
     if variant.smooth_q:
         q_mean = _block_means(steps.block_sums(q, *q_of), q_of[1], q_of[0])
         row_bias = steps.row_bias(q_mean * (scale * LOG2_E), k, k_mean, *k_of)
@@ -154,7 +159,7 @@ def _fused(
     smooth_within = smooth_k and longest <= _FEW_KEYS
     k_mean = None
     if smooth_k and not smooth_within:
-        k_mean = TRITON_STEPS.block_sums(k, starts, longest).sum(2, keepdim=True) / _token_counts(longest, starts)
+        k_mean = mean_of_keys(k, TRITON_STEPS, starts, longest)
     k8, k_scale = quantize_tokens_triton(
         k, k_mean, 1.0, variant.granularity, "key", 8, starts, longest, smooth=smooth_within
     )

@@ -1,12 +1,13 @@
 """Queries or keys of attention rounded to their integers: quantized and multiplied by their scales again, in one pass.
 
 Formula: ``q s`` with the integers ``q`` and scales ``s`` of :mod:`~qframework.kernels.attention.quantize_qk` for
-``(x - mean) * factor``, times ``back``. A row that holds NaN or infinity is 0, since its integers only mark it.
-Layout: ``x (B, H, N, D)``, the result like it, (B, N, H, D) in memory. Reference: ``round_tokens_ref``.
+``(x - mean) * factor``, times ``back``. A row of queries that holds NaN or infinity is NaN.
+Layout: ``x (B, H, N, D)``, the result like it, (B, N, H, D) in memory, or ``out``. Reference: ``round_tokens_ref``.
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from qframework.kernels.attention.operands import check_offsets, last_contiguous, query_memory_order
@@ -28,11 +29,14 @@ from qframework.numerics import MIN_SCALE
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
 
 
-def round_tokens_ref(x: Tensor, mean: Tensor | None, factor: float, back: float, role: str) -> Tensor:
+def round_tokens_ref(
+    x: Tensor, mean: Tensor | None, factor: float, back: float, role: str, out: Tensor | None = None
+) -> Tensor:
     """The formula in plain torch, rounded once to ``x``'s dtype; ``mean (B, H, 1, D)`` is float32."""
     q, scale = quantize_tokens_ref(x, mean, factor, "per_block", role)
     rows = scale[:, :, token_groups("per_block", role).index(x.shape[2], x.device), None]
-    return (q.float() * (rows * back)).masked_fill(is_marked(q, 8)[..., None], 0.0).to(x.dtype)
+    rounded = (q.float() * (rows * back)).masked_fill(is_marked(q, 8)[..., None], torch.nan).to(x.dtype)
+    return rounded if out is None else out.copy_(rounded)
 
 
 @triton.jit
@@ -46,6 +50,7 @@ def _round_tokens_kernel(
     N,
     D: tl.constexpr,
     QUERIES: tl.constexpr,  # rows that hold NaN or infinity do not affect scales
+    TOKENS_FIRST: tl.constexpr,  # heads lie beside each other in memory: their programs follow each other
     GROUPS: tl.constexpr,  # TokenGroups
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -55,7 +60,10 @@ def _round_tokens_kernel(
     wait_for_previous_kernel(OVERLAP)
     tiles = tl.cdiv(N, TILE)
     pid = tl.program_id(0).to(tl.int64)
-    tile, head = (pid % tiles).to(tl.int32), pid // tiles
+    if TOKENS_FIRST:
+        tile, head = (pid // H % tiles).to(tl.int32), pid // (H * tiles) * H + pid % H
+    else:
+        tile, head = (pid % tiles).to(tl.int32), pid // tiles
     n, d = tile * TILE + tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     mask = (n < N)[:, None] & (d < D)[None, :]
     x_ptrs = X.data + head // H * X.batch + head % H * X.head + n[:, None] * X.token + d[None, :]
@@ -69,18 +77,20 @@ def _round_tokens_kernel(
     _, scale = group_scale(counted, 127, LEAST_SCALE, GROUPS.span, GROUPS.groups, GROUPS.modulo, GROUPS.divisor, TILE)
     q = to_integers(y, tl.math.div_rn(1.0, scale)[:, None], 127).to(tl.float32)
     if QUERIES:
-        q = tl.where((finite_rows(amax) == amax)[:, None], q, 0.0)
+        q = tl.where((finite_rows(amax) == amax)[:, None], q, float("nan"))
     out = q * (scale * back)[:, None]
     out_ptrs = OUT.data + head // H * OUT.batch + head % H * OUT.head + n[:, None] * OUT.token + d[None, :]
     tl.store(out_ptrs, out.to(OUT.data.dtype.element_ty), mask=mask)
 
 
-def round_tokens_triton(x: Tensor, mean: Tensor | None, factor: float, back: float, role: str) -> Tensor:
+def round_tokens_triton(
+    x: Tensor, mean: Tensor | None, factor: float, back: float, role: str, out: Tensor | None = None
+) -> Tensor:
     """``round_tokens_ref`` on a GPU."""
     x = last_contiguous(x)
     check_offsets("attention", x=x)
     batch, heads, tokens, channels = x.shape
-    out = query_memory_order(batch, heads, tokens, channels, x, x.dtype)
+    out = query_memory_order(batch, heads, tokens, channels, x, x.dtype) if out is None else out
     block_d = max(power_of_2(channels), 16)
     launch(_round_tokens_kernel, (cdiv(tokens, QUERY_BLOCK) * heads * batch,))(
         Heads(x, *x.stride()[:3]),
@@ -92,6 +102,7 @@ def round_tokens_triton(x: Tensor, mean: Tensor | None, factor: float, back: flo
         tokens,
         D=channels,
         QUERIES=role == "query",
+        TOKENS_FIRST=x.stride(1) < x.stride(2),
         GROUPS=token_groups("per_block", role),
         TILE=QUERY_BLOCK,
         BLOCK_D=block_d,

@@ -42,12 +42,16 @@ def test_rounded_queries_and_keys_are_their_integers_times_scales(tokens: int) -
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("role", ["query", "key"])
-@pytest.mark.parametrize(("tokens", "channels", "dtype"), [(300, 64, torch.float16), (64, 72, torch.float32)])
+@pytest.mark.parametrize(
+    ("tokens", "channels", "dtype", "heads_first"),
+    [(300, 64, torch.float16, False), (64, 72, torch.float32, False), (300, 64, torch.float16, True)],
+)
 def test_the_kernel_rounds_as_the_reference(
-    tokens: int, channels: int, dtype: torch.dtype, role: str, place: torch.device
+    tokens: int, channels: int, dtype: torch.dtype, heads_first: bool, role: str, place: torch.device
 ) -> None:
-    """Bit for bit, with a strided input, a row of NaN and one of zeros."""
+    """Bit for bit, with both orders of memory, a row of NaN and one of zeros."""
     x = torch.randn(2, tokens, 3, channels, device=place, dtype=dtype).transpose(1, 2)
+    x = x.contiguous() if heads_first else x
     x[0, 1, 7, 3], x[1, 2, :64] = torch.nan, 0.0
     mean = torch.randn(2, 3, 1, channels, device=place) if role == "key" else None
     found = round_tokens_triton(x, mean, 0.18, 1 / 0.18, role).cpu()
@@ -55,7 +59,11 @@ def test_the_kernel_rounds_as_the_reference(
     expected = round_tokens_ref(x.cpu(), None if mean is None else mean.cpu(), 0.18, 1 / 0.18, role)
     assert found.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-    assert bool(expected.isnan().any()) == (role == "key")
+    assert int(expected.isnan().sum()) == channels * (1 if role == "query" else 64)
+    there = fused_attention.place_of_keys(x)
+    again = round_tokens_triton(x, mean, 0.18, 1 / 0.18, role, there)
+    assert again.data_ptr() == there.data_ptr()
+    torch.testing.assert_close(again.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.interpreter
@@ -96,6 +104,28 @@ def test_a_fused_kernel_gets_the_rounded_operands(causal: bool, keys: int) -> No
         assert (mine.double() - theirs.double()).norm() <= 2.0**-9 * theirs.double().norm()
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_forward_pass_at_rounded_operands(causal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where Hopper's kernel in 16 bit is the faster one: the result is that of the integers up to their rounding."""
+    call = Call(150, 150, key_heads=1, causal=causal, dtype=torch.float16)
+    integers = attend_cpu(call.arguments("mixed"))
+    monkeypatch.setattr(int8_gradient.hopper_dense, "fits", lambda q, k, v, dtype, causal: dtype == torch.float16)
+    found = attend_cpu(call.arguments("mixed"))
+    for mine, theirs in zip(found, integers, strict=True):
+        assert mine.shape == theirs.shape
+        assert (mine.double() - theirs.double()).norm() <= 2.0**-9 * theirs.double().norm()
+    assert not torch.equal(found[1], integers[1])
+    operands = gradient_operands_cpu(call.backward("mixed", *found))
+    assert operands.q_float is not None
+    assert operands.k_float is not None
+    scores = operands.q_float.double() @ operands.k_float.double().mT * operands.scale
+    if causal:
+        scores = scores.masked_fill(torch.ones(150, 150).triu(1) > 0, -torch.inf)
+    torch.testing.assert_close(found[1].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
+    other = call.arguments("int8")
+    assert torch.equal(attend_cpu(other)[1], integers[1])
+
+
 def test_a_fused_kernel_gets_contiguous_channels_of_the_gradient() -> None:
     """The gradient of a sum is one number, expanded."""
     call = Call(40, 40)
@@ -129,6 +159,9 @@ def test_every_call_of_cudnn_with_the_same_strides_has_the_same_layout(
         fused_attention._by_cudnn(grad, query, key, value, out, lse, True, 0.25)
         for given, wanted in zip(asked[-1], plain, strict=True):
             assert torch.equal(given, wanted)
+    placed = fused_attention.place_of_keys(plain[1]).copy_(plain[1])
+    fused_attention._by_cudnn(plain[0], plain[1], placed, plain[3], plain[4], lse, True, 0.25)
+    assert asked[-1][2] is placed
     tokens_first = (20 * 48, 16, 48, 1)
     for grad, query, key, _, out in asked:
         assert all(x.stride()[batch == 1 :] == tokens_first[batch == 1 :] for x in (grad, query, out))

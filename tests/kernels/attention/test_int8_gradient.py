@@ -290,14 +290,23 @@ def test_int8_gradient_opcheck(gradient: str) -> None:
     torch.library.opcheck(backward, (*grads, *inputs, *results, True, None, gradient))
 
 
-def test_results_of_meta_tensors_have_true_strides() -> None:
+@pytest.mark.parametrize("order", ["heads first", "tokens first", "slices"])
+def test_results_of_meta_tensors_have_true_strides(order: str) -> None:
     call = Call(20, 30, 32, 40)
+    inputs = list(call.inputs)
+    if order != "heads first":
+        inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs]
+    if order == "slices":  # of a fused projection
+        inputs = [torch.cat([x.transpose(1, 2)] * 3, 2)[:, :, : x.shape[1]].transpose(1, 2) for x in inputs]
+    call.query, call.key, call.value = inputs
     for operator, arguments in (
         (INT8_GRADIENT_ATTENTION, call.arguments("int8")),
         (INT8_GRADIENT_ATTENTION_BACKWARD, call.backward("int8", *attend_cpu(call.arguments("int8")))),
     ):
         for real, fake in zip(operator.cpu(*arguments), arguments.empty_result(), strict=True):
             assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+    first = INT8_GRADIENT_ATTENTION_BACKWARD.cpu(*arguments)[0]
+    assert (first if order == "heads first" else first.transpose(1, 2)).is_contiguous()
 
 
 @pytest.mark.parametrize(
