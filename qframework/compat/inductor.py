@@ -80,7 +80,8 @@ def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
     with explained():
         from torch._inductor import aoti_compile_and_package
 
-    aoti_compile_and_package(program, package_path=path, inductor_configs=config)
+    with V.set_choices_handler(Choices()):
+        aoti_compile_and_package(program, package_path=path, inductor_configs=config)
 
 
 def load_compiled_package(path: str) -> Any:
