@@ -60,3 +60,13 @@ def test_graphs_are_compiled_with_these_choices_and_others_are_not(monkeypatch):
     torch.compile(torch.nn.Linear(8, 8), backend="qframework", options={"linear": "int8_dynamic"})(torch.randn(2, 8))
     assert set(seen) == {Choices}
     assert type(V.choices) is InductorChoices
+
+
+def test_packages_are_compiled_with_these_choices(monkeypatch):
+    seen = []
+    monkeypatch.setattr(
+        torch._inductor, "aoti_compile_and_package", lambda *arguments, **named: seen.append(type(V.choices))
+    )
+    inductor.compile_package(None, "model.pt2", {})
+    assert seen == [Choices]
+    assert type(V.choices) is InductorChoices
