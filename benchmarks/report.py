@@ -1,8 +1,8 @@
 """Generates ``docs/performance.md``, ``docs/performance-history.md`` and plots from ``benchmarks/results/``.
 
 The first has the plots, the cases where a peer is faster and the targets, the second all tables.
-``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/families.md`` and ``docs/training-results.md``
-from folders in there. ``--check`` exits with 1 if a page or plot is stale.
+``python -m benchmarks.report`` also writes ``docs/accuracy.md``, ``docs/families.md``, ``docs/papers.md`` and
+``docs/training-results.md`` from folders in there. ``--check`` exits with 1 if a page or plot is stale.
 Equal results give identical pages. Every table comes with machine, versions, commit and date.
 """
 
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import report_accuracy, report_families, report_pretrained, report_training
+from benchmarks import report_accuracy, report_families, report_papers, report_pretrained, report_training
 from benchmarks.harness import BROKEN, Record, Results
 from benchmarks.labels import label
 from benchmarks.machine import REPOSITORY
@@ -303,16 +303,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         training = arguments.results / report_training.FOLDER
         trained = report_training.load(training, load_runs(training))
         families = load_runs(arguments.results / report_families.FOLDER)
+        papers = report_papers.load(arguments.results / report_papers.FOLDER)
     except QFrameworkError as error:
         print(error, file=sys.stderr)
         return 2
     folder = arguments.page.parent
+    granularity = report_papers.load_granularity(arguments.results / "other")
     pages = [
         performance_page(runs, arguments.page),
         Page(folder / HISTORY, render_history(runs)),
         Page(folder / report_accuracy.NAME, accuracy_text, report_pretrained.plots(pretrained), "accuracy-*.svg"),
         report_training.training_page(trained, folder / report_training.NAME),
         report_families.families_page(families, folder / report_families.NAME),
+        Page(folder / report_papers.NAME, report_papers.render(papers, granularity)),
     ]
     if not arguments.check:
         for page in pages:
