@@ -1,11 +1,13 @@
 """The accuracy of INT8 training against BF16 over several seeds: a ViT on digits and a GPT on bytes of Python.
 
     python -m benchmarks.training_parity --device cuda --jobs 6 --compile --limit 480
+    python -m benchmarks.training_parity --device cuda --jobs 8 --graphs --tasks digits_timm,digits_long,gpt,gpt_long
 
 Every finished run (task, configuration, seed) is a file under ``--output``. The same command skips finished runs and
-resumes the others from their last checkpoints, made every 100 steps. After ``--limit`` seconds, running workers are
-killed. One process trains all seeds of a configuration and compiles once. ``--report`` only compares existing runs,
-with a table and a plot for each task, and exit status 1 if a configuration misses its bound.
+resumes the others from their last checkpoints. After ``--limit`` seconds, running workers are killed. One process
+trains all seeds of a configuration and compiles once; with ``--graphs`` every step is a CUDA graph, and those of the
+seeds overlap. The long tasks have one seed and resume once, from a checkpoint. ``--report`` only compares existing
+runs, with a table and a plot for each task, and exit status 1 if a configuration misses its bound.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +33,7 @@ from benchmarks.machine import REPOSITORY, describe_machine
 from benchmarks.parity_plot import draw_differences
 from benchmarks.tables import table as markdown
 from demos.training_files import Curves
-from demos.training_loop import Place, RunConfig, TrainingTask, train
+from demos.training_loop import Outcome, Place, RunConfig, TrainingTask, train_together
 from demos.training_tasks import DigitsTask, TextTask
 from qframework.devices import device_name
 from qframework.errors import QFrameworkError
@@ -69,13 +71,19 @@ DEFAULT = (
     per_block((32, 128)),
 )
 PROMISED_SEEDS = 3
+LONG = (BASELINE, per_block((1, 128)))
+LONGER = 20  # times as many steps
 NO_LIMIT = 1e6  # seconds
-KEPT_EVERY = 10  # steps per mean in a tracked file
+KEPT_EVERY = 10  # steps per mean in a tracked file, more in a long run:
+KEPT_MEANS = 150
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A task, its training settings, and its metric."""
+    """A task, its training settings, and its metric.
+
+    A ``long`` subject has one seed and two configurations, and resumes from its checkpoint after half of its steps.
+    """
 
     task: TrainingTask
     config: RunConfig
@@ -84,6 +92,17 @@ class Subject:
     evaluate_every: int
     bound: float  # of INT8 per block behind BF16: points if more is better, else a share
     more_is_better: bool
+    long: bool = False
+
+    @property
+    def seeds(self) -> int:
+        """How many a verdict needs."""
+        return 1 if self.long else PROMISED_SEEDS
+
+    @property
+    def configurations(self) -> tuple[str, ...]:
+        """Those to compare, besides what else was run."""
+        return LONG if self.long else DEFAULT
 
     def behind(self, value: float, baseline: float) -> float:
         """How far ``value`` is behind ``baseline``, in the unit of ``bound``; negative if it is better."""
@@ -99,21 +118,30 @@ class Subject:
         return "points" if self.more_is_better else "percent"
 
 
+_DIGITS = Subject(DigitsTask(), RunConfig(1500, 32, 7e-4, warmup=0.07), "top1", "top-1 in percent", 100, 0.3, True)
+_GPT = Subject(TextTask(), RunConfig(1500, 64, 1e-3), "loss", "loss in nats a byte", 100, 0.01, False)
+_TIMM_TASK = DigitsTask(digits_vit.TrainingConfig(position_std=0.02))
+
+
+def _longer(subject: Subject, task: TrainingTask, batch_size: int) -> Subject:
+    config = replace(subject.config, steps=LONGER * subject.config.steps, batch_size=batch_size)
+    return replace(subject, task=task, config=config, evaluate_every=LONGER * subject.evaluate_every, long=True)
+
+
 SUBJECTS = {
-    "digits": Subject(DigitsTask(), RunConfig(1500, 32, 7e-4, warmup=0.07), "top1", "top-1 in percent", 100, 0.3, True),
-    "gpt": Subject(TextTask(), RunConfig(1500, 64, 1e-3), "loss", "loss in nats a byte", 100, 0.01, False),
+    "digits": _DIGITS,
+    "digits_timm": replace(_DIGITS, task=_TIMM_TASK),  # position embeddings as timm draws them
+    "gpt": _GPT,
+    "digits_long": _longer(_DIGITS, _TIMM_TASK, 32),
+    "gpt_long": _longer(_GPT, TextTask(depth=4), 16),
 }
+_SMOKE_DIGITS = DigitsTask(digits_vit.TrainingConfig(embed_dim=32, depth=1, num_heads=2))
+_SMOKE_TEXT = TextTask(width=32, depth=1, heads=2, context=16, windows=4, limit=300_000)
 SMOKE = {
-    "digits": replace(
-        SUBJECTS["digits"],
-        task=DigitsTask(digits_vit.TrainingConfig(embed_dim=32, depth=1, num_heads=2)),
-        config=RunConfig(2, 4, 1e-3),
-    ),
-    "gpt": replace(
-        SUBJECTS["gpt"],
-        task=TextTask(width=32, depth=1, heads=2, context=16, windows=4, limit=300_000),
-        config=RunConfig(2, 4, 1e-3),
-    ),
+    name: replace(
+        subject, task=_SMOKE_TEXT if subject.metric == "loss" else _SMOKE_DIGITS, config=RunConfig(2, 4, 1e-3)
+    )
+    for name, subject in SUBJECTS.items()
 }
 
 
@@ -135,43 +163,62 @@ class Case:
 # One run
 
 
-def run(case: Case, options: argparse.Namespace) -> None:
-    """Train and write the file, unless it exists."""
-    subject = (SMOKE if options.smoke else SUBJECTS)[case.task]
-    config = replace(subject.config, seed=case.seed, **CONFIGURATIONS[case.configuration])
-    path = case.path(options.output)
-    if path.exists():
+def run(cases: Sequence[Case], options: argparse.Namespace) -> None:
+    """Train runs of one task together and write their files, except those that exist."""
+    cases = [case for case in cases if not case.path(options.output).exists()]
+    if not cases:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats its results only with this
-    place = Place(
+    subject = (SMOKE if options.smoke else SUBJECTS)[cases[0].task]
+    runs = [(_config(case, subject), _place(case, subject, options)) for case in cases]
+    stops = [subject.config.steps // 2] if subject.long else []
+    for stop in stops:
+        train_together(subject.task, [(config, replace(place, stop_after=stop)) for config, place in runs])
+    outcomes = train_together(subject.task, runs)
+    for case, (config, place), outcome in zip(cases, runs, outcomes, strict=True):
+        document = _document(case, subject, config, place, outcome) | {"smoke": options.smoke, "resumed_at": stops}
+        write_text(case.path(options.output), json.dumps(document, indent=1) + "\n")
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
+        print(f"{case}: {figures}, {outcome.examples_per_second:.0f} examples/s", flush=True)
+
+
+def _config(case: Case, subject: Subject) -> RunConfig:
+    return replace(subject.config, seed=case.seed, **CONFIGURATIONS[case.configuration])
+
+
+def _place(case: Case, subject: Subject, options: argparse.Namespace) -> Place:
+    return Place(
         device=torch.device(options.device),
         folder=options.build / case.task / f"{case.configuration}-{case.seed}",
         evaluate_every=subject.evaluate_every,
-        checkpoint_every=subject.evaluate_every,
+        checkpoint_every=0 if options.graphs else subject.evaluate_every,  # takes as long as many steps in graphs
         compiled=options.compile,
+        graphs=options.graphs,
         show_progress=options.jobs == 1,
     )
-    outcome = train(subject.task, config, place)
-    document = {
+
+
+def _document(case: Case, subject: Subject, config: RunConfig, place: Place, outcome: Outcome) -> dict[str, Any]:
+    """The tracked file."""
+    losses = outcome.curves.losses
+    every = max(KEPT_EVERY, len(losses) // KEPT_MEANS)
+    return {
         "task": case.task,
         "configuration": case.configuration,
         "seed": case.seed,
-        "smoke": options.smoke,
         "settings": {**subject.task.settings, "steps": config.steps, "batch_size": config.batch_size},
         "machine": describe_machine(place.device.type),
-        "compiled": options.compile,
+        "compiled": place.compiled,
+        "graphs": place.graphs,
         "examples_per_second": round(outcome.examples_per_second, 1),
         "validation": [[step, row] for step, row in sorted(outcome.curves.validation.items())],
-        "losses_every": KEPT_EVERY,
-        "losses": _thinned(outcome.curves.losses),
+        "losses_every": every,
+        "losses": _thinned(losses, every),
     }
-    write_text(path, json.dumps(document, indent=1) + "\n")
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in outcome.curves.last.items())
-    print(f"{case}: {figures}, {outcome.examples_per_second:.0f} examples/s", flush=True)
 
 
-def _thinned(losses: Sequence[float]) -> list[float]:
-    parts = (losses[start : start + KEPT_EVERY] for start in range(0, len(losses), KEPT_EVERY))
+def _thinned(losses: Sequence[float], every: int) -> list[float]:
+    parts = (losses[start : start + every] for start in range(0, len(losses), every))
     return [float(f"{statistics.fmean(part):.5g}") for part in parts]
 
 
@@ -179,8 +226,8 @@ def run_all(groups: Sequence[Sequence[Case]], options: argparse.Namespace) -> in
     """Run every group in its own process, ``--jobs`` at a time; returns the number of failed runs."""
     if options.jobs == 1 and options.limit is None:
         for group in groups:
-            for case in group:
-                run(case, options)
+            for cases in _together(group, options):
+                run(cases, options)
             torch._dynamo.reset()  # frees the compiled code of this configuration
         return 0
     deadline = time.monotonic() + (NO_LIMIT if options.limit is None else options.limit)
@@ -188,17 +235,22 @@ def run_all(groups: Sequence[Sequence[Case]], options: argparse.Namespace) -> in
         return sum(pool.map(lambda group: _run_apart(group, options, deadline), groups))
 
 
+def _together(group: Sequence[Case], options: argparse.Namespace) -> list[list[Case]]:
+    """The missing runs of a group, as they are trained: those in graphs all at once."""
+    missing = [case for case in group if not case.path(options.output).exists()]
+    return [missing] if options.graphs and missing else [[case] for case in missing]
+
+
 def _run_apart(group: Sequence[Case], options: argparse.Namespace, deadline: float) -> int:
     """Make one run after the other until the deadline; returns the number of failed runs."""
-    missing = [case for case in group if not case.path(options.output).exists()]
     worker, failed = None, 0
-    for case in missing:
+    for cases in _together(group, options):
         worker = worker or Worker(_runner, options, environment=_share(options.jobs))
-        for _ in worker.request(case, max(deadline - time.monotonic(), 0)):
+        for _ in worker.request(cases, max(deadline - time.monotonic(), 0)):
             pass
         if worker.status is not None:
-            print(f"{case} {': '.join(worker.status)}", flush=True)
-            failed += worker.status[0] == "failed"
+            print(f"{cases[0]} {': '.join(worker.status)}", flush=True)
+            failed += len(cases) if worker.status[0] == "failed" else 0
             worker.close()
             worker = None
         if time.monotonic() >= deadline:
@@ -209,13 +261,13 @@ def _run_apart(group: Sequence[Case], options: argparse.Namespace, deadline: flo
 
 
 def _runner(options: argparse.Namespace) -> Callable[[Any], Iterator[Any]]:
-    """The function of a worker that trains a case and writes its file."""
+    """The function of a worker that trains cases and writes their files."""
 
-    def train_one(case: Case) -> Iterator[Any]:
-        run(case, options)
+    def train_some(cases: Sequence[Case]) -> Iterator[Any]:
+        run(cases, options)
         yield from ()
 
-    return train_one
+    return train_some
 
 
 def _share(jobs: int) -> dict[str, str]:
@@ -244,7 +296,11 @@ def final(document: dict[str, Any], metric: str) -> float:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A configuration compared with BF16 on equal seeds; ``behind`` in points or percent, None without a pair."""
+    """A configuration compared with BF16 on equal seeds; ``behind`` in points or percent, None without a pair.
+
+    ``deviation``: sample standard deviation of the seeds' figures, ``behind_deviation`` of their differences from BF16;
+    None for a single seed. ``wanted`` seeds make a verdict.
+    """
 
     configuration: str
     seeds: int
@@ -252,6 +308,9 @@ class Comparison:
     pairs: int
     behind: float | None
     bound: float | None
+    deviation: float | None = None
+    behind_deviation: float | None = None
+    wanted: int = PROMISED_SEEDS
 
     @property
     def keeps(self) -> bool:
@@ -267,7 +326,19 @@ class Comparison:
             return "not measured"
         if not self.keeps:
             return f"short of {self.bound:g} by {100 * (self.behind / self.bound - 1):.2g} percent"
-        return "PASS" if self.pairs >= PROMISED_SEEDS else f"open: {self.pairs} of {PROMISED_SEEDS} seeds"
+        return "PASS" if self.pairs >= self.wanted else f"open: {self.pairs} of {self.wanted} seeds"
+
+    @property
+    def shown_mean(self) -> str:
+        """The mean and the deviation of the figures."""
+        return f"{self.mean:.4g}" + ("" if self.deviation is None else f" ± {self.deviation:.2g}")
+
+    @property
+    def shown_behind(self) -> str:
+        """The mean and the deviation of the differences; empty without a pair."""
+        if self.behind is None:
+            return ""
+        return f"{self.behind:+.2f}" + ("" if self.behind_deviation is None else f" ± {self.behind_deviation:.2f}")
 
 
 def compare(task: str, runs: dict[str, list[dict[str, Any]]]) -> list[Comparison]:
@@ -277,11 +348,19 @@ def compare(task: str, runs: dict[str, list[dict[str, Any]]]) -> list[Comparison
     found = []
     for name, rows in runs.items():
         values = {row["seed"]: final(row, subject.metric) for row in rows}
-        behind = [subject.behind(value, baseline[seed]) for seed, value in values.items() if seed in baseline]
-        mean = subject.scale * statistics.fmean(behind) if behind else None
+        behind = [
+            subject.scale * subject.behind(value, baseline[seed]) for seed, value in values.items() if seed in baseline
+        ]
+        mean = statistics.fmean(behind) if behind else None
         bound = subject.scale * subject.bound if name.startswith("per_block") else None
-        found.append(Comparison(name, len(rows), statistics.fmean(values.values()), len(behind), mean, bound))
+        figures = (name, len(rows), statistics.fmean(values.values()), len(behind), mean, bound)
+        found.append(Comparison(*figures, _deviation(values.values()), _deviation(behind), subject.seeds))
     return found
+
+
+def _deviation(values: Iterable[float]) -> float | None:
+    values = list(values)
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def table(task: str, runs: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
@@ -290,9 +369,9 @@ def table(task: str, runs: dict[str, list[dict[str, Any]]]) -> tuple[str, bool]:
     header = [f"{task}, {subject.unit}", "seeds", "mean", f"behind BF16, {subject.units_behind}", "must be at most", ""]
     lines = []
     for each in found:
-        shown = "" if each.configuration == BASELINE or each.behind is None else f"{each.behind:+.2f}"
+        shown = "" if each.configuration == BASELINE else each.shown_behind
         bound = "" if each.bound is None else f"{each.bound:g}"
-        lines.append([each.configuration, str(each.seeds), f"{each.mean:.4g}", shown, bound, each.verdict])
+        lines.append([each.configuration, str(each.seeds), each.shown_mean, shown, bound, each.verdict])
     return markdown(header, lines), all(each.keeps for each in found)
 
 
@@ -329,11 +408,16 @@ def _curves(document: dict[str, Any]) -> Curves:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argument_parser("training_parity", __doc__, "none")
-    parser.add_argument("--tasks", type=comma_separated(SUBJECTS), default=list(SUBJECTS))
+    parser.add_argument(
+        "--tasks",
+        type=comma_separated(SUBJECTS),
+        default=[name for name, subject in SUBJECTS.items() if not subject.long],
+    )
     parser.add_argument("--configurations", type=comma_separated(CONFIGURATIONS), default=list(DEFAULT))
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")], default=[0, 1, 2])
     parser.add_argument("--device", type=device_name, default="cpu", help="cpu or cuda")
     parser.add_argument("--compile", action="store_true", help="torch.compile the models")
+    parser.add_argument("--graphs", action="store_true", help="replay each step as a CUDA graph")
     parser.add_argument(
         "--jobs", type=int, default=1, help="configurations to train in parallel on one device (default: 1)"
     )
@@ -360,9 +444,10 @@ def _measure(options: argparse.Namespace) -> int:
     failed = 0
     if not options.report:
         groups = [
-            [Case(task, name, seed) for seed in options.seeds]
+            [Case(task, name, seed) for seed in options.seeds[: 1 if SUBJECTS[task].long else None]]
             for task in options.tasks
             for name in options.configurations
+            if name in SUBJECTS[task].configurations or not SUBJECTS[task].long
         ]
         failed = run_all(groups, options)
     kept = report(options.output, options.tasks)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from demos.training_files import CHECKPOINT, Checkpoint, Curves, load_checkpoint, save_checkpoint
+from demos.training_graph import StepGraph
 from qframework.errors import QFrameworkError, UnsupportedError
 from qframework.evaluation.distributed import Processes
 from qframework.evaluation.progress import progress_bar
@@ -119,6 +120,7 @@ class Place:
         checkpoint_every: steps between checkpoints; 0 writes one only at the end.
         stop_after: stop early after this many steps; None trains to the end.
         compiled: compile the model with ``torch.compile``.
+        graphs: replay each step, optimizer included, as one CUDA graph; on a GPU, in one process.
         check_finite: report NaN and infinity with the layer's name; INT8 only.
         restart: discard an existing checkpoint.
         show_progress: draw a progress bar.
@@ -131,6 +133,7 @@ class Place:
     checkpoint_every: int = 0
     stop_after: int | None = None
     compiled: bool = False
+    graphs: bool = False
     check_finite: bool = False
     restart: bool = False
     show_progress: bool = False
@@ -156,15 +159,39 @@ def train(task: TrainingTask, config: RunConfig, place: Place | None = None) -> 
     Raises:
         QFrameworkError: the batch cannot be split evenly, or the checkpoint belongs to another run.
     """
-    place = place or Place()
-    share = config.batch_size // (place.processes.size * config.accumulate)
-    if share * place.processes.size * config.accumulate != config.batch_size:
+    return train_together(task, [(config, place or Place())])[0]
+
+
+def train_together(task: TrainingTask, runs: Sequence[tuple[RunConfig, Place]]) -> list[Outcome]:
+    """``train`` for several runs that take turns after each step; with ``graphs`` their steps overlap on the GPU.
+
+    Raises:
+        QFrameworkError: see ``train``.
+        UnsupportedError: ``graphs`` without a GPU or in several processes.
+    """
+    for config, place in runs:
+        _check(config, place)
+    devices = [place.device for _, place in runs if place.device.type == "cuda"]
+    with torch.random.fork_rng(devices=list(dict.fromkeys(devices))), _deterministic():
+        begun = [_Run(task, config, place) for config, place in runs]
+        waiting = [(run, run.steps()) for run in begun]
+        while waiting:
+            waiting = [(run, steps) for run, steps in waiting if run.advance(steps)]
+        return [run.outcome() for run in begun]
+
+
+def _check(config: RunConfig, place: Place) -> None:
+    shares = place.processes.size * config.accumulate
+    if config.batch_size % shares:
         raise QFrameworkError(
             f"train: batch_size must be a multiple of {place.processes.size} processes times {config.accumulate} "
             f"micro-batches, got {config.batch_size}"
         )
-    with torch.random.fork_rng(devices=[place.device] if place.device.type == "cuda" else []), _deterministic():
-        return _Run(task, config, place).finish()
+    if place.graphs and (place.device.type != "cuda" or place.processes.size > 1):
+        raise UnsupportedError(
+            f"train: graphs must be False without a GPU and in several processes, got device {place.device} and "
+            f"{place.processes.size} processes"
+        )
 
 
 class _Run:
@@ -173,15 +200,28 @@ class _Run:
     def __init__(self, task: TrainingTask, config: RunConfig, place: Place) -> None:
         self.task, self.config, self.place = task, config, place
         self.settings = {"task": dict(task.settings), **config.settings}
-        self.model = prepared_model(task, config, place)
-        self.optimizer = adamw(self.model, config)
+        self.stream = torch.cuda.Stream(place.device) if place.graphs else None
         self.curves = Curves()
         self.pending: list[Tensor] = []  # losses of this process that have not been read
-        self.step = self._restore()
-        self.module = _wrapped(self.model, place)
+        self.rate = 0.0  # examples per second
+        with self._on_stream():
+            self.model = prepared_model(task, config, place)
+            self.optimizer = adamw(self.model, config, in_graph=place.graphs)
+            self.step = self._restore()
+            self.module = _wrapped(self.model, place)
+        self.update = StepGraph(self._update) if place.graphs else self._update
 
-    def finish(self) -> Outcome:
-        """Make all remaining steps."""
+    def advance(self, steps: Iterator[None]) -> bool:
+        """Make one of ``steps``; returns whether there was one left."""
+        with self._on_stream():
+            return next(steps, self) is not self
+
+    def outcome(self) -> Outcome:
+        """What has been reached."""
+        return Outcome(self.model, self.curves, self.rate, self.step == self.config.steps)
+
+    def steps(self) -> Iterator[None]:
+        """Make all remaining steps, one at a time."""
         config, place = self.config, self.place
         first, last = self.step, min(config.steps, place.stop_after or config.steps)
         warm = first + _FLUSH_EVERY
@@ -203,8 +243,12 @@ class _Run:
                 if self._due(place.checkpoint_every) or self.step == last:
                     self._save()
                 advance()
-        rate = (last - timed_from) * config.batch_size / seconds if seconds else 0.0
-        return Outcome(self.model, self.curves, rate, self.step == config.steps)
+                yield
+        self.rate = (last - timed_from) * config.batch_size / seconds if seconds else 0.0
+
+    def _on_stream(self) -> AbstractContextManager[Any]:
+        """The stream of this run, whose graph overlaps with those of others."""
+        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def _due(self, every: int) -> bool:
         """Whether something that happens ``every`` N steps and at the end is due; 0 means only at the end."""
@@ -212,17 +256,21 @@ class _Run:
 
     def _make_step(self) -> None:
         config, processes = self.config, self.place.processes
-        for group in self.optimizer.param_groups:
-            group["lr"] = config.learning_rate * warmup_cosine(self.step, config.steps, config.warmup)
+        set_learning_rate(self.optimizer, config.learning_rate * warmup_cosine(self.step, config.steps, config.warmup))
         torch.manual_seed(mixed_seed(config.seed, self.step))
         batch = self.task.batch(config.seed, self.step, config.batch_size)
         torch.manual_seed(mixed_seed(config.seed, self.step, processes.rank + 1))
         self.module.train()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.pending.append(self._accumulate(*batch))
-        nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
-        self.optimizer.step()
+        self.pending.append(self.update(*batch))
         self.step += 1
+
+    def _update(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Forward, backward and optimizer; returns the loss of this process."""
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self._accumulate(inputs, targets)
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        return loss
 
     def _accumulate(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Compute the gradients of this process's part of the batch; returns its mean loss, a scalar on the device."""
@@ -304,14 +352,27 @@ def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any
     return torch.autocast(device.type, torch.bfloat16, enabled=precision != "fp32")
 
 
-def adamw(model: nn.Module, config: RunConfig) -> torch.optim.Optimizer:
-    """AdamW without weight decay for biases and norms."""
+def adamw(model: nn.Module, config: RunConfig, in_graph: bool = False) -> torch.optim.Optimizer:
+    """AdamW without weight decay for biases and norms; ``in_graph``: a CUDA graph may hold its steps."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
         {"params": [parameter for parameter in parameters if parameter.dim() <= 1], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, config.learning_rate, betas=config.betas, weight_decay=config.weight_decay)
+    decay: dict[str, Any] = {"betas": config.betas, "weight_decay": config.weight_decay}
+    if not in_graph:
+        return torch.optim.AdamW(groups, config.learning_rate, **decay)
+    rate = torch.tensor(config.learning_rate, device=parameters[0].device)  # a graph would keep the value of a float
+    return torch.optim.AdamW(groups, rate, fused=True, capturable=True, **decay)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set it for all parameters; a tensor is filled, since a CUDA graph reads its memory."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def _wrapped(model: nn.Module, place: Place) -> nn.Module:

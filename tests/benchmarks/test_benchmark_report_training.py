@@ -171,19 +171,20 @@ def test_without_results_nothing_is_measured(tmp_path: Path) -> None:
     text = page(tmp_path)
     promised = [row for row in text.partition("## Block sizes")[0].splitlines() if row.startswith("| ")]
     rows = [row for row in promised if "---" not in row and not row.startswith("| what")]
-    assert len(rows) == len(TRAINING_TARGETS) + 2 * len(BLOCK_SIZES) + 1
+    long = [task for task, subject in SUBJECTS.items() if subject.long]
+    assert len(rows) == len(TRAINING_TARGETS) + (len(SUBJECTS) - len(long)) * len(BLOCK_SIZES) + len(long) + 1
     assert all("not measured" in row for row in rows)
     for size in ("128", "1x128"):
-        assert line(text, f"{size} |").count("not measured") == 7
+        assert line(text, f"{size} |").count("not measured") == 8
 
 
 @pytest.mark.parametrize(
     ("task", "bf16", "value", "verdict"),
     [
-        ("digits", 98.0, 97.8, "| 0.3 points | +0.20 | 3 | PASS |"),
-        ("digits", 98.0, 97.64, "| 0.3 points | +0.36 | 3 | short of 0.3 by 20 percent |"),
-        ("gpt", 1.0, 1.009, "| 1 percent | +0.90 | 3 | PASS |"),
-        ("gpt", 1.0, 1.015, "| 1 percent | +1.50 | 3 | short of 1 by 50 percent |"),
+        ("digits", 98.0, 97.8, "| 0.3 points | +0.20 ± 0.00 | 3 | PASS |"),
+        ("digits", 98.0, 97.64, "| 0.3 points | +0.36 ± 0.00 | 3 | short of 0.3 by 20 percent |"),
+        ("gpt", 1.0, 1.009, "| 1 percent | +0.90 ± 0.00 | 3 | PASS |"),
+        ("gpt", 1.0, 1.015, "| 1 percent | +1.50 ± 0.00 | 3 | short of 1 by 50 percent |"),
     ],
 )
 def test_accuracy(tmp_path: Path, task: str, bf16: float, value: float, verdict: str) -> None:
@@ -239,11 +240,11 @@ def test_block_sizes_have_rows_of_their_own(tmp_path: Path) -> None:
     text = page(tmp_path)
     small, large, rows = line(text, "32 |"), line(text, "128 |"), line(text, "1x128 |")
     assert line(text, "64 |").startswith("| 64 | wrong | ")
-    assert rows.endswith(" | not measured | +0.10 | not measured |")
+    assert rows.endswith(" | not measured | +0.10 | not measured | not measured |")
     assert small.startswith("| 32 | 0.75 | ")
-    assert small.endswith(" | not measured | +0.00 | not measured |")
+    assert small.endswith(" | not measured | +0.00 | not measured | not measured |")
     assert large.startswith("| 128 | 1.50 | ")
-    assert large.endswith(" | 1.6e-02 | +0.50 | not measured |")
+    assert large.endswith(" | 1.6e-02 | +0.50 | not measured | not measured |")
     best = line(text, "GPT block, forward and backward, hidden 4096 | BF16 compiled | ")
     assert "| 1.500 | aim reached | INT8 blocks of 128, compiled | BF16, compiled | training_block, `abc123` |" in best
 

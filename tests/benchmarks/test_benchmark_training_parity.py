@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import training_parity
 from benchmarks.training_parity import Case
+from demos import training_loop
 from demos.training_loop import RunConfig
 from qframework.errors import QFrameworkError
 from qframework.kernels.blocks.format import BLOCK_SIZES
@@ -82,7 +84,7 @@ def test_bounds_are_judged_on_equal_seeds() -> None:
         "digits", runs("top1", bf16=[98.0, 97.0], per_block_32=[97.8, 96.8], per_tensor=[50.0])
     )
     assert kept
-    assert "| per_block_32 | 2 | 97.3 | +0.20 | 0.3 | open: 2 of 3 seeds |" in table
+    assert "| per_block_32 | 2 | 97.3 ± 0.71 | +0.20 ± 0.00 | 0.3 | open: 2 of 3 seeds |" in table
     assert "| per_tensor | 1 | 50 | +48.00 |  |  |" in table
     assert not training_parity.table("digits", runs("top1", bf16=[98.0], per_block_128=[97.6]))[1]
     table, kept = training_parity.table("gpt", runs("loss", bf16=[1.0, 2.0], per_block_32=[1.005, 2.01]))
@@ -107,3 +109,31 @@ def test_the_exit_status_says_that_a_bound_is_missed(tmp_path: Path) -> None:
         fields = {"settings": {}, "seed": 0, "configuration": name, "losses": [2.0, 1.0], "losses_every": 10}
         path.write_text(json.dumps({**fields, "validation": [[20, {"loss": 1.0, "top1": top1}]]}))
     assert training_parity.main(["--report", "--tasks", "digits", "--output", str(tmp_path)]) == 1
+
+
+def test_deviations_are_those_of_the_seeds_and_of_their_differences() -> None:
+    """Sample deviations: of 98, 97 and 96 it is 1, of 1, 0 and 2 points behind BF16 as well."""
+    found = training_parity.compare("digits", runs("top1", bf16=[99.0, 97.0, 98.0], per_block_32=[98.0, 97.0, 96.0]))
+    assert [(each.deviation, each.behind_deviation) for each in found] == [(1.0, 0.0), (1.0, 1.0)]
+    assert found[1].shown_behind == "+1.00 ± 1.00"
+    assert training_parity.compare("gpt_long", runs("loss", bf16=[1.0], per_block_1x128=[1.001]))[1].verdict == "PASS"
+
+
+def test_a_long_task_has_one_seed_and_resumes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the checkpoint at half of its steps; a smoke run has two."""
+    started, load = [], training_loop.load_checkpoint
+
+    def counted(*arguments: Any) -> Any:
+        checkpoint = load(*arguments)
+        started.append(checkpoint.step)
+        return checkpoint
+
+    monkeypatch.setattr(training_loop, "load_checkpoint", counted)
+    places = ["--output", str(tmp_path / "results"), "--build", str(tmp_path / "build")]
+    assert training_parity.main(["--smoke", "--tasks", "digits_long", "--seeds", "3,4", *places]) == 0
+    paths = sorted((tmp_path / "results" / "digits_long").glob("*.json"))
+    assert [path.name for path in paths] == ["bf16-3.json", "per_block_1x128-3.json"]
+    assert [json.loads(path.read_text())["resumed_at"] for path in paths] == [[1], [1]]
+    assert started == [1, 1]
+    for name in ("digits_long", "gpt_long"):
+        assert training_parity.SUBJECTS[name].config.steps >= 20 * training_parity.SUBJECTS["gpt"].config.steps

@@ -19,7 +19,9 @@ from torch.nn import functional as F
 
 from demos import training_loop
 from demos.training_files import CHECKPOINT, Curves, draw_curves, load_checkpoint
-from demos.training_loop import Place, RunConfig, train
+from demos.training_graph import StepGraph
+from demos.training_loop import Place, RunConfig, train, train_together
+from demos.training_tasks import TextTask
 from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
 from qframework.evaluation.distributed import Processes
 
@@ -189,7 +191,7 @@ def test_equal_curves_are_drawn_alike(tmp_path: Path) -> None:
 # Processes
 
 SCRIPT = """
-import json, sys
+import json, os, sys
 from pathlib import Path
 from qframework.evaluation.distributed import joined_processes
 from demos.training_loop import Place, RunConfig, train
@@ -201,6 +203,7 @@ with joined_processes() as processes:
     everyones = processes.gather([outcome.curves.losses])
     if processes.is_first:
         Path(sys.argv[1]).write_text(json.dumps(everyones))
+os._exit(0)  # past the end of the interpreter, where C++ threads of PyTorch sometimes call terminate
 """
 
 
@@ -228,3 +231,52 @@ def test_two_processes_have_the_same_losses_as_one(tmp_path: Path) -> None:
     first, second = json.loads(output.read_text())
     assert first == second
     assert first == pytest.approx(train(NoRandomness(), CONFIG).curves.losses, rel=1e-4)
+
+
+def test_runs_that_take_turns_have_the_losses_of_runs_alone(tmp_path: Path) -> None:
+    """Also with other lengths and places; dropout and batches come from generators that all runs share."""
+    configs = [CONFIG, replace(CONFIG, seed=1), replace(CONFIG, steps=7, learning_rate=2e-2)]
+    places = [Place(evaluate_every=4), Place(folder=tmp_path, checkpoint_every=5), Place(stop_after=3)]
+    together = train_together(Regression(), list(zip(configs, places, strict=True)))
+    for config, place, found in zip(configs, places, together, strict=True):
+        alone = train(Regression(), config, replace(place, folder=None))
+        assert found.curves == alone.curves
+        assert found.finished == alone.finished == (place.stop_after is None)
+
+
+def test_graphs_need_a_gpu() -> None:
+    with pytest.raises(UnsupportedError, match="graphs must be False without a GPU and in several processes, got de"):
+        train(Regression(), CONFIG, Place(graphs=True))
+
+
+def test_a_step_is_ordinary_before_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Capturing a step does not make it: the captured one is replayed with the inputs of each call."""
+    made: list[float] = []
+
+    class Recorded:
+        def replay(self) -> None:
+            made.append(float(inputs[0]))
+            loss.copy_(2 * inputs[0])
+
+    inputs, loss = torch.zeros(1), torch.zeros(())
+    monkeypatch.setattr(StepGraph, "_capture", lambda *_: (Recorded(), inputs, torch.zeros(1), loss))
+    step = StepGraph(lambda x, _: made.append(float(x[0])) or 2 * x[0])
+    losses = [step(torch.tensor([float(n)]), torch.zeros(1)) for n in range(6)]
+    assert made == [0, 1, 2, 3, 4, 5]
+    assert [float(each) for each in losses] == [0, 2, 4, 6, 8, 10]  # copies, not the graph's own memory
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+def test_steps_in_graphs_have_the_losses_of_ordinary_steps(precision: str, tmp_path: Path) -> None:
+    """Of two runs at once, one of which is interrupted; fused AdamW rounds otherwise."""
+    task = TextTask(width=128, depth=2, heads=2, context=64, windows=4, limit=200_000)
+    configs = [RunConfig(12, 8, 1e-3, seed=seed, precision=precision) for seed in (0, 1)]
+    device = torch.device("cuda")
+    ordinary = [train(task, config, Place(device)).curves for config in configs]
+    places = [Place(device, folder=tmp_path / str(seed), graphs=True) for seed in (0, 1)]
+    train(task, configs[1], replace(places[1], stop_after=6))
+    graphed = [each.curves for each in train_together(task, list(zip(configs, places, strict=True)))]
+    for mine, other in zip(graphed, ordinary, strict=True):
+        assert mine.losses == pytest.approx(other.losses, rel=5e-3)
+        assert mine.last["loss"] == pytest.approx(other.last["loss"], rel=5e-3)
