@@ -16,7 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks import parity_plot, training_gradients, training_parity, training_processes
+from benchmarks import (
+    parity_plot,
+    training_gradients,
+    training_models,
+    training_parity,
+    training_processes,
+    training_widths,
+)
 from benchmarks.harness import Record
 from benchmarks.labels import label
 from benchmarks.pages import Page, Plot
@@ -35,10 +42,10 @@ HEAD = """# INT8 training: results
 [INT8 training](training.md) describes how to use it.
 
 `benchmarks.block_operators`, `benchmarks.block_linear` and `benchmarks.training_block` measure speed and memory,
-`benchmarks.training_parity` the accuracy of trained models, `benchmarks.training_gradients` the error of a single step,
-and `benchmarks.training_processes` the speedup by several GPUs. Results are compared with an FP64 or FP32 oracle before
-they are timed, and wrong results get no time. Times are CUDA events, with the L2 cache flushed before operators and
-linears.
+`benchmarks.training_models` steps of whole models, `benchmarks.training_parity` the accuracy of trained models,
+`benchmarks.training_gradients` the error of a single step, and `benchmarks.training_processes` the speedup by several
+GPUs. Results are compared with an FP64 or FP32 oracle before they are timed, and wrong results get no time. Times are
+CUDA events, with the L2 cache flushed before operators and linears.
 """
 TARGETS_NOTE = """Ratios of qframework over the peer: of speed, as geometric mean over operators or shapes, or of the
 memory kept from forward to backward. PASS means that every run of the file meets `must`, with all cases measured. Rows
@@ -108,6 +115,7 @@ def render(results: Results) -> str:
         [HEAD, _targets(runs), _accuracy_targets(parity), _sizes(runs, parity)]
         + ([] if step is None else [_step(step)])
         + ([] if processes is None else [_processes(processes)])
+        + ([training_widths.section(run.records for run in runs)] if any(map(_has_models, runs)) else [])
         + [_slower(runs)]
         + [_task(task, parity[task]) for task in parity]
         + [_section(run) for run in runs]
@@ -273,6 +281,10 @@ def _slower(runs: Sequence[Run]) -> str:
     return f"## Where qframework is slower\n\n{text if runs else NOTHING}"
 
 
+def _has_models(run: Run) -> bool:
+    return any(record.benchmark == "training_models" for record in run.records)
+
+
 def _calls_per_ms(record: Record) -> float:
     return 1 / record.p50_ms if record.p50_ms else 0.0
 
@@ -289,6 +301,10 @@ def _section(run: Run) -> str:
         once = [record for record in run.records if record.activation_mb and record.op != "gpt_block_forward"]
         text = _pivot(replace(run, records=once), lambda record: record.activation_mb or 0)
         parts.append(f"MB that a block keeps from forward to backward.\n\n{text}")
+    if any(record.first_call_s for record in run.records):
+        once = [record for record in run.records if record.first_call_s and record.op == training_models.OPS[0]]
+        text = _pivot(replace(run, records=once), lambda record: record.first_call_s or 0)
+        parts.append(f"Seconds of the first forward and backward, compilation included.\n\n{text}")
     if reasons := _reasons(run):
         parts.append(reasons)
     return "\n".join(part for part in parts if part)

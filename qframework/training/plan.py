@@ -40,12 +40,11 @@ from qframework.training.roles import (
 Mode = Literal["per_block", "per_tensor", "per_token"]
 _ON_REQUEST = "named in keep_float"
 _INSIDE_ATTENTION = "inside attention, which computes in 16 bits"
-FASTER_FROM = 1536
-"""Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs; see
-docs/training.md."""
-FASTER_FROM_GATED = 4096
-"""The same for blocks with gated MLPs, as in Llama: a user's Llama was slower at 2,048 channels and faster at 4,096.
-The project has no measurement of its own yet."""
+FASTER_FROM = 1280
+"""Channels from which blocks were measured to train faster in INT8 than in BF16, without CUDA graphs:
+``benchmarks/training_widths.py`` computes it."""
+FASTER_FROM_GATED = 2048
+"""The same for blocks with gated MLPs, as in Llama; narrower ones were not measured."""
 _NARROW = "too narrow to be faster in INT8"
 MEANT = (_ON_REQUEST, _INSIDE_ATTENTION)
 _OWN_FORWARD = "its forward was replaced on the module itself"
@@ -166,7 +165,12 @@ def width_of(block: nn.Module) -> int:
 
 def faster_from(block: nn.Module) -> int:
     """The width from which blocks like this one were measured to be faster."""
-    return FASTER_FROM_GATED if any(is_gated_mlp(module) for module in block.modules()) else FASTER_FROM
+    return FASTER_FROM_GATED if is_gated(block) else FASTER_FROM
+
+
+def is_gated(block: nn.Module) -> bool:
+    """Whether a block has a gated MLP."""
+    return any(is_gated_mlp(module) for module in block.modules())
 
 
 # Modules of a block
@@ -342,6 +346,11 @@ def _check_names(model: nn.Module, argument: str, patterns: Sequence[str]) -> No
             raise QFrameworkError(
                 f"convert_to_int8_training: {argument} must match modules of {type(model).__name__}, got {pattern!r}"
             )
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The outermost blocks of a model in their order, each once."""
+    return _find_blocks(model, None)
 
 
 def _find_blocks(model: nn.Module, patterns: Sequence[str] | None) -> list[nn.Module]:

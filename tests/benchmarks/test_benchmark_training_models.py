@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import training_models
+from benchmarks import report_training, training_models, training_widths
+from benchmarks.harness import Record, Results
+from benchmarks.machine import REPOSITORY
+from benchmarks.training_widths import Speed
+from qframework.training import plan
 
 ARGUMENTS = ["--smoke", "--eager", "--output"]
 
@@ -72,3 +76,28 @@ def test_linears_instead_of_conv1d_compute_the_same() -> None:
         assert (name, type(model.transformer.h[0].mlp.c_fc).__name__) == ("Conv1D", "Linear")
         torch.testing.assert_close(model(x).logits, expected)
     assert not any(p.is_meta for p in model.parameters())
+
+
+def test_a_conversions_limits_are_those_of_the_stored_steps() -> None:
+    """Of every stored run; and the least faster width above the widest slower one, without CUDA graphs."""
+    files = (REPOSITORY / "benchmarks" / "results" / report_training.FOLDER).glob("*-models*.json")
+    found = training_widths.speeds(Results.load(path).records for path in files)
+    assert len(found) >= 16
+    assert training_widths.limit(found, gated=False) == plan.FASTER_FROM
+    assert training_widths.limit(found, gated=True) == plan.FASTER_FROM_GATED
+
+
+def test_one_slow_run_raises_the_limit() -> None:
+    found = [Speed("a", 64, False, "step", 1.2), Speed("b", 128, False, "step", 1.1), Speed("c", 96, True, "step", 0.9)]
+    assert training_widths.limit(found, gated=False) == 64
+    assert training_widths.limit([*found, Speed("b", 64, False, "step", 0.99)], gated=False) == 128
+    assert training_widths.limit([*found, Speed("b", 64, False, "step_in_graph", 0.9)], gated=False) == 64
+    assert training_widths.limit(found, gated=True) is None
+
+
+def test_speeds_pair_a_model_with_its_baseline() -> None:
+    row = Record(benchmark="training_models", provider="bf16", op="step", model="llama_2048, 3 blocks", p50_ms=2.0)
+    ours = dataclasses.replace(row, provider="qframework", p50_ms=1.6)
+    alone = dataclasses.replace(ours, model="vit_base")
+    assert training_widths.speeds([[row, ours, alone]]) == [Speed("llama_2048", 2048, True, "step", 1.25)]
+    assert "| llama_2048 | 2,048 | yes | 1.25 |  |" in training_widths.section([[row, ours]])

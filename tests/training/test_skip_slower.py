@@ -71,7 +71,7 @@ def test_a_model_of_narrow_blocks_does_not_change(name: str, caplog: pytest.LogC
     assert convert_to_int8_training(model) is model
     report = conversion_report(model)
     assert (report.blocks, report.converted, len(report.kept)) == ((), (), 2)
-    sizes = "32 of 4096 channels" if name == "llama" else "32 of 1536 channels"
+    sizes = "32 of 2048 channels" if name == "llama" else "32 of 1280 channels"
     assert f"2 modules stay in float, too narrow to be faster in INT8, {sizes}; skip_slower=False" in caplog.text
     assert "0 modules in 0 blocks" in str(report)
     assert f"kept, too narrow to be faster in INT8, {sizes}" in str(report)
@@ -99,7 +99,7 @@ def test_wide_blocks_are_not_reported() -> None:
 def test_gated_mlps_must_be_wider() -> None:
     """As in Llama; a block of their widths without is converted."""
     with torch.device("meta"):
-        narrow, wide = (llama(hidden_size=width, intermediate_size=2 * width) for width in (2048, 4096))
+        narrow, wide = (llama(hidden_size=width, intermediate_size=2 * width) for width in (1536, 2048))
     assert conversion_report(convert_to_int8_training(narrow)).blocks == ()
     assert len(conversion_report(convert_to_int8_training(wide)).blocks) == 2
 
