@@ -65,6 +65,7 @@ from qframework.kernels.attention.pipeline import (
     quantized_values,
     reached,
 )
+from qframework.kernels.attention.prepare import stride_of
 from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
@@ -180,7 +181,7 @@ def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tens
     variant = check_forward(x.variant)
     scale = default_scale(x.query, x.scale)
     if _multiplies_rounded(x, call, variant, scale):
-        k_mean = mean_of_keys(call.k, steps.forward, None, call.k.shape[2]) if x.smooth_k else None
+        k_mean = _mean_of_sample(call.k, steps.forward) if x.smooth_k else None
         q, k = _rounded_qk(call, k_mean, scale, steps)
         qk, variant = QuantizedQK(q, None, k, None, q.shape[3], factor=scale * LOG2_E, marked=False), _AS_GIVEN
     else:
@@ -201,6 +202,12 @@ def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: Atte
     """Whether the rounded Q and K, in 16 bit as the gradient has them, are multiplied faster than their integers."""
     mixed = x.gradient == "mixed" and x.seed is None and variant == PER_BLOCK and scale > 0
     return mixed and hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal)
+
+
+def _mean_of_sample(k: Tensor, steps: Steps) -> Tensor:
+    """K's mean over some of its keys, as in prepare.py: the softmax is the same whatever is subtracted."""
+    sample = k[:, :, :: stride_of(k.shape[2], all_of_them=False)]
+    return mean_of_keys(sample, steps, None, sample.shape[2])
 
 
 class Int8GradientBackwardArguments(NamedTuple):

@@ -32,7 +32,6 @@ from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
-from qframework.kernels.runtime.rounding import round_half_even
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
@@ -115,16 +114,27 @@ def group_scale(
 
 
 @triton.jit
+def _larger_or_nan(x, y):
+    return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
 def row_amax(y):
-    """max|y| of each row; infinity for a row that holds NaN, which max would ignore."""
-    amax = tl.max(tl.abs(y), 1)
-    return tl.where(tl.max((y != y).to(tl.int32), 1) > 0, float("inf"), amax)
+    """max|y| of each row; infinity for a row that holds NaN."""
+    amax = tl.reduce(tl.abs(y), 1, _larger_or_nan)
+    return tl.where(amax == amax, amax, float("inf"))
 
 
 @triton.jit
 def to_integers(y, inv_scale, QMAX: tl.constexpr):
-    """y / scale, saturated and rounded half to even, as int8."""
-    return round_half_even(tl.minimum(tl.maximum(y * inv_scale, -1.0 * QMAX), 1.0 * QMAX)).to(tl.int8)
+    """y / scale, saturated and rounded half to even, as int8: the lowest byte of the sum with 1.5 * 2**23."""
+    return (saturated(y, inv_scale, QMAX) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+
+
+@triton.jit
+def saturated(y, inv_scale, QMAX: tl.constexpr):
+    """y / scale between -QMAX and QMAX."""
+    return tl.minimum(tl.maximum(y * inv_scale, -1.0 * QMAX), 1.0 * QMAX)
 
 
 @triton.jit

@@ -17,12 +17,13 @@ from qframework.kernels.attention.quantize_qk import (
     is_marked,
     quantize_tokens_ref,
     row_amax,
-    to_integers,
+    saturated,
 )
 from qframework.kernels.attention.triton import Heads
 from qframework.kernels.attention.variants import QUERY_BLOCK, token_groups
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import round_half_even
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import MIN_SCALE
 
@@ -75,7 +76,7 @@ def _round_tokens_kernel(
     amax = row_amax(y)
     counted = finite_rows(amax) if QUERIES else amax
     _, scale = group_scale(counted, 127, LEAST_SCALE, GROUPS.span, GROUPS.groups, GROUPS.modulo, GROUPS.divisor, TILE)
-    q = to_integers(y, tl.math.div_rn(1.0, scale)[:, None], 127).to(tl.float32)
+    q = round_half_even(saturated(y, tl.math.div_rn(1.0, scale)[:, None], 127))  # as integers they would be converted
     if QUERIES:
         q = tl.where((finite_rows(amax) == amax)[:, None], q, float("nan"))
     out = q * (scale * back)[:, None]
