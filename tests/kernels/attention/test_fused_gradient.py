@@ -126,6 +126,17 @@ def test_the_forward_pass_at_rounded_operands(causal: bool, monkeypatch: pytest.
     assert torch.equal(attend_cpu(other)[1], integers[1])
 
 
+def test_the_mean_of_a_sample_of_keys() -> None:
+    """Of 1,500 keys every fifth one, of few keys all: what is subtracted from all keys does not change the softmax."""
+    k = torch.randn(1, 2, 1500, 16, dtype=torch.float16) + 3
+    found = int8_gradient._mean_of_sample(k, int8_gradient.TORCH_STEPS)
+    torch.testing.assert_close(found, k[:, :, ::5].float().mean(2, keepdim=True))
+    few = k[:, :, :300]
+    torch.testing.assert_close(
+        int8_gradient._mean_of_sample(few, int8_gradient.TORCH_STEPS), few.float().mean(2, keepdim=True)
+    )
+
+
 def test_a_fused_kernel_gets_contiguous_channels_of_the_gradient() -> None:
     """The gradient of a sum is one number, expanded."""
     call = Call(40, 40)
