@@ -1,10 +1,10 @@
 """Train the GPT of train_gpt.py in INT8 with FSDP2 and 8-bit optimizer states, one process per GPU.
 
-    torchrun --nproc-per-node 2 examples/train_gpt_fsdp.py --device cuda
+    torchrun --nproc-per-node 2 examples/train_gpt_fsdp.py --device cuda --gather int8
     python examples/train_gpt_fsdp.py --smoke
 
 Every process holds a share of the master weights, the gradients and the states of torchao's AdamW8bit. Processes share
-each batch, and the losses are their means.
+each batch, and the losses are their means. With ``--gather int8`` the weights of linears travel as INT8 blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qframework.evaluation.distributed import device_of_process
 from qframework.evaluation.schedule import warmup_cosine
 from qframework.files import write_json
 from qframework.outputs import output_file
-from qframework.training import conversion_report, convert_to_int8_training
+from qframework.training import conversion_report, convert_to_int8_training, gather_in_int8
 
 RUN = RunConfig(steps=1000, batch_size=32, learning_rate=1e-3, precision="int8")
 SMOKE_TASK = {"width": 64, "depth": 2, "heads": 2, "context": 32, "windows": 4, "limit": 200_000}
@@ -42,20 +42,24 @@ def eight_bit() -> Optimizer:
 OPTIMIZERS: dict[str, Callable[[], Optimizer]] = {"adamw8bit": eight_bit, "adamw": lambda: torch.optim.AdamW}
 
 
-def sharded(model: nn.Module) -> nn.Module:
+def sharded(model: nn.Module, gather: str = "float") -> nn.Module:
     """Shard block by block, after the conversion."""
+    if gather == "int8":
+        gather_in_int8(model)
     for block in conversion_report(model).blocks:
         fully_shard(model.get_submodule(block))
     return fully_shard(model)
 
 
-def train(task: TextTask, config: RunConfig, device: torch.device, optimizer: str = "adamw8bit") -> list[float]:
+def train(
+    task: TextTask, config: RunConfig, device: torch.device, optimizer: str = "adamw8bit", gather: str = "float"
+) -> list[float]:
     """The loss of each step, the mean over all processes of ``torch.distributed`` if it is initialized."""
     processes, rank = (distributed.get_world_size(), distributed.get_rank()) if distributed.is_initialized() else (1, 0)
     torch.manual_seed(config.seed)
     model = convert_to_int8_training(task.build(config.seed).to(device), config.block_size, skip_slower=False)
     if processes > 1:
-        sharded(model)
+        sharded(model, gather)
     update = OPTIMIZERS[optimizer]()(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         update, partial(warmup_cosine, total=config.steps, warmup=config.warmup)
@@ -87,6 +91,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="cpu", help="cpu, cuda (with torchrun: one GPU per process), cuda:1, ...")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw8bit", help="default: %(default)s")
+    parser.add_argument("--gather", choices=("float", "int8"), default="float", help="weights; default: %(default)s")
     parser.add_argument("--steps", type=int, default=RUN.steps, metavar="N", help="default: %(default)s")
     parser.add_argument("--output", type=output_file, metavar="FILE", help="the losses as JSON")
     parser.add_argument("--smoke", action="store_true", help="a quick check: a tiny model and a few steps")
@@ -105,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     several = distributed.is_torchelastic_launched()
     if several:
         distributed.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    losses = train(task, config, device, options.optimizer)
+    losses = train(task, config, device, options.optimizer, options.gather)
     if not several or distributed.get_rank() == 0:
         print(f"{options.optimizer}: {len(losses)} steps, loss {losses[0]:.4f} to {losses[-1]:.4f}")
         if options.output is not None:

@@ -152,6 +152,7 @@ _ROWS = (
     Name("torch.ops.aten._assert_tensor_metadata", "attention in exported models cannot be found beside assertions"),
     Name("torch.ops.aten._has_compatible_shallow_copy_type", "writes to x.data of a BlockTensor cannot be detected"),
     Name("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _FUSED, "Triton kernels"),
+    Name("torch.ops.aten._pin_memory", "FSDP2 cannot keep weights that it gathers in INT8 on the CPU"),
     Name("torch.ops.aten._to_copy", "BlockTensors cannot stay in INT8 when their dtype changes"),
     Name("torch.ops.aten._unsafe_view", "BlockTensors cannot stay in INT8 when they are viewed"),
     Name("torch.ops.aten._reshape_alias", "BlockTensors cannot stay in INT8 when they are viewed"),

@@ -22,6 +22,7 @@ schema: Callable[[Any], Any] = operator.attrgetter("_schema")
 with explained():
     _ = schema(torch.ops.aten.detach.default).arguments[0].real_type  # checked here instead of at every call
     TO_COPY: Any = torch.ops.aten._to_copy.default
+    PIN_MEMORY: Any = torch.ops.aten._pin_memory.default
     ASSERT_METADATA: Any = torch.ops.aten._assert_tensor_metadata.default  # in exported graphs
     SWAP_MEMORY: Any = torch.ops.aten._has_compatible_shallow_copy_type.default  # called first by ``x.data = y``
     VIEWS: tuple[Any, ...] = (torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default)
@@ -59,6 +60,7 @@ def registered(namespace: str) -> Iterator[str]:
 
 __all__ = [
     "ASSERT_METADATA",
+    "PIN_MEMORY",
     "SWAP_MEMORY",
     "TO_COPY",
     "VIEWS",

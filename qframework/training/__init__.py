@@ -8,6 +8,7 @@ from qframework.training.convert import (
     convert_to_int8_training,
     restore_float,
 )
+from qframework.training.sharding import gather_in_int8
 
 __all__ = [
     "BlockTensor",
@@ -15,6 +16,7 @@ __all__ = [
     "conversion_report",
     "convert_to_int8_training",
     "fallbacks",
+    "gather_in_int8",
     "new_seed",
     "quantize_blocks",
     "restore_float",

@@ -152,6 +152,13 @@ def _view(func: OpOverload, x: BlockTensor, size: list[int], *stride: Any) -> An
     return _view_of(x, aten.view.default(x.q, size))
 
 
+@implements(aten.as_strided.default)
+def _as_strided(func: OpOverload, x: BlockTensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """FSDP2 asks for the shape that a gathered parameter has already."""
+    same = tuple(size) == tuple(x.shape) and tuple(stride) == tuple(x.stride()) and not storage_offset
+    return _view_of(x, aten.alias.default(x.q)) if same else NotImplemented
+
+
 @implements(aten.unsqueeze.default, aten.squeeze.dim)
 def _squeeze(func: OpOverload, x: BlockTensor, dim: int) -> Any:
     last = x.ndim if func is aten.unsqueeze.default else x.ndim - 1

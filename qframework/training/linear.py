@@ -85,9 +85,14 @@ class Int8LinearFunction(Int8Function):
 def weight_blocks(weight: Tensor, block_size: BlockSize, transposed: bool) -> Blocks:
     """A master weight, or its transpose, in blocks for a product with tensors in ``block_size``.
 
-    Square blocks hold the same values in both; others are each quantized from the master weight.
+    Square blocks hold the same values in both; others are each quantized from the master weight. A weight that FSDP2
+    gathered in blocks has no master weight here: its transpose is quantized from the blocks.
     """
     size = operand_size(block_size)
+    if isinstance(weight, BlockTensor):
+        weight = as_blocks(weight, size)
+        blocks = weight.q, weight.scale
+        return torch.ops.qframework.block_transpose(*blocks, size) if transposed else blocks
     if not transposed:
         return torch.ops.qframework.block_quantize(weight, size)
     return torch.ops.qframework.block_quantize_both(weight, size)[2:]

@@ -54,13 +54,14 @@ def test_states_in_8_bits_train_as_those_in_fp32(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gather", ["float", "int8"])
+def test_two_processes_have_the_losses_of_one(gather: str, tmp_path: Path) -> None:
     """A weight's gradient sums other tokens in each block of 128, which a loss hardly sees."""
     output, script = tmp_path / "two.json", tmp_path / "uncompiled.py"
     script.write_text(UNCOMPILED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     result = subprocess.run(
-        [*command, str(EXAMPLE), "--smoke", "--output", str(output)],
+        [*command, str(EXAMPLE), "--smoke", "--gather", gather, "--output", str(output)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
