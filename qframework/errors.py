@@ -4,6 +4,7 @@ A message reads ``{operator or layer}: {argument} must {be|have ...}, got {value
 that helps.
 """
 
+import re
 from collections.abc import Iterable
 
 
@@ -31,3 +32,20 @@ class FileFormatError(QFrameworkError):
 
 class NonFiniteError(QFrameworkError):
     """Training produced NaN or infinity in a monitored layer."""
+
+
+def export_error(what: str, error: Exception, dynamic_shapes: object, advice: str = "") -> QFrameworkError:
+    """The error of ``what`` for an error of ``torch.export``, with what to do; ``advice`` is one sentence more."""
+    unknown = re.match(r"Found <class '(?:.*\.)?(\w+)'> in output, which is not a known type", str(error).strip())
+    if unknown:
+        text = f"a model that returns a {unknown[1]}"
+        todo = "Make it return tensors only: for a cache of transformers, set model.config.use_cache = False"
+    else:
+        text = f"the model with these example_inputs and dynamic_shapes: {first_line(error)}"
+        todo = "" if dynamic_shapes is None else "Pass dynamic_shapes=None for fixed shapes"
+    return QFrameworkError(". ".join(filter(None, (f"{what}: torch.export cannot capture {text}", todo, advice))))
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"

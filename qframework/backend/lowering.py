@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from qframework.backend.options import BackendOptions
 from qframework.backend.report import LayerReport
 from qframework.compat.dynamo import add_source, record_value
+from qframework.graph.missing_values import record_missing_values
 from qframework.graph.nodes import Constants
 
 _PREFIX = "_qframework_scale_"  # of the names of buffers
@@ -101,7 +102,8 @@ class Lowering:
 
     @classmethod
     def of(cls, gm: GraphModule, example_inputs: Sequence[Any] = (), options: BackendOptions | None = None) -> Lowering:
-        """The state before the first pass."""
+        """The state before the first pass; nodes of an exported graph without a value get one."""
+        record_missing_values(gm)
         return cls(gm, options or BackendOptions(), Constants(gm, example_inputs), ScaleConstants(gm))
 
 

@@ -15,7 +15,7 @@ from qframework.compat import pytree
 from qframework.compat.dynamo import is_compiled
 from qframework.conversion.exported import quantize_exported
 from qframework.conversion.quantized_model import QuantizedModel
-from qframework.errors import CalibrationError, QFrameworkError, UnsupportedError
+from qframework.errors import CalibrationError, UnsupportedError, export_error
 from qframework.quantizer import QFrameworkQuantizer, Recipe, dynamic_int8, static_int8
 from qframework.quantizer.quantizer import module_names
 from qframework.quantizer.rules import Config
@@ -148,10 +148,5 @@ def _exported(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], s
     try:
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=shapes).module()
     except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise QFrameworkError(
-            f"quantize: torch.export cannot capture the model with these example_inputs and dynamic_shapes: "
-            f"{type(error).__name__}: {first[:1000]}. Pass dynamic_shapes=None for fixed shapes, or use "
-            "qframework.quantize_, which needs no export"
-        ) from error
+        raise export_error("quantize", error, shapes, "qframework.quantize_ needs no export") from error
     return copy.deepcopy(exported)

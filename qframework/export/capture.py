@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from qframework.arguments import as_call, check_module
 from qframework.compat.dynamo import is_compiled
-from qframework.errors import QFrameworkError, UnsupportedError
+from qframework.errors import UnsupportedError, export_error
 from qframework.export.recorded_inputs import recorded_inputs
 
 
@@ -55,12 +55,4 @@ def exported(
     try:
         return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise QFrameworkError(
-            f"{what}: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
-            f"{first_line(error)}"
-        ) from error
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"
+        raise export_error(what, error, dynamic_shapes) from error

@@ -13,8 +13,8 @@ from torch import nn
 from qframework.compat import pytree
 from qframework.compat.graphs import input_structure
 from qframework.compat.logs import silenced_onnxscript
-from qframework.errors import QFrameworkError, UnsupportedError
-from qframework.export.capture import call_of, check_model, exported, first_line, own_graph
+from qframework.errors import QFrameworkError, UnsupportedError, first_line
+from qframework.export.capture import call_of, check_model, exported, own_graph
 from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.export.float_attention import write_float_attention
 from qframework.export.onnx_names import given_axis_names, name_axes, name_scales, output_names, remove_private_notes

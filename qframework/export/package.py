@@ -15,8 +15,8 @@ from qframework.backend import Report
 from qframework.backend.compile import own_decompositions, run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import parse_options
-from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
-from qframework.export.capture import call_of, check_model, exported, first_line, own_graph
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
+from qframework.export.capture import call_of, check_model, exported, own_graph
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
 from qframework.outputs import check_output_file

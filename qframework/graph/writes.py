@@ -99,8 +99,8 @@ def _written_inputs(node: Node) -> set[Node]:
 
 
 def written_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:
-    """The arguments of a call that the operator's schema marks as written."""
-    if not schema(target).is_mutable:
+    """The arguments of a call that the operator's schema marks as written, but for ``detach_``: it keeps all values."""
+    if not schema(target).is_mutable or target is torch.ops.aten.detach_.default:
         return
     for place, argument in enumerate(schema(target).arguments):
         if argument.is_write:

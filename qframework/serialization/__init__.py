@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 
 from qframework.compat.dynamo import is_compiled
-from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, export_error, first_line
 from qframework.files import atomic_write, open_regular
 from qframework.serialization.archive import METADATA, PROGRAM, Archive
 from qframework.serialization.grammar import INT, PLAIN, many, mapping, one_of, record, refuse
@@ -33,7 +33,6 @@ from qframework.serialization.program import build_model, check_program
 __all__ = ["FORMAT", "load", "read_metadata", "save"]
 
 FORMAT = 1
-_LONGEST_REASON = 1000  # characters
 
 
 def _config(value: Any, where: str) -> dict[str, Any]:
@@ -112,7 +111,7 @@ def load(path: str | os.PathLike[str]) -> GraphModule:
             versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items())
             raise FileFormatError(
                 f"{path}: PyTorch {torch.__version__} cannot load the program in it, which was written by {versions}: "
-                f"{_first_line(error)}"
+                f"{first_line(error)}"
             ) from error
 
 
@@ -134,11 +133,7 @@ def _build(checked: Mapping[str, Any], weights: dict[str, Any], constants: dict[
     except (MemoryError, torch.OutOfMemoryError, FileFormatError):
         raise
     except Exception as error:
-        raise FileFormatError(f"{type(error).__name__}: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0][:_LONGEST_REASON]
+        raise FileFormatError(first_line(error)) from error
 
 
 def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...], dynamic_shapes: Any) -> Any:
@@ -165,10 +160,7 @@ def _export(model: GraphModule | ExportedProgram, example_inputs: tuple[Any, ...
     try:
         return torch.export.export(model, example_inputs, dynamic_shapes=dynamic_shapes)
     except Exception as error:  # PyTorch passes on errors of the model's own code, and raises many kinds itself
-        raise QFrameworkError(
-            f"save: torch.export cannot trace the model with these example_inputs and dynamic_shapes: "
-            f"{type(error).__name__}: {_first_line(error)}"
-        ) from error
+        raise export_error("save", error, dynamic_shapes) from error
 
 
 def _describe(program: ExportedProgram, config: Mapping[str, Any] | None) -> str:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
+import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import CodeType
@@ -40,6 +42,8 @@ _SAME = 2e-5
 # Inputs for activations, also far from zero, where some have a bound.
 _NEAR = torch.linspace(-6, 6, 97, dtype=torch.float32, device="cpu")
 _FAR = torch.logspace(-6, 6, 385, dtype=torch.float32, device="cpu")
+# Since Python 3.12 the lowest bit of LOAD_ATTR says whether a method is loaded, in place of LOAD_METHOD.
+_METHOD_FLAG = sys.version_info >= (3, 12)
 # Values of ``training``, twice because some modules count their calls.
 _MODES = (False, True, False, True)
 # Magnitudes of inputs: small ones reveal an epsilon, large ones a bound.
@@ -340,23 +344,35 @@ def reads_weights(module: nn.Module) -> bool:
 
 
 def children_whose_weight_is_read(module: nn.Module) -> set[str]:
-    """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way."""
-    read: set[str] = set()
+    """The children whose weight ``forward`` reads, ``self.qkv.weight``; all where it reads weights in another way.
+
+    Not those that it also calls, where only one of several paths reads the weight's values, as in Bloom. Code that asks
+    for the dtype (T5's) does so on every path.
+    """
+    read, kept, called = set[str](), set[str](), set[str]()
     for code in _forwards(module):
         steps = list(dis.get_instructions(code))
-        for owner, child, last in zip(steps, steps[1:], steps[2:], strict=False):
+        called |= {child.argval for owner, child in itertools.pairwise(steps) if _is_call(owner, child)}
+        for owner, child, last, user in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
             if last.argval != "weight" or not last.opname.startswith("LOAD_ATTR"):
                 continue
             if _is_self(child):  # the module's own weight
                 continue
             if not _is_self(owner) or not child.opname.startswith("LOAD_ATTR"):
                 return {name for name, _ in held(module)}
-            read.add(child.argval)
-    return read
+            (kept if user.argval == "dtype" else read).add(child.argval)
+    return kept | (read - called)
+
+
+def _is_call(owner: dis.Instruction, child: dis.Instruction) -> bool:
+    """Whether two instructions begin ``self.child(...)``: the name is loaded as a method's is."""
+    method = child.opname == "LOAD_METHOD" or (child.opname == "LOAD_ATTR" and _METHOD_FLAG and (child.arg or 0) & 1)
+    return _is_self(owner) and bool(method)
 
 
 def _is_self(step: dis.Instruction) -> bool:
-    return step.opname.startswith("LOAD_FAST") and step.argval == "self"
+    names = step.argval if isinstance(step.argval, tuple) else (step.argval,)  # two in one instruction since 3.13
+    return step.opname.startswith("LOAD_FAST") and names[-1] == "self"
 
 
 def _forwards(module: nn.Module) -> Iterator[CodeType]:

@@ -235,6 +235,26 @@ def test_only_children_whose_weight_is_read_stay_in_float() -> None:
 
 
 @torch.no_grad()
+def test_a_child_is_quantized_that_one_path_calls_and_another_reads() -> None:
+    class Sliced(MLP):
+        sliced = False
+
+        def forward(self, x):
+            x = F.gelu(self.fc1(x.to(self.fc1.weight.dtype)))
+            if self.sliced:
+                half = self.fc2.weight.shape[1] // 2
+                x = F.linear(x[:, :half], self.fc2.weight[:, :half]) + F.linear(x[:, half:], self.fc2.weight[:, half:])
+                return self.head(x + self.fc2.bias)
+            return self.head(self.fc2(x))
+
+    model, x = nn.Sequential(Sliced()).eval(), torch.randn(4, 16)
+    reference = model(x)
+    assert quantized(quantize_(model, dynamic_int8())) == {"0.fc2", "0.head"}
+    for model[0].sliced in (False, True):
+        assert numerics.sqnr_db(reference, model(x)) > 30
+
+
+@torch.no_grad()
 def test_the_fast_path_of_an_encoder_layer_is_left() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, activation="gelu", batch_first=True)
     model, x = nn.TransformerEncoder(layer, 2).eval(), torch.randn(2, 5, 16)

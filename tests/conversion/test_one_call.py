@@ -185,3 +185,28 @@ def test_a_model_that_cannot_be_exported() -> None:
 
     with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model .* dynamic_shapes=None"):
         quantize(Fixed().eval(), torch.randn(4, 16), dynamic_int8())
+
+
+def test_a_language_model_that_returns_a_cache() -> None:
+    """The error names the switch, with which the model is captured."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, vocab_size=50)).eval()
+    tokens = {"input_ids": torch.randint(3, 50, (2, 7))}
+    with pytest.raises(QFrameworkError, match=r"returns a DynamicCache\. .* set model\.config\.use_cache = False"):
+        quantize(model, tokens, dynamic_int8())
+    model.config.use_cache = False
+    assert quantize(model, tokens, dynamic_int8()).explain().lowered == 8
+
+
+def test_layers_beside_constants_of_the_code() -> None:
+    """An exported ``torch.tensor(...)`` is detached in place, which writes no operand of a layer."""
+
+    class Scaled(MLP):
+        def forward(self, x):
+            scale = torch.sqrt(torch.tensor(16.0))
+            return super().forward(x) / scale + super().forward(x / scale)
+
+    report = quantize(Scaled().eval(), torch.randn(4, 16), dynamic_int8()).explain()
+    assert report.lowered == 4  # of 6: the heads stay in float

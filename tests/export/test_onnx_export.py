@@ -411,7 +411,7 @@ def test_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         to_onnx(prepared, tmp_path / "mlp.onnx", x)
     with pytest.raises(UnsupportedError, match=r"dynamic_shapes must be None without example_inputs"):
         to_onnx(quantized, tmp_path / "mlp.onnx", dynamic_shapes=({0: 2},))
-    with pytest.raises(QFrameworkError, match=r"torch.export cannot trace the model"):
+    with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model"):
         to_onnx(quantized, tmp_path / "mlp.onnx", torch.randn(4, 17))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(

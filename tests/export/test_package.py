@@ -120,7 +120,7 @@ def test_errors(tmp_path: Path) -> None:
         to_package(quantized, tmp_path / "mlp.pt2", dynamic_shapes=({0: 4},))
     with pytest.raises(UnsupportedError, match=r"model must not be compiled"):
         to_package(torch.compile(model), tmp_path / "mlp.pt2", x)
-    with pytest.raises(QFrameworkError, match=r"torch.export cannot trace the model"):
+    with pytest.raises(QFrameworkError, match=r"torch.export cannot capture the model"):
         to_package(model, tmp_path / "mlp.pt2", torch.randn(4, 17))
     assert list(tmp_path.iterdir()) == []
 

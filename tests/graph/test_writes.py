@@ -87,6 +87,8 @@ def test_every_form_of_a_write_is_detected(write):
         lambda x, y: torch.einsum("ij,jk->ik", x, y),
         lambda x, y: torch.ops.aten.add.Tensor(x, y),
         lambda x, y: torch.cat([x, y]),
+        lambda x, y: x.sin().detach_(),  # as exported models hold it behind every torch.tensor(...)
+        lambda x, y: torch.ops.aten.detach_.default(x.sin()),
     ],
 )
 def test_operations_that_only_read_write_nothing(read):

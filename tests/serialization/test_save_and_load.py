@@ -139,8 +139,8 @@ def test_save_refuses_a_config_that_json_cannot_hold(converted: torch.fx.GraphMo
     [
         ((torch.randn(4, 5, 16),), {"config": 3}, "config must be .*, got int"),
         ((torch.randn(4, 5, 16),), {"config": [(1, 2)]}, "config must be .*, got list"),
-        ((torch.randn(4, 5, 16),), {"dynamic_shapes": 3}, "cannot trace the model"),
-        ((), {}, "cannot trace the model"),
+        ((torch.randn(4, 5, 16),), {"dynamic_shapes": 3}, "cannot capture the model"),
+        ((), {}, "cannot capture the model"),
     ],
 )
 def test_save_names_bad_arguments(inputs, arguments, message, converted, tmp_path: Path) -> None:
