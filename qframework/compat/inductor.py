@@ -85,10 +85,19 @@ def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
 
 
 def load_compiled_package(path: str) -> Any:
-    """The function in a package of AOTInductor."""
+    """The function in a package of AOTInductor.
+
+    Raises:
+        RuntimeError: the file is not a package, or is for a device that this machine lacks.
+    """
     with explained():
+        from torch._C._aoti import AOTIModelPackageLoader
         from torch._inductor import aoti_load_package
 
+    if AOTIModelPackageLoader.load_metadata_from_package(path, "model").get("AOTI_DEVICE_KEY") == "cuda":
+        if not torch.cuda.is_available():
+            raise RuntimeError("it was compiled for CUDA, and there is no CUDA device")
+        torch.cuda.init()  # PyTorch's loader uses the allocator of CUDA, and crashes where nothing has made it yet
     return aoti_load_package(path)
 
 

@@ -252,8 +252,12 @@ _ROWS = (
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.decomposition.select_decomp_table", "backend='qframework' cannot compile a model"),
     *(
-        Name(f"torch._inductor.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
-        for name in ("aoti_compile_and_package", "aoti_load_package")
+        Name(f"torch.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
+        for name in (
+            "_inductor.aoti_compile_and_package",
+            "_inductor.aoti_load_package",
+            "_C._aoti.AOTIModelPackageLoader.load_metadata_from_package",
+        )
     ),
     Name("torch._inductor.choices.InductorChoices.should_use_persistent_reduction", _PERSISTENT),
     Name("torch._inductor.virtualized.V.set_choices_handler", _PERSISTENT),

@@ -46,12 +46,14 @@ def _value(gm: GraphModule, node: Node, mode: FakeTensorMode) -> Any:
     if node.op == "get_attr":
         value = attribute(gm, node)
         return mode.from_tensor(value, static_shapes=True) if isinstance(value, Tensor) else None
-    target = node.target
-    if target is not operator.getitem and (not isinstance(target, OpOverload) or schema(target).is_mutable):
+    target: Any = node.target
+    known: Any = map_arg((node.args, node.kwargs), _known)
+    if target is operator.getitem:
+        return operator.getitem(*known[0])
+    if not isinstance(target, OpOverload) or schema(target).is_mutable:
         return None
-    args, kwargs = map_arg((node.args, node.kwargs), _known)
     with mode, torch.no_grad():
-        return target(*args, **kwargs)
+        return target(*known[0], **known[1])
 
 
 def _known(node: Node) -> Any:

@@ -45,7 +45,13 @@ def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> I
 
 
 # Imported inside functions: their modules are heavy, or other versions do not need them.
-LATE = ("torch._dynamo.", "torch._inductor.aoti_", "torch._inductor.lowering", "torch._library.utils")
+LATE = (
+    "torch._C._aoti.",
+    "torch._dynamo.",
+    "torch._inductor.aoti_",
+    "torch._inductor.lowering",
+    "torch._library.utils",
+)
 LATE_NAMES = (
     "diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN",
     "diffusers.quantizers.quantization_config.QuantizationConfigMixin",  # if transformers is not installed

@@ -134,3 +134,24 @@ def test_files_that_are_no_packages(tmp_path: Path) -> None:
     qframework.quantize(MLP().eval(), torch.randn(4, 16), dynamic_int8()).save(tmp_path / "saved.pt2")
     with pytest.raises(FileFormatError, match=r"saved\.pt2 is not a package that this machine can run"):
         load_package(tmp_path / "saved.pt2")
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_cuda_is_initialized_before_a_package_of_a_gpu_is_read(
+    tmp_path: Path, available: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's loader crashes otherwise: its allocator of CUDA does not exist in a process that has not used it."""
+    path, called = tmp_path / "gpu.pt2", []
+    metadata = staticmethod(lambda path, name: {"AOTI_DEVICE_KEY": "cuda"})
+    monkeypatch.setattr(torch._C._aoti.AOTIModelPackageLoader, "load_metadata_from_package", metadata)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: called.append("load"))
+    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    path.write_bytes(b"")
+    if available:
+        load_package(path)
+        assert called == ["init", "load"]
+    else:
+        with pytest.raises(FileFormatError, match="was compiled for CUDA, and there is no CUDA device"):
+            load_package(path)
+        assert not called
