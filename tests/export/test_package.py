@@ -32,6 +32,7 @@ print(json.dumps({
     "equal": [torch.equal(found["last_hidden_state"], wanted) for found, wanted in zip(outputs, expected)],
     "types": [type(found).__name__ for found in outputs],
     "transformers": "transformers" in sys.modules,
+    "checked": torch._inductor.cpu_vec_isa.valid_vec_isa_list.cache_info().currsize,
 }))
 """
 
@@ -75,7 +76,12 @@ def test_another_process_computes_the_same_without_compiling(tmp_path: Path, fre
     torch.save((calls, expected), tmp_path / "expected.pt")
     cache = tmp_path / "cache"
     cache.mkdir()
-    environment = {**os.environ, "CXX": "/nonexistent/compiler", "TORCHINDUCTOR_CACHE_DIR": str(cache)}
+    environment = {
+        **os.environ,
+        "CXX": "/nonexistent/compiler",
+        "TORCHINDUCTOR_CACHE_DIR": str(cache),
+        "PYTHONPATH": str(Path(qframework.__file__).parents[1]),
+    }
     run = subprocess.run(
         [sys.executable, "-c", OTHER_PROCESS],
         cwd=tmp_path,
@@ -86,7 +92,8 @@ def test_another_process_computes_the_same_without_compiling(tmp_path: Path, fre
     )
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
-    assert found == {"equal": [True, True], "types": ["dict", "dict"], "transformers": False}
+    assert found == {"equal": [True, True], "types": ["dict", "dict"], "transformers": False, "checked": 0}
+    assert "outdated" not in run.stderr
     assert not [path for path in cache.rglob("*") if path.suffix in (".so", ".cpp", ".o")]
 
 
@@ -136,22 +143,53 @@ def test_files_that_are_no_packages(tmp_path: Path) -> None:
         load_package(tmp_path / "saved.pt2")
 
 
-@pytest.mark.parametrize("available", [False, True])
-def test_cuda_is_initialized_before_a_package_of_a_gpu_is_read(
-    tmp_path: Path, available: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """PyTorch's loader crashes otherwise: its allocator of CUDA does not exist in a process that has not used it."""
-    path, called = tmp_path / "gpu.pt2", []
-    metadata = staticmethod(lambda path, name: {"AOTI_DEVICE_KEY": "cuda"})
-    monkeypatch.setattr(torch._C._aoti.AOTIModelPackageLoader, "load_metadata_from_package", metadata)
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", lambda path: called.append("load"))
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[str]]:
+    """The metadata that packages seem to have, and what is called to load them."""
+    metadata, called = {}, []
+
+    class Loader:
+        load_metadata_from_package = staticmethod(lambda path, name: metadata)
+
+        def __init__(self, *arguments: object) -> None:
+            called.append("load")
+
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", Loader)
     monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
-    path.write_bytes(b"")
-    if available:
-        load_package(path)
-        assert called == ["init", "load"]
-    else:
-        with pytest.raises(FileFormatError, match="was compiled for CUDA, and there is no CUDA device"):
-            load_package(path)
-        assert not called
+    return metadata, called
+
+
+def test_cuda_is_initialized_before_a_package_of_a_gpu_is_read(opened, tmp_path: Path, monkeypatch) -> None:
+    """PyTorch's loader crashes otherwise: its allocator of CUDA does not exist in a process that has not used it."""
+    metadata, called = opened
+    metadata["AOTI_DEVICE_KEY"] = "cuda"
+    (tmp_path / "gpu.pt2").write_bytes(b"")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    load_package(tmp_path / "gpu.pt2")
+    assert called == ["init", "load"]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(FileFormatError, match="was compiled for CUDA, and there is no CUDA device"):
+        load_package(tmp_path / "gpu.pt2")
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"AOTI_MACHINE": "aarch65"}, "was compiled for aarch65, and this is "),
+        ({"AOTI_CPU_ISA": "AVX512 AVX512_VNNI"}, "was compiled for processors with AVX512, and this one has AVX2"),
+        ({"AOTI_CPU_ISA": "AVX2"}, None),
+        ({"AOTI_CPU_ISA": "INVALID_VEC_ISA"}, None),
+    ],
+)
+def test_packages_of_other_machines(opened, tmp_path: Path, monkeypatch, other, message) -> None:
+    metadata, called = opened
+    metadata.update({"AOTI_DEVICE_KEY": "cpu", **other})
+    (tmp_path / "other.pt2").write_bytes(b"")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    if message is None:
+        load_package(tmp_path / "other.pt2")
+        assert called == ["load"]
+        return
+    with pytest.raises(FileFormatError, match=message):
+        load_package(tmp_path / "other.pt2")
+    assert not called
