@@ -49,8 +49,11 @@ LATE = (
     "torch._C._aoti.",
     "torch._dynamo.",
     "torch._inductor.aoti_",
+    "torch._inductor.codecache.",
+    "torch._inductor.cpu_vec_isa.",
     "torch._inductor.lowering",
     "torch._library.utils",
+    "torch.export.pt2_archive.",
 )
 LATE_NAMES = (
     "diffusers.hooks.layerwise_casting.DEFAULT_SKIP_MODULES_PATTERN",
