@@ -30,7 +30,11 @@ from torch import Tensor
 from qframework.kernels.attention import decode_hopper
 from qframework.kernels.attention.decode_arguments import NAME, DecodeAttentionArguments, Shares
 from qframework.kernels.attention.decode_hopper import RowsPlan
-from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
+from qframework.kernels.attention.decode_kernel import (
+    _combine_kernel,
+    _combine_rows_kernel,
+    _decode_attention_kernel,
+)
 from qframework.kernels.attention.operands import LOG2_E
 from qframework.kernels.runtime.chip import check_device, chip_of
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
@@ -38,6 +42,8 @@ from qframework.kernels.runtime.operator import declare, refuse_gradients
 from qframework.numerics import exact_matmul
 
 _INTERPRETED_MULTIPROCESSORS = 4  # where there is no GPU
+_MANY_ROWS = 16  # of a key head, which are added by tiles of so many numbers, so many splits at a time
+_ROW_TILE, _STEP = 512, 16
 _MAX_SPLITS, _MAX_TILE = 256, 4096  # splits that one step of a combining program adds, and numbers of its tile
 
 
@@ -212,6 +218,9 @@ def _attend(x: DecodeAttentionArguments, plan: DecodePlan, shares: Shares) -> No
 def _combine(shares: Shares, result: Tensor, group: int) -> None:
     """Add the shares, writing ``result``."""
     _, heads, tokens, width = result.shape
+    if group * tokens >= _MANY_ROWS:
+        _combine_rows(shares, result, group)
+        return
     rows, multiprocessors, splits = result.shape[0] * heads * tokens, _multiprocessors(result), shares.out.shape[1]
     block_s, block = min(_MAX_SPLITS, power_of_2(splits)), max(16, power_of_2(width))
     while block > 16 and (block_s * block > _MAX_TILE or rows * cdiv(width, block) < 2 * multiprocessors):
@@ -229,6 +238,28 @@ def _combine(shares: Shares, result: Tensor, group: int) -> None:
         BLOCK_DV=block,
         HAS_UNITS=shares.unit is not shares.total,
         num_warps=max(1, min(4, block_s * block // 512)),
+    )
+
+
+def _combine_rows(shares: Shares, result: Tensor, group: int) -> None:
+    """Add the shares of many rows of a key head."""
+    _, heads, tokens, width = result.shape
+    splits, block = shares.out.shape[1], max(16, power_of_2(width))
+    rows = max(1, _ROW_TILE // block)
+    launch(_combine_rows_kernel, (cdiv(group * power_of_2(tokens), rows), shares.out.shape[0]))(
+        *shares,
+        result,
+        heads // group,
+        group,
+        tokens,
+        splits,
+        DV=width,
+        QUERIES=power_of_2(tokens),
+        STEP=min(_STEP, power_of_2(splits)),
+        BLOCK_R=rows,
+        BLOCK_DV=block,
+        HAS_UNITS=shares.unit is not shares.total,
+        num_warps=max(1, rows * block // 256),
     )
 
 

@@ -320,3 +320,65 @@ def _combine_kernel(
     place = (b * N + i).to(tl.int64) * (HKV * GROUP) + h
     out = (acc * inverse).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place * DV + channels, out, mask=channels < DV)
+
+
+@triton.jit(do_not_specialize=["HKV", "GROUP", "N", "splits"])
+def _combine_rows_kernel(
+    part_ptr,  # (B * Hkv, splits, GROUP * QUERIES, DV) fp32, or with HAS_UNITS fp16
+    top_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
+    sum_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32
+    unit_ptr,  # (B * Hkv, splits, GROUP * QUERIES) fp32: times this a row of a share is what the others hold
+    out_ptr,  # (B, N, H, DV) float
+    HKV,
+    GROUP,
+    N,
+    splits,
+    DV: tl.constexpr,
+    QUERIES: tl.constexpr,
+    STEP: tl.constexpr,  # splits whose loads are in flight together
+    BLOCK_R: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_UNITS: tl.constexpr,
+    OVERLAP: tl.constexpr = False,
+):
+    """As ``_combine_kernel`` for many rows; grid (cdiv(GROUP * QUERIES, BLOCK_R), B * Hkv).
+
+    Neighbouring threads read the maxima and sums of neighbouring rows, and no thread needs another's share.
+    """
+    wait_for_previous_kernel(OVERLAP)
+    ROWS = GROUP * QUERIES
+    head = tl.program_id(1)
+    rows = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    channels = tl.arange(0, BLOCK_DV)
+    g, i = rows // QUERIES, rows % QUERIES
+    inside = (rows < ROWS) & (i < N)
+    seen = inside[:, None] & (channels < DV)[None, :]
+    top = tl.full((BLOCK_R,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_R,), tl.float32)
+    acc = tl.zeros((BLOCK_R, BLOCK_DV), tl.float32)
+    for first in range(0, splits, STEP):
+        new = top
+        for j in tl.static_range(STEP):
+            place = (head.to(tl.int64) * splits + first + j) * ROWS + rows
+            there = inside & (first + j < splits)
+            new = tl.maximum(new, tl.load(top_ptr + place, mask=there, other=float("-inf")))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        decay = tl.math.exp2(top - base)
+        total = total * decay
+        acc = acc * decay[:, None]
+        for j in tl.static_range(STEP):
+            place = (head.to(tl.int64) * splits + first + j) * ROWS + rows
+            there = inside & (first + j < splits)
+            weight = tl.math.exp2(tl.load(top_ptr + place, mask=there, other=float("-inf")) - base)
+            total += tl.load(sum_ptr + place, mask=there, other=0.0) * weight
+            if HAS_UNITS:
+                weight = weight * tl.load(unit_ptr + place, mask=there, other=0.0)
+            parts = tl.load(
+                part_ptr + (place * DV)[:, None] + channels[None, :], mask=seen & (first + j < splits), other=0.0
+            )
+            acc += parts.to(tl.float32) * weight[:, None]
+        top = new
+    inverse = tl.where(total > 0.0, 1.0 / total, tl.where(total == 0.0, 0.0, total))
+    place = ((head // HKV) * N + i).to(tl.int64) * (HKV * GROUP) + (head % HKV) * GROUP + g
+    out = (acc * inverse[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + (place * DV)[:, None] + channels[None, :], out, mask=seen)

@@ -145,7 +145,7 @@ def takes(
 
 def supports(q: Tensor, v: Tensor, variant: AttentionVariant) -> bool:
     """Whether the kernel computes the variant for operands of these dtypes."""
-    half = variant.accumulator == "fp16" and v.dtype == torch.float16
+    half = variant.accumulator == "fp16" and v.dtype == torch.float16 and variant.pv != "fp8"
     return not (half or variant.smooth_q or variant.smooth_v) and reads(q, v, variant)
 
 

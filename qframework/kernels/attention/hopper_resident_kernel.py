@@ -314,8 +314,7 @@ if HAS_GLUON:
                     values_at = (v_blocks.index(block), v_rests[2].index(block))
                     state = visit(t, t2, values_at, state, scale, VALUES, FORM)
             if lse_ptr is not None:
-                first = tile * M
-                store_log_sum_exp(lse_ptr + (b * H + h).to(gl.int64) * N + first, state, N - first)
+                store_log_sum_exp(lse_ptr + (b * H + h).to(gl.int64) * N + tile * M, state, N - tile * M)
             if FORM.reuses_query:
                 out_tile = q_tile
                 out_rest = q_rest

@@ -32,10 +32,10 @@ from qframework.kernels.attention.quantize_qk import (
 from qframework.kernels.attention.quantize_v import key_of_pair, padded_tokens, round_to_e4m3
 from qframework.kernels.attention.triton import INTERPRETED, LEAST_SCALE, Heads
 from qframework.kernels.attention.variants import (
-    E4M3_MAX,
     QUERY_BLOCK,
     AttentionVariant,
     TokenGroups,
+    fp8_ranges,
     paired,
     token_groups,
 )
@@ -47,7 +47,6 @@ from qframework.kernels.runtime.triton import tl, triton
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
 TILE = QUERY_BLOCK
 SAMPLE = 256  # keys of a mean
-_TOP = tl.constexpr(E4M3_MAX)
 
 
 @triton.jit(do_not_specialize=["NK", "STRIDE", "STEPS", "V_STEPS", "K_PROGRAMS"])
@@ -171,6 +170,7 @@ def _prepare_kernel(
     K_PROGRAMS,
     Q_GROUPS: tl.constexpr,  # TokenGroups
     K_GROUPS: tl.constexpr,
+    V_RANGE: tl.constexpr,  # what the largest magnitude of a channel becomes in E4M3
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -220,12 +220,12 @@ def _prepare_kernel(
         if amax_ptr is not None:
             parts = (head * PARTS + tl.arange(0, PARTS))[:, None] * DV + d[None, :]
             v_amax = tl.max(tl.load(amax_ptr + parts, mask=(d < DV)[None, :], other=0.0), 0)
-            v_scale = tl.maximum(tl.math.div_rn(v_amax, _TOP), LEAST_SCALE)
+            v_scale = tl.maximum(tl.math.div_rn(v_amax, V_RANGE), LEAST_SCALE)
             v_scale = tl.where(v_amax < float("inf"), v_scale, float("nan"))
             if item % k_tiles == 0:
                 tl.store(v_scale_ptr + head * DV + d, v_scale, mask=d < DV)
             y = tl.where(used, x.to(tl.float32) * tl.math.div_rn(1.0, v_scale)[None, :], 0.0)
-            y = tl.minimum(tl.maximum(y, -_TOP), _TOP)
+            y = tl.minimum(tl.maximum(y, -V_RANGE), V_RANGE)
             if INTERPRETED:  # its casts truncate
                 y = round_to_e4m3(y)
             y = tl.trans(y.to(v_out.data.dtype.element_ty))
@@ -372,6 +372,7 @@ def prepare_triton(
         k_programs,
         Q_GROUPS=groups[0],
         K_GROUPS=groups[1],
+        V_RANGE=fp8_ranges(variant.accumulator)[1],
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,

@@ -199,9 +199,12 @@ each eight logits multiplies four neighbours of each sixteen."""
 
 
 def paired(variant: AttentionVariant) -> bool:
-    """Whether Hopper's kernel multiplies the variant's values in FP8, which then are stored :data:`PAIRED`."""
+    """Whether Hopper's kernel multiplies the variant's values in FP8, which then are stored :data:`PAIRED`.
+
+    Its sums are float32 for variants with FP16 sums as well: there they take no longer.
+    """
     eights = variant.qk_bits == 8 and variant.pv == "fp8" and not (variant.smooth_q or variant.smooth_v)
-    return eights and variant.accumulator == "fp32" and variant.granularity != "per_token"
+    return eights and variant.granularity != "per_token"
 
 
 # FP8 (E4M3): the largest number, and the ranges of P and V -----------------------------------------------------------

@@ -395,6 +395,7 @@ def in_order(v: torch.Tensor) -> torch.Tensor:
         Problem(variant="8-per_block-fp8-fp32", mask="band", queries=1000, keys=1000),
         Problem(variant="sage2_int8", mask="causal_padding", queries=900, keys=900, head_dim=128, value_dim=128),
         Problem(variant="sage2_int8", mask="heads", queries=500, keys=500),
+        Problem(variant="sage2pp_int8", queries=700, keys=900),
     ],
     ids=lambda problem: problem.name,
 )
@@ -589,7 +590,7 @@ def test_declines_what_it_cannot_compute() -> None:
     assert not hopper.fits(q, k, v, variant, torch.float16, (8, 0))
     assert not hopper.fits(q, k, v, variant, torch.bfloat16, chip)
     assert not hopper.fits(q, k, v.float(), variant, torch.float32, chip)
-    for other in ("sage_b", "sage_t", "sage2pp_int8", "sage2_int4", "sage_vb", "qattn"):
+    for other in ("sage_b", "sage_t", "sage2pp_int4", "sage2_int4", "sage_vb", "qattn"):
         assert not hopper.fits(q, k, v, resolve(other), torch.float16, chip)
 
 

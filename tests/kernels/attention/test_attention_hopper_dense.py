@@ -264,10 +264,11 @@ def test_log_sum_exp_compiles_for_sm_90(causal: bool, several: bool, width: int,
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="needs Gluon, which the interpreter does not have")
+@pytest.mark.parametrize("kind", ["bf16", "i8"])
 @pytest.mark.parametrize("keys", [49, 197])
-def test_log_sum_exp_of_few_keys_compiles_for_sm_90(keys: int, tmp_path) -> None:
-    how = plan(6144, keys, keys, 64, False, 132)
-    check_compiled(compile_resident("bf16", "bf16", keys, 64, how.registers, lse=True), False, 64, tmp_path)
+def test_log_sum_exp_of_few_keys_compiles_for_sm_90(keys: int, kind: str, tmp_path) -> None:
+    how = plan(6144, keys, keys, 64, kind == "i8", 132)
+    check_compiled(compile_resident(kind, "bf16", keys, 64, how.registers, lse=True), kind == "i8", 64, tmp_path)
 
 
 class Problem(NamedTuple):

@@ -9,7 +9,11 @@ from test_compile_targets import CHIPS, compile_for, stack_bytes
 
 from qframework.kernels.attention.cache_append import _cache_append_kernel
 from qframework.kernels.attention.decode import choose_plan
-from qframework.kernels.attention.decode_kernel import _combine_kernel, _decode_attention_kernel
+from qframework.kernels.attention.decode_kernel import (
+    _combine_kernel,
+    _combine_rows_kernel,
+    _decode_attention_kernel,
+)
 from qframework.kernels.runtime.launch import power_of_2
 from qframework.kernels.runtime.triton import HAS_TRITON, INTERPRET
 
@@ -82,6 +86,22 @@ def test_combine(chip, splits, block, units, tmp_path):
     constants = {"DV": 128, "QUERIES": 1, "BLOCK_S": splits, "BLOCK_DV": block, "HAS_UNITS": units}
     compiled = compile_for(chip, _combine_kernel, types, constants, num_warps=max(1, min(4, splits * block // 512)))
     assert stack_bytes(compiled, tmp_path) == 0
+
+
+@pytest.mark.sample(1 / 4)
+@pytest.mark.parametrize(("channels", "units"), [(64, True), (128, True), (80, False), (256, True)])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_combine_rows(chip, channels, units, tmp_path):
+    """Shares are read 16 bytes at a time, and those of all splits of a step before the first is used."""
+    types = dict.fromkeys(("part_ptr", "top_ptr", "sum_ptr", "unit_ptr"), "*fp32") | {"out_ptr": "*bf16"}
+    types |= {"part_ptr": "*fp16"} if units else {}
+    types |= dict.fromkeys(("HKV", "GROUP", "N", "splits"), "i32")
+    block = power_of_2(channels)
+    constants = {"DV": channels, "QUERIES": 16, "STEP": 16, "BLOCK_R": max(1, 512 // block), "BLOCK_DV": block}
+    constants |= {"HAS_UNITS": units}
+    compiled = compile_for(chip, _combine_rows_kernel, types, constants, num_warps=2)
+    assert stack_bytes(compiled, tmp_path) == 0
+    assert len(re.findall(r"ld\.global\.v4\.b32", compiled.asm["ptx"])) >= 16
 
 
 @pytest.mark.sample(1 / 3)

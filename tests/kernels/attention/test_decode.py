@@ -65,6 +65,32 @@ def test_splits(splits, length):
     assert_exact(run("triton", DecodePlan(splits, block_n=32))(query, *cache), query, cache)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("splits", [1, 3, 8, 19])
+@pytest.mark.parametrize(("kv", "group", "tokens", "width"), [(2, 5, 9, 72), (1, 1, 33, 256), (3, 16, 1, 64)])
+def test_shares_of_many_rows_add_up(kv: int, group: int, tokens: int, width: int, splits: int, units: bool) -> None:
+    """Weighted by the powers of two of their maxima; a row that sees no key is zero, NaN stays in its row."""
+    place, batch, rows = "cuda" if torch.cuda.is_available() else "cpu", 2, group * module.power_of_2(tokens)
+    assert group * tokens >= module._MANY_ROWS
+    out = torch.randn(batch * kv, splits, rows, width, device=place).to(torch.float16 if units else torch.float32)
+    top, total = 6 * torch.randn(out.shape[:3], device=place), torch.rand(out.shape[:3], device=place) + 0.1
+    top[:, 0, 2], total[:, 0, 2] = -math.inf, 0.0  # a share without keys, and a row without keys
+    top[:, :, 5], total[:, :, 5] = -math.inf, 0.0
+    top[0, splits - 1, 3] = math.nan
+    unit = torch.rand(out.shape[:3], device=place) + 0.5 if units else total
+    weights = torch.exp2(top.double() - top.double().nan_to_num(nan=0.0).amax(1, keepdim=True).clamp(min=-1e9))
+    parts = out.double() * (weights * (unit.double() if units else 1.0))[..., None]
+    expected = parts.sum(1) / (weights * total).sum(1).clamp(min=1e-30)[..., None]
+    result = (
+        torch.full((batch, kv * group, tokens, width), 7.0, device=place).transpose(1, 2).contiguous().transpose(1, 2)
+    )
+    module._combine(module.Shares(out, top, total, unit), result, group)
+    expected = expected.view(batch, kv, group, -1, width)[:, :, :, :tokens].reshape(result.shape)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    assert result.isnan().any()
+
+
 def masks(kind: str, keys: int) -> Tensor:
     if kind == "padding":
         return (torch.arange(keys) >= torch.tensor([[0], [100]]))[:, None, None]

@@ -11,7 +11,14 @@ from qframework.kernels.attention.padding import without_hidden
 from qframework.kernels.attention.prepare import SAMPLE, can_prepare, prepare_triton, stride_of
 from qframework.kernels.attention.quantize_qk import quantize_tokens_ref
 from qframework.kernels.attention.quantize_v import quantize_values_ref
-from qframework.kernels.attention.variants import E4M3_MAX, PAIRED, VARIANTS, AttentionVariant, resolve, token_groups
+from qframework.kernels.attention.variants import (
+    PAIRED,
+    VARIANTS,
+    AttentionVariant,
+    fp8_ranges,
+    resolve,
+    token_groups,
+)
 from qframework.kernels.runtime.triton import INTERPRET
 
 pytestmark = pytest.mark.interpreter
@@ -109,9 +116,10 @@ def in_order(v: torch.Tensor) -> torch.Tensor:
     ("size", "granularity", "smooth_k"),
     [(SIZES[0], "per_thread", True), (SIZES[1], "per_thread", False), (SIZES[2], "per_block", True)],
 )
-def test_fp8_values_agree_with_the_references(size, granularity, smooth_k, masked, place):
+@pytest.mark.parametrize("accumulator", ["fp32", "fp16"])
+def test_fp8_values_agree_with_the_references(size, granularity, smooth_k, masked, accumulator, place):
     q, k, v = operands(size, place)
-    variant = AttentionVariant(8, granularity, "fp8")
+    variant = AttentionVariant(8, granularity, "fp8", accumulator)
     seen = torch.ones(1, 1, k.shape[2], dtype=torch.int32, device=place)
     if masked:
         seen[:, :, -k.shape[2] // 3 :] = 0
@@ -131,10 +139,11 @@ def test_fp8_values_agree_with_the_references(size, granularity, smooth_k, maske
     assert steps_apart(got.q, q8) <= 1
     assert steps_apart(got.k, k8) <= 1
     assert got.k_norm is None
-    expected, scale, _ = quantize_values_ref(v, "fp8", E4M3_MAX)
+    expected, scale, _ = quantize_values_ref(v, "fp8", fp8_ranges(accumulator)[1])
     torch.testing.assert_close(values.scale, scale, rtol=2.0**-20, atol=0)
     assert values.paired
     given, expected = in_order(values.v.float()), expected.float()
+    assert given.abs().max() <= fp8_ranges(accumulator)[1]
     torch.testing.assert_close(given, expected, rtol=2.0**-3, atol=2.0**-9)  # a step: scales differ in their last bit
     assert (given != expected).float().mean() < 0.01
 
@@ -179,6 +188,7 @@ def test_a_sample_smooths_as_well_as_all_keys(place):
 def test_which_variants():
     assert can_prepare(resolve("integer_exp"))
     assert can_prepare(resolve("sage2_int8"))
+    assert can_prepare(resolve("sage2pp_int8"))
     assert can_prepare(AttentionVariant(8, "per_warp", exponential="integer"))
-    for name in ("qattn", "sage2_int4", "sage2pp_int8", "sage_b", "unquantized"):
+    for name in ("qattn", "sage2_int4", "sage2pp_int4", "sage_b", "unquantized"):
         assert not can_prepare(VARIANTS[name])
