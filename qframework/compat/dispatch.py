@@ -14,6 +14,7 @@ from qframework.compat.missing import explained, optional
 
 with explained():
     from torch._C import DispatchKey
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._functorch import eager_transforms
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch._subclasses.functional_tensor import FunctionalTensor
@@ -141,6 +142,7 @@ __all__ = [
     "disabled_torch_function",
     "dispatch_modes",
     "empty_strided_cuda",
+    "enable_python_dispatcher",
     "exclude_dispatch_key",
     "forward_level",
     "function_modes",

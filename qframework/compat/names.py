@@ -74,6 +74,7 @@ _ROWS = (
     Name("torch._C._functorch.is_batchedtensor", _FUNCTORCH),
     Name("torch._C._is_fwd_grad_enabled", _FORWARD),
     Name("torch._C._dispatch_tls_is_dispatch_key_excluded", _FORWARD),
+    Name("torch._dispatch.python.enable_python_dispatcher", "nodes added to exported models have no shapes"),
     Name("torch._functorch.eager_transforms.JVP_NESTING", _FORWARD),
     Name("torch.autograd.forward_ad._current_level", _FORWARD),
     Name("torch._subclasses.functional_tensor.FunctionalTensor", _BLOCKS),

@@ -18,7 +18,12 @@ from torch.fx.node import map_arg
 from torch.nn import functional as F
 
 import qframework.compat.quantized_decomposed  # noqa: F401  (registers the operators of PT2E)
-from qframework.compat.dispatch import FakeTensor, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from qframework.compat.dispatch import (
+    FakeTensor,
+    enable_python_dispatcher,
+    is_functorch_wrapped_tensor,
+    is_gradtrackingtensor,
+)
 from qframework.compat.dynamo import is_static_input, recorded_value, source_name, value_key
 from qframework.compat.modules import SPACES
 from qframework.compat.operators import OpOverload, schema
@@ -155,7 +160,8 @@ def add_call(
 ) -> Node:
     """Add a call at the graph's insertion point, in the module of ``like``, with its fake value or ``value``."""
     if value is None:  # before the node: the operator may refuse its operands
-        value = target(*map_arg(args, recorded_value), **(kwargs or {}))
+        with enable_python_dispatcher():  # its matmul takes symbolic sizes, which that of PyTorch 2.11 in C++ does not
+            value = target(*map_arg(args, recorded_value), **(kwargs or {}))
     node = like.graph.call_function(target, args, kwargs)
     node.meta = {name: like.meta[name] for name in ("nn_module_stack", "stack_trace") if name in like.meta}
     node.meta[value_key(like)] = value

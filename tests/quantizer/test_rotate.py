@@ -8,10 +8,12 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.export import Dim
 from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 import qframework
 from qframework.evaluation.outliers import transplant_outliers
+from qframework.graph.nodes import fake_value
 from qframework.graph.residual_stream import find_residual_streams
 from qframework.numerics import sqnr_db
 from qframework.quantizer import QFrameworkQuantizer, calibrate, dynamic_int8, static_int8
@@ -99,6 +101,19 @@ def test_vision_transformers_compute_the_same(model: nn.Module) -> None:
     (stream,) = find_residual_streams(graph)
     rotate_stream(graph, stream, orthogonal(stream.size, 0))
     assert sqnr_db(model(IMAGES), graph(IMAGES)) > EXACT_DB
+
+
+def test_tokens_are_turned_back_for_any_batch_size() -> None:
+    """The last norm's tokens leave the model in the old basis: a product with a symbolic number of rows."""
+    model = vit(num_classes=0, depth=2)
+    model.forward = model.forward_features
+    graph = torch.export.export(model, (IMAGES,), dynamic_shapes=({0: Dim.DYNAMIC},)).module()
+    (stream,) = find_residual_streams(graph)
+    rotate_stream(graph, stream, orthogonal(stream.size, 0))
+    (turned,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.matmul.default)
+    assert not isinstance(fake_value(turned).shape[0], int)
+    assert tuple(fake_value(turned).shape[1:]) == (17, 48)
+    assert sqnr_db(model(IMAGES[:3]), graph(IMAGES[:3])) > EXACT_DB
 
 
 def test_a_decoder_with_a_shared_embedding_computes_the_same_and_keeps_its_parameters() -> None:
