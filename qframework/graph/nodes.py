@@ -37,7 +37,7 @@ _ACTIVATIONS = {
     **dict.fromkeys((F.relu, F.relu_, torch.relu, torch.relu_, aten.relu.default, aten.relu_.default), "relu"),
     **dict.fromkeys((F.silu, aten.silu.default, aten.silu_.default), "silu"),
 }
-_DROPOUT = {F.dropout, torch.dropout, aten.dropout.default}
+_DROPOUT = {F.dropout, torch.dropout, torch.dropout_, aten.dropout.default, aten.dropout_.default}
 _ADD = {operator.add, torch.add, aten.add.Tensor}
 _ADD_IN_PLACE = {operator.iadd, aten.add_.Tensor}
 

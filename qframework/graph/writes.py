@@ -20,7 +20,7 @@ from qframework.compat import pytree
 from qframework.compat.dispatch import FakeTensorMode, TorchDispatchMode, memory_of, set_grad_enabled
 from qframework.compat.dynamo import recorded_value
 from qframework.compat.operators import OpOverload, schema
-from qframework.graph.nodes import why_not_plain
+from qframework.graph.nodes import is_inactive_dropout, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
@@ -85,7 +85,7 @@ class _Written(NamedTuple):
 
 
 def _written_inputs(node: Node) -> set[Node]:
-    harmless = node.target in (operator.getitem, set_grad_enabled)
+    harmless = node.target in (operator.getitem, set_grad_enabled) or is_inactive_dropout(node)
     if not node.op.startswith("call") or not node.all_input_nodes or harmless:
         return set()
     if isinstance(node.target, OpOverload):

@@ -10,7 +10,7 @@ import qframework
 from qframework.compat.dynamo import recorded_value
 from qframework.graph.missing_values import record_missing_values
 from qframework.graph.writes import written_between
-from qframework.quantizer import dynamic_int8, static_int8
+from qframework.quantizer import QuantizationConfig, dynamic_int8, static_attention, static_int8
 
 
 class Biased(nn.Module):
@@ -73,3 +73,25 @@ def test_a_write_through_another_node_of_the_same_attribute_is_found() -> None:
     assert written_between(first, last, [first]) is write
     gm.graph.erase_node(write)
     assert written_between(first, last, [first]) is None
+
+
+def test_dropout_in_place_that_is_inactive() -> None:
+    """As in TNT, whose dropout between the softmax and the values would write the weights in training."""
+
+    class Dropped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.proj = nn.Linear(32, 96), nn.Linear(32, 32)
+            self.drop, self.drop_weights = nn.Dropout(0.1, inplace=True), nn.Dropout(0.1, inplace=True)
+
+        def forward(self, x):
+            q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+            weights = self.drop_weights((q @ k.transpose(-2, -1) * 0.25).softmax(-1))
+            return x + self.drop(self.proj((weights @ v).transpose(1, 2).flatten(2)))
+
+    model, x = Dropped().eval(), torch.randn(4, 9, 32)
+    config = QuantizationConfig(linear=static_int8(), attention=static_attention())
+    report = qframework.quantize(model, x, config, [x]).explain()
+    assert report.lowered == report.total == 2, str(report)
+    assert report.attention_lowered == report.attention_total == 1, str(report)
+    assert any("residual" in layer.operator for layer in report.layers)

@@ -82,6 +82,8 @@ def test_activations_have_the_names_of_int8_linear(node, name):
     [
         (node_of(F.dropout, X, 0.1, training=False), True),
         (node_of(aten.dropout.default, X, 0.0, True), True),
+        (node_of(aten.dropout_.default, X, 0.1, False), True),
+        (node_of(aten.dropout_.default, X, 0.1, True), False),
         (node_of(F.dropout, X, 0.1), False),
         (node_of(torch.relu, X), False),
     ],

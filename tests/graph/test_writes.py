@@ -66,6 +66,7 @@ def names_of_written(gm):
         lambda x, y: x.index_add_(0, torch.tensor([0]), y[:1]),
         lambda x, y: torch._foreach_mul_([x], 2.0),
         lambda x, y: torch.ops.aten.relu_.default(x),
+        lambda x, y: torch.ops.aten.dropout_.default(x, 0.5, True),
         lambda x, y: torch.ops.aten.add.out(y, 1, out=x),
         lambda x, y: torch.fill_(x, 3),
     ],
@@ -87,6 +88,7 @@ def test_every_form_of_a_write_is_detected(write):
         lambda x, y: torch.einsum("ij,jk->ik", x, y),
         lambda x, y: torch.ops.aten.add.Tensor(x, y),
         lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch.ops.aten.dropout_.default(x, 0.5, False),
         lambda x, y: x.sin().detach_(),  # as exported models hold it behind every torch.tensor(...)
         lambda x, y: torch.ops.aten.detach_.default(x.sin()),
     ],
