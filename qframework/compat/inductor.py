@@ -11,6 +11,7 @@ import torch
 import torch.compiler.config
 
 from qframework.compat.missing import explained
+from qframework.compat.subgraphs import one_schema_for_equal_calls
 
 compiler_config: Any = torch.compiler.config  # PyTorch adds patch() at import
 
@@ -67,7 +68,8 @@ def compile_graph(
         with compiler_config.patch(cache_key_tag=tag):
             return compile_fx_inner(inner_gm, inputs, **kwargs)
 
-    with explained(), compiler_config.patch(cache_key_tag=tag), V.set_choices_handler(Choices()):
+    tagged = compiler_config.patch(cache_key_tag=tag)
+    with explained(), tagged, V.set_choices_handler(Choices()), one_schema_for_equal_calls():
         return _compiler.compile_fx(
             gm,
             example_inputs,

@@ -248,6 +248,13 @@ _ROWS = (
     Name("torch._inductor.ir.FallbackKernel.create", _NO_SITES, _DISPATCHED),
     Name("cpp_wrapper", "call sites would be written into C++", source="torch._inductor.graph"),
     Name("_is_fallback_handler", "Inductor takes call sites for its own code", source="torch._inductor.lowering"),
+    # subgraphs.py
+    Name(
+        "gen_schema",
+        "the schema of repeated blocks cannot be shared",
+        "each block is traced twice, and a model's first call takes about a tenth longer",
+        source="torch._higher_order_ops.invoke_subgraph",
+    ),
     # inductor.py
     Name("torch._inductor.compile_fx.compile_fx", "backend='qframework' cannot compile a model"),
     Name("torch._inductor.compile_fx.compile_fx_inner", "backend='qframework' cannot compile a model"),

@@ -23,6 +23,7 @@ from qframework.compat.operators import OpOverload, schema
 from qframework.graph.nodes import is_inactive_dropout, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
+_MEMORY = "qframework_memory"
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 
 
@@ -201,8 +202,22 @@ def _may_hold_a_tensor(node: Node) -> bool:
 
 
 def _memory(node: Node) -> set[int] | None:
-    """Identifies the storages of a node's tensors, which views share; None if unknown."""
+    """Identifies the storages of a node's tensors, which views share; None if unknown. Found once for its value."""
     value = recorded_value(node)
+    known = node.meta.get(_MEMORY)
+    if known is None or known.value is not value:
+        known = node.meta[_MEMORY] = _Memory(value, _memory_of(value))
+    return known.storages
+
+
+class _Memory(NamedTuple):
+    """The storages of a node's value while it is this object."""
+
+    value: Any
+    storages: set[int] | None
+
+
+def _memory_of(value: Any) -> set[int] | None:
     tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
     if value is None or any(map(why_not_plain, tensors)):  # a subclass may hide the tensors that it holds
         return None

@@ -106,6 +106,22 @@ def test_a_compiled_model_computes_the_same(config, inference, monkeypatch):
     assert torch.equal(ours, wanted)
 
 
+def test_pytorch_traces_a_block_for_its_schema_once(monkeypatch):
+    traced = []
+    original = type(_invoke).gen_schema
+
+    def gen_schema(self, subgraph, *arguments):
+        traced.append(subgraph)
+        return original(self, subgraph, *arguments)
+
+    monkeypatch.setattr(type(_invoke), "gen_schema", gen_schema)
+    x = example()
+    model = converted(blocks(4), x, dynamic_int8())
+    with torch.no_grad(), torch.compiler.config.patch(force_disable_caches=True):
+        torch.compile(model, backend="qframework")(x)
+    assert len(traced) == 1
+
+
 def test_options_of_inductor_leave_the_graph_whole(monkeypatch):
     def refuse(gm):
         raise AssertionError("outlined")
