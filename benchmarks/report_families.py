@@ -6,7 +6,9 @@ import functools
 import hashlib
 import inspect
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from benchmarks.families_cases import FAMILIES
 from benchmarks.harness import Record
 from benchmarks.pages import Page, Plot
 from benchmarks.plots import COLOUR, GREY, WIDTH
-from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, speed, table
+from benchmarks.tables import Run, bold_if, combined, machine_line, number, ratio, shown, speed, table
 
 FOLDER = "families"  # below the folder of results
 NAME = "families.md"
@@ -31,7 +33,8 @@ the option `linear="int8_dynamic"` with frozen weights; **static** is quantized 
 torchao's, with scales per tensor, on bfloat16. At batch 1 the fastest of each, with and without CUDA graphs, counts.
 SQNR is that of the outputs, of random weights, and says little about trained ones. First calls are seconds of
 `torch.compile` and the first call while other models compile on the same processor, relative to FP16's. Encoders take
-sequences of mixed lengths, padded.
+sequences of mixed lengths, padded. Each architecture is shown as the newest run that has it measured it, with the FP16
+of that run; the runs are listed at the end.
 """
 NOTHING = "\nNothing measured yet.\n"
 MODES = {
@@ -70,20 +73,58 @@ def relative(case: Mapping[str, Record], mode: str) -> float:
     return speed_of(case, mode) / speed_of(case, "fp16")
 
 
+@dataclass(frozen=True)
+class Device:
+    """One kind of GPU, and the newest measurement of each model and batch on it."""
+
+    name: str
+    runs: tuple[Run, ...]  # newest first; records that a newer run has again are left out
+
+    @property
+    def records(self) -> list[Record]:
+        """Of all runs, in the order of ``FAMILIES``."""
+        order = {name: place for place, name in enumerate(FAMILIES)}
+        found = [record for run in self.runs for record in run.records]
+        return sorted(found, key=lambda record: order.get(str(record.model), len(order)))
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(" ".join(run.digest for run in self.runs).encode()).hexdigest()[:16]
+
+    @property
+    def plot(self) -> str:
+        return f"families-{re.sub(r'[^a-z0-9]+', '-', self.name.lower())}.svg"
+
+
+def devices(runs: Sequence[Run]) -> list[Device]:
+    """The devices of ``runs``."""
+    names = dict.fromkeys(str(run.machine.get("device")) for run in runs)
+    kept = shown(runs)
+    return [Device(name, tuple(run for run in kept if str(run.machine.get("device")) == name)) for name in names]
+
+
 def render(runs: Sequence[Run]) -> str:
     """The whole page as Markdown."""
     if not runs:
         return HEAD + NOTHING
-    return "\n".join([HEAD, *map(_section, runs)])
+    return "\n".join([HEAD, *map(_section, devices(runs))])
 
 
-def _section(run: Run) -> str:
-    found = cases(run.records)
-    parts = [f"## {run.machine.get('device')}, {run.machine.get('date')}\n", machine_line(run.machine, run.peaks)]
-    parts += [f"{run.note}\n"] if run.note else []
-    parts += [f"![Speed of each architecture](assets/{_plot_name(run)})\n", _means(found), _losses(found)]
+def _section(device: Device) -> str:
+    found = cases(device.records)
+    parts = [f"## {device.name}\n", f"![Speed of each architecture](assets/{device.plot})\n"]
+    parts += [_means(found), _losses(found)]
     parts += [_kind(kind, found) for kind in dict.fromkeys(family.kind for family in FAMILIES.values())]
-    return "\n".join(filter(None, [*parts, _broken(run.records)]))
+    return "\n".join(filter(None, [*parts, _broken(device.records), _runs(device)]))
+
+
+def _runs(device: Device) -> str:
+    """The machines, versions and commits of the runs, and what to know of each."""
+    parts = ["### Runs\n"]
+    for run in device.runs:
+        models = ", ".join(dict.fromkeys(str(record.model) for record in run.records))
+        parts += [f"{models}: {run.note or ''}\n", machine_line(run.machine, run.peaks)]
+    return "\n".join(parts)
 
 
 def _means(found: Sequence[Case]) -> str:
@@ -158,24 +199,20 @@ def _broken(records: Sequence[Record]) -> str:
 # The plot -------------------------------------------------------------------------------------------------------------
 
 
-def _plot_name(run: Run) -> str:
-    return f"families-{run.stem}.svg"
-
-
-def _mark(run: Run) -> str:
+def _mark(device: Device) -> str:
     code = inspect.getsource(_draw)
-    return f"results {run.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
+    return f"results {device.digest}, drawn by {hashlib.sha256(code.encode()).hexdigest()[:16]}"
 
 
-def _draw(run: Run, path: Path) -> None:
+def _draw(device: Device, path: Path) -> None:
     """One line for each model at its batch for throughput: FP8 grey, ours coloured, FP16 at 1."""
     import matplotlib
 
     matplotlib.use("svg")
     from matplotlib import pyplot as plt
 
-    found = [case for case in cases(run.records) if (case["fp16"].batch or 0) > 1]
-    style: dict[Any, Any] = {"svg.hashsalt": run.digest, "svg.fonttype": "none", "font.size": 8}
+    found = [case for case in cases(device.records) if (case["fp16"].batch or 0) > 1]
+    style: dict[Any, Any] = {"svg.hashsalt": device.digest, "svg.fonttype": "none", "font.size": 8}
     markers = {"FP8": ("s", GREY), "float": ("d", "#57534e"), "dynamic": ("o", "#fb923c"), "static": ("o", COLOUR)}
     with plt.rc_context(style):
         figure, axis = plt.subplots(figsize=(WIDTH, 1.2 + 0.22 * len(found)), layout="constrained")
@@ -189,11 +226,11 @@ def _draw(run: Run, path: Path) -> None:
         axis.spines[["top", "right"]].set_visible(False)
         axis.set_xlabel("speed as a multiple of FP16 compiled by Inductor")
         axis.legend(loc="lower right", frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(run)})
+        figure.savefig(path, format="svg", metadata={"Date": None, "Description": _mark(device)})
         plt.close(figure)
 
 
 def families_page(runs: Sequence[Run], path: Path) -> Page:
-    """The page of ``runs``, newest first, with a plot for each."""
-    plots = {_plot_name(run): Plot(_mark(run), functools.partial(_draw, run)) for run in runs}
+    """The page of ``runs``, with a plot for each device."""
+    plots = {each.plot: Plot(_mark(each), functools.partial(_draw, each)) for each in devices(runs)}
     return Page(path, render(runs), plots, "families-*.svg")

@@ -92,7 +92,24 @@ def test_page_shows_ratios_means_losses_and_failures(tmp_path):
     assert "failed: x" in page.text
     page.write()
     assert page.stale() == []
-    assert b"gpt2, batch 8" in (tmp_path / "docs" / "assets" / "families-run.svg").read_bytes()
+    assert b"gpt2, batch 8" in (tmp_path / "docs" / "assets" / "families-made-up.svg").read_bytes()
+
+
+def test_the_newest_run_of_each_architecture_is_shown(tmp_path):
+    for day, models in ((1, ("gpt2", "t5_base")), (2, ("gpt2",))):
+        machine = {"device": "GPU A", "date": f"2026-01-0{day}", "commit": f"commit{day}"}
+        results = Results("families", machine, tmp_path / f"run{day}.json")
+        for model in models:
+            results.add(record(model, 8, "fp16_compiled", 100.0), record(model, 8, "qframework_static", 100.0 * day))
+    other = Results("families", {"device": "GPU B", "date": "2026-01-03"}, tmp_path / "other.json")
+    other.add(record("gpt2", 8, "fp16_compiled", 100.0), record("gpt2", 8, "qframework_static", 300.0))
+    text = report_families.render(report.load_runs(tmp_path))
+    assert text.count("| gpt2 | 8 |") == 2
+    first = text[text.index("## GPU A") : text.index("### Runs", text.index("## GPU A"))]
+    assert "| gpt2 | 8 | 1 |  |  |  | **2** |" in first
+    assert "| t5_base | 8 | 1 |  |  |  | **1** |" in first
+    assert "| throughput | 2 |" in first
+    assert all(f"commit{day}" in text for day in (1, 2))
 
 
 def test_tiny_parameters_are_enlarged():
