@@ -20,6 +20,7 @@ TITLES = {
     "families": "Architectures on a GPU",
     "host_calls": "Host time of a call",
     "training_block": "GPT blocks, INT8 training",
+    "training_fsdp": "Training steps under FSDP2",
     "training_models": "Training steps of whole models",
     "block_linear": "Linears of INT8 training",
     "block_operators": "Operators between INT8 blocks",

@@ -78,7 +78,7 @@ def _gpt2(width: int, layers: int, heads: int) -> Callable[[int | None], nn.Modu
     return build
 
 
-def _llama(width: int, inner: int, layers: int) -> Callable[[int | None], nn.Module]:
+def llama(width: int, inner: int, layers: int) -> Callable[[int | None], nn.Module]:
     def build(depth: int | None) -> nn.Module:
         from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -108,9 +108,9 @@ MODELS = {
     "gpt2_medium": Subject(_gpt2(1024, 24, 16), 8, 1024),
     "gpt2_large": Subject(_gpt2(1280, 36, 20), 8, 1024),
     "gpt2_1536": Subject(_gpt2(1536, 24, 12), 8, 1024),
-    "llama_2048": Subject(_llama(2048, 5632, 16), 4, 2048),
-    "llama_3072": Subject(_llama(3072, 8192, 8), 4, 2048),
-    "llama_4096": Subject(_llama(4096, 11008, 4), 4, 2048),
+    "llama_2048": Subject(llama(2048, 5632, 16), 4, 2048),
+    "llama_3072": Subject(llama(3072, 8192, 8), 4, 2048),
+    "llama_4096": Subject(llama(4096, 11008, 4), 4, 2048),
 }
 SMOKE = {"gpt2_medium": Subject(_gpt2(64, 1, 2), 2, 16)}
 

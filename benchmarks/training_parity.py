@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -324,9 +325,19 @@ class Comparison:
             return ""
         if self.behind is None:
             return "not measured"
-        if not self.keeps:
-            return f"short of {self.bound:g} by {100 * (self.behind / self.bound - 1):.2g} percent"
-        return "PASS" if self.pairs >= self.wanted else f"open: {self.pairs} of {self.wanted} seeds"
+        if self.pairs < self.wanted and self.keeps:
+            return f"open: {self.pairs} of {self.wanted} seeds"
+        verdict = (
+            "PASS" if self.keeps else f"short of {self.bound:g} by {100 * (self.behind / self.bound - 1):.2g} percent"
+        )
+        if self.error is None or abs(self.behind - self.bound) >= self.error:
+            return verdict
+        return f"undecided: standard error {self.error:.2g}, {verdict} by the mean"
+
+    @property
+    def error(self) -> float | None:
+        """The standard error of ``behind``; None for a single seed."""
+        return None if self.behind_deviation is None else self.behind_deviation / math.sqrt(self.pairs)
 
     @property
     def shown_mean(self) -> str:

@@ -119,6 +119,17 @@ def test_deviations_are_those_of_the_seeds_and_of_their_differences() -> None:
     assert training_parity.compare("gpt_long", runs("loss", bf16=[1.0], per_block_1x128=[1.001]))[1].verdict == "PASS"
 
 
+def test_a_bound_within_the_standard_error_is_undecided() -> None:
+    """Differences of 1, 0 and 2 points have a standard error of 0.58 points; of 0.2 points each, none."""
+    found = training_parity.compare("digits", runs("top1", bf16=[99.0, 97.0, 98.0], per_block_32=[98.7, 97.0, 97.4]))
+    assert found[1].error == pytest.approx(0.1732, abs=1e-4)
+    assert found[1].verdict == "undecided: standard error 0.17, PASS by the mean"
+    found = training_parity.compare("digits", runs("top1", bf16=[99.0, 97.0, 98.0], per_block_32=[98.0, 97.0, 96.0]))
+    assert found[1].verdict == "short of 0.3 by 2.3e+02 percent"
+    found = training_parity.compare("digits", runs("top1", bf16=[99.0, 97.0, 98.0], per_block_32=[98.8, 96.8, 97.8]))
+    assert found[1].verdict == "PASS"
+
+
 def test_a_long_task_has_one_seed_and_resumes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the checkpoint at half of its steps; a smoke run has two."""
     started, load = [], training_loop.load_checkpoint
