@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -84,29 +83,8 @@ def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
     with explained():
         from torch._inductor import aoti_compile_and_package
 
-    on_gpu = bool(program.state_dict) and all(x.device.type == "cuda" for x in program.state_dict.values())
-    with V.set_choices_handler(Choices()), _no_instruction_sets() if on_gpu else contextlib.nullcontext():
+    with V.set_choices_handler(Choices()):
         aoti_compile_and_package(program, package_path=path, inductor_configs=config)
-
-
-@contextlib.contextmanager
-def _no_instruction_sets() -> Iterator[None]:
-    """No instruction set of the CPU for a package of a GPU, whose kernels need none.
-
-    PyTorch compiles and loads a file for each set only to write down the best: 50 s with torch 2.11.
-    """
-    with explained():
-        from torch._inductor import codecache, cpu_vec_isa
-
-        pick, none = cpu_vec_isa.pick_vec_isa, cpu_vec_isa.invalid_vec_isa
-    both: list[Any] = [codecache, cpu_vec_isa]
-    for module in both:
-        module.pick_vec_isa = lambda: none
-    try:
-        yield
-    finally:
-        for module in both:
-            module.pick_vec_isa = pick
 
 
 def load_compiled_package(path: str) -> Any:
@@ -128,21 +106,15 @@ def load_compiled_package(path: str) -> Any:
 
 
 def _other_machine(metadata: Mapping[str, str]) -> str | None:
-    """Why this machine cannot run a package with this metadata; initializes CUDA for one that it can run there.
-
-    PyTorch's loader crashes where nothing has used CUDA yet: the allocator does not exist.
-    """
+    """Why this machine cannot run a package with this metadata."""
+    if metadata.get("AOTI_DEVICE_KEY") == "cuda":
+        return "it was compiled for CUDA, where PyTorch's loader crashes with the operators of qframework"
     if metadata.get("AOTI_MACHINE", platform.machine()) != platform.machine():
         return f"it was compiled for {metadata['AOTI_MACHINE']}, and this is {platform.machine()}"
     wanted = next((name for name in ("AVX512", "AVX2") if name in metadata.get("AOTI_CPU_ISA", "").split()), None)
     found = torch.backends.cpu.get_cpu_capability()
     if wanted is not None and found not in (wanted, "AVX512"):
         return f"it was compiled for processors with {wanted}, and this one has {found}"
-    if metadata.get("AOTI_DEVICE_KEY") != "cuda":
-        return None
-    if not torch.cuda.is_available():
-        return "it was compiled for CUDA, and there is no CUDA device"
-    torch.cuda.init()
     return None
 
 

@@ -263,9 +263,6 @@ _ROWS = (
         Name(f"torch.{name}", "models cannot be compiled to packages of AOTInductor, nor these be loaded")
         for name in (
             "_inductor.aoti_compile_and_package",
-            "_inductor.codecache.pick_vec_isa",
-            "_inductor.cpu_vec_isa.invalid_vec_isa",
-            "_inductor.cpu_vec_isa.pick_vec_isa",
             "_C._aoti.AOTIModelPackageLoader.load_metadata_from_package",
             "export.pt2_archive._package.AOTICompiledModel",
         )

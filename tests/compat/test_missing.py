@@ -49,8 +49,6 @@ LATE = (
     "torch._C._aoti.",
     "torch._dynamo.",
     "torch._inductor.aoti_",
-    "torch._inductor.codecache.",
-    "torch._inductor.cpu_vec_isa.",
     "torch._inductor.lowering",
     "torch._library.utils",
     "torch.export.pt2_archive.",

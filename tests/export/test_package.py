@@ -155,26 +155,21 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[str]]:
             called.append("load")
 
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", Loader)
-    monkeypatch.setattr(torch.cuda, "init", lambda: called.append("init"))
     return metadata, called
 
 
-def test_cuda_is_initialized_before_a_package_of_a_gpu_is_read(opened, tmp_path: Path, monkeypatch) -> None:
-    """PyTorch's loader crashes otherwise: its allocator of CUDA does not exist in a process that has not used it."""
-    metadata, called = opened
-    metadata["AOTI_DEVICE_KEY"] = "cuda"
-    (tmp_path / "gpu.pt2").write_bytes(b"")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    load_package(tmp_path / "gpu.pt2")
-    assert called == ["init", "load"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(FileFormatError, match="was compiled for CUDA, and there is no CUDA device"):
-        load_package(tmp_path / "gpu.pt2")
+def test_models_on_a_gpu_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="must be on the CPU, got meta: packages for GPUs cannot be loaded"):
+        to_package(MLP().eval().to("meta"), tmp_path / "mlp.pt2", torch.randn(4, 16))
+    with pytest.raises(UnsupportedError, match="must be on the CPU, got meta"):
+        to_package(MLP().eval(), tmp_path / "mlp.pt2", torch.randn(4, 16, device="meta"))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
+        ({"AOTI_DEVICE_KEY": "cuda"}, "was compiled for CUDA, where PyTorch's loader crashes"),
         ({"AOTI_MACHINE": "aarch65"}, "was compiled for aarch65, and this is "),
         ({"AOTI_CPU_ISA": "AVX512 AVX512_VNNI"}, "was compiled for processors with AVX512, and this one has AVX2"),
         ({"AOTI_CPU_ISA": "AVX2"}, None),
