@@ -190,7 +190,9 @@ def test_the_page_begins_with_means_deviations_and_targets(tmp_path: Path) -> No
     assert "| 30.0 ± 1.4 |" in page
     assert page.index("Models that others trained") < page.index("Nothing measured yet")
     assert "at least 29 | 30.0 ± 1.4 | 2 | PASS" in page
-    assert "FAIL" in measured(tmp_path, 20.0)
+    assert "at most 0.5 below FP32 | -1.0 ± 0.0 | 2 | FAIL" in page
+    (tmp_path / "low").mkdir()
+    assert "at least 29 | 21.0 ± 1.4 | 2 | FAIL" in measured(tmp_path / "low", 20.0)
 
 
 def test_a_newer_file_replaces_the_configurations_that_it_holds(tmp_path: Path) -> None:
