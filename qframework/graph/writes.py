@@ -24,6 +24,8 @@ from qframework.graph.nodes import is_inactive_dropout, why_not_plain
 
 _WRITTEN = "qframework_written"  # in a node's meta, so that it goes with the node
 _MEMORY = "qframework_memory"
+_MOST_KINDS = 10_000
+_places_of_kinds: dict[Any, frozenset[int]] = {}  # of inputs that a call writes, by what _kind returns
 _KNOWN_LIBRARIES = ("aten", "prims", "quantized_decomposed", "qframework")
 
 
@@ -93,10 +95,50 @@ def _written_inputs(node: Node) -> set[Node]:
         return {x for value in written_arguments(node.target, node.args, node.kwargs) for x in _nodes(value)}
     if not any(map(_may_hold_a_tensor, node.all_input_nodes)):
         return set()
+    kind = _kind(node)
+    places = None if kind is None else _places_of_kinds.get(kind)
+    if places is None:
+        places = _observed_places(node)
+        if kind is not None and len(_places_of_kinds) < _MOST_KINDS:
+            _places_of_kinds[kind] = places
+    return {x for place, x in enumerate(node.all_input_nodes) if place in places}
+
+
+def _observed_places(node: Node) -> frozenset[int]:
+    """The places among a node's inputs of those that it writes when it is run."""
     try:
-        return _observed(node)
+        written = _observed(node)
     except Exception:  # noqa: BLE001 (any failure on fake tensors: assume that it writes everything)
-        return set(node.all_input_nodes)
+        written = set(node.all_input_nodes)
+    return frozenset(place for place, x in enumerate(node.all_input_nodes) if x in written)
+
+
+def _kind(node: Node) -> Any:
+    """Equal for calls that write the same of their inputs, such as those of repeated blocks; None if unknown."""
+    if node.op == "call_module" or _scope_body(node) is not None:
+        return None
+    place = {x: number for number, x in enumerate(node.all_input_nodes)}
+    layouts = tuple(_layout(recorded_value(x)) for x in place)
+    wiring = repr(map_arg((node.args, node.kwargs), lambda x: _Place(place[x])))
+    if None in layouts or " at 0x" in wiring:  # an object whose text is its address, which another may have later
+        return None
+    return node.op, node.target, wiring, layouts
+
+
+class _Place(NamedTuple):
+    """Stands for a node's input in the text of its arguments."""
+
+    number: int
+
+
+def _layout(value: Any) -> Any:
+    """Equal for values that a call treats alike; None if unknown, as of tuples and of symbolic sizes."""
+    if type(value) in (int, float, bool):
+        return type(value), value
+    if not isinstance(value, Tensor) or why_not_plain(value) is not None:
+        return None
+    known = all(type(size) is int for size in (*value.shape, *value.stride()))
+    return (tuple(value.shape), value.stride(), value.dtype, value.device) if known else None
 
 
 def written_arguments(target: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Any]:

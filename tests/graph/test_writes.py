@@ -15,6 +15,11 @@ from qframework.graph.writes import written_between, written_inputs
 X, Y, OUT = torch.empty(4, 4), torch.empty(4, 4), torch.empty(4, 4)
 
 
+@pytest.fixture(autouse=True)
+def nothing_known(monkeypatch):
+    monkeypatch.setattr(writes, "_places_of_kinds", {})
+
+
 def graph_of(run, *inputs):
     """The graph that Dynamo captures of a function."""
     graphs = []
@@ -208,3 +213,49 @@ def test_a_node_is_run_once_until_its_arguments_change(monkeypatch):
     nodes[0].args = (nodes[0].args[0], 0.2, True)
     written_inputs(nodes[0])
     assert runs[len(nodes) :] == [nodes[0].name]
+
+
+def written_by_each_call(gm):
+    return [sorted(x.name for x in written_inputs(node)) for node in gm.graph.nodes if node.op.startswith("call")]
+
+
+def test_calls_of_one_kind_are_run_once(monkeypatch):
+    observed, runs = writes._observed, []
+    monkeypatch.setattr(writes, "_observed", lambda node: runs.append(node.name) or observed(node))
+
+    def layers(x, y):
+        for _ in range(4):
+            y = torch.add(F.relu6(x, True), y)
+        return y
+
+    gm = graph_of(layers, X, Y)
+    wanted = written_by_each_call(gm)
+    assert len(wanted) == 8
+    assert sum(map(bool, wanted)) == 4
+    assert len(runs) == 2
+
+
+def test_calls_that_differ_are_run_apart():
+    def variants(x, y, z):
+        torch.add(x, y, out=x)
+        torch.add(y, x, out=x)  # the same places, another order
+        torch.add(x, y, out=y)
+        F.relu6(z, False)
+        F.relu6(z, True)
+        F.relu6(x, True)
+        x.add(y)
+        x.add_(y)
+        return torch.mul(x, x, out=z)
+
+    gm = graph_of(variants, X, Y, torch.empty(4, 4, dtype=torch.float64))
+    names = {node.name: node.name for node in gm.graph.nodes}
+    x, y, z = [name for name in names if name.startswith("l_")]
+    found = written_by_each_call(gm)
+    assert found[0] == found[1] == [x]
+    assert found[2] == [y]
+    assert found[3] == []
+    assert found[4] == [z]
+    assert found[5] == [x]
+    assert found[6] == []
+    assert found[7] == [x]
+    assert found[8] == [z]
