@@ -188,6 +188,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     found = document(layers, normal_operands(SMOKE_SHAPE if options.smoke else NORMAL_SHAPE), models, options.smoke)
+    found["crops"] = options.crops if models else 0
     if options.output:
         write_json(Path(options.output), found)
     return 0

@@ -104,7 +104,7 @@ def render(document: Mapping[str, Any] | None, granularity: Mapping[str, Any] | 
     found = document["tables"]
     parts = [HEAD, machine_line(document["machine"], {})]
     parts += [section(found[name]) for name, section in SECTIONS.items() if name in found]
-    parts += [_models(document["models"])] if document.get("models") else []
+    parts += [_models(document["models"], document["crops"])] if document.get("models") else []
     parts += [_granularity(granularity)] if granularity else []
     return "\n".join([*parts, ELSEWHERE])
 
@@ -227,11 +227,11 @@ def _printed(figure: str, value: float) -> str:
     return f"{100 * value:.2f} %" if figure == "cosine" else f"{value:.4g}"
 
 
-def _models(models: Mapping[str, Figures]) -> str:
+def _models(models: Mapping[str, Figures], crops: int) -> str:
     note = (
-        "All linears of DINOv2 ViT-S/14 without a recipe, against FP32, on crops of photographs; weights per channel "
-        "unless noted. QAttn prints top-1 on ImageNet: for ViT-S/16 81.38 in FP32, 70.96 static and 78.94 dynamic, "
-        "69.60 and 76.68 with attention."
+        f"All linears of DINOv2 ViT-S/14 without a recipe, against FP32, on {crops} crops of photographs; weights per\n"
+        "channel unless noted. QAttn prints top-1 on ImageNet: for ViT-S/16 81.38 in FP32, 70.96 static and 78.94\n"
+        "dynamic, 69.60 and 76.68 with attention."
     )
     rows = [
         [

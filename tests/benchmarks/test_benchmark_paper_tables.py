@@ -106,6 +106,10 @@ def test_smoke_run_and_page(tmp_path: Path) -> None:
     assert f"| INT8, INT8 | {100 * mean['cosine']:.3f} % | {mean['relative_l1']:.4f} |" in page
     assert f"| INT8, INT8 | {100 * least['cosine']:.3f} % | {least['relative_l1']:.4f} |" in page
     assert "| 99.70 % | 0.1035 | 0.00682 |" in page  # the paper's
+    model = {"sqnr_db": 17.66, "correspondences": 70.0, "cosine": 0.99, "worst_cosine": 0.9}
+    whole = report_papers.render({**document, "models": {"INT8, per tensor": model}, "crops": 34})
+    assert "on 34 crops" in whole
+    assert "| INT8, per tensor | 17.7 | 70.0 | 0.9900 | 0.9000 |" in whole
     path.write_text("{}")
     with pytest.raises(FileFormatError, match="not a result file"):
         report_papers.load(tmp_path)
