@@ -71,7 +71,7 @@ def quantize_(
     if not layers:
         raise UnsupportedError(
             f"quantize_: model must hold a linear layer that filter_fn selects and that can be quantized, got none in "
-            f"a {type(model).__name__}"
+            f"a {type(model).__name__}. Warnings name the layers that stay in float, and why"
         )
     scales: dict[str, Tensor | None] = {}
     if not config.activation.dynamic:
@@ -169,21 +169,27 @@ def _layers(model: nn.Module, selected: Filter) -> list[_Layer]:
         )
     found: dict[int, _Layer] = {}
     refused: dict[int, str] = {}
+    strange: dict[str, str] = {}
     for parent_name, parent in model.named_modules(remove_duplicate=False):
         read = set() if isinstance(parent, nn.TransformerEncoderLayer) else children_whose_weight_is_read(parent)
         for child_name, child in held(parent):
             name = f"{parent_name}.{child_name}" if parent_name else child_name
             role = linear_role(child)
-            if role is None or not selected(child, name):
+            if role is None:
+                if isinstance(child, nn.Linear) and selected(child, name):
+                    strange[name] = _STRANGE.format(type(child).__name__)
+                continue
+            if not selected(child, name):
                 continue
             found.setdefault(id(child), _Layer(name, child, role == "conv1d")).places.append((parent, child_name))
             reader = type(parent).__name__
             if reason := _READ.format(reader) if child_name in read else _obstacle(child):
                 refused.setdefault(id(child), reason)
-    _note({found[number].name: reason for number, reason in refused.items()})
+    _note(strange | {found[number].name: reason for number, reason in refused.items()})
     return _without_shared_weights(model, [layer for number, layer in found.items() if number not in refused])
 
 
+_STRANGE = "its class {} computes something else than nn.Linear, or holds more than weight and bias"
 _READ = "the {} around it reads its weight instead of calling it"
 
 

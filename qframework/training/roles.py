@@ -46,6 +46,8 @@ _FAR = torch.logspace(-6, 6, 385, dtype=torch.float32, device="cpu")
 _METHOD_FLAG = sys.version_info >= (3, 12)
 # Values of ``training``, twice because some modules count their calls.
 _MODES = (False, True, False, True)
+# What an instance of a subclass of nn.Linear may hold besides what one of nn.Linear does.
+_PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 # Magnitudes of inputs: small ones reveal an epsilon, large ones a bound.
 _MAGNITUDES = (1.0, 1e-3, 1e-6, 1e4)
 _DROP_PATHS = ("DropPath", "StochasticDepth")
@@ -117,7 +119,7 @@ def lookalike(module: nn.Module) -> str | None:
 def linear_role(module: nn.Module) -> Role | None:
     """``"linear"`` for nn.Linear and subclasses that compute the same, ``"conv1d"`` for GPT-2's Conv1D, or None."""
     if isinstance(module, nn.Linear):
-        return "linear" if type(module).forward is _LINEAR else None
+        return "linear" if type(module).forward is _LINEAR or _is_linear(module) else None
     return "conv1d" if _kind(module) == "Conv1D" and hasattr(module, "nf") and _is_conv1d(module) else None
 
 
@@ -271,6 +273,28 @@ def _computes(
         probe, unit = _probe(module, **made), random(3, *own.shape)  # type: ignore[arg-type]
         tried = [unit * magnitude for magnitude in magnitudes]
         return all(_gives(probe, x, formula(probe, made[weight], x)) for x in tried)  # type: ignore[arg-type]
+
+
+def _is_linear(module: nn.Linear) -> bool:
+    """Whether a subclass with a ``forward`` of its own computes ``x @ weight.T + bias``, as Falcon's does.
+
+    Not one with anything more than nn.Linear has, which could change the result later, but numbers and names.
+    """
+    more = [value for name, value in vars(module).items() if name not in vars(nn.Linear(1, 1, device="meta"))]
+    if any(True for _ in module.children()) or not all(value is None or isinstance(value, _PLAIN) for value in more):
+        return False
+    own = parameters(module)
+    if set(own) != {"weight", "bias"} or any(True for _ in module.buffers()):
+        return False
+    with _probing():
+        random = _random_numbers()
+        weight, bias = random(3, 5), None if own["bias"] is None else random(3)
+        probe = _probe(module, weight=weight, bias=bias)  # type: ignore[arg-type]
+        probe.__dict__.update(in_features=5, out_features=3)
+        tried = [random(*shape) * magnitude for shape in ((2, 5), (2, 4, 5)) for magnitude in (0.01, 1.0, 100.0)]
+        cases = [(x, F.linear(x, weight, bias)) for x in tried]
+        before = weight.clone()
+        return all(_gives(probe, x, wanted) for x, wanted in cases) and torch.equal(weight, before)
 
 
 def _is_conv1d(module: nn.Module) -> bool:

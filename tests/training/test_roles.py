@@ -18,6 +18,7 @@ from qframework.training import convert_to_int8_training, restore_float
 from qframework.training.activation import Int8Activation
 from qframework.training.linear import Int8Linear
 from qframework.training.norm import Int8RMSNorm
+from qframework.training.roles import linear_role
 from qframework.training.scale import Int8DropPath
 
 
@@ -237,3 +238,104 @@ def test_classes_with_their_own_reduce_are_copied(kind: type[nn.Linear], tmp_pat
         assert isinstance(other.blocks[0].mlp.fc1, Int8Linear)
         assert torch.equal(logits_of(restore_float(other), x), before)
         assert type(other.blocks[0].mlp.fc1) is kind
+
+
+class Product(nn.Linear):
+    """As Falcon's: the same in another way."""
+
+    name, tuned = "product", True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.weight.T
+        return y if self.bias is None else y + self.bias
+
+
+class Offset(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + 1
+
+
+class ClampedWeight(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.5, 0.5)
+        return super().forward(x)
+
+
+class Decaying(nn.Linear):
+    """Writes its weight behind its result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.weight.data.mul_(1 - 1e-7)
+        return y
+
+
+class NoisyLinear(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + torch.randn_like(x) if self.training else x)
+
+
+class Matrices(nn.Linear):
+    """Takes matrices only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.addmm(self.bias, x, self.weight.T)
+
+
+class Bounded(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).clamp(-50, 50)
+
+
+class Holding(Product):
+    """Product with something that could change the result."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        super().__init__(8, 8)
+        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
+            self.register_buffer(name, value)
+        else:
+            setattr(self, name, value)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_of_another_class_that_computes_the_same(bias: bool) -> None:
+    layer = Product(8, 8, bias=bias)
+    layer.mark = "a name"
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    state = torch.get_rng_state()
+    assert linear_role(layer) == "linear"
+    assert torch.equal(torch.get_rng_state(), state)
+    assert layer.training
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        *(kind(8, 8) for kind in (Offset, ClampedWeight, Decaying, NoisyLinear, Matrices, Bounded)),
+        Holding("down", nn.Linear(8, 4)),
+        Holding("scale", nn.Parameter(torch.ones(()))),
+        Holding("mask", torch.ones(8, 8)),
+        Holding("state", {"a": 1}),
+    ],
+    ids=lambda layer: f"{type(layer).__name__} {next(reversed(vars(layer)))}",
+)
+def test_a_linear_of_another_class_that_may_compute_something_else(layer: nn.Linear) -> None:
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    assert linear_role(layer) is None
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_blocks_with_such_linears_are_converted() -> None:
+    model = vit()
+    own = model.blocks[0].mlp.fc1
+    other = Product(own.in_features, own.out_features)
+    other.load_state_dict(own.state_dict())
+    model.blocks[0].mlp.fc1 = other
+    wanted = model(inputs("vit"))
+    convert_to_int8_training(model)
+    assert isinstance(model.blocks[0].mlp.fc1, Int8Linear)
+    assert isinstance(model.blocks[0].mlp.fc1, Product)
+    assert 0 < distance(model(inputs("vit")), wanted) < 0.2
+    assert type(restore_float(model).blocks[0].mlp.fc1) is Product
