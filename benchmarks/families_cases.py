@@ -189,6 +189,8 @@ _FAMILIES = (
     _timm("windows", "swin_base_patch4_window7_224", 128),
     _timm("windows", "swinv2_base_window8_256", 64),
     _timm("windows", "samvit_base_patch16", 4),
+    _timm("windows", "samvit_large_patch16", 4),
+    _timm("windows", "samvit_huge_patch16", 4),
     _timm("hierarchical", "hiera_base_224", 128),
     _timm("hierarchical", "mvitv2_base", 64),
     _timm("hierarchical", "sam2_hiera_base_plus", 4),

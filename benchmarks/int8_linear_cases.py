@@ -35,6 +35,7 @@ ROW_STEP, LAST_ROWS = 61, 128  # a prime step reaches all positions within a til
 FP8_MAX = 448.0
 # Tensor cores keep about 14 bits of an FP8 sum between additions, and the result is rounded to bfloat16 (2^-8).
 FP8_TOLERANCE = 2.0**-6
+FP8_ROUNDOFF = 2.0**-4  # of E4M3's three bits of mantissa
 
 
 @dataclass(frozen=True)
@@ -197,32 +198,80 @@ def _torch_float(given: Operands, dtype: torch.dtype) -> Case:
     return Case(lambda: F.linear(x, weight, bias), check, str(dtype).removeprefix("torch."), Tensor.double)
 
 
-def _scaled_mm_fp8(given: Operands, rowwise: bool = False, add_bias: bool = True, fast: bool = True) -> Case:
-    """``torch._scaled_mm`` on E4M3 operands; scales per tensor, or per row of the activation and of the weight.
+@dataclass(frozen=True)
+class Float8:
+    """E4M3 operands, with scales per tensor, or per row of the activation and of the weight."""
 
-    With ``fast``, the whole sum stays in the tensor cores; otherwise parts of it are added in float32.
-    """
-    _require_fp8(given.x.device, (9, 0) if rowwise else (8, 9))
-    x, x_scale = _to_fp8(given.x, rowwise)
-    weight, weight_scale = _to_fp8(given.weight, rowwise)
-    bias = given.bias.bfloat16() if add_bias else None
-    scale_b = weight_scale.t().contiguous() if rowwise else weight_scale
-    added = 0.0 if bias is None else bias.double()
+    x: Tensor  # (M, K) float8_e4m3fn
+    x_scale: Tensor  # () or (M, 1) fp32
+    weight: Tensor  # (N, K) float8_e4m3fn
+    weight_scale: Tensor  # () or (1, N) fp32
 
-    def fn() -> Tensor:
+    @classmethod
+    def of(cls, given: Operands, rowwise: bool = False) -> Float8:
+        _require_fp8(given.x.device, (9, 0) if rowwise else (8, 9))
+        weight, scale = _to_fp8(given.weight, rowwise)
+        return cls(*_to_fp8(given.x, rowwise), weight, scale.t().contiguous() if rowwise else scale)
+
+    def product(self, bias: Tensor | None, fast: bool = True) -> Tensor:
+        """(M, N) bf16; with ``fast`` the whole sum stays in the tensor cores, else parts are added in float32."""
         return torch._scaled_mm(
-            x, weight.t(), scale_a=x_scale, scale_b=scale_b, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
-        )
+            self.x, self.weight.t(), scale_a=self.x_scale, scale_b=self.weight_scale, bias=bias,
+            out_dtype=torch.bfloat16, use_fast_accum=fast,
+        )  # fmt: skip
+
+    def real(self, rows: Tensor) -> Tensor:
+        """The rows of the dequantized product in FP64."""
+        x_scale = self.x_scale[rows] if self.x_scale.ndim else self.x_scale
+        x = self.x.view(torch.uint8)[rows].view(self.x.dtype)
+        return _product(x, self.weight) * x_scale.double() * self.weight_scale.double()
+
+
+def _scaled_mm_fp8(given: Operands, rowwise: bool = False, add_bias: bool = True, fast: bool = True) -> Case:
+    """``torch._scaled_mm``, with or without bias."""
+    q = Float8.of(given, rowwise)
+    bias = given.bias.bfloat16() if add_bias else None
+    added = 0.0 if bias is None else bias.double()
+    to_real = Tensor.double if add_bias else lambda out: out.double() + given.bias.double()
+    check = rows_within(lambda: q.real(given.rows) + added, FP8_TOLERANCE)
+    return Case(lambda: q.product(bias, fast), check, "float8_e4m3fn to bfloat16", to_real)
+
+
+def _compiled(fn: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """``fn`` under Inductor, for this shape alone: without the reset, the ninth shape would run uncompiled."""
+    torch.compiler.reset()
+    return torch.compile(fn, dynamic=False)
+
+
+def _scaled_mm_fp8_residual(given: Operands) -> Case:
+    """FP8's product with bias, and the addition of a residual as Inductor compiles it."""
+    q, bias, residual = Float8.of(given), given.bias.bfloat16(), given.residual.bfloat16()
 
     def oracle() -> Tensor:
-        scale_a = x_scale[given.rows] if rowwise else x_scale
-        return (
-            _product(x.view(torch.uint8)[given.rows].view(x.dtype), weight) * scale_a.double() * scale_b.double()
-            + added
-        )
+        return q.real(given.rows) + bias.double() + residual[given.rows].double()
 
-    to_real = Tensor.double if add_bias else lambda out: out.double() + given.bias.double()
-    return Case(fn, rows_within(oracle, FP8_TOLERANCE), "float8_e4m3fn to bfloat16", to_real)
+    fn = _compiled(lambda: q.product(bias) + residual)
+    return Case(fn, rows_within(oracle, FP8_TOLERANCE), "float8_e4m3fn to bfloat16")
+
+
+def _scaled_mm_fp8_gelu(given: Operands) -> Case:
+    """FP8's product with bias, and GELU and a static quantization to E4M3 as Inductor compiles them."""
+    q, bias = Float8.of(given), given.bias.bfloat16()
+
+    def oracle() -> Tensor:
+        return F.gelu(q.real(given.rows) + bias.double())
+
+    scale = (oracle().abs().amax() / FP8_MAX).float()
+
+    def fn() -> Tensor:
+        values = F.gelu(q.product(bias).float()) / scale
+        return values.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)  # which can be indexed
+
+    def to_real(out: Tensor) -> Tensor:
+        return out.view(torch.float8_e4m3fn).double() * scale.double()
+
+    within = rows_within(oracle, FP8_TOLERANCE + FP8_ROUNDOFF)
+    return Case(_compiled(fn), lambda out: within(to_real(out)), "float8_e4m3fn to float8_e4m3fn")
 
 
 def _require_fp8(device: torch.device, capability: tuple[int, int]) -> None:
@@ -256,6 +305,8 @@ PROVIDERS: dict[str, Callable[[Operands], Case]] = {
     "torch_fp16": functools.partial(_torch_float, dtype=torch.float16),
     "torch_fp32": functools.partial(_torch_float, dtype=torch.float32),
     **FP8_TENSORWISE,
+    "scaled_mm_fp8_residual": _scaled_mm_fp8_residual,
+    "scaled_mm_fp8_gelu_fp8": _scaled_mm_fp8_gelu,
     "scaled_mm_fp8_rowwise": functools.partial(_scaled_mm_fp8, rowwise=True),
 }
 OPTIONAL = ("torch_fp32",)  # only run when named

@@ -25,6 +25,8 @@ _HEADS = {
     "qframework_static": "static INT8",
     "qframework_unquantized": "16 bit",
     "scaled_mm_fp8": "FP8 (cuBLAS)",
+    "scaled_mm_fp8_gelu_fp8": "FP8 (cuBLAS), bias, Inductor's GELU, FP8 result",
+    "scaled_mm_fp8_residual": "FP8 (cuBLAS), bias, Inductor's residual",
     "sageattention": "SageAttention package",
     "tf32": "TF32 eager",
     "torch_bf16": "BF16 (cuBLAS)",

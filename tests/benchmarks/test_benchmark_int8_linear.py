@@ -11,9 +11,9 @@ import torch
 
 from benchmarks import int8_linear, int8_linear_cases, timing
 from benchmarks.harness import Record, Results, WrongResultError
-from benchmarks.int8_linear_cases import FP8_TENSORWISE, OPTIONAL, PROVIDERS, Case, check_output, operands, setup
+from benchmarks.int8_linear_cases import OPTIONAL, PROVIDERS, Case, check_output, operands, setup
 
-FP8 = {*FP8_TENSORWISE, "scaled_mm_fp8_rowwise"}
+FP8 = {name for name in PROVIDERS if name.startswith("scaled_mm_fp8")}
 TALL = (700, 48, 64)  # more rows than are checked
 
 
