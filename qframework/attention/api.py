@@ -196,7 +196,7 @@ def _int8_gradient(
     # from torch's generator, on the device: a compiled graph draws a new one in each call, checkpointing the same twice
     seed = torch.randint(0, 2**62, (1,), dtype=torch.int64, device=query.device) if dropout_p != 0.0 else None
     settings = (call.is_causal, call.scale, call.enable_gqa, variant, backward, call.smooth_k, dropout_p, seed)
-    out, lse, k_mean = torch.ops.qframework.int8_gradient_attention(query, key, call.value, *settings)
+    out, lse, k_mean, *_ = torch.ops.qframework.int8_gradient_attention(query, key, call.value, *settings)
     if return_lse:  # of the logits with the mean, which is a constant here: the logits do not depend on it
         group = query.shape[-3] // key.shape[-3] if call.enable_gqa and query.ndim > 3 else 1
         means = k_mean.repeat_interleave(group, dim=-3) if group > 1 else k_mean

@@ -22,18 +22,24 @@ Weights are ``exp(scale Q K^T - lse)``; ``rowsum(out * grad)`` is subtracted in 
 """
 
 
-def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
-    """cuDNN's backward pass, without mask and dropout, for such tensors on a GPU from Hopper on.
+def has_kernel(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> bool:
+    """Whether cuDNN has a backward pass, without mask and dropout, for such ``(..., H, N, D)`` on a GPU from Hopper on.
 
-    None where it has none, and where deterministic algorithms are asked for: it adds in any order.
+    It depends on sizes, dtypes and the chip alone.
     """
-    channels = query.shape[3]
-    square = not is_causal or query.shape[2] == key.shape[2]
-    if value.shape[3] != channels or channels % 8 or channels > 128 or not square or query.dtype.itemsize != 2:
-        return None
-    if _CUDNN is None or torch.are_deterministic_algorithms_enabled():
-        return None
-    if torch.cuda.get_device_capability(query.device) < (9, 0):
+    channels = query.shape[-1]
+    square = not is_causal or query.shape[-2] == key.shape[-2]
+    if value.shape[-1] != channels or channels % 8 or channels > 128 or not square or query.dtype.itemsize != 2:
+        return False
+    return _CUDNN is not None and torch.cuda.get_device_capability(query.device) >= (9, 0)
+
+
+def fused_backward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool) -> Backward | None:
+    """cuDNN's backward pass for ``(B, H, N, D)``, if it :func:`has_kernel` and PyTorch's settings allow it.
+
+    None where deterministic algorithms are asked for: it adds in any order.
+    """
+    if not has_kernel(query, key, value, is_causal) or torch.are_deterministic_algorithms_enabled():
         return None
     params = SDPAParams(query, key, value, None, 0.0, is_causal, query.shape[1] != key.shape[1])
     return _by_cudnn if can_use_cudnn_attention(params) else None
@@ -74,4 +80,4 @@ def _no_dropout(like: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=like.device)
 
 
-__all__ = ["Backward", "fused_backward", "place_of_keys"]
+__all__ = ["Backward", "fused_backward", "has_kernel", "place_of_keys"]

@@ -154,6 +154,11 @@ def canonical(x: DenseArguments) -> Canonical:
     return Canonical(q, k, v, mask, rel_h, rel_w)
 
 
+def in_four_dimensions(x: Tensor, query: Tensor) -> Tensor:
+    """``x (..., H, N, D)`` of a call with ``query``, whose batch dimensions it has, as (B, H, N, D)."""
+    return _four(x, _lead(query))
+
+
 def _lead(x: Tensor) -> torch.Size:
     """The batch dimensions of queries, keys or values."""
     return x.shape[:1] if x.ndim == 3 else x.shape[:-3]

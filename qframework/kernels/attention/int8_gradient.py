@@ -12,11 +12,11 @@ Formula, with L the log-sum-exp of the logits and s the scale of the logits::
 
 The last three are products of integers with ``gradient="int8"``, and of 16-bit numbers with ``"mixed"``, in which Q and
 K - mean(K) are their integers times their scales, in 16 bit: the gradient at the rounded Q and K. On Hopper cuDNN
-computes that from O and L, but not with dropout or a gradient of L, and the forward pass multiplies the same rounded Q
-and K in 16 bit where that kernel is the faster one. As integers, dO has one scale
-for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of queries in dV
-and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for a block, and
-costs less: the largest of a row needs no exchange between warps.
+computes that from O and L, but not with dropout or a gradient of L; the forward pass returns the rounded Q and K, which
+are kept for it instead of Q and K, and multiplies them in 16 bit where that kernel is the faster one. As integers, dO
+has one scale for 64 queries, Q and K - mean(K) have those of S. P and dS have one scale for each key and each block of
+queries in dV and dK, and one for each query and each block of keys in dQ. That is finer than the paper's one scale for
+a block, and costs less: the largest of a row needs no exchange between warps.
 
 dQ has no term ``rowsum(dS) mean(K)``: exact rows of dS sum to zero, and what is left of the sums after rounding, times
 a large mean, is all error. A gradient of L is one of the logits of K - mean(K), too, so rows then sum to dL rightly.
@@ -41,7 +41,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from qframework.compat.fused_attention import Backward, fused_backward, place_of_keys
+from qframework.compat.fused_attention import Backward, fused_backward, has_kernel, place_of_keys
 from qframework.errors import QFrameworkError, UnsupportedError, either
 from qframework.kernels.attention import hopper_dense
 from qframework.kernels.attention.arguments import (
@@ -51,11 +51,12 @@ from qframework.kernels.attention.arguments import (
     check_dense,
     default_scale,
     empty_result,
+    in_four_dimensions,
 )
 from qframework.kernels.attention.int8_gradient_forward import Dropout, forward_ref, forward_triton
 from qframework.kernels.attention.int8_gradient_reference import GradientOperands, delta_ref, gradients_ref
 from qframework.kernels.attention.int8_gradient_triton import delta_triton, gradients_triton
-from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, last_contiguous
+from qframework.kernels.attention.operands import LOG2_E, Bias, QuantizedQK, last_contiguous, query_memory_order
 from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
     TRITON_STEPS,
@@ -132,6 +133,16 @@ class Int8GradientArguments(NamedTuple):
         """The arguments that all dense attention operators share."""
         return SageAttentionArguments(*self[:3], None, self.is_causal, self.scale, self.enable_gqa)
 
+    @property
+    def keeps_rounded(self) -> bool:
+        """Whether the forward pass returns the rounded Q and K, as cuDNN's backward pass on this GPU reads them.
+
+        No setting that may change until then decides it.
+        """
+        if self.gradient != "mixed" or self.seed is not None or default_scale(self.query, self.scale) <= 0:
+            return False
+        return self.query.is_cuda and has_kernel(*self[:4])
+
     def check(self) -> None:
         """Raise UnsupportedError or QFrameworkError, naming the argument."""
         check_dense(self.dense, _NAME, FLOAT_DTYPES)
@@ -150,15 +161,22 @@ class Int8GradientArguments(NamedTuple):
                     f"{_NAME}: {argument} must have query's batch dimensions {tuple(lead)}, got {tuple(x.shape)}"
                 )
 
-    def empty_result(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Uninitialized result, log-sum-exp and mean of the keys."""
+    def empty_result(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Uninitialized result, log-sum-exp, mean of the keys, and rounded Q and K, without elements if not kept."""
         key = self.key
         mean = key.new_empty((*key.shape[:-2], 1, key.shape[-1]), dtype=torch.float32)
         return (
             empty_result(self.query, self.value, self.query.dtype),
             self.query.new_empty(self.query.shape[:-1], dtype=torch.float32),
             mean,
+            *(self._places() if self.keeps_rounded else (self.query.new_empty(0), key.new_empty(0))),
         )
+
+    def _places(self) -> tuple[Tensor, Tensor]:
+        """Uninitialized rounded Q and K."""
+        query, key = (in_four_dimensions(x, self.query) for x in (self.query, self.key))
+        rounded = query_memory_order(*query.shape, query, query.dtype)
+        return rounded.view(self.query.shape), place_of_keys(key).view(self.key.shape)
 
 
 class GradientSteps(NamedTuple):
@@ -171,21 +189,24 @@ class GradientSteps(NamedTuple):
     fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
-def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tensor, Tensor]:
-    """The forward pass: the result, the log-sum-exp for keys without their mean, and the mean."""
-    out, lse, mean = x.empty_result()
+def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The forward pass: the result, the log-sum-exp for keys without their mean, the mean, and rounded Q and K."""
+    out, lse, mean, *kept = x.empty_result()
     call = canonical(x.dense)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
-        return out.zero_(), lse.fill_(-torch.inf), mean.zero_()
+        return out.zero_(), lse.fill_(-torch.inf), mean.zero_(), kept[0].zero_(), kept[1].zero_()
     call = reached(call) if x.is_causal else call
     variant = check_forward(x.variant)
     scale = default_scale(x.query, x.scale)
+    places = tuple(in_four_dimensions(t, x.query) for t in kept) if x.keeps_rounded else None
     if _multiplies_rounded(x, call, variant, scale):
         k_mean = _mean_of_sample(call.k, steps.forward) if x.smooth_k else None
-        q, k = _rounded_qk(call, k_mean, scale, steps)
+        q, k = _rounded_qk(call, k_mean, scale, steps, places)
         qk, variant = QuantizedQK(q, None, k, None, q.shape[3], factor=scale * LOG2_E, marked=False), _AS_GIVEN
     else:
         qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps.forward, None)
+        if places is not None:
+            _rounded_qk(call, k_mean, scale, steps, places)
     if x.seed is not None:
         forward = forward_ref if steps.forward is TORCH_STEPS else forward_triton
         result, sums = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
@@ -195,7 +216,7 @@ def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tens
         assert found is not None, "the log-sum-exp is asked for"
         sums = found
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
-    return result.view(out.shape), sums.view(lse.shape), mean
+    return result.view(out.shape), sums.view(lse.shape), mean, *kept
 
 
 def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: AttentionVariant, scale: float) -> bool:
@@ -211,7 +232,11 @@ def _mean_of_sample(k: Tensor, steps: Steps) -> Tensor:
 
 
 class Int8GradientBackwardArguments(NamedTuple):
-    """The arguments of ``qframework::int8_gradient_attention_backward``: the forward pass's and its results."""
+    """The arguments of ``qframework::int8_gradient_attention_backward``: the forward pass's and its results.
+
+    ``query`` and ``key`` are the rounded ones, without K's mean, if they are kept (``rounded``). What then needs their
+    integers quantizes them again, which finds the same ones but for the rounding to 16 bit.
+    """
 
     grad_out: Tensor
     grad_lse: Tensor | None
@@ -226,6 +251,7 @@ class Int8GradientBackwardArguments(NamedTuple):
     gradient: str
     dropout_p: float = 0.0
     seed: Tensor | None = None
+    rounded: bool = False
 
     @property
     def dense(self) -> SageAttentionArguments:
@@ -297,13 +323,19 @@ def _fused_gradients(
     shape = call.q.shape[:3]
     grad, out = (t.reshape(*shape, -1) for t in (x.grad_out, x.out))
     grad = last_contiguous(grad)  # of a sum it is one number, expanded
-    place = place_of_keys(call.k) if call.k.is_cuda else None
-    rounded = _rounded_qk(call, _mean_of(x, call), scale, steps, place)
-    return backward(grad, *rounded, call.v, out, x.lse.reshape(shape), x.is_causal, scale)
+    return backward(grad, *_rounded_of(x, call, scale, steps), call.v, out, x.lse.reshape(shape), x.is_causal, scale)
 
 
-def _mean_of(x: Int8GradientBackwardArguments, call: Canonical) -> Tensor:
-    return x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+def _mean_of(x: Int8GradientBackwardArguments, call: Canonical) -> Tensor | None:
+    """What is to be subtracted from the keys."""
+    return None if x.rounded else x.k_mean.reshape(*call.k.shape[:2], 1, -1)
+
+
+def _rounded_of(
+    x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps
+) -> tuple[Tensor, Tensor]:
+    """The rounded Q and K of the forward pass."""
+    return (call.q, call.k) if x.rounded else _rounded_qk(call, _mean_of(x, call), scale, steps)
 
 
 def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, steps: GradientSteps) -> _QuantizedQK:
@@ -315,12 +347,17 @@ def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, 
 
 
 def _rounded_qk(
-    call: Canonical, k_mean: Tensor | None, scale: float, steps: GradientSteps, place: Tensor | None = None
+    call: Canonical,
+    k_mean: Tensor | None,
+    scale: float,
+    steps: GradientSteps,
+    places: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs; K in ``place`` if given."""
+    """Q and K - mean(K), each its integers times their scales, in the dtype of the inputs; in ``places`` if given."""
     factor = scale * LOG2_E
-    query = steps.rounded(call.q, None, factor, 1.0 / factor, "query", None)
-    return query, steps.rounded(call.k, k_mean, 1.0, 1.0, "key", place)
+    q_place, k_place = places or (None, None)
+    query = steps.rounded(call.q, None, factor, 1.0 / factor, "query", q_place)
+    return query, steps.rounded(call.k, k_mean, 1.0, 1.0, "key", k_place)
 
 
 def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: GradientSteps) -> GradientOperands:
@@ -338,7 +375,7 @@ def gradient_operands(x: Int8GradientBackwardArguments, call: Canonical, steps: 
         seed=x.seed,
     )
     if x.gradient == "mixed":
-        q_float, k_float = _rounded_qk(call, _mean_of(x, call), scale, steps)
+        q_float, k_float = _rounded_of(x, call, scale, steps)
         return operands._replace(q_float=q_float, k_float=k_float)
     # the same groups as keys: 64 tokens, and NaN where one is NaN
     grad_int8, grad_scale = steps.forward.quantize(grad, None, 1.0, PER_BLOCK, "key", None, queries)
@@ -359,15 +396,18 @@ _TORCH = GradientSteps(TORCH_STEPS, delta_ref, gradients_ref, round_tokens_ref, 
 _TRITON = GradientSteps(TRITON_STEPS, delta_triton, gradients_triton, round_tokens_triton, _on_gpu)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x = Int8GradientArguments(*inputs)
+    out, lse, mean, *rounded = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(x.query, x.key, x.value, *output, x.seed)
+    ctx.mark_non_differentiable(mean, *rounded)
+    query, key = rounded if x.keeps_rounded else (x.query, x.key)
+    ctx.save_for_backward(query, key, x.value, out, lse, mean, x.seed)
     ctx.settings = (x.is_causal, x.scale, x.gradient, x.dropout_p)
+    ctx.rounded = x.keeps_rounded
 
 
-def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if torch.is_grad_enabled():
         raise UnsupportedError(
             f"{_NAME}: create_graph must be False, since there are no second derivatives, got True. Use "
@@ -379,12 +419,14 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Any
     *tensors, seed = ctx.saved_tensors
     if grad_out is None:
         grad_out = torch.zeros_like(tensors[3])
-    found = torch.ops.qframework.int8_gradient_attention_backward(grad_out, grad_lse, *tensors, *ctx.settings, seed)
+    found = torch.ops.qframework.int8_gradient_attention_backward(
+        grad_out, grad_lse, *tensors, *ctx.settings, seed, ctx.rounded
+    )
     needed = (g if need else None for g, need in zip(found, ctx.needs_input_grad[:3], strict=True))
     return (*needed, *[None] * (passed - 3))
 
 
-def attend_cpu(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+def attend_cpu(x: Int8GradientArguments) -> tuple[Tensor, ...]:
     """The forward pass by the reference of every step."""
     return attend(x, _TORCH)
 
@@ -394,7 +436,7 @@ def gradient_operands_cpu(x: Int8GradientBackwardArguments) -> GradientOperands:
     return gradient_operands(x, canonical(x.dense), _TORCH)
 
 
-def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
+def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, ...]:
     check_device(x.query.device)
     return attend(x, _TRITON)
 
@@ -402,7 +444,7 @@ def _attend_triton(x: Int8GradientArguments) -> tuple[Tensor, Tensor, Tensor]:
 INT8_GRADIENT_ATTENTION = declare(
     "int8_gradient_attention(Tensor query, Tensor key, Tensor value, bool is_causal=False, float? scale=None, "
     "bool enable_gqa=False, str variant='auto', str gradient='int8', bool smooth_k=True, "
-    "float dropout_p=0.0, Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
+    "float dropout_p=0.0, Tensor? seed=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     Int8GradientArguments,
     cpu=attend_cpu,
     cuda=_attend_triton,
@@ -411,7 +453,7 @@ INT8_GRADIENT_ATTENTION = declare(
 INT8_GRADIENT_ATTENTION_BACKWARD = declare(
     "int8_gradient_attention_backward(Tensor grad_out, Tensor? grad_lse, Tensor query, Tensor key, Tensor value, "
     "Tensor out, Tensor lse, Tensor k_mean, bool is_causal, float? scale, str gradient, float dropout_p=0.0, "
-    "Tensor? seed=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor? seed=None, bool rounded=False) -> (Tensor, Tensor, Tensor)",
     Int8GradientBackwardArguments,
     cpu=lambda x: gradients(x, _TORCH),
     cuda=lambda x: gradients(x, _TRITON),

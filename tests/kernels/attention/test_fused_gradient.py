@@ -16,6 +16,7 @@ from qframework.kernels.attention.int8_gradient import (
     INT8_GRADIENT_ATTENTION,
     INT8_GRADIENT_ATTENTION_BACKWARD,
     PER_BLOCK,
+    Int8GradientArguments,
     attend_cpu,
     gradient_operands_cpu,
     gradients,
@@ -128,6 +129,86 @@ def test_the_forward_pass_at_rounded_operands(causal: bool, monkeypatch: pytest.
     torch.testing.assert_close(found[1].double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-5)
     other = call.arguments("int8")
     assert torch.equal(attend_cpu(other)[1], integers[1])
+
+
+@pytest.fixture
+def keeping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU as on a GPU whose cuDNN computes the backward pass."""
+    monkeypatch.setattr(Int8GradientArguments, "keeps_rounded", property(lambda x: x.gradient == "mixed"))
+
+
+@pytest.mark.parametrize(("causal", "key_heads"), [(False, 2), (True, 1)])
+def test_kept_queries_and_keys_are_not_rounded_again(causal: bool, key_heads: int, keeping: None) -> None:
+    """The fused kernel reads what the forward pass returned, and its result is that of rounding again."""
+    call = Call(150, 150, key_heads=key_heads, causal=causal)
+    results = attend_cpu(call.arguments("mixed"))
+    kept, again = call.backward("mixed", *results), call.backward("mixed", *results[:3])
+    assert kept.rounded
+    assert not again.rounded
+    asked: list[tuple[Any, ...]] = []
+    steps = int8_gradient._TORCH._replace(fused=lambda *given: lambda *x: asked.append(x) or in_float64(*x))
+    refused: Any = steps._replace(rounded=lambda *given: pytest.fail("rounded again"))
+    for mine, theirs in zip(gradients(kept, refused), gradients(again, steps), strict=True):
+        assert torch.equal(mine, theirs)
+    assert asked[0][1].data_ptr() == results[3].data_ptr()
+    assert asked[0][2].data_ptr() == results[4].data_ptr()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float16, 1.01), (torch.bfloat16, 1.15)])
+def test_kept_queries_and_keys_where_no_fused_kernel_runs(dtype: torch.dtype, most: float, keeping: None) -> None:
+    """A gradient of the log-sum-exp, or deterministic algorithms: the integers are found again.
+
+    Bfloat16 has fewer digits than integers of 8 bits and their sign: some are found a step away.
+    """
+    call = Call(150, 150, dtype=dtype)
+    results = attend_cpu(call.arguments("mixed"))
+    grad_lse = torch.randn(2, 2, 150)
+    found = gradients(call.backward("mixed", *results, grad_lse=grad_lse), int8_gradient._TORCH)
+    again = gradients(call.backward("mixed", *results[:3], grad_lse=grad_lse), int8_gradient._TORCH)
+    for mine, theirs, exact in zip(found, again, call.exact(grad_lse)[1], strict=True):
+        assert (mine - exact).norm() <= most * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("shape", [(2, 40, 64), (2, 3, 40, 64), (2, 2, 3, 40, 64)], ids=["3-D", "4-D", "5-D"])
+@pytest.mark.parametrize("tokens_first", [False, True])
+def test_autograd_keeps_the_rounded_instead_of_the_given(
+    shape: tuple[int, ...], tokens_first: bool, keeping: None
+) -> None:
+    """Queries and keys are free after the forward pass; sizes and strides are those of meta tensors."""
+    inputs = [torch.randn(shape) for _ in range(3)]
+    if tokens_first:
+        inputs = [x.transpose(-3, -2).contiguous().transpose(-3, -2) for x in inputs] if len(shape) > 3 else inputs
+    leaves = [x.requires_grad_() for x in inputs]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        out, lse, _, *rounded = torch.ops.qframework.int8_gradient_attention(*leaves, gradient="mixed")
+    addresses = {x.data_ptr() for x in kept}
+    assert addresses >= {x.data_ptr() for x in (*rounded, leaves[2], out, lse)}
+    assert not addresses & {x.data_ptr() for x in leaves[:2]}
+    arguments = Int8GradientArguments(*inputs, gradient="mixed")
+    for real, fake in zip((*rounded,), arguments.empty_result()[3:], strict=True):
+        assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    logits = exact[0] @ exact[1].mT / 8
+    expected = torch.autograd.grad((logits.softmax(-1) @ exact[2]).square().sum(), exact)
+    for mine, theirs in zip(torch.autograd.grad(out.square().sum(), leaves), expected, strict=True):
+        assert (mine - theirs).norm() <= 0.03 * theirs.norm()
+
+
+def test_nothing_is_kept_where_no_fused_kernel_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not on a CPU, in 8 bit, with dropout, and for sizes that cuDNN does not compute."""
+    call = Call(40, 40)
+    assert not call.arguments("mixed").keeps_rounded
+    assert [x.numel() for x in attend_cpu(call.arguments("mixed"))[3:]] == [0, 0]
+    monkeypatch.setattr(int8_gradient, "has_kernel", lambda *given: True)
+    on_gpu: Any = SimpleNamespace(is_cuda=True, shape=(1, 2, 40, 64))
+    asked = Int8GradientArguments(on_gpu, on_gpu, on_gpu, gradient="mixed")
+    assert asked.keeps_rounded
+    assert not asked._replace(gradient="int8").keeps_rounded
+    assert not asked._replace(dropout_p=0.1, seed=torch.tensor([1])).keeps_rounded
+    assert not asked._replace(scale=-0.1).keeps_rounded
+    monkeypatch.setattr(int8_gradient, "has_kernel", lambda *given: False)
+    assert not asked.keeps_rounded
 
 
 def test_the_mean_of_a_sample_of_keys() -> None:

@@ -86,7 +86,12 @@ class Call:
     def backward(
         self, gradient: str, *results: Tensor, grad_lse: Tensor | None = None
     ) -> Int8GradientBackwardArguments:
-        return Int8GradientBackwardArguments(self.grad, grad_lse, *self.inputs, *results, self.causal, None, gradient)
+        query, key, value = self.inputs
+        kept = results[3:] if len(results) > 3 and results[3].numel() else ()
+        query, key = kept or (query, key)
+        return Int8GradientBackwardArguments(
+            *(self.grad, grad_lse, query, key, value, *results[:3], self.causal, None, gradient), rounded=bool(kept)
+        )
 
 
 def cosine(a: Tensor, b: Tensor) -> float:
@@ -272,7 +277,7 @@ def test_empty_sizes(gradient: str) -> None:
     for shape, keys in (((1, 2, 0, 32), 5), ((1, 2, 5, 32), 0), ((0, 2, 5, 32), 5)):
         query, key = torch.randn(shape), torch.randn(*shape[:2], keys, 32)
         leaves = [x.requires_grad_() for x in (query, key, key.clone())]
-        out, _, _ = torch.ops.qframework.int8_gradient_attention(*leaves, gradient=gradient)
+        out, *_ = torch.ops.qframework.int8_gradient_attention(*leaves, gradient=gradient)
         found = torch.autograd.grad(out.sum(), leaves)
         assert all(torch.equal(g, torch.zeros_like(x)) for g, x in zip(found, leaves, strict=True))
 
@@ -287,7 +292,7 @@ def test_int8_gradient_opcheck(gradient: str) -> None:
     grads = (torch.randn_like(results[0]), torch.randn_like(results[1]))
     inputs = [x.detach() for x in (query, key, value)]
     backward = torch.ops.qframework.int8_gradient_attention_backward.default
-    torch.library.opcheck(backward, (*grads, *inputs, *results, True, None, gradient))
+    torch.library.opcheck(backward, (*grads, *inputs, *results[:3], True, None, gradient))
 
 
 @pytest.mark.parametrize("order", ["heads first", "tokens first", "slices"])
@@ -346,7 +351,7 @@ def test_errors_name_the_argument(change: dict[str, Any], error: type[Exception]
 
 def test_second_derivatives_are_refused() -> None:
     query = torch.randn(1, 1, 4, 16, requires_grad=True)
-    out, _, _ = torch.ops.qframework.int8_gradient_attention(query, query, query)
+    out, *_ = torch.ops.qframework.int8_gradient_attention(query, query, query)
     with pytest.raises(UnsupportedError, match="create_graph must be False"):
         torch.autograd.grad(out.sum(), query, create_graph=True)
 
