@@ -46,7 +46,8 @@ from qframework.kernels.runtime.triton import tl, triton
 
 PARTS = 16  # sums of a head's keys: enough programs to fill a chip, few enough for every tile to add them
 TILE = QUERY_BLOCK
-SAMPLE = 256  # keys of a mean
+SAMPLE = 256  # keys of a mean, at least
+SAMPLE_PARTS = 4  # of fewer than twice as many keys: one for each tile
 
 
 @triton.jit(do_not_specialize=["NK", "STRIDE", "STEPS", "V_STEPS", "K_PROGRAMS"])
@@ -54,8 +55,8 @@ def _statistics_kernel(
     k,  # Heads, or None: K is not smoothed
     v,  # Heads, or None: V stays in 16 bit
     seen,  # Seen, or None: all keys
-    sums_ptr,  # (B, Hkv, PARTS, D) fp32
-    counts_ptr,  # (B, Hkv, PARTS) int32, the number of keys in each sum
+    sums_ptr,  # (B, Hkv, K_PARTS, D) fp32
+    counts_ptr,  # (B, Hkv, K_PARTS) int32, the number of keys in each sum
     norm_ptr,  # (B, Hkv) fp32, zeroed, or None
     amax_ptr,  # (B, Hkv, PARTS, Dv) fp32
     HKV,
@@ -66,17 +67,18 @@ def _statistics_kernel(
     STEPS,  # tiles of sampled keys of a part
     V_STEPS,  # tiles of values of a part
     K_PROGRAMS,
+    K_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (PARTS * Hkv * B of K, then of V,): finite values summed, and magnitudes, of a part of a head's tokens."""
+    """Grid (K_PARTS * Hkv * B of K, then PARTS * Hkv * B of V,): a part of a head's tokens summed, or its magnitudes."""
     wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)
     if pid < K_PROGRAMS:
-        part, head = (pid % PARTS).to(tl.int32), pid // PARTS
+        part, head = (pid % K_PARTS).to(tl.int32), pid // K_PARTS
         if k is not None:
             base = k.data + head // HKV * k.batch + head % HKV * k.head
             total = tl.zeros((BLOCK_D,), tl.float32)
@@ -155,8 +157,8 @@ def _prepare_kernel(
     q_scale_ptr,  # (B, H, Gq) fp32
     k_scale_ptr,  # (B, Hkv, Gk) fp32
     v_scale_ptr,  # (B, Hkv, Dv) fp32, of E4M3, or None
-    sums_ptr,  # (B, Hkv, PARTS, D) fp32, or None: K is not smoothed
-    counts_ptr,  # (B, Hkv, PARTS) int32
+    sums_ptr,  # (B, Hkv, K_PARTS, D) fp32, or None: K is not smoothed
+    counts_ptr,  # (B, Hkv, K_PARTS) int32
     norm_ptr,  # (B, Hkv) fp32, or None
     amax_ptr,  # (B, Hkv, PARTS, Dv) fp32, or None
     factor,
@@ -171,6 +173,7 @@ def _prepare_kernel(
     Q_GROUPS: tl.constexpr,  # TokenGroups
     K_GROUPS: tl.constexpr,
     V_RANGE: tl.constexpr,  # what the largest magnitude of a channel becomes in E4M3
+    K_PARTS: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -193,8 +196,9 @@ def _prepare_kernel(
         head = (item // k_tiles).to(tl.int64)
         mean = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
-            sums_ptrs = sums_ptr + (head * PARTS + tl.arange(0, PARTS))[:, None] * D + d[None, :]
-            count = tl.maximum(tl.sum(tl.load(counts_ptr + head * PARTS + tl.arange(0, PARTS)), 0), 1)
+            parts = head * K_PARTS + tl.arange(0, K_PARTS)
+            sums_ptrs = sums_ptr + parts[:, None] * D + d[None, :]
+            count = tl.maximum(tl.sum(tl.load(counts_ptr + parts), 0), 1)
             total = tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0)
             mean = tl.math.div_rn(total, count.to(tl.float32))
         values, scale = _quantized_tile(
@@ -261,6 +265,11 @@ def stride_of(keys: int, all_of_them: bool) -> int:
     return 1 if all_of_them else max(keys // SAMPLE - 1, 0) // 2 * 2 + 1
 
 
+def parts_of(keys: int, all_of_them: bool) -> int:
+    """How many sums the mean of a head's keys is made of."""
+    return SAMPLE_PARTS if cdiv(keys, stride_of(keys, all_of_them)) <= SAMPLE_PARTS * TILE else PARTS
+
+
 class _Statistics(NamedTuple):
     """Of parts of the keys; None where they are not needed."""
 
@@ -277,17 +286,18 @@ def _statistics(k: Tensor, v: Tensor, smooth_k: bool, fp8: bool, seen: Seen | No
     if not smooth_k and norm is not None:
         return _Statistics(None, None, norm.zero_(), None)
     sums = counts = amax = None
+    parts = parts_of(keys, seen is not None)
     if smooth_k:
-        counts = k.new_empty((batch, heads, PARTS), dtype=torch.int32)
-        sums = k.new_empty((batch, heads, PARTS, channels), dtype=torch.float32)
+        counts = k.new_empty((batch, heads, parts), dtype=torch.int32)
+        sums = k.new_empty((batch, heads, parts, channels), dtype=torch.float32)
     if fp8:
         amax = k.new_empty((batch, heads, PARTS, values), dtype=torch.float32)
     if sums is None and amax is None:
         return _Statistics(None, None, None, None)
     stride = stride_of(keys, seen is not None)
-    programs = PARTS * heads * batch
+    k_programs, v_programs = (0 if x is None else n * heads * batch for x, n in ((sums, parts), (amax, PARTS)))
     block_d = max(power_of_2(max(channels, values)), 16)
-    launch(_statistics_kernel, (programs * ((sums is not None) + (amax is not None)),))(
+    launch(_statistics_kernel, (k_programs + v_programs,))(
         None if sums is None else _heads(k),
         None if amax is None else _heads(v),
         seen,
@@ -300,9 +310,10 @@ def _statistics(k: Tensor, v: Tensor, smooth_k: bool, fp8: bool, seen: Seen | No
         channels,
         values,
         stride,
-        cdiv(cdiv(cdiv(keys, stride), TILE), PARTS),
+        cdiv(cdiv(cdiv(keys, stride), TILE), parts),
         cdiv(cdiv(keys, TILE), PARTS),
-        programs if sums is not None else 0,
+        k_programs,
+        K_PARTS=parts,
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
@@ -373,6 +384,7 @@ def prepare_triton(
         Q_GROUPS=groups[0],
         K_GROUPS=groups[1],
         V_RANGE=fp8_ranges(variant.accumulator)[1],
+        K_PARTS=parts_of(keys, seen is not None),
         PARTS=PARTS,
         TILE=TILE,
         BLOCK_D=block_d,
