@@ -262,6 +262,7 @@ def attention_dense(
     logit_scale: float,
     dtype: torch.dtype,
     how: DensePlan | None = None,
+    *,
     causal: bool = False,
     bias: DenseBias = NO_BIAS,
     blocks: MaskBlocks | None = None,

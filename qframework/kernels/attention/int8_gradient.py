@@ -43,7 +43,7 @@ from torch.nn import functional as F
 
 from qframework.compat.fused_attention import Backward, fused_backward, has_kernel, place_of_keys
 from qframework.errors import QFrameworkError, UnsupportedError, either
-from qframework.kernels.attention import hopper_dense
+from qframework.kernels.attention import hopper, hopper_dense
 from qframework.kernels.attention.arguments import (
     Canonical,
     SageAttentionArguments,
@@ -70,7 +70,7 @@ from qframework.kernels.attention.prepare import stride_of
 from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
-from qframework.kernels.runtime.chip import check_device
+from qframework.kernels.runtime.chip import capability_of, check_device
 from qframework.kernels.runtime.operator import LIBRARY, declare
 from qframework.kernels.runtime.replay import recording
 from qframework.numerics import FLOAT_DTYPES
@@ -175,7 +175,8 @@ class Int8GradientArguments(NamedTuple):
     def _places(self) -> tuple[Tensor, Tensor]:
         """Uninitialized rounded Q and K."""
         query, key = (in_four_dimensions(x, self.query) for x in (self.query, self.key))
-        rounded = query_memory_order(*query.shape, query, query.dtype)
+        batch, heads, tokens, channels = query.shape
+        rounded = query_memory_order(batch, heads, tokens, channels, query, query.dtype)
         return rounded.view(self.query.shape), place_of_keys(key).view(self.key.shape)
 
 
@@ -192,9 +193,10 @@ class GradientSteps(NamedTuple):
 def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The forward pass: the result, the log-sum-exp for keys without their mean, the mean, and rounded Q and K."""
     out, lse, mean, *kept = x.empty_result()
+    q_kept, k_kept = kept
     call = canonical(x.dense)
     if call.q.numel() == 0 or call.k.numel() == 0 or x.value.shape[-1] == 0:
-        return out.zero_(), lse.fill_(-torch.inf), mean.zero_(), kept[0].zero_(), kept[1].zero_()
+        return out.zero_(), lse.fill_(-torch.inf), mean.zero_(), q_kept.zero_(), k_kept.zero_()
     call = reached(call) if x.is_causal else call
     variant = check_forward(x.variant)
     scale = default_scale(x.query, x.scale)
@@ -216,13 +218,17 @@ def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tens
         assert found is not None, "the log-sum-exp is asked for"
         sums = found
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
-    return result.view(out.shape), sums.view(lse.shape), mean, *kept
+    return result.view(out.shape), sums.view(lse.shape), mean, q_kept, k_kept
 
 
 def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: AttentionVariant, scale: float) -> bool:
     """Whether the rounded Q and K, in 16 bit as the gradient has them, are multiplied faster than their integers."""
-    mixed = x.gradient == "mixed" and x.seed is None and variant == PER_BLOCK and scale > 0
-    return mixed and hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal)
+    if x.gradient != "mixed" or x.seed is not None or variant != PER_BLOCK or scale <= 0:
+        return False
+    if hopper_dense.fits(call.q, call.k, call.v, call.q.dtype, x.is_causal):
+        return True
+    at = call.q.dtype, capability_of(call.q.device)
+    return x.keeps_rounded and hopper.fits(call.q, call.k, call.v, _AS_GIVEN, *at)
 
 
 def _mean_of_sample(k: Tensor, steps: Steps) -> Tensor:

@@ -73,7 +73,7 @@ def _statistics_kernel(
     BLOCK_D: tl.constexpr,
     OVERLAP: tl.constexpr = False,
 ):
-    """Grid (K_PARTS * Hkv * B of K, then PARTS * Hkv * B of V,): a part of a head's tokens summed, or its magnitudes."""
+    """Grid (K_PARTS * Hkv * B of K, then PARTS * Hkv * B of V,): sums of a part of a head, or magnitudes."""
     wait_for_previous_kernel(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK_D)

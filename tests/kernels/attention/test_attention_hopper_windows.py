@@ -320,7 +320,7 @@ def test_agrees_with_float64(problem: Problem) -> None:
         windows = plan_windows(heads, *sizes, 132, 4, problem.heads * added.masks)
         plans += [windows, windows._replace(parts=3), plan(heads, *sizes, False, 132, False, 2)]
     for how in plans:
-        out = attention_dense(q, k, v, scales, scale, out_dtype, how, added)
+        out = attention_dense(q, k, v, scales, scale, out_dtype, how, bias=added)
         assert (out[exact.p.sum(-1) == 0] == 0).all()
         # The result is rounded once; every weight is rounded to the 16 bits of P.
         assert_kernel_close(out, exact.out, exact, UNIT[out_dtype] * 3 + UNIT[out_dtype] * 2, 0.0)

@@ -206,15 +206,14 @@ def reference_inputs(x: GradientOperands) -> GradientOperands:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("gradient", GRADIENTS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", sorted(CASES.keys() - {"more keys, causal"})
+)  # the operator drops unreached keys before
 def test_kernels_against_the_reference(case: str, gradient: str) -> None:
     """The same integers and exact sums in FP64: left are float32 sums, and P and dS that round the other way."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     call = Call(**CASES[case], device=device)
     operands = gradient_operands_cpu(call.backward(gradient, *attend_cpu(call.arguments(gradient))))
-    keys = call.query.shape[2] if call.causal else call.key.shape[2]
-    if call.causal and keys < call.key.shape[2]:
-        pytest.skip("the operator drops unreached keys before")
     tiles = int8_gradient_triton._INTERPRETED
     if device == "cuda":
         capability = capability_of(torch.device(device))
