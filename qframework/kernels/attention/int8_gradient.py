@@ -61,13 +61,12 @@ from qframework.kernels.attention.pipeline import (
     TORCH_STEPS,
     TRITON_STEPS,
     Steps,
-    mean_of_keys,
     quantized_qk,
     quantized_values,
     reached,
 )
 from qframework.kernels.attention.prepare import stride_of
-from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
+from qframework.kernels.attention.round_tokens import BlockSums, round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import VARIANTS, AttentionVariant, resolve
 from qframework.kernels.runtime.checks import check_dtype, check_same_device, check_shape
 from qframework.kernels.runtime.chip import capability_of, check_device
@@ -186,7 +185,7 @@ class GradientSteps(NamedTuple):
     forward: Steps
     delta: Callable[[Tensor, Tensor, Tensor | None], Tensor]
     gradients: Callable[[GradientOperands], tuple[Tensor, Tensor, Tensor]]
-    rounded: Callable[[Tensor, Tensor | None, float, float, str, Tensor | None], Tensor]
+    rounded: Callable[[Tensor, Tensor | BlockSums | None, float, float, str, Tensor | None], Tensor]
     fused: Callable[[Tensor, Tensor, Tensor, bool], Backward | None]  # another library's kernel for "mixed"
 
 
@@ -202,23 +201,24 @@ def attend(x: Int8GradientArguments, steps: GradientSteps) -> tuple[Tensor, Tens
     scale = default_scale(x.query, x.scale)
     places = tuple(in_four_dimensions(t, x.query) for t in kept) if x.keeps_rounded else None
     if _multiplies_rounded(x, call, variant, scale):
-        k_mean = _mean_of_sample(call.k, steps.forward) if x.smooth_k else None
-        q, k = _rounded_qk(call, k_mean, scale, steps, places)
+        k_mean = mean.view(*call.k.shape[:2], 1, -1) if x.smooth_k else None
+        sums = None if k_mean is None else _sums_of_sample(call.k, k_mean, steps.forward)
+        q, k = _rounded_qk(call, sums, scale, steps, places)
         qk, variant = QuantizedQK(q, None, k, None, q.shape[3], factor=scale * LOG2_E, marked=False), _AS_GIVEN
     else:
         qk, k_mean = quantized_qk(call.q, call.k, variant, scale, x.smooth_k, steps.forward, None)
         if places is not None:
             _rounded_qk(call, k_mean, scale, steps, places)
     if x.seed is not None:
+        found: Tensor | None
         forward = forward_ref if steps.forward is TORCH_STEPS else forward_triton
-        result, sums = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
+        result, found = forward(qk, call.v, x.is_causal, Dropout(x.dropout_p, x.seed))
     else:
         values = quantized_values(call.v, variant, steps.forward, None)
         result, found = steps.forward.attend(qk, values, Bias(causal=x.is_causal), variant, call.q.dtype, True, None)
-        assert found is not None, "the log-sum-exp is asked for"
-        sums = found
+    assert found is not None, "the log-sum-exp is asked for"
     mean = mean.zero_() if k_mean is None else k_mean.view(mean.shape)
-    return result.view(out.shape), sums.view(lse.shape), mean, q_kept, k_kept
+    return result.view(out.shape), found.view(lse.shape), mean, q_kept, k_kept
 
 
 def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: AttentionVariant, scale: float) -> bool:
@@ -231,10 +231,10 @@ def _multiplies_rounded(x: Int8GradientArguments, call: Canonical, variant: Atte
     return x.keeps_rounded and hopper.fits(call.q, call.k, call.v, _AS_GIVEN, *at)
 
 
-def _mean_of_sample(k: Tensor, steps: Steps) -> Tensor:
-    """K's mean over some of its keys, as in prepare.py: the softmax is the same whatever is subtracted."""
+def _sums_of_sample(k: Tensor, mean: Tensor, steps: Steps) -> BlockSums:
+    """For K's mean over some of its keys, as in prepare.py: the softmax is the same whatever is subtracted."""
     sample = k[:, :, :: stride_of(k.shape[2], all_of_them=False)]
-    return mean_of_keys(sample, steps, None, sample.shape[2])
+    return BlockSums(steps.block_sums(sample, None, sample.shape[2]), sample.shape[2], mean)
 
 
 class Int8GradientBackwardArguments(NamedTuple):
@@ -354,7 +354,7 @@ def _quantized(x: Int8GradientBackwardArguments, call: Canonical, scale: float, 
 
 def _rounded_qk(
     call: Canonical,
-    k_mean: Tensor | None,
+    k_mean: Tensor | BlockSums | None,
     scale: float,
     steps: GradientSteps,
     places: tuple[Tensor, ...] | None = None,

@@ -113,7 +113,9 @@ def test_copies_of_operands(recorded, chip, channels, tmp_path):
     tokens_last(x.q)
     round_tokens.round_tokens_triton(x.v, None, 0.2, 5.0, "query")
     round_tokens.round_tokens_triton(x.v, torch.zeros(1, 2, 1, channels), 1.0, 1.0, "key")
-    assert len(recorded) == 3
+    sums = round_tokens.BlockSums(torch.zeros(1, 2, 3, channels), 300, torch.zeros(1, 2, 1, channels))
+    round_tokens.round_tokens_triton(x.v, sums, 1.0, 1.0, "key")
+    assert len(recorded) == 4
     for launch in recorded:
         assert stack_bytes(compile_launch(chip, launch), tmp_path) == 0
 

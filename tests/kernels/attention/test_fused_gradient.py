@@ -26,7 +26,7 @@ from qframework.kernels.attention.int8_gradient_triton import tokens_last
 from qframework.kernels.attention.operands import Bias, Values
 from qframework.kernels.attention.pipeline import TRITON_STEPS, quantized_qk
 from qframework.kernels.attention.reference import quantized_attention_ref
-from qframework.kernels.attention.round_tokens import round_tokens_ref, round_tokens_triton
+from qframework.kernels.attention.round_tokens import BlockSums, round_tokens_ref, round_tokens_triton
 from qframework.kernels.attention.variants import resolve, token_groups
 from qframework.kernels.runtime.replay import Recording
 
@@ -71,6 +71,14 @@ def test_the_kernel_rounds_as_the_reference(
     assert found.transpose(1, 2).is_contiguous()
     torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
     assert int(expected.isnan().sum()) == channels * (1 if role == "query" else 64)
+    if mean is not None:
+        parts = torch.stack([mean[:, :, 0] * 7, mean[:, :, 0] * 2, mean[:, :, 0]], 2)
+        sums = BlockSums(parts, 10, torch.full_like(mean, torch.nan))
+        found = round_tokens_triton(x, sums, 0.18, 1 / 0.18, role).cpu()
+        torch.testing.assert_close(sums.mean, mean, rtol=1e-6, atol=1e-6)
+        expected = round_tokens_ref(x.cpu(), sums.mean.cpu(), 0.18, 1 / 0.18, role)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+        mean = sums.mean
     there = fused_attention.place_of_keys(x)
     again = round_tokens_triton(x, mean, 0.18, 1 / 0.18, role, there)
     assert again.data_ptr() == there.data_ptr()
@@ -221,12 +229,13 @@ def test_nothing_is_kept_where_no_fused_kernel_can_run(monkeypatch: pytest.Monke
 def test_the_mean_of_a_sample_of_keys() -> None:
     """Of 1,500 keys every fifth one, of few keys all: what is subtracted from all keys does not change the softmax."""
     k = torch.randn(1, 2, 1500, 16, dtype=torch.float16) + 3
-    found = int8_gradient._mean_of_sample(k, int8_gradient.TORCH_STEPS)
-    torch.testing.assert_close(found, k[:, :, ::5].float().mean(2, keepdim=True))
-    few = k[:, :, :300]
-    torch.testing.assert_close(
-        int8_gradient._mean_of_sample(few, int8_gradient.TORCH_STEPS), few.float().mean(2, keepdim=True)
-    )
+    for keys, step in ((1500, 5), (300, 1)):
+        some, mean = k[:, :, :keys], torch.full((1, 2, 1, 16), torch.nan)
+        sums = int8_gradient._sums_of_sample(some, mean, int8_gradient.TORCH_STEPS)
+        expected = some[:, :, ::step].float().mean(2, keepdim=True)
+        rounded = round_tokens_ref(some, sums, 1.0, 1.0, "key")
+        torch.testing.assert_close(mean, expected)
+        assert torch.equal(rounded, round_tokens_ref(some, mean, 1.0, 1.0, "key"))
 
 
 def test_a_fused_kernel_gets_contiguous_channels_of_the_gradient() -> None:
