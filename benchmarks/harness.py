@@ -72,6 +72,8 @@ class Record:
     peak_mb: float | None = None
     activation_mb: float | None = None  # kept from forward to backward
     cache_mb: float | None = None  # keys and values of earlier tokens
+    gather_mb: float | None = None  # MiB of weights that a process has after the all-gathers of a step
+    reduce_mb: float | None = None  # MiB of gradients that it gives to the reduce-scatters of a step
     error: float | None = None  # relative L2 error against the FP64 or FP32 oracle on the operands the provider sees
     quantization_error: float | None = None  # relative L2 error against the product of the float operands
     relative_l1: float | None = None  # against float attention

@@ -192,7 +192,7 @@ def _place(case: Case, subject: Subject, options: argparse.Namespace) -> Place:
         device=torch.device(options.device),
         folder=options.build / case.task / f"{case.configuration}-{case.seed}",
         evaluate_every=subject.evaluate_every,
-        checkpoint_every=0 if options.graphs else subject.evaluate_every,  # takes as long as many steps in graphs
+        checkpoint_every=subject.evaluate_every if subject.long or not options.graphs else 0,  # slower than a graph
         compiled=options.compile,
         graphs=options.graphs,
         show_progress=options.jobs == 1,

@@ -43,6 +43,9 @@ def test_two_processes(tmp_path: Path) -> None:
     assert all(row["status"] == "ok" and row["p50_ms"] > 0 and row["runs"] == 12 for row in found.values())
     assert all(row["model"].endswith("2 processes") for row in found.values())
     assert found["qframework_gather_fp32"]["error"] == 0.0
+    fp32, int8 = (found[f"qframework_gather_{kind}"] for kind in ("fp32", "int8"))
+    assert fp32["gather_mb"] > int8["gather_mb"] > fp32["gather_mb"] / 4
+    assert fp32["reduce_mb"] == int8["reduce_mb"] > 0
 
 
 def test_a_wrong_loss_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
