@@ -35,6 +35,8 @@ from benchmarks.harness import (
     comma_separated,
     guarded,
 )
+from benchmarks.tables import number, scientific
+from benchmarks.tables import table as markdown
 from benchmarks.timing import Timing
 from benchmarks.training_models import Subject, llama
 from qframework.compat.dispatch import TorchDispatchMode
@@ -209,6 +211,22 @@ def run(results: Results, options: argparse.Namespace, device: torch.device) -> 
             results.add(row)
         if row.status not in ("ok", "unsupported"):
             break  # the other processes may wait for this one
+
+
+def table(records: Sequence[Record]) -> str:
+    """Markdown: one line for each case."""
+    header = ["model", "gathered in", "optimizer", "ms", "MiB gathered", "MiB reduced", "peak MiB of a GPU", "error"]
+    lines = []
+    for row in records:
+        case = CASES[row.provider]
+        names = [
+            "INT8" if case.int8 else "BF16",
+            case.gather.upper(),
+            "AdamW8bit" if "8bit" in case.optimizer else "AdamW",
+        ]
+        figures = (row.p50_ms, row.gather_mb, row.reduce_mb, row.peak_mb)
+        lines.append([*names, *(number(value) for value in figures), scientific(row.error)])
+    return markdown(header, lines)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -315,9 +315,41 @@ def write_processes(folder: Path, date: str, loss: float, smoke: bool = False) -
     path.write_text(json.dumps({**head, "runs": [vars(run) for run in runs]}))
 
 
+def write_fsdp(folder: Path, date: str, p50_ms: float, smoke: bool = False) -> None:
+    """A document of training_fsdp with one case."""
+    row = Record(benchmark="training_fsdp", provider="qframework_gather_int8", p50_ms=p50_ms, gather_mb=100.0)
+    path = folder / "training" / "fsdp" / f"{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"smoke": smoke, "machine": {**MACHINE, "date": date}}
+    path.write_text(json.dumps({**head, "records": [row.to_json()]}))
+
+
+def write_simulation(folder: Path, date: str, loss: float, smoke: bool = False) -> None:
+    """A document of training_simulation with one run."""
+    distances = [{"step": 5, "pair": "kernels and floats", "distance": 0.25}]
+    path = folder / "training" / "simulation" / f"{date}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = {"smoke": smoke, "machine": {**MACHINE, "date": date}}
+    path.write_text(json.dumps({**head, "runs": {"kernels": [[5, loss]]}, "distances": distances}))
+
+
 @pytest.mark.parametrize(
     ("write", "values", "title", "row", "settings"),
     [
+        (
+            write_fsdp,
+            (2.0, 2.1, 2.0),
+            "FSDP2 on two GPUs",
+            "| INT8 | INT8 | AdamW | 2.1 | 100 |  |  |  |",
+            "2026-01-02, `abc123`.",
+        ),
+        (
+            write_simulation,
+            (2.0, 2.1, 2.0),
+            "Kernels against a simulation",
+            "| kernels | 2.100 |",
+            "2026-01-02, `abc123`.",
+        ),
         (
             write_step,
             (0.01, 0.02, 0.03),

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import training_fsdp
+from benchmarks.harness import Record
 from benchmarks.machine import REPOSITORY
 
 PROVIDERS = "bf16_gather_bf16,qframework_gather_fp32,qframework_gather_int8"
@@ -61,3 +62,9 @@ def test_a_wrong_loss_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     output = tmp_path / "out.json"
     assert training_fsdp.main(["--smoke", "--providers", ",".join(names), "--output", str(output)]) == 1
     assert [(name, row["status"]) for name, row in rows(output).items()] == [(names[0], "ok"), (names[1], "wrong")]
+
+
+def test_table() -> None:
+    row = Record(benchmark="training_fsdp", provider="qframework_gather_int8_adamw8bit", p50_ms=12.5, gather_mb=100.0)
+    text = training_fsdp.table([row]).splitlines()[-1]
+    assert text.startswith("| INT8 | INT8 | AdamW8bit | 12.5 | 100 |")
