@@ -196,9 +196,9 @@ def _prepare_kernel(
         head = (item // k_tiles).to(tl.int64)
         mean = tl.zeros((BLOCK_D,), tl.float32)
         if sums_ptr is not None:
-            parts = head * K_PARTS + tl.arange(0, K_PARTS)
-            sums_ptrs = sums_ptr + parts[:, None] * D + d[None, :]
-            count = tl.maximum(tl.sum(tl.load(counts_ptr + parts), 0), 1)
+            part = head * K_PARTS + tl.arange(0, K_PARTS)
+            sums_ptrs = sums_ptr + part[:, None] * D + d[None, :]
+            count = tl.maximum(tl.sum(tl.load(counts_ptr + part), 0), 1)
             total = tl.sum(tl.load(sums_ptrs, mask=(d < D)[None, :], other=0.0), 0)
             mean = tl.math.div_rn(total, count.to(tl.float32))
         values, scale = _quantized_tile(
