@@ -46,6 +46,6 @@ def export_error(what: str, error: Exception, dynamic_shapes: object, advice: st
     return QFrameworkError(". ".join(filter(None, (f"{what}: torch.export cannot capture {text}", todo, advice))))
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The kind of an error and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:1000]}"

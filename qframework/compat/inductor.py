@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,7 +85,20 @@ def compile_package(program: Any, path: str, config: dict[str, Any]) -> None:
         from torch._inductor import aoti_compile_and_package
 
     with V.set_choices_handler(Choices()):
-        aoti_compile_and_package(program, package_path=path, inductor_configs=config)
+        aoti_compile_and_package(program, package_path=path, inductor_configs={**_shared_standard_library(), **config})
+
+
+_LINKED = "aot_inductor.custom_op_libs"
+_STANDARD_LIBRARY = "libstdc++.so.6"
+
+
+def _shared_standard_library() -> dict[str, Any]:
+    """Configuration that links packages to the C++ standard library that PyTorch uses.
+
+    A package with a copy of its own, which a compiler without a shared library for development links, ends the process
+    that loads it: the two libraries read each other's locales.
+    """
+    return {_LINKED: [f":{_STANDARD_LIBRARY}"]} if platform.system() == "Linux" else {}
 
 
 def load_compiled_package(path: str) -> Any:
@@ -97,7 +111,7 @@ def load_compiled_package(path: str) -> Any:
         from torch.export.pt2_archive._package import AOTICompiledModel
 
         loader: Any = torch._C._aoti.AOTIModelPackageLoader
-    wrong = _other_machine(loader.load_metadata_from_package(path, "model"))
+    wrong = _other_machine(loader.load_metadata_from_package(path, "model")) or _own_standard_library(path)
     if wrong is not None:
         raise RuntimeError(wrong)
     # PyTorch's own function also compares the machines, for which it compiles files, and then loads a second time
@@ -107,14 +121,44 @@ def load_compiled_package(path: str) -> Any:
 
 def _other_machine(metadata: Mapping[str, str]) -> str | None:
     """Why this machine cannot run a package with this metadata."""
-    if metadata.get("AOTI_DEVICE_KEY") == "cuda":
-        return "it was compiled for CUDA, where PyTorch's loader crashes with the operators of qframework"
     if metadata.get("AOTI_MACHINE", platform.machine()) != platform.machine():
         return f"it was compiled for {metadata['AOTI_MACHINE']}, and this is {platform.machine()}"
+    if metadata.get("AOTI_DEVICE_KEY") == "cuda":
+        return _other_gpu(metadata.get("AOTI_COMPUTE_CAPABILITY", ""))
     wanted = next((name for name in ("AVX512", "AVX2") if name in metadata.get("AOTI_CPU_ISA", "").split()), None)
     found = torch.backends.cpu.get_cpu_capability()
     if wanted is not None and found not in (wanted, "AVX512"):
         return f"it was compiled for processors with {wanted}, and this one has {found}"
+    return None
+
+
+def _other_gpu(capability: str) -> str | None:
+    """Why this GPU cannot run a package for a compute capability, such as ``"90"``."""
+    if not torch.cuda.is_available():
+        return "it was compiled for CUDA, and no CUDA device is available"
+    major, minor = torch.cuda.get_device_capability()
+    if not capability.isdigit() or (capability[:-1] == str(major) and int(capability[-1]) <= minor):
+        return None
+    wanted = f"{capability[:-1]}.{capability[-1]}"
+    return f"it was compiled for GPUs of compute capability {wanted}, and this one has {major}.{minor}"
+
+
+_HEAD = 2**24  # bytes of a library that hold the names of those that it needs; weights come behind
+
+
+def _own_standard_library(path: str) -> str | None:
+    """Why a package would end this process: its library holds a copy of the C++ standard library."""
+    if platform.system() != "Linux":
+        return None
+    with zipfile.ZipFile(path) as archive:
+        for each in archive.infolist():
+            if each.filename.endswith(".so"):
+                with archive.open(each) as library:
+                    if _STANDARD_LIBRARY.encode() not in library.read(_HEAD):
+                        return (
+                            "its library holds a copy of the C++ standard library, which PyTorch's cannot work with. "
+                            "Write the package with to_package of this version"
+                        )
     return None
 
 

@@ -15,8 +15,10 @@ from qframework.compat.graphs import input_structure
 from qframework.compat.logs import silenced_onnxscript
 from qframework.errors import QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, exported, own_graph
+from qframework.export.constant_biases import fold_biases
 from qframework.export.expand_int8_linear import expand_int8_linear
 from qframework.export.float_attention import write_float_attention
+from qframework.export.onnx_attention import write_plain_attention
 from qframework.export.onnx_names import given_axis_names, name_axes, name_scales, output_names, remove_private_notes
 from qframework.export.onnx_write import int8_products, write
 from qframework.export.qdq import Rewritten, write_qdq
@@ -86,7 +88,9 @@ def write_onnx(
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_onnx")
     expand_int8_linear(gm)
     in_float = write_float_attention(gm)
+    fold_biases(gm)
     rewritten = write_qdq(gm)
+    write_plain_attention(gm)
     rewritten.left_in_float = in_float | rewritten.left_in_float
     _check_any_int8(rewritten)
     document = _document(exported(gm, args, kwargs, dynamic_shapes, "to_onnx"), opset)
@@ -130,12 +134,19 @@ def _document(program: torch.export.ExportedProgram, opset: int) -> Any:
         with silenced_onnxscript():
             written = torch.onnx.export(program, dynamo=True, opset_version=opset, output_names=names, verbose=False)
     except Exception as error:  # the exporter raises many kinds
-        raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {first_line(error)}") from error
+        raise QFrameworkError(f"to_onnx: torch.onnx cannot express the model: {first_line(_root(error))}") from error
     assert written is not None
     document = written.model
     name_scales(document)
     remove_private_notes(document)
     return document
+
+
+def _root(error: BaseException) -> BaseException:
+    """The first cause of an error: the exporter's own name only the step that failed."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error
 
 
 def _first_sizes(inputs: list[Any]) -> list[int | None]:

@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from qframework.backend import Report
 from qframework.backend.compile import own_decompositions, run_passes
 from qframework.backend.lowering import Lowering
 from qframework.backend.options import parse_options
-from qframework.compat import pytree
-from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, either, first_line
+from qframework.errors import FileFormatError, QFrameworkError, UnsupportedError, first_line
 from qframework.export.capture import call_of, check_model, exported, own_graph
 from qframework.export.plain_outputs import make_outputs_plain
 from qframework.files import open_regular
+from qframework.kernels.packaged import name_dtypes
 from qframework.outputs import check_output_file
 
 
@@ -35,8 +35,8 @@ def to_package(
     AOTInductor.
 
     ``load_package`` runs it in a process that has imported qframework, without its Python code and without compiling,
-    on the kind of processor that it was compiled for: CPUs only. Outputs of classes such as transformers'
-    ``ModelOutput`` become dictionaries. A package is code: load only those that you trust.
+    on the kind of processor or GPU that it was compiled for. Outputs of classes such as transformers' ``ModelOutput``
+    become dictionaries. A package is code: load only those that you trust.
 
     Args:
         model: the result of ``convert_pt2e``, ``qframework.load`` or ``qframework.quantize``, or another module in eval
@@ -73,7 +73,6 @@ def write_package(
     from qframework.compat.inductor import compile_package
 
     _check_path(path)
-    _check_device(model, args, kwargs)
     settings = parse_options(None, options)
     gm = own_graph(model, args, kwargs, dynamic_shapes, "to_package")
     make_outputs_plain(gm)
@@ -82,6 +81,7 @@ def write_package(
         run_passes(lowering)
         program = exported(gm, args, kwargs, dynamic_shapes, "to_package")
         program = program.run_decompositions(own_decompositions())
+        name_dtypes(program.graph_module)
         with tempfile.TemporaryDirectory(dir=Path(path).parent, prefix=f".{Path(path).name}.") as folder:
             partial = str(Path(folder) / Path(path).name)
             try:
@@ -116,14 +116,3 @@ def _check_path(path: str | os.PathLike[str]) -> None:
     if Path(path).suffix != ".pt2":
         raise UnsupportedError(f"to_package: path must end in .pt2, got {os.fspath(path)!r}")
     check_output_file(Path(path), "to_package: path")
-
-
-def _check_device(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """PyTorch 2.11 writes packages for CUDA, and its loader crashes the process that reads them."""
-    given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    devices = {x.device.type for x in (*model.parameters(), *model.buffers(), *given)}
-    if not devices <= {"cpu"}:
-        raise UnsupportedError(
-            f"to_package: model and example_inputs must be on the CPU, got {either(sorted(devices - {'cpu'}))}: "
-            "packages for GPUs cannot be loaded. torch.compile keeps what it compiles in its cache"
-        )
