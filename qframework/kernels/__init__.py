@@ -9,7 +9,7 @@ import qframework.kernels.attention.backward
 import qframework.kernels.attention.int8_gradient
 import qframework.kernels.attention.masked_attention
 import qframework.kernels.attention.pipeline
-import qframework.kernels.packaged  # noqa: F401  (registers operators)
+import qframework.kernels.packaged
 import qframework.kernels.quantize  # noqa: F401  (registers operators)
 from qframework.kernels.attention.cache_append import cache_append
 from qframework.kernels.attention.decode import decode_attention

@@ -55,6 +55,22 @@ def clip() -> tuple[nn.Module, Any]:
     return randomized(transformers.CLIPVisionModel(config)), {"pixel_values": torch.randn(4, 3, 32, 32)}
 
 
+def beit() -> tuple[nn.Module, Any]:
+    """Biases that are put together from parameters, and attention with a parameter as its mask."""
+    model = timm.models.beit.Beit(
+        img_size=32, patch_size=8, embed_dim=64, depth=1, num_heads=2, num_classes=10, use_rel_pos_bias=True
+    )
+    return randomized(model), (torch.randn(4, 3, 32, 32),)
+
+
+def hiera() -> tuple[nn.Module, Any]:
+    """Attention with a dimension for windows besides that of images."""
+    model = timm.models.hiera.Hiera(
+        img_size=(64, 64), embed_dim=32, num_heads=1, stages=(1, 1), q_pool=1, mask_unit_size=(4, 4), num_classes=10
+    )
+    return randomized(model), (torch.randn(4, 3, 64, 64),)
+
+
 def randomized(model: nn.Module) -> nn.Module:
     """In eval mode, with biases and norms that are not 0 and 1, so that leaving one out changes the output."""
     for parameter in model.parameters():

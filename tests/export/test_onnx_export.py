@@ -35,7 +35,7 @@ from qframework.quantizer import (
     static_int8,
 )
 
-LINEARS = {"vit": 5, "swin": 9, "bert": 7, "gpt2": 5, "clip": 6}
+LINEARS = {"vit": 5, "swin": 9, "bert": 7, "gpt2": 5, "clip": 6, "beit": 5, "hiera": 10}
 WIDEST = 256  # products that one output sums, in these models
 EPS = {torch.float32: WIDEST * 2**-24, torch.float16: 2**-11}
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -158,18 +159,54 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[str, str], list[str]]:
     return metadata, called
 
 
-def test_models_on_a_gpu_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="must be on the CPU, got meta: packages for GPUs cannot be loaded"):
-        to_package(MLP().eval().to("meta"), tmp_path / "mlp.pt2", torch.randn(4, 16))
-    with pytest.raises(UnsupportedError, match="must be on the CPU, got meta"):
-        to_package(MLP().eval(), tmp_path / "mlp.pt2", torch.randn(4, 16, device="meta"))
-    assert list(tmp_path.iterdir()) == []
+class FloatHeads(Attention):
+    """Static attention whose result stays in float."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        return torch.tanh(F.scaled_dot_product_attention(q, k, v)).transpose(1, 2).flatten(2)
+
+
+def test_a_result_keeps_its_dtype(tmp_path: Path, fresh_dynamo: None) -> None:
+    """PyTorch 2.11 reads another dtype than the one that it wrote for an operator, and ends with an error."""
+    torch.manual_seed(0)
+    x = torch.randn(4, 9, 32, dtype=torch.bfloat16)
+    quantizer = QFrameworkQuantizer().set_global(static_attention())
+    quantized = qframework.quantize(FloatHeads().eval().bfloat16(), x, quantizer, [x])
+    assert quantized.to_package(tmp_path / "heads.pt2").attention_lowered == 1
+    with torch.no_grad():
+        out, expected = load_package(tmp_path / "heads.pt2")(x), torch.compile(quantized, backend="qframework")(x)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+@pytest.mark.full
+def test_a_compiler_that_links_a_standard_library_of_its_own(
+    tmp_path: Path, fresh_dynamo: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As compilers do that have no shared one for development."""
+    static = tmp_path / "static"
+    static.write_text(
+        '#!/bin/sh\ncase " $* " in *" -shared "*) exec g++ "$@" -static-libstdc++;; esac\nexec g++ "$@"\n'
+    )
+    static.chmod(0o755)
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (str(static),))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    model, x = MLP().eval(), torch.randn(4, 16)
+    qframework.quantize_(model, dynamic_int8())
+    to_package(model, tmp_path / "mlp.pt2", x)
+    torch.testing.assert_close(load_package(tmp_path / "mlp.pt2")(x), model(x), rtol=1e-5, atol=1e-5)
+
+    monkeypatch.setattr("qframework.compat.inductor._shared_standard_library", dict)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second-cache"))
+    to_package(model, tmp_path / "own.pt2", x)
+    with pytest.raises(FileFormatError, match=r"own\.pt2 .*holds a copy of the C\+\+ standard library"):
+        load_package(tmp_path / "own.pt2")
 
 
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"AOTI_DEVICE_KEY": "cuda"}, "was compiled for CUDA, where PyTorch's loader crashes"),
+        ({"AOTI_DEVICE_KEY": "cuda"}, "was compiled for CUDA, and no CUDA device is available"),
         ({"AOTI_MACHINE": "aarch65"}, "was compiled for aarch65, and this is "),
         ({"AOTI_CPU_ISA": "AVX512 AVX512_VNNI"}, "was compiled for processors with AVX512, and this one has AVX2"),
         ({"AOTI_CPU_ISA": "AVX2"}, None),
@@ -179,8 +216,42 @@ def test_models_on_a_gpu_are_refused(tmp_path: Path) -> None:
 def test_packages_of_other_machines(opened, tmp_path: Path, monkeypatch, other, message) -> None:
     metadata, called = opened
     metadata.update({"AOTI_DEVICE_KEY": "cpu", **other})
-    (tmp_path / "other.pt2").write_bytes(b"")
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("other/model.so", b"\0libstdc++.so.6\0")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    if message is None:
+        load_package(tmp_path / "other.pt2")
+        assert called == ["load"]
+        return
+    with pytest.raises(FileFormatError, match=message):
+        load_package(tmp_path / "other.pt2")
+    assert not called
+
+
+def test_a_library_with_a_standard_library_of_its_own(opened, tmp_path: Path) -> None:
+    _metadata, called = opened
+    with zipfile.ZipFile(tmp_path / "own.pt2", "w") as archive:
+        archive.writestr("own/model.so", b"\0libc.so.6\0")
+    with pytest.raises(FileFormatError, match=r"own\.pt2 .*holds a copy of the C\+\+ standard library"):
+        load_package(tmp_path / "own.pt2")
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("capability", "message"),
+    [
+        ("90", None),
+        ("100", r"for GPUs of compute capability 10\.0, and this one has 9\.0"),
+        ("89", r"for GPUs of compute capability 8\.9, and this one has 9\.0"),
+    ],
+)
+def test_packages_of_other_gpus(opened, tmp_path: Path, monkeypatch, capability: str, message: str | None) -> None:
+    metadata, called = opened
+    metadata.update({"AOTI_DEVICE_KEY": "cuda", "AOTI_COMPUTE_CAPABILITY": capability})
+    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
+        archive.writestr("other/model.so", b"\0libstdc++.so.6\0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     if message is None:
         load_package(tmp_path / "other.pt2")
         assert called == ["load"]
