@@ -138,6 +138,6 @@ def round_tokens_triton(
         TILE=QUERY_BLOCK,
         BLOCK_D=block_d,
         BLOCK_M=1 if blocks is None else power_of_2(blocks.sums.shape[2]),
-        num_warps=4 if block_d <= 64 else 8,
+        num_warps=8 if block_d <= 64 else 16,  # half as many are a fifth slower
     )
     return out
