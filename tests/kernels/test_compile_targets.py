@@ -76,8 +76,29 @@ def compile_for(chip, kernel, types, constants, multiples=("K", "C"), strides=Tr
     )
     compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=options | OPTIONS)
     check_waits_first(chip, compiled)
+    assert not stored_floats(compiled.asm.get("ptx", ""))
     assert not overwritten_barriers(compiled.asm.get("ptx", ""))
     return compiled
+
+
+def stored_floats(ptx: str) -> set[str]:
+    """Registers whose lowest byte is stored to shared memory, and which a float operation writes, maybe via moves.
+
+    ptxas 12.8 to 13.0 stores the float converted to an integer instead (F2IP.U8.F32), against PTX's specification.
+    """
+    written = {register for _, register in re.findall(r"(\w+)(?:\.\w+)*\.f32 \t?(%\w+),", ptx)}
+    moves = re.findall(r"mov\.b32 \t?(%\w+), (%\w+);", ptx)
+    for register, source in moves:
+        written |= {register} if source in written else set()
+    return written & set(re.findall(r"st\.shared(?:::cta)?\.[bsu]8\s+\[[^\]]*\], \{?\s*(%\w+)", ptx))
+
+
+def test_stored_floats_are_found():
+    store = "st.shared.b8 \t[%r21+16384], %r3;"
+    assert stored_floats("add.f32 \t%r3, %r2, 0f4B400000;\n" + store) == {"%r3"}
+    assert stored_floats("add.rn.f32 \t%f3, %f2, %f1;\nmov.b32 \t%r3, %f3;\n" + store) == {"%r3"}
+    assert not stored_floats("add.f32 \t%r2, %r1, 0f4B400080;\nxor.b32 \t%r3, %r2, 128;\n" + store)
+    assert not stored_floats("add.f32 \t%r3, %r2, 0f4B400000;\nst.shared.b32 \t[%r21], %r3;")
 
 
 def check_waits_first(chip, compiled):

@@ -32,6 +32,7 @@ from qframework.kernels.runtime.chip import check_device
 from qframework.kernels.runtime.launch import cdiv, launch, power_of_2
 from qframework.kernels.runtime.operator import declare
 from qframework.kernels.runtime.overlap import wait_for_previous_kernel
+from qframework.kernels.runtime.rounding import integers
 from qframework.kernels.runtime.triton import tl, triton
 from qframework.numerics import FLOAT_DTYPES, MIN_SCALE
 
@@ -127,8 +128,8 @@ def row_amax(y):
 
 @triton.jit
 def to_integers(y, inv_scale, QMAX: tl.constexpr):
-    """y / scale, saturated and rounded half to even, as int8: the lowest byte of the sum with 1.5 * 2**23."""
-    return (saturated(y, inv_scale, QMAX) + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    """y / scale, saturated and rounded half to even, as int8."""
+    return integers(saturated(y, inv_scale, QMAX))
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_bytes
+from test_compile_targets import CHIPS, OVERLAPPING, check_waits_first, stack_bytes, stored_floats
 
 from qframework.kernels.attention import (
     hopper,
@@ -150,6 +150,7 @@ def compile_launch(chip: str, launch: Launch):
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     compiled = triton.compile(source, target=GPUTarget(*CHIPS[chip][0]), options=launch.options | LAUNCH_OPTIONS)
     check_waits_first(chip, compiled)
+    assert not stored_floats(compiled.asm.get("ptx", ""))
     if sums_blocks_apart(launch):
         check_sums_start_at_zero(compiled)
     return compiled
@@ -253,6 +254,17 @@ def test_fp8_accumulates_in_what_the_variant_says(launches, chip, accumulator):
     text = assembly(compile_launch(chip, launch))
     found = set(re.findall(r"mma\S*?\.(f16|f32)\.e4m3\.e4m3", text))
     assert found == {accumulator}
+
+
+@pytest.mark.sample(1 / 5)
+@pytest.mark.parametrize("head_dim", [3, 8, 72])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_queries_of_unaligned_heads(launches, chip, dtype, head_dim):
+    """Their integers pass through shared memory byte by byte, where ptxas must not see floats."""
+    recorded = launches(chip, float_call("sage_b", head_dim=head_dim, dtype=dtype))
+    for (launch,) in recorded.values():
+        compile_launch(chip, launch)
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 128])
